@@ -1,0 +1,1 @@
+"""Objectives: advantages and losses, one file an algorithm."""

@@ -1,0 +1,1 @@
+"""The Argo adapter: stage to Hera template, lint, and the local executor."""

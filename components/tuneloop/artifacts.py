@@ -1,0 +1,227 @@
+"""Artifacts: the directories that cross a stage border, their manifests, and how they are committed.
+
+An artifact is a URL. Below it lie ``manifest.json`` and one data directory that the manifest names::
+
+    <url>/manifest.json            created if absent, last: its existence means the artifact is whole
+    <url>/<attempt>/<files …>      written by one attempt; a duplicate attempt writes elsewhere
+    <url>/resume/<name>/…          artifacts of their own: what an interrupted stage left for its retry
+
+The manifest lists every file with size and xxh3-128, and the artifact's digest is the digest of that list, so
+equal bytes have equal digests wherever they lie. A *reference* is ``<url>@<digest>``: what stages hand to one
+another. A reader checks every byte it opens against the manifest; nothing without a manifest is read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field
+
+from tuneloop.errors import Corrupt, UserError
+from tuneloop.store import Conflict, Store, local_path, normalize
+
+MANIFEST = "manifest.json"
+DIGEST = "xxh3-128"
+ROLES = ("prompts", "rollouts", "checkpoint", "metrics", "model", "report")
+
+
+class File(BaseModel):
+    """Size in bytes and digest of one file."""
+
+    model_config = ConfigDict(frozen=True)
+    size: int
+    digest: str
+
+
+class Manifest(BaseModel):
+    """What is known of a committed artifact. `digest` covers the files alone, never times or places."""
+
+    model_config = ConfigDict(frozen=True)
+    format: int = 1
+    stage: str
+    params: dict[str, Any] = Field(default_factory=dict)
+    inputs: dict[str, str] = Field(default_factory=dict, description="input name → reference")
+    root: str = Field(description="the data directory below the artifact's URL")
+    files: dict[str, File]
+    digest: str
+    results: dict[str, Any] = Field(default_factory=dict, description="scalars that the workflow reads")
+    facts: dict[str, Any] = Field(default_factory=dict, description="what the stage says of its output")
+    timings: dict[str, float] = Field(default_factory=dict, description="seconds, and rates where the name says so")
+    provenance: dict[str, Any] = Field(default_factory=dict)
+
+
+def file_digest(path: Path) -> str:
+    """xxh3-128 of a file's bytes, in hexadecimal."""
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            state.update(block)
+    return state.hexdigest()
+
+
+def digest_of(files: Mapping[str, File]) -> str:
+    """The digest of a list of files: over name, size and digest, in the order of names."""
+    state = xxhash.xxh3_128()
+    for name in sorted(files):
+        state.update(f"{name}\0{files[name].size}\0{files[name].digest}\n".encode())
+    return f"{DIGEST}:{state.hexdigest()}"
+
+
+def scan(directory: Path) -> dict[str, File]:
+    """Size and digest of every file below `directory`."""
+    paths = sorted(p for p in directory.rglob("*") if p.is_file())
+    return {str(p.relative_to(directory)): File(size=p.stat().st_size, digest=file_digest(p)) for p in paths}
+
+
+def split_ref(ref: str) -> tuple[str, str | None]:
+    """``url@digest`` → (url, digest); a bare URL has no digest."""
+    url, mark, digest = ref.rpartition(f"@{DIGEST}:")
+    return (normalize(url), f"{DIGEST}:{digest}") if mark else (normalize(ref), None)
+
+
+class Artifact:
+    """A committed artifact, opened for reading.
+
+    Args:
+        ref: its URL, or URL and digest.
+
+    Raises:
+        UserError: nothing is committed there.
+        Corrupt: what is committed there is not what the reference says.
+    """
+
+    def __init__(self, ref: str) -> None:
+        self.url, wanted = split_ref(ref)
+        manifest = find(self.url)
+        if manifest is None:
+            raise UserError("artifact", self.url, f"has no {MANIFEST}; run the stage that makes it, or correct the URL")
+        self.manifest = manifest
+        if wanted is not None and wanted != manifest.digest:
+            raise Corrupt("artifact", self.url, f"holds {manifest.digest}, but {wanted} was asked for")
+
+    @property
+    def ref(self) -> str:
+        return f"{self.url}@{self.manifest.digest}"
+
+    @functools.cached_property
+    def path(self) -> Path:
+        """A local directory with the artifact's files, every one verified.
+
+        Local artifacts are read where they lie; others are fetched once into the cache
+        (``TUNELOOP_CACHE``, default below the temporary directory).
+        """
+        local = local_path(self.url)
+        if local is not None:
+            self._verify(local / self.manifest.root)
+            return local / self.manifest.root
+        cache = Path(os.environ.get("TUNELOOP_CACHE") or Path(tempfile.gettempdir()) / "tuneloop-cache")
+        cache.mkdir(parents=True, exist_ok=True)
+        target = cache / self.manifest.digest.replace(":", "-")
+        with (cache / f".{target.name}.lock").open("a") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            if not target.exists():
+                staged = Path(tempfile.mkdtemp(dir=cache))
+                self._fetch(staged)
+                self._verify(staged)
+                staged.rename(target)
+        return target
+
+    def _fetch(self, directory: Path) -> None:
+        store = Store(self.url)
+        for name in self.manifest.files:
+            store.download(f"{self.manifest.root}/{name}", directory / name)
+
+    def _verify(self, directory: Path) -> None:
+        for name, want in self.manifest.files.items():
+            path = directory / name
+            if not path.is_file():
+                raise Corrupt("artifact", f"{self.url}/{self.manifest.root}/{name}", "is missing; " + _MEND)
+            if path.stat().st_size != want.size or file_digest(path) != want.digest:
+                where = f"{self.url}/{self.manifest.root}/{name}"
+                raise Corrupt("artifact", where, f"differs from its manifest ({DIGEST} {want.digest}); " + _MEND)
+
+
+_MEND = "restore it from a copy, or delete the artifact's URL and run the stage again"
+
+
+def find(url: str) -> Manifest | None:
+    """The manifest committed at `url`, or None."""
+    data = Store(url).get(MANIFEST)
+    if data is None:
+        return None
+    try:
+        return Manifest.model_validate_json(data)
+    except ValueError as error:
+        raise Corrupt("artifact", f"{normalize(url)}/{MANIFEST}", "is not a manifest; " + _MEND) from error
+
+
+class Draft:
+    """An artifact being written: a scratch directory, then one atomic commit.
+
+    Args:
+        url: where it will be committed.
+        attempt: names this attempt's data directory; all ranks of one attempt pass the same.
+    """
+
+    def __init__(self, url: str, attempt: str | None = None) -> None:
+        self.url = normalize(url)
+        self.attempt = attempt or f"data-{os.urandom(6).hex()}"
+        local = local_path(self.url)
+        if local is not None:
+            self.path = local / self.attempt  # written in place: no reader looks there before the manifest exists
+        else:
+            self.path = Path(tempfile.gettempdir()) / f"tuneloop-{self.attempt}"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError("store", self.url, f"{error.strerror}; choose a place that can be written") from error
+
+    def commit(self, **about: Any) -> Manifest:
+        """Digest the files, move them, create the manifest if absent.
+
+        `about` are the Manifest's other fields. Returns the manifest that now stands at the URL: ours, or that
+        of a duplicate which was faster; ours is dropped then.
+        """
+        files = scan(self.path)
+        manifest = Manifest(root=self.attempt, files=files, digest=digest_of(files), **about)
+        store = Store(self.url)
+        if store.root is None:
+            for name in files:
+                store.upload(f"{self.attempt}/{name}", self.path / name)
+        else:
+            for name in files:
+                _fsync(self.path / name)
+        try:
+            store.create(MANIFEST, manifest.model_dump_json(indent=1).encode())
+        except Conflict:
+            store.delete(self.attempt)
+            self.discard()
+            standing = find(self.url)
+            assert standing is not None
+            return standing
+        if store.root is None:
+            self.discard()
+        return manifest
+
+    def discard(self) -> None:
+        """Forget what was written."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def canonical(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal values have equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)

@@ -1,0 +1,1 @@
+"""Sources of prompts: one file a source, each with ``load(...)``."""

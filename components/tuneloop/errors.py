@@ -1,0 +1,30 @@
+"""The errors that decide a process's exit code.
+
+Exit codes are part of the stage contract: 0 committed, 2 the user's mistake (never retried),
+75 interrupted or temporarily impossible (retry), anything else a bug.
+"""
+
+from __future__ import annotations
+
+EXIT_USER = 2
+EXIT_RETRY = 75  # EX_TEMPFAIL of sysexits.h
+
+
+class UserError(ValueError):
+    """A mistake only the user can mend: one line with the field, the value and the remedy."""
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        self.field, self.value, self.remedy = field, value, remedy
+        super().__init__(f"{field}: {value!r}: {remedy}")
+
+
+class Retryable(RuntimeError):
+    """The stage stopped through no fault of its inputs; running it again is right."""
+
+
+class Interrupted(Retryable):
+    """SIGTERM or SIGINT arrived; what resume needs has been committed."""
+
+
+class Corrupt(UserError):
+    """Bytes that differ from what their manifest says."""

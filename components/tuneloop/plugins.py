@@ -1,0 +1,42 @@
+"""Find a variant of a family by name, dotted path or entry point: adding one edits no central file."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from importlib.metadata import entry_points
+from typing import Any
+
+from tuneloop.errors import UserError
+
+
+def names(family: str) -> list[str]:
+    """The variants that ship with tuneloop or are registered by entry point."""
+    package = importlib.import_module(f"tuneloop.{family}")
+    own = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
+    return sorted({*own, *(e.name for e in entry_points(group=f"tuneloop.{family}"))})
+
+
+def load(family: str, name: str, attribute: str | None = None) -> Any:
+    """The variant `name` of `family`.
+
+    Args:
+        family: a package below tuneloop: ``rewards``, ``data``, ``algorithms``, ``engines``, ``trainers``.
+        name: a module of that package, an entry point in group ``tuneloop.<family>``, or ``package.module:attr``.
+        attribute: taken from a module found by its short name; None gives the module.
+
+    Raises:
+        UserError: nothing of that name.
+    """
+    if ":" in name:
+        module, _, path = name.partition(":")
+        try:
+            return getattr(importlib.import_module(module), path)
+        except (ImportError, AttributeError) as error:
+            raise UserError(family, name, f"cannot be imported ({error})") from error
+    for entry in entry_points(group=f"tuneloop.{family}", name=name):
+        return entry.load()
+    if name not in names(family):
+        raise UserError(family, name, f"unknown; known: {', '.join(names(family))}, or a dotted path pkg.mod:attr")
+    module_ = importlib.import_module(f"tuneloop.{family}.{name}")
+    return module_ if attribute is None else getattr(module_, attribute)

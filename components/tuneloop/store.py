@@ -1,0 +1,250 @@
+"""Where artifacts live: one URL (file://, s3://, gs://, az://, or a path of a mounted volume).
+
+Three promises the rest of tuneloop builds on, on every scheme:
+
+* ``create`` writes a key only if it is absent, atomically, so that one of two racing writers wins;
+* ``swap`` replaces a key only if it still holds the bytes the caller last saw (compare-and-swap);
+* a reader never sees half a key.
+
+Object stores give the two by conditional requests (RFC 9110 If-None-Match, If-Match). obstore's local
+store has no conditional replace, so files take an advisory lock and an atomic rename instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotFoundError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+
+from tuneloop.errors import Retryable, UserError
+
+SCHEMES = ("file", "s3", "gs", "az", "memory")
+
+
+class Conflict(RuntimeError):
+    """A conditional write lost: the key exists already, or holds other bytes than expected."""
+
+
+def normalize(url: str) -> str:
+    """Return `url` as an absolute URL without a trailing slash; a plain path becomes ``file://``.
+
+    Raises:
+        UserError: the scheme is not one that tuneloop can store to.
+    """
+    if "://" not in url:
+        return "file://" + str(Path(url).expanduser().absolute())
+    if urlparse(url).scheme not in SCHEMES:
+        raise UserError("store", url, f"use one of {', '.join(s + '://' for s in SCHEMES)} or a path")
+    return url.rstrip("/")
+
+
+def local_path(url: str) -> Path | None:
+    """The directory a ``file://`` URL names, or None where bytes have to travel."""
+    url = normalize(url)
+    return Path(unquote(urlparse(url).path)) if url.startswith("file://") else None
+
+
+class Store:
+    """Keys and bytes below one URL.
+
+    Args:
+        url: the prefix; keys are relative to it, with ``/`` between parts.
+
+    S3 takes its endpoint and keys from the usual ``AWS_*`` variables (``AWS_ENDPOINT_URL``,
+    ``AWS_ACCESS_KEY_ID``, …); plain HTTP endpoints are allowed when the endpoint says ``http://``.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = normalize(url)
+        self.root = local_path(self.url)
+        if self.root is None:
+            http = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
+            self._objects = obstore.store.from_url(self.url, client_options={"allow_http": http})
+
+    def get(self, key: str) -> bytes | None:
+        """The bytes of `key`, or None if it does not exist."""
+        with self._faults(key):
+            try:
+                if self.root is not None:
+                    return (self.root / key).read_bytes()
+                return bytes(obstore.get(self._objects, key).bytes())
+            except (FileNotFoundError, NotADirectoryError, NotFoundError):
+                return None
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write `key`, replacing what was there."""
+        with self._faults(key):
+            if self.root is None:
+                obstore.put(self._objects, key, data)
+            else:
+                os.replace(self._staged(key, data), self.root / key)
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write `key` if it is absent.
+
+        Raises:
+            Conflict: it exists.
+        """
+        with self._faults(key):
+            try:
+                if self.root is None:
+                    obstore.put(self._objects, key, data, mode="create", use_multipart=False)
+                    return
+                staged = self._staged(key, data)
+                try:
+                    os.link(staged, self.root / key)  # fails where the name is taken: atomic create
+                    _fsync(self.root / key, directory=True)
+                finally:
+                    staged.unlink()
+            except (FileExistsError, AlreadyExistsError, PreconditionError) as error:
+                raise Conflict(f"{self.url}/{key} exists") from error
+
+    def swap(self, key: str, expected: bytes | None, data: bytes) -> None:
+        """Replace `key` if it still holds `expected` (None: if it is still absent).
+
+        Raises:
+            Conflict: somebody else wrote it since.
+        """
+        if expected is None:
+            return self.create(key, data)
+        if self.root is not None:
+            with self._lock(key):
+                if self.get(key) != expected:
+                    raise Conflict(f"{self.url}/{key} was changed by another writer")
+                return self.put(key, data)
+        with self._faults(key):
+            try:
+                now = obstore.get(self._objects, key)
+                if bytes(now.bytes()) != expected:
+                    raise Conflict(f"{self.url}/{key} was changed by another writer")
+                tag = {"e_tag": now.meta["e_tag"], "version": now.meta.get("version")}
+                obstore.put(self._objects, key, data, mode=tag, use_multipart=False)  # type: ignore[arg-type]
+            except (NotFoundError, PreconditionError) as error:
+                raise Conflict(f"{self.url}/{key} was changed by another writer") from error
+
+    def upload(self, key: str, path: Path) -> None:
+        """Copy the local file `path` to `key` (in parts where it is large)."""
+        with self._faults(key):
+            if self.root is None:
+                obstore.put(self._objects, key, path)
+            else:
+                target = self.root / key
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+
+    def download(self, key: str, path: Path) -> None:
+        """Copy `key` to the local file `path`, streaming."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._faults(key):
+            if self.root is not None:
+                shutil.copyfile(self.root / key, path)
+                return
+            with path.open("wb") as out:
+                for chunk in obstore.get(self._objects, key).stream(min_chunk_size=8 << 20):
+                    out.write(chunk)
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """All keys below `prefix`, sorted."""
+        with self._faults(prefix):
+            if self.root is None:
+                found = obstore.list(self._objects, prefix or None).collect()
+                return sorted(str(meta["path"]) for meta in found)
+            base = self.root / prefix
+            files = [base] if base.is_file() else [p for p in base.rglob("*") if p.is_file()]
+            return sorted(str(p.relative_to(self.root)) for p in files)
+
+    def delete(self, prefix: str) -> None:
+        """Remove `prefix` and every key below it; nothing happens where there is none."""
+        with self._faults(prefix):
+            if self.root is None:
+                obstore.delete(self._objects, self.keys(prefix))
+                return
+            target = self.root / prefix
+            if target.is_dir():
+                shutil.rmtree(target, ignore_errors=True)
+            else:
+                target.unlink(missing_ok=True)
+
+    def check_writable(self) -> None:
+        """Create and delete a probe key.
+
+        Raises:
+            UserError: the store refuses.
+        """
+        key = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
+        self.create(key, b"")
+        self.delete(key)
+
+    def _staged(self, key: str, data: bytes) -> Path:
+        assert self.root is not None
+        target = self.root / key
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staged = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}")
+        try:
+            with staged.open("xb") as out:
+                out.write(data)
+                out.flush()
+                os.fsync(out.fileno())
+        except BaseException:
+            staged.unlink(missing_ok=True)
+            raise
+        return staged
+
+    @contextlib.contextmanager
+    def _lock(self, key: str) -> Iterator[None]:
+        assert self.root is not None
+        lock = (self.root / key).with_name(f".{Path(key).name}.lock")
+        with lock.open("a") as held:  # released by the kernel when a holder dies
+            fcntl.flock(held, fcntl.LOCK_EX)
+            yield
+
+    @contextlib.contextmanager
+    def _faults(self, key: str) -> Iterator[None]:
+        """Say what an environment's refusal means in one line, with the exit code that fits."""
+        try:
+            yield
+        except (PermissionError, PermissionDeniedError, UnauthenticatedError) as error:
+            raise UserError("store", f"{self.url}/{key}", f"not permitted ({_short(error)}); grant access") from error
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise Retryable(f"store: {self.url}: disk full; free space, then run it again") from error
+            if error.errno in (errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG):
+                raise UserError("store", f"{self.url}/{key}", f"{error.strerror}; choose a writable place") from error
+            raise
+        except (NotFoundError, AlreadyExistsError, PreconditionError):
+            raise
+        except BaseError as error:
+            text = _short(error)
+            if "NoSuchBucket" in text or "InvalidAccessKey" in text or "SignatureDoesNotMatch" in text:
+                raise UserError("store", self.url, f"{text}; check the bucket and the AWS_* variables") from error
+            raise Retryable(f"store: {self.url}/{key}: {text}") from error
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _fsync(path: Path, *, directory: bool = False) -> None:
+    """Make a rename or link durable: the name lives in the parent directory."""
+    fd = os.open(path.parent if directory else path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,1 @@
+"""Trainer backends: one file a backend."""
