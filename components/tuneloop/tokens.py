@@ -1,0 +1,78 @@
+"""Text to token ids and back: the one place where it happens, so that SFT and RL see the same ids.
+
+A prompt and its completion are tokenized apart and joined as ids: the border between them is always a border
+between tokens, in training as in generation. After that nothing retokenizes: stages hand ids to one another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tuneloop.errors import UserError
+
+
+def load_tokenizer(model: Path) -> Any:
+    """The tokenizer of a Hugging Face model directory.
+
+    Raises:
+        UserError: the directory has none that can be loaded, or it knows no end of sequence.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).split("\n")[0][:200]
+        raise UserError("policy", str(model), f"no tokenizer ({reason}); add its files beside config.json") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError("policy", str(model), "its tokenizer has no eos_token; set one in tokenizer_config.json")
+    return tokenizer
+
+
+def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
+    """The ids that a completion follows.
+
+    Chat messages go through the tokenizer's template, up to where the assistant speaks; what special tokens there
+    are, the template puts. Plain text gets the special tokens that the tokenizer itself prepends (Llama's BOS,
+    nothing for Qwen), as vLLM does; an end of sequence that it appends is dropped, since the text goes on.
+
+    Args:
+        prompt: plain text, or a JSON list of messages where `chat` is true.
+
+    Raises:
+        UserError: messages without a chat template, text that is no list of messages, or a prompt of no token.
+    """
+    if chat:
+        ids = _encode_chat(tokenizer, prompt)
+    else:
+        ids = list(tokenizer.encode(prompt))
+        bare = tokenizer.encode(prompt, add_special_tokens=False)
+        if ids[-1:] == [tokenizer.eos_token_id] and bare[-1:] != ids[-1:]:
+            ids.pop()
+    if not ids:
+        raise UserError("prompt", prompt, "has no tokens; nothing can follow it")
+    return ids
+
+
+def encode_completion(tokenizer: Any, text: str) -> list[int]:
+    """The ids that the policy should produce for `text`: no special tokens but the end of sequence, last."""
+    return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+
+
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of `ids` for people and verifiers, without special tokens; never encoded again."""
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text
+
+
+def _encode_chat(tokenizer: Any, prompt: str) -> list[int]:
+    if not tokenizer.chat_template:
+        raise UserError("policy", "tokenizer", "has no chat template, but the prompts are chats; use plain prompts")
+    try:
+        messages = json.loads(prompt)
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    except (json.JSONDecodeError, TypeError, KeyError) as error:
+        raise UserError("prompt", prompt[:80], "is not a JSON list of chat messages") from error
