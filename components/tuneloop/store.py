@@ -83,7 +83,7 @@ class Store:
                 if self.root is not None:
                     return (self.root / key).read_bytes()
                 return bytes(obstore.get(self._objects, key).bytes())
-            except (FileNotFoundError, NotADirectoryError, NotFoundError):
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotFoundError):
                 return None
 
     def put(self, key: str, data: bytes) -> None:
@@ -220,8 +220,10 @@ class Store:
             yield
         except (PermissionError, PermissionDeniedError, UnauthenticatedError) as error:
             raise UserError("store", f"{self.url}/{key}", f"not permitted ({_short(error)}); grant access") from error
-        except (FileNotFoundError, FileExistsError):
+        except FileExistsError:
             raise
+        except FileNotFoundError as error:
+            raise UserError("store", f"{self.url}/{key}", "cannot be made; correct the URL") from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise Retryable(f"store: {self.url}: disk full; free space, then run it again") from error

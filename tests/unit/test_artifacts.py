@@ -1,0 +1,74 @@
+"""Commit, read, verify; every kind of damage is found."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tuneloop.artifacts import Artifact, Draft, find, split_ref
+from tuneloop.errors import Corrupt, UserError
+
+
+def commit(url: str, **files: str) -> str:
+    draft = Draft(url)
+    for name, text in files.items():
+        (draft.path / name).write_text(text)
+    draft.commit(stage="test")
+    return Artifact(url).ref
+
+
+def test_equal_bytes_have_equal_digests_wherever_they_lie(tmp_path: Path) -> None:
+    one, two = commit(f"{tmp_path}/1", a="x", b="y"), commit(f"{tmp_path}/2", b="y", a="x")
+    assert split_ref(one)[1] == split_ref(two)[1]
+    assert split_ref(one)[1] != split_ref(commit(f"{tmp_path}/3", a="y", b="x"))[1]
+    assert (Artifact(one).path / "a").read_text() == "x"
+
+
+def test_nothing_without_a_manifest_is_read(tmp_path: Path) -> None:
+    (Draft(f"{tmp_path}/a").path / "x").write_text("half")
+    with pytest.raises(UserError, match=r"has no manifest.json; run the stage"):
+        Artifact(f"{tmp_path}/a")
+
+
+def test_the_second_commit_yields_to_the_first(tmp_path: Path) -> None:
+    url = f"{tmp_path}/a"
+    late, early = Draft(url), Draft(url)
+    (late.path / "x").write_text("late")
+    (early.path / "x").write_text("early")
+    first = early.commit(stage="test")
+    assert late.commit(stage="test") == first
+    assert (Artifact(url).path / "x").read_text() == "early"
+    assert len(list(tmp_path.glob("a/*"))) == 2, "the loser's files are gone"
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
+def test_damage_is_found(tmp_path: Path, damage: str) -> None:
+    url = f"{tmp_path}/a"
+    ref = commit(url, x="hello")
+    victim = Artifact(ref).path / "x"
+    match damage:
+        case "flip":
+            victim.write_bytes(b"hellp")
+        case "truncate":
+            victim.write_bytes(b"hell")
+        case "remove":
+            victim.unlink()
+        case "manifest":
+            (tmp_path / "a/manifest.json").write_text("{")
+    with pytest.raises(Corrupt, match="restore it from a copy"):
+        _ = Artifact(ref).path
+
+
+def test_a_reference_to_other_bytes_is_refused(tmp_path: Path) -> None:
+    url, other = f"{tmp_path}/a", f"{tmp_path}/b"
+    commit(url, x="1")
+    digest = split_ref(commit(other, x="2"))[1]
+    with pytest.raises(Corrupt, match="was asked for"):
+        Artifact(f"{url}@{digest}")
+
+
+def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
+    commit(f"{tmp_path}/a", x="1")
+    manifest = json.loads((tmp_path / "a/manifest.json").read_text())
+    assert manifest["files"]["x"]["size"] == 1
+    assert find(f"{tmp_path}/nothing") is None

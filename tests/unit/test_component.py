@@ -1,0 +1,176 @@
+"""The stage contract, as a program sees it: flags, exit codes, one commit, signals."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tuneloop.artifacts import Artifact
+
+STAGE = '''
+import os, time
+from typing import Annotated
+from pydantic import Field
+from tuneloop.component import *
+from tuneloop.errors import Retryable
+
+@component("thing", image="base", results={"size": int, "mean_reward": float})
+def toy(stage: Stage, source: OptionalInput, *,
+        times: Annotated[int, Field(ge=1, description="how often")] = 3,
+        weights: dict[str, float] | None = None,
+        label: Annotated[str, Field(json_schema_extra=UNTRACKED)] = "",
+        sleep: int = 0, seed: int = 0) -> Results:
+    """Write a file."""
+    text = (source.path / "x").read_text() if source else "x"
+    done = stage.latest_resume()
+    start = done.manifest.facts["step"] if done else 0
+    for step in range(start, sleep):
+        if stage.stopping:
+            stage.save_resume(step, lambda d: (d / "state").write_text(str(step)))
+            stage.check_stop()
+        print("step", step, flush=True)
+        time.sleep(0.02)
+    if label == "crash": raise RuntimeError("boom")
+    if label == "retry": raise Retryable("the endpoint is gone")
+    if label == "full": raise OSError(28, "No space left on device", "/scratch")
+    (stage.out / "x").write_text(text * times)
+    stage.facts["start"] = start
+    return {"size": len(text) * times, "mean_reward": 0.5}
+
+if __name__ == "__main__":
+    toy.main()
+'''
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    program = tmp_path / "toy.py"
+    program.write_text(STAGE)
+    return program
+
+
+def run(program: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(program), *flags]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=60)
+
+
+def test_commits_once_and_says_its_results(toy: Path, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    for attempt in range(2):
+        done = run(toy, "--thing", f"{tmp_path}/a", "--times", "4", TUNELOOP_OUTPUTS=str(outputs))
+        assert done.returncode == 0, done.stderr
+        assert ("committed already" in done.stderr) == bool(attempt)
+        assert (outputs / "size").read_text() == "4" and (outputs / "mean-reward").read_text() == "0.5"
+    ref = (outputs / "thing").read_text()
+    manifest = Artifact(ref).manifest
+    assert manifest.params == {"times": 4, "weights": None, "sleep": 0, "seed": 0}
+    assert manifest.provenance["device"].startswith("cpu") and manifest.timings["total"] >= 0
+
+
+def test_inputs_are_recorded_and_followed(toy: Path, tmp_path: Path) -> None:
+    assert run(toy, "--thing", f"{tmp_path}/a").returncode == 0
+    ref = Artifact(f"{tmp_path}/a").ref
+    assert run(toy, "--source", ref, "--thing", f"{tmp_path}/b", "--weights", '{"w": 1}').returncode == 0
+    manifest = Artifact(f"{tmp_path}/b").manifest
+    assert manifest.inputs == {"source": ref} and manifest.params["weights"] == {"w": 1.0}
+    assert (Artifact(f"{tmp_path}/b").path / "x").read_text() == "x" * 9
+
+
+def test_an_output_made_otherwise_is_refused_by_field(toy: Path, tmp_path: Path) -> None:
+    assert run(toy, "--thing", f"{tmp_path}/a").returncode == 0
+    other = run(toy, "--thing", f"{tmp_path}/a", "--times", "5")
+    assert other.returncode == 2
+    assert other.stderr.startswith("error: --times: 5: ") and "made from 3; use another run name" in other.stderr
+    assert run(toy, "--thing", f"{tmp_path}/a", "--label", "other").returncode == 0, "untracked: not part of identity"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--times", "0"], "toy.times: '0': Input should be greater than or equal to 1"),
+        (["--times", "many"], "toy.times: 'many': Input should be a valid integer"),
+        (["--tmes", "1"], "unrecognized arguments: --tmes"),
+        (["--weights", "[1]"], "toy.weights: [1]"),
+        (["--source", "/nowhere"], "artifact: 'file:///nowhere': has no manifest.json"),
+        (["--source", "ftp://x"], "store: 'ftp://x': use one of"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(toy: Path, tmp_path: Path, flags: list[str], says: str) -> None:
+    done = run(toy, "--thing", f"{tmp_path}/a", *flags)
+    assert done.returncode == 2 and says in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "a").exists(), "nothing half-written"
+
+
+@pytest.mark.parametrize(("label", "code"), [("crash", 1), ("retry", 75), ("full", 75)])
+def test_failures_keep_their_kind_and_leave_nothing(toy: Path, tmp_path: Path, label: str, code: int) -> None:
+    done = run(toy, "--thing", f"{tmp_path}/a", "--label", label)
+    assert done.returncode == code, done.stderr
+    assert [p for p in tmp_path.glob("a/*") if p.is_dir()] == []
+
+
+def start(program: Path, *flags: str) -> subprocess.Popen[str]:
+    child = subprocess.Popen([sys.executable, str(program), *flags], stdout=subprocess.PIPE, text=True)
+    assert child.stdout and child.stdout.readline() == "step 0\n"
+    return child
+
+
+def test_sigterm_saves_a_resume_point_and_exits_75(toy: Path, tmp_path: Path) -> None:
+    flags = ("--thing", f"{tmp_path}/a", "--sleep", "30")
+    child = start(toy, *flags)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(30) == 75
+    assert not (tmp_path / "a/manifest.json").exists()
+    assert len(list(tmp_path.glob("a/resume/*/manifest.json"))) == 1
+    assert run(toy, *flags).returncode == 0
+    assert 0 < Artifact(f"{tmp_path}/a").manifest.facts["start"] < 30, "went on where it stopped"
+    assert not (tmp_path / "a/resume").exists(), "resume points end with the commit"
+
+
+def test_sigkill_leaves_nothing_a_reader_would_trust(toy: Path, tmp_path: Path) -> None:
+    flags = ("--thing", f"{tmp_path}/a", "--sleep", "20")
+    child = start(toy, *flags)
+    child.kill()
+    child.wait(30)
+    assert not (tmp_path / "a/manifest.json").exists()
+    assert run(toy, *flags).returncode == 0
+
+
+def test_two_at_once_commit_one(toy: Path, tmp_path: Path) -> None:
+    flags = ("--thing", f"{tmp_path}/a", "--sleep", "150")
+    twins = [start(toy, *flags) for _ in range(2)]
+    assert [twin.wait(30) for twin in twins] == [0, 0]
+    assert len(list(tmp_path.glob("a/data-*"))) == 1
+    _ = Artifact(f"{tmp_path}/a").path
+
+
+def test_help_names_every_flag_quickly_imported(toy: Path) -> None:
+    done = run(toy, "--help")
+    for text in ("--source REF", "--thing URL", "how often (default: 3)", "Write a file."):
+        assert text in done.stdout
+    heavy = (
+        "import sys; import tuneloop.component; print([m for m in ('torch','hera','kfp','vllm') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", heavy], text=True).strip() == "[]"
+
+
+def test_a_stage_must_return_the_results_it_declares(tmp_path: Path) -> None:
+    program = tmp_path / "bad.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            from tuneloop.component import *
+            @component("thing", results={"a": int})
+            def bad(stage: Stage) -> Results:
+                "Forget a result."
+                return {}
+            if __name__ == "__main__": bad.main()
+            """
+        )
+    )
+    done = run(program, "--thing", f"{tmp_path}/a")
+    assert done.returncode == 1 and "must return ['a']" in done.stderr

@@ -1,0 +1,84 @@
+"""The store's three promises, on files; tests/cluster repeats them on S3."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from tuneloop.errors import UserError
+from tuneloop.store import Conflict, Store, local_path, normalize
+
+
+def test_normalize() -> None:
+    assert normalize("/a/b") == "file:///a/b"
+    assert normalize("s3://bucket/x/") == "s3://bucket/x"
+    assert local_path("/a/b c") == Path("/a/b c")
+    assert local_path("s3://bucket/x") is None
+    with pytest.raises(UserError, match=r"ftp://x.*use one of file://"):
+        normalize("ftp://x")
+
+
+def test_create_is_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    store.create("a/b", b"1")
+    with pytest.raises(Conflict):
+        store.create("a/b", b"2")
+    assert store.get("a/b") == b"1"
+    assert store.get("a") is None and store.get("nothing") is None
+    assert store.keys() == ["a/b"]
+
+
+def test_swap_demands_what_was_seen(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    store.swap("p", None, b"1")
+    store.swap("p", b"1", b"2")
+    for stale in (None, b"1"):
+        with pytest.raises(Conflict):
+            store.swap("p", stale, b"3")
+    assert store.get("p") == b"2"
+
+
+def _count(url: str, times: int) -> None:
+    store = Store(url)
+    done = 0
+    while done < times:
+        seen = store.get("n")
+        try:
+            store.swap("n", seen, str(int(seen or b"0") + 1).encode())
+            done += 1
+        except Conflict:
+            pass
+
+
+def test_swap_loses_no_update_between_processes(tmp_path: Path) -> None:
+    counters = [multiprocessing.Process(target=_count, args=(str(tmp_path), 50)) for _ in range(3)]
+    for counter in counters:
+        counter.start()
+    for counter in counters:
+        counter.join(60)
+        assert counter.exitcode == 0
+    assert Store(str(tmp_path)).get("n") == b"150"
+
+
+def test_delete_takes_everything_below(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    for key in ("x/1", "x/y/2", "z"):
+        store.put(key, b"")
+    store.delete("x")
+    store.delete("x")
+    assert store.keys() == ["z"]
+
+
+def test_a_place_that_cannot_be_written_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"store: 'file:///proc/nothing/\.probe"):
+        Store("/proc/nothing").check_writable()
+    with pytest.raises(UserError, match="choose a writable place"):
+        Store("/dev/null/x").check_writable()
+
+
+def test_disk_full_is_retryable(tmp_path: Path) -> None:
+    from tuneloop.errors import Retryable
+
+    with pytest.raises(Retryable, match="disk full"):  # the kernel's own full device
+        with Store(str(tmp_path))._faults("k"), Path("/dev/full").open("wb", buffering=0) as full:
+            full.write(b"x")
