@@ -39,8 +39,7 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     are, the template puts. Plain text gets the special tokens that the tokenizer itself prepends (Llama's BOS,
     nothing for Qwen), as vLLM does; an end of sequence that it appends is dropped, since the text goes on.
 
-    Args:
-        prompt: plain text, or a JSON list of messages where `chat` is true.
+    `prompt` is plain text, or a JSON list of messages where `chat` is true.
 
     Raises:
         UserError: messages without a chat template, text that is no list of messages, or a prompt of no token.
