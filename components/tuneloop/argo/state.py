@@ -1,0 +1,178 @@
+"""What a local run leaves in its work directory, and how to read it, also while it runs.
+
+Files below the work directory (``workdir``):
+
+``nodes.jsonl``
+    One JSON object a line, appended. ``{"kind": "workflow", …}`` (see `Workflow`) opens a session (phase ``Running``)
+    and closes it; ``{"kind": "node", …}`` (see `Node`) is a whole node as it is at that moment. The newest line of an id counts.
+    A resumed run appends a new session: node lines of earlier sessions are history.
+``logs/<node id>.log``
+    Standard output and error of a pod, raw.
+``nodes/<node id>/``
+    The pod's private directory: output files, progress file, script source.
+``lock``
+    Held (flock) by the executor as long as it lives.
+
+This module needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+from tuneloop.errors import UserError
+
+DONE = ("Succeeded", "Failed", "Error", "Skipped", "Omitted")
+"""Phases that a node does not leave. The others are ``Pending`` and ``Running``."""
+BROKEN = ("Failed", "Error")
+
+
+@dataclass
+class Node:
+    """One node of a run, named as the Argo controller names it.
+
+    Attributes:
+        id: unique in the run, stable over resumes, fit for a file name.
+        name: the path through the graph, ``grpo.loop(0).update``.
+        display_name: its last part.
+        template: whose template it runs.
+        type: ``Pod Steps StepGroup DAG TaskGroup Retry Suspend Skipped``.
+        phase: ``Pending Running`` or one of `DONE`.
+        parent: id of the DAG, steps, group or retry node it belongs to; empty at the root.
+        daemoned: a daemon that is ready, and running as long as its scope.
+        started, finished: Unix seconds; 0.0 when not yet.
+        exit_code: of a pod; None when it has none (yet). Ended by signal n: 128 + n.
+        progress: ``N/M`` as the pod wrote it to ``$ARGO_PROGRESS_FILE``.
+        log: path of the log below the work directory; empty for nodes without a pod.
+        inputs: parameter name → value; artifacts as ``artifact:<name>`` → local path.
+        outputs: the same; a script's standard output is ``result``.
+    """
+
+    id: str
+    name: str
+    display_name: str
+    template: str
+    type: str
+    phase: str = "Pending"
+    parent: str = ""
+    message: str = ""
+    daemoned: bool = False
+    started: float = 0.0
+    finished: float = 0.0
+    exit_code: int | None = None
+    progress: str = ""
+    log: str = ""
+    inputs: dict[str, str] = field(default_factory=dict)
+    outputs: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Workflow:
+    """The run as a whole; `phase` is ``Running``, ``Succeeded``, ``Failed`` or ``Error``."""
+
+    name: str
+    phase: str = "Running"
+    message: str = ""
+    started: float = 0.0
+    finished: float = 0.0
+    pid: int = 0
+    parameters: dict[str, str] = field(default_factory=dict)
+    outputs: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class State:
+    """A run as `read` found it.
+
+    Attributes:
+        workflow: of the newest session.
+        nodes: id → node of the newest session, in the order they appeared.
+        alive: an executor holds the work directory; a ``Running`` workflow that is not alive was killed.
+    """
+
+    workflow: Workflow
+    nodes: dict[str, Node]
+    alive: bool
+
+
+def read(workdir: Path) -> State | None:
+    """The state of the run in `workdir`; None when nothing was run there."""
+    path = workdir / "nodes.jsonl"
+    if not path.exists():
+        return None
+    workflow, nodes = None, {}
+    for line in path.read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:  # the last line of a killed run, or one being written
+            continue
+        if record.pop("kind") == "node":
+            nodes[record["id"]] = Node(**record)
+        else:
+            workflow = Workflow(**record)
+            if workflow.phase == "Running":
+                nodes = {}
+    return State(workflow, nodes, _held(workdir)) if workflow else None
+
+
+class Journal:
+    """Appends records to ``nodes.jsonl``; each in one write, so a reader sees whole lines."""
+
+    def __init__(self, workdir: Path) -> None:
+        self._file = os.open(workdir / "nodes.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        if os.lseek(self._file, 0, os.SEEK_END):
+            os.write(self._file, b"\n")  # ends the torn line of a killed run, if there is one
+
+    def write(self, record: Node | Workflow) -> None:
+        kind = "node" if isinstance(record, Node) else "workflow"
+        os.write(self._file, (json.dumps({"kind": kind, **asdict(record)}) + "\n").encode())
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+@contextmanager
+def hold(workdir: Path) -> Iterator[None]:
+    """Keep other executors off `workdir`.
+
+    Raises:
+        UserError: another one is running there.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (workdir / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError("run", str(workdir), "is running already; wait for it, or `tuneloop stop` it") from None
+        yield
+
+
+def _held(workdir: Path) -> bool:
+    try:
+        with (workdir / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) -> int:
+    """The exit code of a run: 0; 130 or 75 when a signal stopped it; else 2 or 75 if that is how a pod failed; else 1."""
+    if stopped_by is not None:
+        return 130 if stopped_by == 2 else 75
+    if phase == "Succeeded":
+        return 0
+    codes = {node.exit_code for node in nodes.values() if node.phase in BROKEN}
+    return next((code for code in (2, 75) if code in codes), 1)
+
+
+__all__ = ["BROKEN", "DONE", "Journal", "Node", "State", "Workflow", "hold", "outcome_code", "read"]
