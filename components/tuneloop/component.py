@@ -19,6 +19,7 @@ Exit codes: 0 committed; 2 the user's mistake; 75 interrupted or temporarily imp
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import inspect
 import json
@@ -30,7 +31,7 @@ import sys
 import time
 import traceback
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -230,6 +231,23 @@ class Component:
         if self.after and stage.leader:
             self.after(stage, standing)
         return standing
+
+    def settings(self, *, without: Iterable[str] = (), **defaults: Any) -> type[Params]:
+        """The parameters as a section of a pipeline's configuration.
+
+        Args:
+            without: parameters that the pipeline sets itself (``seed``, ``iteration``, addresses).
+            defaults: the pipeline's own defaults.
+        """
+        fields: dict[str, Any] = {}
+        for name, field in self.Params.model_fields.items():
+            if name not in set(without):
+                own = copy.copy(field)
+                if name in defaults:
+                    own.default = defaults.pop(name)
+                fields[name] = (own.annotation, own)
+        assert not defaults, f"{self.name} has no parameter {sorted(defaults)}"
+        return create_model(f"{self.name}_settings", __base__=Params, __doc__=self.summary, **fields)
 
     def validate(self, values: Mapping[str, Any]) -> Params:
         """The parameters as a model.

@@ -1,5 +1,6 @@
 """The stage contract, as a program sees it: flags, exit codes, one commit, signals."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from tuneloop.artifacts import Artifact
 
@@ -174,3 +176,17 @@ def test_a_stage_must_return_the_results_it_declares(tmp_path: Path) -> None:
     )
     done = run(program, "--thing", f"{tmp_path}/a")
     assert done.returncode == 1 and "must return ['a']" in done.stderr
+
+
+def test_settings_are_the_parameters_a_pipeline_leaves_open(toy: Path) -> None:
+    spec = importlib.util.spec_from_file_location("toy", toy)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    settings = module.toy.settings(without={"seed"}, times=7)
+    assert settings().times == 7 and "seed" not in settings.model_fields
+    assert module.toy.Params().times == 3, "the stage's own default stays"
+    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+        settings(times=0)
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        settings(seed=1)

@@ -1,0 +1,60 @@
+# `make` alone lists the targets. Every target installs what it needs below this folder.
+PYTHON ?= python3
+UV_VERSION := 0.13.8
+UV := .tools/bin/uv
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+RUN ?= demo
+SEED ?= 0
+export OMP_NUM_THREADS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint test-unit test-local test-cluster test-notebooks bench golden requirements images clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(UV):
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tuneloop needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .tools
+	.tools/bin/pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+
+$(INSTALLED): requirements/dev.txt pyproject.toml | $(UV)
+	test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON) .venv
+	$(UV) pip install --quiet --python .venv --require-hashes --no-deps -r requirements/dev.txt
+	$(UV) pip install --quiet --python .venv --no-deps --editable .
+	touch $@
+
+install: $(INSTALLED) ## make .venv with everything (hashed requirements; about 6 GB)
+
+demo: $(INSTALLED) ## SFT, then a GRPO loop with real vLLM on this CPU, evaluated before and after, with a report
+	$(BIN)/tuneloop run sft_then_grpo --run $(RUN) --set seed=$(SEED)
+
+test: lint test-unit test-local ## lint, unit tests, and whole loops on this machine
+
+lint: $(INSTALLED) ## ruff, mypy, import rules, golden files of the requirements
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-unit: $(INSTALLED) ## the tests that take under two minutes
+	$(BIN)/pytest tests -m "not local and not cluster"
+
+test-local: $(INSTALLED) ## whole loops, real vLLM, notebooks
+	$(BIN)/pytest tests -m local
+
+test-cluster: $(INSTALLED) ## needs a cluster that KUBECONFIG names
+	$(BIN)/pytest tests -m cluster
+
+bench: $(INSTALLED) ## ours beside a peer, measured in the same run
+	for bench in benchmarks/*.py; do $(BIN)/python $$bench || exit 1; done
+
+golden: $(INSTALLED) ## rewrite the golden files after a wanted change
+	$(BIN)/pytest tests/golden --update-golden
+
+requirements: | $(UV) ## compile requirements/*.txt anew
+	requirements/compile.sh $(UV)
+
+clean: ## remove what make installed; runs stay
+	rm -rf .venv .tools
