@@ -1,0 +1,10 @@
+"""Exact match: the completion is the answer, white space at the ends aside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def score(completion: str, answer: str, metadata: dict[str, Any]) -> float:
+    """1.0 for equal text, else 0.0."""
+    return float(completion.strip() == answer.strip())

@@ -1,0 +1,254 @@
+"""Score completions with named rewards, each call isolated from the stage and from every other call.
+
+A reward is a module of the family ``rewards`` (or ``package.module:function``)::
+
+    RANGE = (0.0, 1.0)  # the default
+
+    def score(completion: str, answer: str, metadata: dict) -> float | None: ...
+
+None says that it can not judge (the gold answer does not parse, metadata is missing). Rewards run in a forked
+process that reports after every call; the parent watches the clock. Whatever a call does (raise, exit, crash the
+interpreter, hang in C with signals blocked, return NaN or something outside `RANGE`), the process is replaced
+where it must be and the next call is judged afresh: one bad call costs its own row only, and it is never a score.
+Modules are imported before the fork, so that a replacement starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from numbers import Real
+from typing import Any, Literal, NamedTuple, NoReturn
+
+from tuneloop import plugins
+from tuneloop.errors import UserError
+
+Kind = Literal["score", "timeout", "infra_error", "unverifiable"]
+Row = Mapping[str, Any]
+KINDS: tuple[Kind, ...] = ("score", "timeout", "infra_error", "unverifiable")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one completion.
+
+    Attributes:
+        outcome: ``score``, or what kept it from one: the first failure among its rewards.
+        score: the weighted sum of its rewards; None unless `outcome` is ``score``.
+        breakdown: reward name → its value before weighting, or what went wrong with it.
+    """
+
+    outcome: Kind
+    score: float | None
+    breakdown: dict[str, float | str]
+
+
+class Reward(NamedTuple):
+    """A reward function and the closed interval it promises to stay in."""
+
+    function: Callable[[str, str, dict[str, Any]], float | None]
+    low: float
+    high: float
+
+
+class _Verdict(NamedTuple):
+    kind: Kind
+    value: float | str
+
+
+class _Job(NamedTuple):
+    row: int
+    name: str
+
+
+@functools.lru_cache(maxsize=256)
+def find_reward(name: str) -> Reward:
+    """The reward called `name`.
+
+    Raises:
+        UserError: unknown, not importable, or not a reward.
+    """
+    try:
+        found = plugins.load("rewards", name)
+    except ImportError as error:
+        remedy = f"needs {error.name or error}; pip install 'tuneloop[rewards]'"
+        raise UserError("rewards", name, remedy) from error
+    function = found if callable(found) else getattr(found, "score", None)
+    if not callable(function):
+        raise UserError("rewards", name, "has no function score(completion, answer, metadata)")
+    home = sys.modules.get(getattr(function, "__module__", ""))
+    low, high = getattr(function, "RANGE", None) or getattr(home, "RANGE", (0.0, 1.0))
+    return Reward(function, float(low), float(high))
+
+
+@functools.lru_cache(maxsize=1024)
+def parse_spec(text: str) -> Mapping[str, float]:
+    """A ``reward_spec`` (JSON object name → weight), checked.
+
+    Raises:
+        UserError: not such an object, empty, or a weight that is not finite.
+    """
+    try:
+        spec = json.loads(text)
+    except (TypeError, ValueError):
+        spec = None
+    if not isinstance(spec, dict) or not spec:
+        raise UserError("rewards", text, 'must name at least one reward: {"exact": 1.0}')
+    for name, weight in spec.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise UserError(f"rewards.{name}", weight, "must be a finite number")
+    return {name: float(weight) for name, weight in spec.items()}
+
+
+def full_marks(spec: Mapping[str, float]) -> float:
+    """The most that a completion can earn under `spec`: each reward at the end of its range that its weight favours."""
+    rewards = {name: find_reward(name) for name in spec}
+    return math.fsum(w * (rewards[n].high if w > 0 else rewards[n].low) for n, w in spec.items())
+
+
+def score_all(
+    rows: Sequence[Row], *, timeout_s: float, workers: int = 1, progress: Callable[[int], None] | None = None
+) -> list[Outcome]:
+    """Score every row by its own rewards.
+
+    Args:
+        rows: each with ``completion``, ``answer``, ``reward_spec`` (JSON object name → weight) and ``metadata``
+            (JSON object or empty).
+        timeout_s: seconds that one call of one reward may take.
+        workers: processes; each takes every `workers`-th call.
+        progress: called with the number of finished calls (a row has one for each of its rewards); may raise to stop.
+
+    Returns:
+        one outcome a row, in order.
+
+    Raises:
+        UserError: a reward that does not exist or a malformed spec; before anything is scored.
+    """
+    specs = [parse_spec(row["reward_spec"]) for row in rows]
+    rewards = {name: find_reward(name) for name in {name for spec in specs for name in spec}}
+    jobs = [_Job(index, name) for index, spec in enumerate(specs) for name in spec]
+    verdicts: dict[_Job, _Verdict] = {}
+    pool = [_Worker(share, rows, rewards) for i in range(workers) if (share := jobs[i::workers])]
+    try:
+        while active := [worker for worker in pool if worker.left]:
+            patience = min(worker.since for worker in active) + timeout_s - time.monotonic()
+            ready = wait(active, max(patience, 0.0))
+            for worker in active:
+                if worker in ready:
+                    verdicts.update(worker.receive())
+                elif time.monotonic() - worker.since >= timeout_s:
+                    verdicts.update(worker.replace("timeout", f"took more than {timeout_s:g} s"))
+            if progress:
+                progress(len(verdicts))
+    finally:
+        for worker in pool:
+            worker.stop()
+    return [_combine(spec, {n: verdicts[_Job(index, n)] for n in spec}) for index, spec in enumerate(specs)]
+
+
+def _combine(spec: Mapping[str, float], verdicts: Mapping[str, _Verdict]) -> Outcome:
+    breakdown = {name: verdict.value for name, verdict in verdicts.items()}
+    for verdict in verdicts.values():
+        if verdict.kind != "score":
+            return Outcome(verdict.kind, None, breakdown)
+    return Outcome("score", math.fsum(spec[n] * float(v.value) for n, v in verdicts.items()), breakdown)
+
+
+class _Worker:
+    """A forked process that runs the jobs `left`, last first, and writes a line a verdict; it began one at `since`."""
+
+    pid: int
+    pipe: int
+    partial: bytes
+    since: float
+
+    def __init__(self, jobs: list[_Job], rows: Sequence[Row], rewards: Mapping[str, Reward]) -> None:
+        self.left, self.rows, self.rewards = jobs[::-1], rows, rewards
+        self._start()
+
+    def fileno(self) -> int:
+        return self.pipe
+
+    def receive(self) -> Iterable[tuple[_Job, _Verdict]]:
+        """The verdicts that have arrived; the process is replaced if it died."""
+        data = os.read(self.pipe, 1 << 16)
+        if not data:
+            return self.replace("infra_error", "the process that ran it died")
+        *lines, self.partial = (self.partial + data).split(b"\n")
+        self.since = time.monotonic()
+        return [(self.left.pop(), _Verdict(*json.loads(line))) for line in lines]
+
+    def replace(self, kind: Kind, reason: str) -> Iterable[tuple[_Job, _Verdict]]:
+        """Give up on the job at hand and go on with the rest in a new process."""
+        self.stop()
+        lost = self.left.pop()
+        if self.left:
+            self._start()
+        return [(lost, _Verdict(kind, reason))]
+
+    def stop(self) -> None:
+        """Kill the process and whatever it started."""
+        if self.pid:
+            os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so the group is there
+            os.waitpid(self.pid, 0)
+            os.close(self.pipe)
+            self.pid = 0
+
+    def _start(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pipe, write = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            _serve(write, self.left[::-1], self.rows, self.rewards)
+        _own_group(self.pid)
+        os.close(write)
+        self.partial, self.since = b"", time.monotonic()
+
+
+def _own_group(pid: int) -> None:
+    """Called on both sides of the fork: whoever comes first, no kill can miss."""
+    with contextlib.suppress(PermissionError, ProcessLookupError):
+        os.setpgid(pid, pid)
+
+
+def _serve(pipe: int, jobs: Sequence[_Job], rows: Sequence[Row], rewards: Mapping[str, Reward]) -> NoReturn:
+    """The child: never returns into the parent's code, and dies when the parent does."""
+    try:
+        _own_group(os.getpid())
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a hanging reward must not outlive the stage
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(2, 1)  # what a reward prints is for people
+        for job in jobs:
+            verdict = _judge(rewards[job.name], rows[job.row])
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it left behind would hit the next
+            os.write(pipe, json.dumps(verdict).encode() + b"\n")
+    finally:
+        os._exit(0)
+
+
+def _judge(reward: Reward, row: Row) -> _Verdict:
+    try:
+        value = reward.function(row["completion"], row["answer"], json.loads(row["metadata"] or "{}"))
+        if value is None:
+            return _Verdict("unverifiable", "could not judge it")
+        if not isinstance(value, Real):
+            return _Verdict("infra_error", f"returned {type(value).__name__}, not a number")
+        number = float(value)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are the reward's doing, too
+        return _Verdict("infra_error", f"{type(error).__name__}: {error}"[:300])
+    if not reward.low <= number <= reward.high:  # NaN fails this, too
+        return _Verdict("infra_error", f"returned {number}, outside its range [{reward.low:g}, {reward.high:g}]")
+    return _Verdict("score", number)
