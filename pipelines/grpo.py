@@ -1,0 +1,216 @@
+"""GRPO: data_prep → base_model → (rollout → reward → policy_update) repeated → evaluate → export.
+
+    tuneloop run grpo --set base_model=path/to/a/hugging-face-model
+
+The loop is an Argo template that calls itself: iteration k+1 starts from the checkpoint of iteration k, until the
+iterations are used up or a batch of rollouts earns `target_reward`. With the engine `vllm` one server lives as long as
+the run and loads each new version in place; with `transformers` every rollout generates in its own process, which is
+slower and bit-for-bit reproducible.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tuneloop.base_model import base_model
+from tuneloop.data_prep import data_prep
+from tuneloop.evaluate import evaluate
+from tuneloop.export import export
+from tuneloop.policy_update import policy_update
+from tuneloop.reward import reward
+from tuneloop.rollout import rollout
+
+if TYPE_CHECKING:
+    from hera.workflows import DAG, Task, Workflow
+
+SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "model"}
+
+DataPrep: Any = data_prep.settings(without=SET_BY_PIPELINE)
+BaseModelSettings: Any = base_model.settings(without=SET_BY_PIPELINE)
+Rollout: Any = rollout.settings(without=SET_BY_PIPELINE, max_tokens=8)
+Reward: Any = reward.settings()
+PolicyUpdate: Any = policy_update.settings(without=SET_BY_PIPELINE)
+Evaluate: Any = evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8)
+Export: Any = export.settings()
+
+
+class Loop(BaseModel):
+    """When the loop ends."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    iterations: int = Field(60, ge=1, le=90, description="at most so many; Argo's recursion ends at depth 100")
+    target_reward: float = Field(0.98, description="stop once a batch of rollouts earns this mean reward")
+    evaluate_every: int = Field(0, ge=0, description="evaluate each so many iterations; 0: only before and after")
+
+
+class Engine(BaseModel):
+    """What samples completions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: Literal["vllm", "transformers"] = Field("vllm", description="vllm: one server for the run")
+    port: int = Field(8765, ge=1, le=65535, description="where the vLLM server listens")
+    args: dict[str, Any] = Field(
+        default_factory=lambda: {"max_model_len": 256, "enforce_eager": True}, description="vLLM's own options"
+    )
+
+
+class Config(BaseModel):
+    """Configuration of `grpo`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    seed: int = Field(0, ge=0, description="every random stream of the run is derived from it")
+    base_model: str = Field("tiny-qwen3", description="tiny-qwen3, tiny-llama, a Hugging Face directory or hub name")
+    engine: Engine = Engine()
+    loop: Loop = Loop()
+    data: DataPrep = DataPrep()
+    model: BaseModelSettings = BaseModelSettings()
+    rollout: Rollout = Rollout()
+    reward: Reward = Reward()
+    update: PolicyUpdate = PolicyUpdate()
+    evaluate: Evaluate = Evaluate()
+    export: Export = Export()
+
+
+RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
+IN = "{{inputs.parameters.%s}}"
+CHECKPOINT = "{{tasks.%s.outputs.parameters.checkpoint}}"
+PROMPTS = "{{tasks.data-prep.outputs.parameters.prompts}}"
+
+
+def build_argo(config: Config) -> Workflow:
+    """The loop as an Argo Workflow."""
+    from hera.workflows import DAG
+
+    from tuneloop.argo.template import workflow
+
+    with workflow("grpo", config.loop.model_dump(include={"iterations", "target_reward"})) as built:
+        stages = templates(config)
+        loop = build_loop(config, stages)
+        with DAG(name="main") as main:
+            data = stages["data-prep"](name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
+            model = base_model_task(stages, data)
+            build_rl(config, stages, loop, model, model, CHECKPOINT % "base-model")
+    built.entrypoint = main.name
+    return built
+
+
+def templates(config: Config) -> dict[str, Any]:
+    """Every stage of the loop as a Hera template, by name; to be called inside a Workflow."""
+    from tuneloop.argo.template import server_template, stage_template
+
+    engine = {"engine": config.engine.name, "engine_args": config.engine.args, "seed": config.seed}
+    made = [
+        stage_template(data_prep, {**config.data.model_dump(), "seed": config.seed}),
+        stage_template(base_model, {**config.model.model_dump(), "model": config.base_model, "seed": config.seed}),
+        stage_template(rollout, {**config.rollout.model_dump(), **engine}, dynamic=["iteration", "endpoint"]),
+        stage_template(reward, config.reward.model_dump()),
+        stage_template(policy_update, {**config.update.model_dump(), "seed": config.seed}, dynamic=["iteration"]),
+        stage_template(evaluate, {**config.evaluate.model_dump(), **engine}, dynamic=["iteration", "endpoint"]),
+        stage_template(export, config.export.model_dump()),
+    ]
+    if config.engine.name == "vllm":
+        made.append(server_template(port=config.engine.port, engine_args=config.engine.args))
+    return {template.name: template for template in made}
+
+
+def base_model_task(stages: dict[str, Any], data: Task) -> Task:
+    """The stage that brings the model, with a tokenizer trained on the data where it is made here."""
+    task = stages["base-model"](name="base-model", arguments={"prompts": PROMPTS, "checkpoint": f"{RUN}/base-model"})
+    data >> task
+    return task
+
+
+def build_loop(config: Config, stages: dict[str, Any]) -> DAG:
+    """One iteration, which calls the next."""
+    from hera.workflows import DAG, Parameter
+    from hera.workflows.models import ValueFrom
+
+    at = f"{RUN}/iterations/{IN % 'iteration'}"
+    more = (
+        "asInt(inputs.parameters.iteration) < asInt(workflow.parameters.iterations)"
+        " && asFloat(tasks.reward.outputs.parameters['mean-reward']) < asFloat(workflow.parameters['target-reward'])"
+    )
+    last = f"{more} ? tasks.next.outputs.parameters.policy : tasks['policy-update'].outputs.parameters.checkpoint"
+    sampling = {name: IN % name for name in ("prompts", "endpoint", "iteration")}
+    carried = {name: IN % name for name in ("prompts", "reference", "endpoint")}
+    with DAG(
+        name="loop",
+        inputs=[Parameter(name=name) for name in ("iteration", "policy", *carried)],
+        outputs=[Parameter(name="policy", value_from=ValueFrom(expression=last))],
+    ) as loop:
+        sample = stages["rollout"](
+            name="rollout",
+            arguments={**sampling, "policy": IN % "policy", "rollouts": f"{at}/rollout"},
+        )
+        score = stages["reward"](
+            name="reward",
+            arguments={"rollouts": "{{tasks.rollout.outputs.parameters.rollouts}}", "rewards": f"{at}/reward"},
+        )
+        update = stages["policy-update"](
+            name="policy-update",
+            arguments={
+                "policy": IN % "policy",
+                "rewards": "{{tasks.reward.outputs.parameters.rewards}}",
+                "reference": IN % "reference",
+                "checkpoint": f"{at}/policy-update",
+                "iteration": IN % "iteration",
+            },
+        )
+        following = loop(
+            name="next",
+            arguments={
+                "iteration": "{{=asInt(inputs.parameters.iteration) + 1}}",
+                "policy": CHECKPOINT % "policy-update",
+                **carried,
+            },
+            when="{{=%s}}" % more,
+        )
+        sample >> score >> update
+        if config.loop.evaluate_every:
+            check = stages["evaluate"](
+                name="evaluate",
+                arguments={
+                    **sampling,
+                    "policy": CHECKPOINT % "policy-update",
+                    "metrics": f"{at}/evaluate",
+                },
+                when="{{=asInt(inputs.parameters.iteration) %% %d == 0}}" % config.loop.evaluate_every,
+            )
+            update >> check
+            following.depends = "policy-update && (evaluate.Succeeded || evaluate.Skipped)"
+        else:
+            update >> following
+    return loop
+
+
+def build_rl(config: Config, stages: dict[str, Any], loop: DAG, model: Task, start: Task, policy: str) -> None:
+    """Evaluate the policy, loop, evaluate again, export; to be called inside the main DAG.
+
+    Args:
+        loop: what `build_loop` made.
+        model: the task whose checkpoint the server boots with, while `start` may still be training.
+        start: the task that makes `policy`.
+        policy: the tag of its checkpoint: where the loop starts, and what a KL term refers to.
+    """
+    shared = {"prompts": PROMPTS, "endpoint": ""}
+    before_all = [start]
+    if config.engine.name == "vllm":
+        serve = stages["serve"](name="serve", arguments={"policy": CHECKPOINT % "base-model"})
+        model >> serve
+        before_all.append(serve)
+        shared["endpoint"] = f"http://{{{{tasks.serve.ip}}}}:{config.engine.port}"
+    before = stages["evaluate"](
+        name="evaluate-before",
+        arguments={**shared, "policy": policy, "iteration": "0", "metrics": f"{RUN}/evaluate-before"},
+    )
+    train = loop(name="loop", arguments={**shared, "iteration": "1", "policy": policy, "reference": policy})
+    trained = "{{tasks.loop.outputs.parameters.policy}}"
+    after = stages["evaluate"](
+        name="evaluate-after",
+        arguments={**shared, "policy": trained, "iteration": "0", "metrics": f"{RUN}/evaluate-after"},
+    )
+    done = stages["export"](name="export", arguments={"policy": trained, "model": f"{RUN}/export"})
+    # One after the other: a server holds one version at a time.
+    before_all >> before >> train >> after >> done

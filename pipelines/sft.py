@@ -1,0 +1,75 @@
+"""Supervised fine-tuning: data_prep → base_model → sft → evaluate → export.
+
+tuneloop run sft --set data.source=jsonl --set data.source_args.train=examples.jsonl --set base_model=path/to/model
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tuneloop.base_model import base_model
+from tuneloop.data_prep import data_prep
+from tuneloop.evaluate import evaluate
+from tuneloop.export import export
+from tuneloop.sft import sft
+
+if TYPE_CHECKING:
+    from hera.workflows import Workflow
+
+SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "model"}
+
+DataPrep: Any = data_prep.settings(without=SET_BY_PIPELINE)
+BaseModelSettings: Any = base_model.settings(without=SET_BY_PIPELINE)
+Sft: Any = sft.settings(without=SET_BY_PIPELINE)
+Evaluate: Any = evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8)
+Export: Any = export.settings()
+
+
+class Config(BaseModel):
+    """Configuration of `sft`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    seed: int = Field(0, ge=0, description="every random stream of the run is derived from it")
+    base_model: str = Field("tiny-qwen3", description="tiny-qwen3, tiny-llama, a Hugging Face directory or hub name")
+    processes: int = Field(1, ge=1, description="ranks of torchrun in the sft stage")
+    data: DataPrep = DataPrep()
+    model: BaseModelSettings = BaseModelSettings()
+    sft: Sft = Sft()
+    evaluate: Evaluate = Evaluate()
+    export: Export = Export()
+
+
+RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
+CHECKPOINT = "{{tasks.%s.outputs.parameters.checkpoint}}"
+PROMPTS = "{{tasks.data-prep.outputs.parameters.prompts}}"
+
+
+def build_argo(config: Config) -> Workflow:
+    """The pipeline as an Argo Workflow."""
+    from hera.workflows import DAG
+
+    from tuneloop.argo.template import stage_template, workflow
+
+    seed = {"seed": config.seed}
+    with workflow("sft") as built:
+        prepare = stage_template(data_prep, {**config.data.model_dump(), **seed})
+        bring = stage_template(base_model, {**config.model.model_dump(), **seed, "model": config.base_model})
+        train = stage_template(sft, {**config.sft.model_dump(), **seed}, processes=config.processes)
+        check = stage_template(evaluate, {**config.evaluate.model_dump(), **seed, "engine": "transformers"})
+        save = stage_template(export, config.export.model_dump())
+        with DAG(name="main"):
+            data = prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
+            model = bring(name="base-model", arguments={"prompts": PROMPTS, "checkpoint": f"{RUN}/base-model"})
+            tuned = train(
+                name="sft",
+                arguments={"policy": CHECKPOINT % "base-model", "prompts": PROMPTS, "checkpoint": f"{RUN}/sft"},
+            )
+            after = check(
+                name="evaluate-after",
+                arguments={"policy": CHECKPOINT % "sft", "prompts": PROMPTS, "metrics": f"{RUN}/evaluate-after"},
+            )
+            done = save(name="export", arguments={"policy": CHECKPOINT % "sft", "model": f"{RUN}/export"})
+            data >> model >> tuned >> [after, done]
+    return built

@@ -1,0 +1,56 @@
+"""The whole road: data_prep → base_model → sft → GRPO loop → export, evaluated before and after the loop.
+
+    tuneloop run sft_then_grpo
+
+With its defaults it is the demo: a small Qwen3 made here learns to reverse digits from demonstrations most of which
+copy them instead; the loop then sharpens the skill by reward alone. `grpo.py` has the loop.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from tuneloop.config import load_pipeline
+from tuneloop.sft import sft
+
+if TYPE_CHECKING:
+    from hera.workflows import Workflow
+
+grpo = load_pipeline("grpo", beside=__file__)
+
+Sft: Any = sft.settings(without={"seed"})
+
+
+class Config(grpo.Config):  # type: ignore[name-defined,misc]
+    """Configuration of `sft_then_grpo`: that of `grpo`, and `sft`."""
+
+    sft: Sft = Sft()
+    processes: int = Field(1, ge=1, description="ranks of torchrun in the sft stage")
+
+
+def build_argo(config: Config) -> Workflow:
+    """SFT, then the loop, as one Argo Workflow."""
+    from hera.workflows import DAG
+
+    from tuneloop.argo.template import stage_template, workflow
+
+    with workflow("sft-then-grpo", config.loop.model_dump(include={"iterations", "target_reward"})) as built:
+        stages = grpo.templates(config)
+        train = stage_template(sft, {**config.sft.model_dump(), "seed": config.seed}, processes=config.processes)
+        loop = grpo.build_loop(config, stages)
+        with DAG(name="main"):
+            data = stages["data-prep"](name="data-prep", arguments={"prompts": f"{grpo.RUN}/data-prep"})
+            model = grpo.base_model_task(stages, data)
+            tuned = train(
+                name="sft",
+                arguments={
+                    "policy": grpo.CHECKPOINT % "base-model",
+                    "prompts": grpo.PROMPTS,
+                    "checkpoint": f"{grpo.RUN}/sft",
+                },
+            )
+            model >> tuned
+            grpo.build_rl(config, stages, loop, model, tuned, grpo.CHECKPOINT % "sft")
+    return built

@@ -1,0 +1,33 @@
+"""Every pipeline's rendered YAML is what it was; `make golden` rewrites it after a wanted change."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+PIPELINES = sorted(HERE.parents[1].glob("pipelines/*.py"))
+FORMS = {"": [], "-transformers": ["--set", "engine.name=transformers", "--set", "loop.evaluate_every=5"]}
+
+
+def render(pipeline: Path, flags: list[str]) -> str:
+    command = [sys.executable, "-m", "tuneloop.cli", "render", str(pipeline), *flags]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: p.stem)
+def test_rendered_yaml(pipeline: Path, form: str, request: pytest.FixtureRequest) -> None:
+    if form and pipeline.stem == "sft":
+        pytest.skip("sft has no engine to choose")
+    text = render(pipeline, FORMS[form])
+    golden = HERE / "argo" / f"{pipeline.stem}{form}.yaml"
+    if request.config.getoption("--update-golden"):
+        golden.write_text(text)
+    assert golden.read_text() == text, "rendered otherwise than before; `make golden` if that is wanted"
+
+
+def test_every_golden_file_has_its_pipeline() -> None:
+    known = {f"{p.stem}{form}" for p in PIPELINES for form in FORMS}
+    assert {p.stem for p in (HERE / "argo").glob("*.yaml")} <= known
