@@ -1,0 +1,73 @@
+"""Runs of the whole pipeline for tests: small settings, the deterministic engine, killed at will."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tuneloop.argo import state
+from tuneloop.artifacts import Artifact
+
+SMALL = {
+    "engine.name": "transformers",
+    "data.train": 64,
+    "data.eval": 16,
+    "data.sft": 64,
+    "data.source_args.digits": 2,
+    "sft.max_steps": 30,
+    "sft.save_steps": 10,
+    "sft.per_device_train_batch_size": 16,
+    "rollout.prompts_per_iteration": 4,
+    "rollout.n": 4,
+    "loop.iterations": 3,
+    "loop.target_reward": 2,
+}
+
+
+def command(verb: str, *words: str, store: Path, **settings: object) -> list[str]:
+    """`tuneloop <verb> …` with the small settings where the verb takes settings."""
+    line = [sys.executable, "-m", "tuneloop.cli", verb, *words, "--store", str(store)]
+    if verb == "run":
+        line += [f"--set={k}={v}" for k, v in {**SMALL, **settings}.items()]
+    return line
+
+
+def finish(line: list[str], code: int = 0, timeout: float = 600) -> str:
+    """Run to the end and return what was printed."""
+    done = subprocess.run(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout)
+    assert done.returncode == code, done.stdout[-4000:]
+    return done.stdout
+
+
+def kill_inside(line: list[str], workdir: Path, node: str, delay: float, timeout: float = 120) -> str:
+    """Start, wait until the node runs and `delay` seconds more, SIGKILL everything; the phase it was killed in."""
+    child = subprocess.Popen(line, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + timeout
+    try:
+        while phase(workdir, node, child) is None:
+            assert time.monotonic() < deadline, f"{node} never started"
+            time.sleep(0.01)
+        time.sleep(delay)
+        return phase(workdir, node, child) or "finished"
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def phase(workdir: Path, node: str, child: "subprocess.Popen[bytes]") -> str | None:
+    """The node's phase in the session of `child`, once it has started there."""
+    if child.poll() is not None:
+        return "finished"
+    found = state.read(workdir)
+    if found is None or not found.alive or found.workflow.phase != "Running" or node not in found.nodes:
+        return None
+    return found.nodes[node].phase
+
+
+def digests(store: Path, run: str) -> dict[str, str]:
+    """Artifact → digest, of everything the run committed."""
+    manifests = sorted((store / run).rglob("manifest.json"))
+    return {str(m.parent.relative_to(store / run)): Artifact(str(m.parent)).manifest.digest for m in manifests}

@@ -1,0 +1,40 @@
+"""Whole pipelines on this machine."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.local.loops import command, digests, finish
+from tuneloop.artifacts import Artifact
+
+pytestmark = pytest.mark.local
+
+
+def test_same_seed_same_weights_other_seed_other_weights(tmp_path: Path) -> None:
+    small = {"loop.iterations": 1}
+    for run, seed in (("a", 1), ("b", 1), ("c", 2)):
+        finish(command("run", "sft_then_grpo", "--run", run, store=tmp_path, seed=seed, **small))
+    a, b, c = (digests(tmp_path, run) for run in "abc")
+    assert a == b
+    assert a["export"] != c["export"]
+
+
+def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
+    halves = {"processes": 2, "sft.per_device_train_batch_size": 8, "loop.iterations": 1}
+    finish(command("run", "sft_then_grpo", "--run", "two", store=tmp_path, **halves))
+    finish(command("run", "sft_then_grpo", "--run", "one", store=tmp_path, **{"loop.iterations": 1}))
+    one, two = (Artifact(f"{tmp_path}/{run}/sft").manifest for run in ("one", "two"))
+    assert (one.provenance["world_size"], two.provenance["world_size"]) == (1, 2)
+    assert two.results["loss"] == pytest.approx(one.results["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-llama"])
+def test_loop_with_real_vllm(tmp_path: Path, model: str) -> None:
+    settings = {"engine.name": "vllm", "base_model": model, "loop.iterations": 2, "engine.port": 8799}
+    printed = finish(command("run", "sft_then_grpo", "--run", "v", store=tmp_path, **settings))
+    for iteration in (1, 2):
+        facts = Artifact(f"{tmp_path}/v/iterations/{iteration}/rollout").manifest.facts
+        assert facts["engine"].startswith("vllm")
+        assert facts["version"] == iteration, "version 0 is the base model, 1 is SFT's"
+        assert facts["canary"]["mean_abs_diff"] < facts["canary"]["tolerance"]
+    assert "mean reward" in printed and "cpu" in printed.lower()
