@@ -87,7 +87,7 @@ def find_reward(name: str) -> Reward:
     if not callable(function):
         raise UserError("rewards", name, "has no function score(completion, answer, metadata)")
     home = sys.modules.get(getattr(function, "__module__", ""))
-    low, high = getattr(function, "RANGE", None) or getattr(home, "RANGE", (0.0, 1.0))
+    low, high = getattr(function, "RANGE", getattr(home, "RANGE", (0.0, 1.0)))
     return Reward(function, float(low), float(high))
 
 
@@ -142,9 +142,9 @@ def score_all(
     try:
         while active := [worker for worker in pool if worker.left]:
             patience = min(worker.since for worker in active) + timeout_s - time.monotonic()
-            ready = wait(active, max(patience, 0.0))
+            ready = wait([worker.pipe for worker in active], max(patience, 0.0))
             for worker in active:
-                if worker in ready:
+                if worker.pipe in ready:
                     verdicts.update(worker.receive())
                 elif time.monotonic() - worker.since >= timeout_s:
                     verdicts.update(worker.replace("timeout", f"took more than {timeout_s:g} s"))
@@ -175,9 +175,6 @@ class _Worker:
     def __init__(self, jobs: list[_Job], rows: Sequence[Row], rewards: Mapping[str, Reward]) -> None:
         self.left, self.rows, self.rewards = jobs[::-1], rows, rewards
         self._start()
-
-    def fileno(self) -> int:
-        return self.pipe
 
     def receive(self) -> Iterable[tuple[_Job, _Verdict]]:
         """The verdicts that have arrived; the process is replaced if it died."""

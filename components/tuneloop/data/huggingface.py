@@ -1,0 +1,81 @@
+"""Data sets of the Hugging Face hub by name, or a local folder: of data files, or as ``save_to_disk`` wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from tuneloop.data import Columns, Example, Splits
+from tuneloop.errors import Retryable, UserError
+from tuneloop.seeds import derive
+
+
+def load(
+    n: int,
+    seed: int,
+    *,
+    path: str,
+    name: str | None = None,
+    revision: str | None = None,
+    train_split: str = "train",
+    eval_split: str | None = None,
+    sft_split: str | None = None,
+    columns: Columns = Columns(),  # noqa: B008
+    sft_columns: Columns | None = None,
+    shuffle: bool = True,
+) -> Splits:
+    """Rows of a data set; without splits of their own, `eval` and `sft` are cut from `train_split`.
+
+    Args:
+        n: unused: a data set has the rows it has.
+        seed: of the order.
+        path: name on the hub, or a local folder.
+        name: its configuration, as ``datasets.load_dataset`` calls it.
+        revision: branch, tag or commit on the hub.
+        train_split: split of the training prompts; slices such as ``train[:1000]`` work for what is loaded by name.
+        eval_split: split of the held-out prompts.
+        sft_split: split of the demonstrations.
+        columns: which columns hold what.
+        sft_columns: the same for the demonstrations; None: as `columns`.
+        shuffle: whether to take rows in random order.
+
+    Raises:
+        UserError: no such data set, split or column, or no rows.
+        Retryable: the hub does not answer.
+    """
+
+    def stream(split: str, columns: Columns = columns) -> Iterator[Example]:
+        rows = read(path, name, revision, split)
+        return columns.examples(rows, f"{path}[{split}]", derive(seed, split) if shuffle else None)
+
+    main = stream(train_split)
+    held_out = stream(eval_split) if eval_split else main
+    shown = stream(sft_split, sft_columns or columns) if sft_split else main
+    return Splits(train=main, eval=held_out, sft=shown)
+
+
+def read(path: str, name: str | None, revision: str | None, split: str) -> Any:
+    """One split, as a ``datasets.Dataset``.
+
+    Raises:
+        UserError, Retryable: as `load`.
+    """
+    try:
+        if not any((Path(path) / marker).exists() for marker in ("dataset_info.json", "dataset_dict.json")):
+            return datasets.load_dataset(path, name, revision=revision, split=split)
+        saved = datasets.load_from_disk(path)
+    except (FileNotFoundError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).split("\n")[0]
+        if isinstance(error.__cause__, ConnectionError) or "reach" in reason:
+            raise Retryable(f"data: {path}: the hub does not answer ({reason})") from error
+        raise UserError("source_args.path", path, f"can not be loaded ({reason}); check name and split") from error
+    except (ConnectionError, TimeoutError) as error:
+        raise Retryable(f"data: {path}: the hub does not answer ({str(error)[:200]})") from error
+    if isinstance(saved, datasets.Dataset):
+        return saved
+    if split not in saved:
+        raise UserError("source_args.train_split", split, f"no such split in {path}; it has: {', '.join(saved)}")
+    return saved[split]

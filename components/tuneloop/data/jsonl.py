@@ -1,0 +1,92 @@
+"""Files: JSON Lines (``.jsonl``, ``.json``) or Parquet (``.parquet``), on a path or at a URL of the store."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tuneloop.data import Columns, Example, Splits
+from tuneloop.errors import UserError
+from tuneloop.seeds import derive
+from tuneloop.store import Store
+
+
+def load(
+    n: int,
+    seed: int,
+    *,
+    path: str,
+    eval_path: str | None = None,
+    sft_path: str | None = None,
+    columns: Columns = Columns(),  # noqa: B008
+    sft_columns: Columns | None = None,
+    shuffle: bool = True,
+) -> Splits:
+    """Rows of a file; without files of their own, `eval` and `sft` are cut from the same one.
+
+    Args:
+        n: unused: a file has the rows it has.
+        seed: of the order.
+        path: file of the training prompts.
+        eval_path: file of the held-out prompts.
+        sft_path: file of the demonstrations.
+        columns: which columns hold what.
+        sft_columns: the same for the demonstrations; None: as `columns`.
+        shuffle: whether to take rows in random order.
+
+    Raises:
+        UserError: a file that can not be read, is empty or lacks a column.
+    """
+
+    def stream(name: str, file: str, columns: Columns = columns) -> Iterator[Example]:
+        return columns.examples(read(name, file), file, derive(seed, name) if shuffle else None)
+
+    main = stream("path", path)
+    held_out = stream("eval_path", eval_path) if eval_path else main
+    shown = stream("sft_path", sft_path, sft_columns or columns) if sft_path else main
+    return Splits(train=main, eval=held_out, sft=shown)
+
+
+def read(argument: str, path: str) -> list[dict[str, Any]]:
+    """The rows of the file at `path`, which `argument` named.
+
+    Raises:
+        UserError: it does not exist, or is not what its name says.
+    """
+    field = f"source_args.{argument}"
+    folder, _, name = path.rpartition("/")
+    data = Store(folder or ("/" if path.startswith("/") else ".")).get(name)
+    if data is None:
+        raise UserError(field, path, "no such file")
+    if name.endswith(".parquet"):
+        try:
+            rows: list[dict[str, Any]] = pq.read_table(io.BytesIO(data)).to_pylist()
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(field, path, f"is not readable as Parquet ({error})") from error
+        return rows
+    if not name.endswith((".jsonl", ".json")):
+        raise UserError(field, path, "must end in .jsonl, .json or .parquet")
+    return _parse(field, path, data)
+
+
+def _parse(field: str, path: str, data: bytes) -> list[dict[str, Any]]:
+    rows = []
+    try:
+        lines = data.decode().split("\n")  # not splitlines: JSON text may hold other line breaks
+    except UnicodeDecodeError as error:
+        raise UserError(field, path, f"is not UTF-8 ({error.reason} at byte {error.start})") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(field, f"{path}:{number}", f"is not JSON ({error}); one object a line") from error
+            if not isinstance(row, dict):
+                raise UserError(field, f"{path}:{number}", "must be a JSON object")
+            rows.append(row)
+    return rows

@@ -1,0 +1,188 @@
+"""Prompts for training and evaluation and demonstrations for SFT, from any source, every gold answer checked."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import Field, ValidationError, validate_call
+
+from tuneloop import plugins
+from tuneloop.component import Results, Stage, component, from_validation
+from tuneloop.data import Example, Splits
+from tuneloop.errors import UserError
+from tuneloop.scoring import Outcome, full_marks, parse_spec, score_all
+
+Split = Literal["train", "eval", "sft"]
+
+PROMPTS = pa.schema(
+    {
+        "id": pa.string(),
+        "prompt": pa.string(),
+        "chat": pa.bool_(),
+        "answer": pa.string(),
+        "reward": pa.string(),
+        "metadata": pa.string(),
+    }
+)
+DEMONSTRATIONS = pa.schema({"id": pa.string(), "prompt": pa.string(), "chat": pa.bool_(), "completion": pa.string()})
+
+
+@component("prompts", image="base", results={"train": int, "eval": int, "sft": int})
+def data_prep(
+    stage: Stage,
+    *,
+    source: Annotated[str, Field(description="digits, reasoning_gym, jsonl, huggingface, or a dotted path")] = "digits",
+    source_args: Annotated[dict[str, Any], Field(description="the source's own arguments")] = {},  # noqa: B006
+    train: Annotated[int, Field(ge=1, description="training prompts, at most: what the others leave")] = 10_000,
+    eval: Annotated[int, Field(ge=1, description="held-out prompts")] = 256,
+    sft: Annotated[int, Field(ge=0, description="demonstrations")] = 2000,
+    rewards: Annotated[dict[str, float], Field(description="reward → weight")] = {"exact": 1.0},  # noqa: B006
+    reward_args: Annotated[dict[str, Any], Field(description="reward → what it finds in metadata")] = {},  # noqa: B006
+    chat: Annotated[bool, Field(description="make plain prompts the user's message of a chat")] = False,
+    system: Annotated[str | None, Field(description="system message of every chat")] = None,
+    timeout_s: Annotated[float, Field(gt=0, description="seconds that one call of a reward may take")] = 5.0,
+    seed: int = 0,
+) -> Results:
+    """Read a source, split it, and prove that every gold answer earns full marks.
+
+    No prompt is in two splits or twice in one: `eval` is filled first, then `sft`, then `train` takes what is left,
+    up to its number. Each example's solution is scored by the very rewards that will judge the policy.
+
+    Raises:
+        UserError: an unknown source, argument or reward; too few examples; a gold answer that its reward rejects.
+    """
+    spec = json.dumps(rewards, sort_keys=True)
+    parse_spec(spec)
+    if system is not None and not chat:
+        raise UserError("data_prep.system", system, "needs --chat true")
+    splits = load_source(source, source_args, train + eval + sft, stage.seed("data"))
+    seen: set[str] = set()
+    rows: dict[Split, list[dict[str, Any]]] = {}
+    wanted: dict[Split, int] = {"eval": eval, "sft": sft, "train": train}
+    with stage.timed("read"):
+        for name, number in wanted.items():
+            messages = _rows(getattr(splits, name), name, number, seen, spec, reward_args, chat, system)
+            rows[name] = list(messages)
+            least = min(number, 1) if name == "train" else number
+            if len(rows[name]) < least:
+                asked = "one is needed" if name == "train" else "ask for fewer, or give it more data"
+                raise UserError(f"data_prep.{name}", number, f"{source} has only {len(rows[name])} left; {asked}")
+    with stage.timed("check"):
+        _check_gold(stage, [row for part in rows.values() for row in part], timeout_s)
+    for name, part in rows.items():
+        schema = DEMONSTRATIONS if name == "sft" else PROMPTS
+        pq.write_table(pa.Table.from_pylist(part, schema=schema), stage.out / f"{name}.parquet")
+    counts: dict[str, int] = {name: len(part) for name, part in rows.items()}
+    stage.facts.update(rows=counts, source=source, rewards=rewards)
+    stage.log(", ".join(f"{name} {number}" for name, number in counts.items()))
+    return counts
+
+
+def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) -> Splits:
+    """The splits of a source, its arguments checked against the types that it declares.
+
+    Raises:
+        UserError: an unknown source or argument, a wrong type, a package that is not installed.
+    """
+    try:
+        load = plugins.load("data", source, "load")
+    except ImportError as error:
+        extra = "rewards" if source == "reasoning_gym" else "train"
+        remedy = f"needs {error.name or error}; pip install 'tuneloop[{extra}]'"
+        raise UserError("data_prep.source", source, remedy) from error
+    known = list(inspect.signature(load).parameters)[2:]
+    for name, value in arguments.items():
+        if name not in known:
+            raise UserError(f"source_args.{name}", value, f"unknown; {source} takes {', '.join(known)}")
+    try:
+        found: Splits = validate_call(load)(n, seed, **arguments)
+    except ValidationError as error:
+        raise from_validation(error, "source_args.") from None
+    return found
+
+
+def _rows(
+    examples: Iterable[Example],
+    split: Split,
+    number: int,
+    seen: set[str],
+    spec: str,
+    reward_args: Mapping[str, Any],
+    chat: bool,
+    system: str | None,
+) -> Iterator[dict[str, Any]]:
+    """Up to `number` rows with prompts that are not in `seen`; reads no further than it must."""
+    stream = iter(examples)
+    made = 0
+    while made < number and (example := next(stream, None)) is not None:
+        prompt = _prompt(example.prompt, chat, system)
+        if prompt in seen:
+            continue
+        seen.add(prompt)
+        name = f"{split}-{made:06d}"
+        solution = example.answer if example.solution is None else example.solution
+        yield {
+            "id": name,
+            "prompt": prompt,
+            "chat": chat or isinstance(example.prompt, list),
+            "answer": example.answer,
+            "reward": spec,
+            "metadata": _json({**example.metadata, **reward_args}, name),
+            "solution": solution,
+            "completion": solution if example.demonstration is None else example.demonstration,
+        }
+        made += 1
+
+
+def _prompt(prompt: str | list[dict[str, Any]], chat: bool, system: str | None) -> str:
+    if isinstance(prompt, str) and not chat:
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return json.dumps(messages, ensure_ascii=False)
+
+
+def _json(metadata: Mapping[str, Any], name: str) -> str:
+    try:
+        return json.dumps(metadata, sort_keys=True, ensure_ascii=False)
+    except TypeError as error:
+        raise UserError(f"data_prep {name}", metadata, f"its metadata is not JSON ({error})") from error
+
+
+def _check_gold(stage: Stage, rows: list[dict[str, Any]], timeout_s: float) -> None:
+    """Score every solution by its own rewards.
+
+    Raises:
+        UserError: one earns less than full marks; the first ones are named.
+    """
+    asked = [{**row, "completion": row["solution"], "reward_spec": row["reward"]} for row in rows]
+    spec = parse_spec(rows[0]["reward"])
+    best = full_marks(spec)
+    bar = stage.progress(len(rows) * len(spec), "checks")
+
+    def advance(done: int) -> None:
+        stage.check_stop()
+        bar.update(done)
+
+    outcomes = score_all(asked, timeout_s=timeout_s, progress=advance)
+    wrong = [(row, o) for row, o in zip(rows, outcomes) if o.score is None or not math.isclose(o.score, best)]
+    if wrong:
+        named = "; ".join(_describe(row, outcome) for row, outcome in wrong[:3])
+        remedy = f"{len(wrong)} of {len(rows)} gold answers earn less than {best:g} from their own reward: {named}"
+        raise UserError("data_prep.rewards", dict(spec), f"{remedy}; correct the data or choose another reward")
+
+
+def _describe(row: Mapping[str, Any], outcome: Outcome) -> str:
+    got = outcome.score if outcome.outcome == "score" else outcome.outcome
+    return f"{row['id']}: answer {row['answer'][:60]!r} scored {got} {outcome.breakdown}"
+
+
+if __name__ == "__main__":
+    data_prep.main()
