@@ -1,0 +1,195 @@
+"""The policy to start from: a Hugging Face model, or a tiny one made here with a tokenizer for the prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pyarrow.parquet as pq
+from pydantic import Field
+
+from tuneloop.artifacts import Artifact
+from tuneloop.canary import write_canary
+from tuneloop.component import OptionalInput, Results, Stage, component
+from tuneloop.errors import Retryable, UserError
+
+TINY = ("tiny-qwen3", "tiny-llama")
+PAD, EOS, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
+CHATML = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+@component("checkpoint", image="trainer", results={"parameters": int})
+def base_model(
+    stage: Stage,
+    prompts: OptionalInput,
+    *,
+    model: Annotated[str, Field(description="tiny-qwen3, tiny-llama, a model directory, or a hub name")] = "tiny-qwen3",
+    revision: Annotated[str | None, Field(description="branch, tag or commit on the hub")] = None,
+    trust_remote_code: Annotated[bool, Field(description="run Python code that the model brings")] = False,
+    vocab_size: Annotated[int, Field(ge=260, description="of a tiny model, at most")] = 512,
+    max_position_embeddings: Annotated[int, Field(ge=16, description="context length of a tiny model")] = 1024,
+    save_dtype: Annotated[Literal["bfloat16", "float16", "float32"], Field(description="of the weights")] = "bfloat16",
+    seed: int = 0,
+) -> Results:
+    """Write version 0 of the policy: weights, configuration, tokenizer and canary.
+
+    Tiny models have about 0.8 million parameters, random from the seed, and a byte-level BPE tokenizer trained on
+    the text of the prompts (never the held-out ones), in which every digit is a token of its own.
+
+    Raises:
+        UserError: a directory without configuration, tokenizer or weights; an unknown hub name; a tiny model
+            without prompts.
+        Retryable: the hub does not answer.
+    """
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    target = stage.out / "model"
+    tiny = model in TINY
+    with stage.timed("load"):
+        if tiny:
+            if prompts is None:
+                raise UserError("--prompts", None, f"is required for {model}: its tokenizer is trained on their text")
+            tokenizer = train_tokenizer(_text(prompts), vocab_size, max_position_embeddings)
+            torch.manual_seed(stage.seed("init"))
+            policy = _tiny(model, tokenizer, max_position_embeddings)
+        else:
+            policy, tokenizer = _pretrained(model, revision, trust_remote_code)
+    policy = policy.to(getattr(torch, save_dtype))
+    with stage.timed("save"):
+        policy.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+    with stage.timed("canary"):
+        vocabulary = min(len(tokenizer), policy.config.get_text_config().vocab_size)  # padding rows are never served
+        write_canary(policy, stage.out / "canary.json", vocabulary)
+    parameters = sum(p.numel() for p in policy.parameters())
+    stage.facts.update(version=0, model=model, parameters=parameters, save_dtype=save_dtype)
+    stage.facts.update(architecture=policy.config.architectures[0], vocab_size=vocabulary)
+    stage.log(f"{model}: {parameters:,} parameters, vocabulary {vocabulary}")
+    return {"parameters": parameters}
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens; equal texts give equal files.
+
+    It can spell any text (all 256 bytes are in it), has ``<|im_end|>`` as the end of sequence, ``<|endoftext|>`` for
+    padding, and ChatML as its chat template.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, START, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": [START]})
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def _text(prompts: Artifact) -> Iterator[str]:
+    """What a tokenizer may learn from: training prompts and answers, demonstrations, the contents of chats."""
+    for file, columns in (("train", ("prompt", "answer")), ("sft", ("prompt", "completion"))):
+        for row in pq.read_table(prompts.path / f"{file}.parquet").to_pylist():
+            if row["chat"]:
+                yield from (message["content"] for message in json.loads(row["prompt"]))
+            else:
+                yield row[columns[0]]
+            yield row[columns[1]]
+
+
+def _tiny(name: str, tokenizer: Any, context: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if name == "tiny-llama":
+        return LlamaForCausalLM(LlamaConfig(**shape))
+    return Qwen3ForCausalLM(Qwen3Config(**shape))
+
+
+def _pretrained(model: str, revision: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
+    """A model and its tokenizer, from a directory or the hub."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _check_directory(model)
+    about = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, **about)
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype="auto", **about)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        if _unreachable(error):
+            raise Retryable(f"base_model: {model}: the hub does not answer ({reason})") from error
+        raise UserError("base_model.model", model, f"can not be loaded: {reason}") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError("base_model.model", model, "its tokenizer has no eos_token; set one in tokenizer_config.json")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if len(tokenizer) > policy.config.get_text_config().vocab_size:
+        raise UserError(
+            "base_model.model", model, "its tokenizer has more tokens than its weights; use the one it came with"
+        )
+    return policy, tokenizer
+
+
+def _check_directory(model: str) -> None:
+    """Say plainly what a model directory lacks; transformers would look on the hub for some of it."""
+    path = Path(model)
+    if not path.is_dir():
+        if path.is_absolute() or model.startswith("."):
+            raise UserError("base_model.model", model, "no such directory")
+        return
+    for what, patterns in (
+        ("config.json", ("config.json",)),
+        ("tokenizer", ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")),
+        ("weights", ("*.safetensors", "*.bin")),
+    ):
+        if not any(any(path.glob(pattern)) for pattern in patterns):
+            raise UserError("base_model.model", model, f"has no {what} ({' or '.join(patterns)}); add it")
+
+
+def _unreachable(error: BaseException | None) -> bool:
+    """Whether a failed connection is among the causes."""
+    while error is not None:
+        if isinstance(error, ConnectionError | TimeoutError) or "ConnectError" in type(error).__name__:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+if __name__ == "__main__":
+    base_model.main()
