@@ -1,0 +1,80 @@
+"""Take a policy out: a plain Hugging Face directory that transformers and vLLM load."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import tempfile
+from math import prod
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from tuneloop.artifacts import scan
+from tuneloop.component import UNTRACKED, Input, Results, Stage, component
+from tuneloop.errors import UserError
+
+
+@component("model", image="base", results={"parameters": int})
+def export(
+    stage: Stage,
+    policy: Input,
+    *,
+    directory: Annotated[
+        str | None, Field(description="also write a plain copy here", json_schema_extra=UNTRACKED)
+    ] = None,
+) -> Results:
+    """Copy a checkpoint's ``model/`` out: the artifact's files are the model directory, nothing around it.
+
+    Raises:
+        UserError: `policy` is not a checkpoint; `directory` exists and holds something else.
+    """
+    model = policy.path / "model"
+    if not (model / "config.json").is_file():
+        raise UserError("--policy", policy.url, "holds no model/config.json; give it a checkpoint")
+    shutil.copytree(model, stage.out, dirs_exist_ok=True)
+    parameters = sum(count_parameters(path) for path in model.glob("*.safetensors"))
+    stage.facts.update(version=policy.manifest.facts.get("version"), digest=policy.manifest.digest)
+    if directory is not None:
+        copy_out(model, Path(directory).expanduser().absolute())
+        stage.log(f"copied to {directory}")
+    return {"parameters": parameters}
+
+
+def count_parameters(path: Path) -> int:
+    """The number of elements in a safetensors file, from its header alone."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    return sum(prod(about["shape"]) for name, about in header.items() if name != "__metadata__")
+
+
+def copy_out(model: Path, target: Path) -> None:
+    """Make `target` a copy of the directory `model`: all of it or nothing.
+
+    Where it is one already, nothing happens; an empty directory is replaced.
+
+    Raises:
+        UserError: it holds something else, or can not be written.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        if target.is_dir() and scan(target) == scan(model):
+            return
+        raise UserError("export.directory", str(target), "exists and holds something else; choose another")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staged = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            shutil.copytree(model, staged, dirs_exist_ok=True)
+            staged.chmod(0o755)  # mkdtemp's directories are private
+            os.replace(staged, target)  # an empty directory gives way
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+    except PermissionError as error:
+        raise UserError("export.directory", str(target), f"{error.strerror}; choose a writable place") from error
+
+
+if __name__ == "__main__":
+    export.main()

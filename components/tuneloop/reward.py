@@ -1,0 +1,112 @@
+"""Judge rollouts: a weighted sum of named rewards, with typed outcomes and an error budget."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+from typing import Annotated, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import Field
+
+from tuneloop.component import Input, Results, Stage, component
+from tuneloop.errors import Retryable, UserError
+from tuneloop.scoring import KINDS, Outcome, full_marks, parse_spec, score_all
+
+
+@component("rewards", image="base", results={"mean_reward": float})
+def reward(
+    stage: Stage,
+    rollouts: Input,
+    *,
+    rewards: Annotated[dict[str, float] | None, Field(description="reward → weight; default: each row's own")] = None,
+    timeout_s: Annotated[float, Field(gt=0, description="seconds that one call of a reward may take")] = 5.0,
+    error_budget: Annotated[float, Field(ge=0, le=1, description="share of rollouts that may go unscored")] = 0.05,
+    workers: Annotated[int, Field(ge=1, description="processes")] = 1,
+) -> Results:
+    """Score every rollout; what could not be scored is typed, never zero.
+
+    ``facts.reward`` holds `mean` and `std` (population) over the scores, `solved` (share of scores that are full
+    marks), `outcomes` (counts), `breakdown` (mean of each reward before weighting) and `zero_variance` (share of
+    groups whose scores are all equal: they teach nothing).
+
+    Raises:
+        Retryable: more failures than the budget, timeouts and crashes among them: another attempt may do better.
+        UserError: more failures than the budget, all of them `unverifiable`: the data or the rewards must change.
+    """
+    table = pq.read_table(rollouts.path / "rollouts.parquet")
+    rows = table.select(["group", "completion", "answer", "reward_spec", "metadata"]).to_pylist()
+    if not rows:
+        raise UserError("--rollouts", rollouts.url, "holds no rollouts; run the stage that makes them again")
+    if rewards is not None:
+        rows = [{**row, "reward_spec": json.dumps(rewards, sort_keys=True)} for row in rows]
+    bar = stage.progress(sum(len(parse_spec(row["reward_spec"])) for row in rows), "rewards")
+
+    def advance(done: int) -> None:
+        stage.check_stop()
+        bar.update(done)
+
+    with stage.timed("score"):
+        outcomes = score_all(rows, timeout_s=timeout_s, workers=workers, progress=advance)
+    _check_budget(outcomes, error_budget)
+    columns = {
+        "outcome": pa.array([o.outcome for o in outcomes], pa.string()),
+        "score": pa.array([o.score for o in outcomes], pa.float32()),
+        "breakdown": pa.array([json.dumps(o.breakdown, sort_keys=True) for o in outcomes], pa.string()),
+    }
+    for name, values in columns.items():
+        table = table.append_column(name, values)
+    pq.write_table(table, stage.out / "rewards.parquet")
+    facts = summarize(rows, outcomes)
+    stage.facts.update({**rollouts.manifest.facts, "reward": facts})
+    numbers = {k: float(facts[k]) for k in ("mean", "std", "solved", "zero_variance")}
+    stage.metric(int(rollouts.manifest.facts.get("version", 0)), **numbers)
+    stage.log(f"mean {facts['mean']:.4f}, solved {facts['solved']:.1%}, {dict(facts['outcomes'])}")
+    return {"mean_reward": facts["mean"]}
+
+
+def summarize(rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What `reward` says of its output; see there. Rows without a score count in `outcomes` alone."""
+    scores: list[float] = []
+    solved: list[bool] = []
+    groups: dict[str, list[float]] = defaultdict(list)
+    parts: dict[str, list[float]] = defaultdict(list)
+    for row, outcome in zip(rows, outcomes):
+        if outcome.score is None:
+            continue
+        scores.append(outcome.score)
+        solved.append(outcome.score >= full_marks(parse_spec(row["reward_spec"])) - 1e-9)
+        groups[row["group"]].append(outcome.score)
+        for name, value in outcome.breakdown.items():
+            parts[name].append(float(value))
+    counts = Counter(outcome.outcome for outcome in outcomes)
+    return {
+        "mean": fmean(scores) if scores else 0.0,
+        "std": pstdev(scores) if scores else 0.0,
+        "solved": fmean(solved) if solved else 0.0,
+        "outcomes": {kind: counts[kind] for kind in KINDS},
+        "breakdown": {name: fmean(values) for name, values in sorted(parts.items())},
+        "zero_variance": fmean(max(g) == min(g) for g in groups.values()) if groups else 0.0,
+    }
+
+
+def _check_budget(outcomes: Sequence[Outcome], budget: float) -> None:
+    failed = [outcome for outcome in outcomes if outcome.score is None]
+    if len(failed) <= budget * len(outcomes) and len(failed) < len(outcomes):
+        return
+    kinds = Counter(outcome.outcome for outcome in failed)
+    causes = Counter(
+        f"{name}: {what}" for outcome in failed for name, what in outcome.breakdown.items() if isinstance(what, str)
+    )
+    listed = "; ".join(f"{count} × {cause}" for cause, count in causes.most_common(5))
+    story = f"{len(failed)} of {len(outcomes)} rollouts have no score ({dict(kinds)}): {listed}"
+    if kinds["timeout"] or kinds["infra_error"]:
+        raise Retryable(f"reward: {story}; the budget is {budget:.0%}. If it happens again, mend the reward")
+    raise UserError("reward.error_budget", budget, f"{story}; correct the data or the rewards")
+
+
+if __name__ == "__main__":
+    reward.main()

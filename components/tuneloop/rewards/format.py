@@ -1,0 +1,20 @@
+"""Form: the whole completion matches a regular expression, ``metadata["format"]["pattern"]``.
+
+Set it for all prompts with ``--reward-args '{"format": {"pattern": "<think>.*</think>.*"}}'`` of `data_prep`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+
+def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
+    """1.0 if the pattern matches all of the stripped completion (a dot matches line ends, too), else 0.0.
+
+    None where the metadata hold no pattern.
+    """
+    pattern = metadata.get("format", {}).get("pattern")
+    if pattern is None:
+        return None
+    return float(re.fullmatch(pattern, completion.strip(), re.DOTALL) is not None)

@@ -1,0 +1,21 @@
+"""Soft punishment of length: DAPO's (arXiv 2503.14476, eq. 13), over the characters of the completion.
+
+``metadata["length_penalty"]`` holds `max_length`, from where it is -1, and `buffer`, the length before that over
+which it falls linearly from 0. Characters, not tokens: a verifier sees text, and the gold answers are checked
+before there is a tokenizer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+RANGE = (-1.0, 0.0)
+
+
+def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
+    """0.0 up to ``max_length - buffer`` characters, -1.0 from `max_length` on; None where the metadata set none."""
+    limits = metadata.get("length_penalty")
+    if limits is None:
+        return None
+    over = len(completion) - (limits["max_length"] - limits["buffer"])
+    return -min(max(over / limits["buffer"], 0.0), 1.0) if limits["buffer"] else -float(over > 0)

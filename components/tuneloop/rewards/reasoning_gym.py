@@ -1,0 +1,26 @@
+"""The verifier of the reasoning_gym task that a prompt came from; ``metadata["reasoning_gym"]`` names it.
+
+The source of the same name keeps there the task, its config, and the entry that the verifier compares with.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import reasoning_gym
+
+
+def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
+    """The task's own score of the stripped completion, 0 to 1; None for a prompt that is not from reasoning_gym."""
+    about = metadata.get("reasoning_gym")
+    if about is None:
+        return None
+    return float(_verifier(about["task"], json.dumps(about["config"]))(completion.strip(), about["entry"]))
+
+
+@functools.lru_cache(maxsize=64)
+def _verifier(task: str, config: str) -> Callable[[str, dict[str, Any]], float]:
+    return reasoning_gym.create_dataset(task, seed=0, size=1, **json.loads(config)).score_answer
