@@ -1,0 +1,42 @@
+"""Every command the README shows is run, in its order, where a stranger would run it."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.local
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = {"make demo", "make test"}
+"""`make test` is what runs this file; `make demo` is .ci/run's."""
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"^```\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.S | re.M)
+    return [line for block in blocks for line in block.splitlines() if line]
+
+
+def test_the_readme_starts_with_two_commands() -> None:
+    assert commands()[:2] == ["make demo", "make test"]
+
+
+def test_readme_commands(tmp_path: Path) -> None:
+    for name in ("pipelines", ".venv"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for command in commands():
+        if command in ELSEWHERE:
+            continue
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, text=True, capture_output=True, timeout=600, env={**os.environ}
+        )
+        assert done.returncode == 0, f"$ {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        assert "Traceback" not in done.stderr
+    assert (tmp_path / "runs/mine/report.html").stat().st_size > 10_000
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
