@@ -1,0 +1,77 @@
+"""The command line: ``tuneloop COMMAND``. Each command imports what it needs when it runs.
+
+Exit codes: 0; 2 the user's mistake (one line on standard error); 75 try again; 130 interrupted; 1 a bug or a
+stage that failed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+import tuneloop
+from tuneloop.cli import author, execute, inspect
+from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version."),
+) -> None:
+    """Post-train language models in loops of resumable stages: on this machine, on Argo, on Kubeflow Pipelines."""
+    if version:
+        show_version()
+        raise typer.Exit
+
+
+@app.command("version")
+def show_version() -> None:
+    """Print the version."""
+    typer.echo(f"tuneloop {tuneloop.__version__}")
+
+
+weights = typer.Typer(no_args_is_help=True, help="The checkpoints of a run.")
+for command in (author.plan, author.lint, author.render, author.schema):
+    app.command(rich_help_panel="Before a run")(command)
+for command in (execute.run, execute.resume, execute.stop):
+    app.command(rich_help_panel="Run on this machine")(command)
+for command in (inspect.status, inspect.logs, inspect.report, inspect.track):
+    app.command(rich_help_panel="Look at a run")(command)
+app.add_typer(weights, name="weights", rich_help_panel="Look at a run")
+weights.command("ls")(inspect.weights_ls)
+weights.command("verify")(inspect.weights_verify)
+
+
+def main() -> None:
+    """Run the command line; errors are one line, and the exit code says whose they are."""
+    sys.exit(_main(sys.argv[1:]))
+
+
+def _main(arguments: list[str]) -> int:
+    try:
+        return app(arguments, prog_name="tuneloop", standalone_mode=False) or 0
+    except UserError as error:
+        return _say(f"error: {error}", EXIT_USER)
+    except Retryable as error:
+        return _say(f"interrupted: {error}", EXIT_RETRY)
+    except (KeyboardInterrupt, typer.Abort):
+        return _say("interrupted", 130)
+    except BrokenPipeError:  # `tuneloop … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except typer.TyperException as error:
+        return _say(f"error: {error.format_message()} (see --help)", EXIT_USER)
+
+
+def _say(line: str, code: int) -> int:
+    print(" ".join(line.split()), file=sys.stderr, flush=True)
+    return code

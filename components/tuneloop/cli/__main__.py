@@ -1,0 +1,5 @@
+"""``python -m tuneloop.cli``."""
+
+from tuneloop.cli import main
+
+main()

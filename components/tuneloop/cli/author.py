@@ -1,0 +1,81 @@
+"""Commands that look at a pipeline and run nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+PIPELINE = Annotated[
+    str, typer.Argument(help="A pipeline's name (in ./pipelines, or shipped), or the path of its file.")
+]
+CONFIG = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="YAML file with the configuration; what it lacks keeps its default."),
+]
+SETS = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key, as in a.b=1; the value is YAML. Repeatable."),
+]
+
+
+def plan(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> None:
+    """Show the graph, pods, accelerators, steps, tokens and memory of a run, with the arithmetic."""
+    from rich.console import Console
+
+    from tuneloop.config import find
+    from tuneloop.plan import draw
+
+    found = find(pipeline)
+    resolved = found.configure(config, sets or ())
+    Console(highlight=False, soft_wrap=True).print(draw(found.name, resolved, found.build(resolved)))
+
+
+def lint(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:
+    """Check the rendered workflow by tuneloop's rules, and by `argo lint --offline` where argo is installed."""
+    from tuneloop.cli.checks import argo_lint, lint_problems
+    from tuneloop.config import dump, find
+
+    found = find(pipeline)
+    workflow = found.build(found.configure(config, sets or ()))
+    ran = ["tuneloop"]
+    problems = lint_problems(workflow)
+    if (told := argo_lint(dump(workflow))) is not None:
+        ran.append("argo lint --offline")
+        problems += told
+    for problem in problems:
+        typer.echo(f"error: {problem}", err=True)
+    missing = "" if len(ran) == 2 else "; argo is not on PATH: `argo lint --offline` was not run"
+    typer.echo(f"{found.name}: {len(problems)} problems, by {' and '.join(ran)}{missing}")
+    return 2 if problems else 0
+
+
+def render(
+    pipeline: PIPELINE,
+    config: CONFIG = None,
+    sets: SETS = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write here, not to standard output.")] = None,
+) -> None:
+    """Print the Argo Workflow as YAML: what `run` executes and a cluster takes. Same configuration, same bytes."""
+    from tuneloop.config import dump, find
+    from tuneloop.errors import UserError
+
+    found = find(pipeline)
+    text = dump(found.build(found.configure(config, sets or ())))
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise UserError("--output", str(output), f"cannot be written ({error.strerror})") from error
+
+
+def schema(pipeline: PIPELINE) -> None:
+    """Print the JSON Schema of a pipeline's configuration: every key, its type, default, limits and meaning."""
+    import json
+
+    from tuneloop.config import find
+
+    typer.echo(json.dumps(find(pipeline).Config.model_json_schema(), indent=2))

@@ -1,0 +1,86 @@
+"""What is checked before a run touches anything."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tuneloop.errors import UserError
+from tuneloop.store import Store
+
+
+def preflight(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str) -> None:
+    """Refuse a run that cannot succeed on this machine.
+
+    Raises:
+        UserError: the workflow does not pass the lint; the store cannot be written; a port is taken; vLLM is
+            asked for and not installed.
+    """
+    if problems := lint_problems(workflow):
+        raise UserError("pipeline", problems[0], f"{len(problems)} problems; see `tuneloop lint`")
+    Store(store).check_writable()
+    for path, value in leaves(config):
+        if value == "vllm" and "engine" in path and importlib.util.find_spec("vllm") is None:
+            remedy = "vLLM is not installed; install tuneloop[rollout] or tuneloop[rollout-cpu], or use transformers"
+            raise UserError(path, value, remedy)
+    for name, port in daemon_ports(workflow):
+        if taken(port):
+            raise UserError(
+                f"port of {name}", port, "is taken on this machine; stop what listens there, or set another"
+            )
+
+
+def lint_problems(workflow: Mapping[str, Any]) -> list[str]:
+    """What tuneloop's lint finds, one line each."""
+    from tuneloop.argo.lint import lint
+
+    return [str(problem) for problem in lint(workflow)]
+
+
+def argo_lint(text: str) -> list[str] | None:
+    """What ``argo lint --offline`` finds in YAML `text`; None where argo is not on PATH."""
+    argo = shutil.which("argo")
+    if argo is None:
+        return None
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "workflow.yaml"
+        path.write_text(text)
+        done = subprocess.run([argo, "lint", "--offline", str(path)], capture_output=True, text=True)
+    if done.returncode == 0:
+        return []
+    return [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted path and value of everything that is not a mapping."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def daemon_ports(workflow: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Template and port of every server that the workflow starts: where its readiness is asked."""
+    for template in workflow["spec"].get("templates", ()):
+        probe = (template.get("container") or {}).get("readinessProbe") or {}
+        port = (probe.get("httpGet") or probe.get("tcpSocket") or {}).get("port")
+        if template.get("daemon") and isinstance(port, int):
+            yield template["name"], port
+
+
+def taken(port: int) -> bool:
+    """Whether something listens on `port` of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT is not taken
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False

@@ -1,0 +1,159 @@
+"""Commands that run a pipeline on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tuneloop.cli.author import CONFIG, PIPELINE, SETS
+
+if TYPE_CHECKING:
+    from tuneloop.runs import Run
+
+RUN = Annotated[str, typer.Argument(help="The run's name.")]
+STORE = Annotated[
+    str, typer.Option("--store", help="Where artifacts lie: a path, or file://, s3://, gs://, az:// and a prefix.")
+]
+TRACK = Annotated[
+    bool, typer.Option("--track/--no-track", help="Mirror the run into MLflow (MLFLOW_TRACKING_URI) as it goes.")
+]
+PARALLELISM = Annotated[
+    int | None, typer.Option(min=1, help="Stages at a time; default: the workflow's, else the cores.")
+]
+
+
+def run(
+    pipeline: PIPELINE,
+    name: Annotated[str | None, typer.Option("--run", help="Name of the run; default: pipeline and time.")] = None,
+    store: STORE = "runs",
+    config: CONFIG = None,
+    sets: SETS = None,
+    parallelism: PARALLELISM = None,
+    track: TRACK = True,
+) -> int:
+    """Run a pipeline on this machine. The same run again resumes it: committed stages end at once."""
+    from tuneloop import runs
+    from tuneloop.cli.checks import preflight
+    from tuneloop.config import dump, find
+    from tuneloop.store import normalize
+
+    found = find(pipeline)
+    resolved = found.configure(config, sets or ()).model_dump(mode="json")
+    name = name or f"{found.name.replace('_', '-')[:24]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if (record := runs.read_record(name, store)) is not None:
+        _same(record, found.name, resolved, normalize(store))
+        return _continue(runs.Run(name, store, record), parallelism, track)
+    workflow = found.build(found.validate(resolved))
+    preflight(resolved, workflow, store)
+    fresh = runs.Record(run=name, pipeline=found.name, path=str(found.path), config=resolved, store=normalize(store))
+    return _carry_out(runs.create(fresh, dump(workflow)), parallelism, track)
+
+
+def resume(name: RUN, store: STORE = "runs", parallelism: PARALLELISM = None, track: TRACK = True) -> int:
+    """Go on with a run that was stopped, killed or failed: the first stage without a commit runs next."""
+    from tuneloop.errors import UserError
+    from tuneloop.runs import Run
+
+    found = Run.open(name, store)
+    if found.record is None:
+        raise UserError("run", name, f"was not started here: no record in {found.directory}; use `tuneloop run`")
+    return _continue(found, parallelism, track)
+
+
+def stop(
+    name: RUN,
+    store: STORE = "runs",
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the stages to end.")] = 90.0,
+) -> int:
+    """Stop a run: its stages commit what a resume needs and end."""
+    from tuneloop.errors import Retryable
+    from tuneloop.runs import Run
+
+    found = Run.open(name, store)
+    state = found.state
+    if found.phase != "running" or state is None:
+        typer.echo(f"{name}: is not running ({found.phase})")
+        return 0
+    os.kill(state.workflow.pid, signal.SIGTERM)
+    start = time.monotonic()
+    while found.phase == "running":
+        if time.monotonic() - start > timeout:
+            raise Retryable(f"{name}: still running after {timeout:g} s (process {state.workflow.pid})")
+        time.sleep(0.05)
+    seconds = time.monotonic() - start
+    typer.echo(f"{name}: stopped in {seconds:.1f} s; go on with `tuneloop resume {name}{_at(store)}`")
+    return 0
+
+
+def _same(record: Any, pipeline: str, config: dict[str, Any], store: str) -> None:
+    """Refuse a run name that stands for something else."""
+    from tuneloop.errors import UserError
+    from tuneloop.runs import differences
+
+    asked = {"pipeline": pipeline, "store": store, **config}
+    if differing := differences(asked, {"pipeline": record.pipeline, "store": record.store, **record.config}):
+        what = ", ".join(differing[:5])
+        remedy = (
+            f"exists with another {what}; `tuneloop resume {record.run}` continues it as it was, or choose another name"
+        )
+        raise UserError("--run", record.run, remedy)
+
+
+def _continue(run: Run, parallelism: int | None, track: bool) -> int:
+    import yaml
+
+    from tuneloop.cli.checks import preflight
+    from tuneloop.errors import UserError
+    from tuneloop.summary import summarize
+
+    assert run.record
+    if run.phase == "running":
+        raise UserError("run", run.name, f"is running; see `tuneloop status {run.name}`, or `tuneloop stop` it first")
+    if run.phase == "succeeded":
+        typer.echo(f"{run.name}: finished already\n{summarize(run)}")
+        return 0
+    preflight(run.record.config, yaml.safe_load((run.directory / "workflow.yaml").read_bytes()), run.store_url)
+    return _carry_out(run, parallelism, track)
+
+
+def _carry_out(run: Run, parallelism: int | None, track: bool) -> int:
+    """Execute the run's own workflow.yaml, show it, and say how it ended."""
+    import yaml
+
+    from tuneloop.argo.executor import execute
+    from tuneloop.cli.live import Display
+    from tuneloop.cli.show import failure
+    from tuneloop.cli.show import report as write_report
+    from tuneloop.summary import summarize
+    from tuneloop.tracking import follower
+
+    workflow = yaml.safe_load((run.directory / "workflow.yaml").read_bytes())
+    start = time.monotonic()
+    with follower(run, enabled=track) as tracker, Display(run.name, workflow) as display:
+        outcome = execute(
+            workflow,
+            workdir=run.directory,
+            arguments={"run": run.name, "store": run.store_url},
+            parallelism=parallelism,
+            cwd=Path.cwd(),
+            on_node=display.node,
+            on_log=display.log,
+        )
+    run.refresh()
+    at = write_report(run)
+    ended = "succeeded" if outcome.phase == "Succeeded" else f"{outcome.phase.lower()}: {outcome.message}"
+    typer.echo(
+        f"\n{run.name}: {ended} ({time.monotonic() - start:.1f} s)\n{summarize(run, report=at, mlflow=tracker.said)}"
+    )
+    if outcome.phase != "Succeeded":
+        typer.echo(failure(run, outcome), err=True)
+    return outcome.exit_code
+
+
+def _at(store: str) -> str:
+    return "" if store == "runs" else f" --store {store}"

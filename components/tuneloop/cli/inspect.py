@@ -1,0 +1,177 @@
+"""Commands that read runs: they work while a run goes on, after it, and from another machine with ``--store``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tuneloop.cli.execute import RUN, STORE
+
+if TYPE_CHECKING:
+    from tuneloop.argo.state import Node
+    from tuneloop.runs import Run
+
+
+def status(
+    name: Annotated[str | None, typer.Argument(metavar="[RUN]", help="The run's name; default: list all.")] = None,
+    store: STORE = "runs",
+) -> None:
+    """Show the stages of a run, its iteration and its reward so far; without RUN, all runs."""
+    from tuneloop.cli.show import stages
+    from tuneloop.runs import Run
+    from tuneloop.summary import iterations_line, reward_line
+
+    if name is None:
+        _print(_table_of_runs(store))
+        return
+    run = Run.open(name, store)
+    pipeline = run.record.pipeline if run.record else "pipeline unknown"
+    hint = {"interrupted": f"; tuneloop resume {name}", "failed": f"; {_why(run)}; tuneloop resume {name}"}
+    typer.echo(f"{name}  {pipeline}  {run.phase}{hint.get(run.phase, '')}")
+    for label, text in (("store", run.url), ("iterations", iterations_line(run)), ("mean reward", reward_line(run))):
+        if text:
+            typer.echo(f"  {label:<12} {text}")
+    if (latest := run.latest_reward()) and latest.entry.manifest.stage == "reward":
+        typer.echo(f"  {'newest batch':<12} {latest.value:.3f} ({latest.how}, iteration {latest.entry.iteration})")
+    _print(stages(run))
+
+
+def logs(
+    name: RUN,
+    stage: Annotated[str | None, typer.Argument(help="A stage's name in the graph, as `status` shows it.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    store: STORE = "runs",
+) -> None:
+    """Print what the stages wrote, each line behind the stage and iteration that wrote it."""
+    from tuneloop.cli.live import label
+    from tuneloop.errors import UserError
+    from tuneloop.runs import Run
+
+    run = Run.open(name, store)
+    if run.state is None:
+        raise UserError("run", name, "has no logs here: no stage was run on this machine")
+    seen: dict[str, int] = {}
+    while True:
+        running = run.phase == "running"  # before reading: what is written until the end is then read once more
+        pods = [node for node in run.state.nodes.values() if node.type == "Pod" and node.log]
+        if stage and not (follow and running) and not any(stage in (label(n), n.display_name, n.id) for n in pods):
+            known = ", ".join(dict.fromkeys(label(node) for node in pods))
+            raise UserError("stage", stage, f"has not run; those that have: {known}")
+        for node in pods:
+            if stage is None or stage in (label(node), node.display_name, node.id):
+                _print_log(run, node, seen, prefix=stage is None or len(pods) > 1)
+        if not (follow and running):
+            return
+        time.sleep(0.2)
+
+
+def report(
+    name: RUN,
+    store: STORE = "runs",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Default: report.html beside the run's state.")
+    ] = None,
+) -> None:
+    """Write one HTML page, readable offline: curves, samples before and after, and where every weight came from."""
+    from tuneloop.cli.show import report as write
+    from tuneloop.runs import Run
+
+    typer.echo(write(Run.open(name, store), output))
+
+
+def track(
+    name: RUN,
+    store: STORE = "runs",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+) -> None:
+    """Mirror a run's committed results into MLflow (MLFLOW_TRACKING_URI; default: sqlite:///mlflow.db); repeatable."""
+    from tuneloop.runs import Run
+    from tuneloop.tracking import mirror
+
+    typer.echo(mirror(Run.open(name, store), follow=follow))
+
+
+def weights_ls(name: RUN, store: STORE = "runs") -> None:
+    """List the policy versions of a run."""
+    from tuneloop.cli.show import weights
+    from tuneloop.runs import Run
+
+    _print(weights(Run.open(name, store)))
+
+
+def weights_verify(
+    name: RUN,
+    version: Annotated[int | None, typer.Argument(min=0, help="One version; default: all.")] = None,
+    store: STORE = "runs",
+) -> int:
+    """Hash every file of the checkpoints again and compare with their manifests; exit code 2 if one differs."""
+    from tuneloop.errors import UserError
+    from tuneloop.runs import Run, verify
+
+    run = Run.open(name, store)
+    held = run.checkpoints
+    chosen = [e for e in held if version in (None, e.manifest.facts["version"])]
+    if not chosen:
+        versions = ", ".join(str(e.manifest.facts["version"]) for e in held) or "none"
+        raise UserError("version", version, f"is not in this run; versions: {versions}")
+    bad = 0
+    for entry in chosen:
+        checked = list(verify(run, entry))
+        wrong = [c for c in checked if not c.good]
+        bad += len(wrong)
+        typer.echo(
+            f"version {entry.manifest.facts['version']}  {entry.key}: {len(checked) - len(wrong)}/{len(checked)} files as committed"
+        )
+        for c in wrong:
+            what = f"holds {c.found}, not {c.want.digest}" if c.found else "is missing"
+            typer.echo(f"error: {run.url}/{c.key}: {what}; restore it, or delete {entry.key} and resume", err=True)
+    return 2 if bad else 0
+
+
+def _table_of_runs(store: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    from tuneloop.runs import Run, records
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("run", "pipeline", "state", "iterations", "mean reward", "created"):
+        table.add_column(column, no_wrap=True)
+    for record in records(store):
+        run = Run(record.run, record.store, record)
+        latest = run.latest_reward()
+        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created))
+        reward = f"{latest.value:.3f} ({latest.how})" if latest else ""
+        table.add_row(record.run, record.pipeline, run.phase, str(run.iteration or ""), reward, created)
+    return table
+
+
+def _print_log(run: Run, node: Node, seen: dict[str, int], prefix: bool) -> None:
+    """The lines of a log that were not printed yet; a line still being written waits."""
+    from tuneloop.cli.live import iteration_of, label
+
+    path = run.directory / node.log
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        file.seek(seen.get(node.id, 0))
+        data = file.read()
+    whole = data if node.finished else data[: data.rfind(b"\n") + 1]
+    seen[node.id] = seen.get(node.id, 0) + len(whole)
+    at = f" {iteration}" if (iteration := iteration_of(node)) else ""
+    for line in whole.decode(errors="replace").splitlines():
+        typer.echo(f"{label(node)}{at} | {line}" if prefix else line)
+
+
+def _why(run: Run) -> str:
+    state = run.state
+    return state.workflow.message if state else ""
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    Console(highlight=False, width=None if typer.get_text_stream("stdout").isatty() else 200).print(table)

@@ -1,0 +1,149 @@
+"""A run as it goes: a live region on a terminal, one line for each stage or iteration that ends elsewhere."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from tuneloop.argo.state import BROKEN, DONE, Node
+from tuneloop.summary import clock
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+PROGRESS = re.compile(r"^\w+: (?P<done>\d+)/(?P<total>\d+) \S")
+"""A line of `tuneloop.progress`."""
+
+
+class Display:
+    """Shows the nodes of a run; give `node` and `log` to the executor.
+
+    Args:
+        name: of the run.
+        workflow: that is executed; its parameter ``iterations`` bounds the loop.
+    """
+
+    def __init__(self, name: str, workflow: Mapping[str, Any]) -> None:
+        parameters = workflow["spec"].get("arguments", {}).get("parameters", ())
+        self.name = name
+        self.total = next((int(p["value"]) for p in parameters if p["name"] == "iterations" and "value" in p), None)
+        self.begun = time.time()
+        self.running: dict[str, Node] = {}
+        self.told: dict[str, str] = {}
+        self.phases: dict[str, str] = {}
+        self.iteration = 0
+        self.first: tuple[int, float] | None = None
+        self.parts: list[str] = []
+        self.reward = ""
+        self.live: Any = None
+
+    def __enter__(self) -> Display:
+        if sys.stdout.isatty():
+            from rich.live import Live
+
+            self.live = Live(get_renderable=self._draw, refresh_per_second=4, transient=True)
+            self.live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end_iteration()
+        if self.live:
+            self.live.stop()
+
+    def node(self, node: Node) -> None:
+        """A node changed."""
+        if node.type != "Pod":
+            return
+        before, self.phases[node.id] = self.phases.get(node.id), node.phase
+        if node.phase == "Running" and not node.daemoned:
+            self.running[node.id] = node
+            self._enter(node)
+        else:
+            self.running.pop(node.id, None)
+        if node.phase in DONE and before not in DONE:
+            self._ended(node)
+        elif node.daemoned and before != "ready":
+            self.phases[node.id] = "ready"
+            self._print(f"{label(node)}: ready in {clock(time.time() - node.started)}")
+
+    def log(self, node: Node, line: str) -> None:
+        """A pod wrote a line."""
+        if match := PROGRESS.match(line):
+            self.told[node.id] = line
+            if not self.live and int(match["done"]) < int(match["total"]):
+                self._print(line)
+
+    def _enter(self, node: Node) -> None:
+        iteration = iteration_of(node)
+        if iteration != self.iteration:
+            self._end_iteration()
+            self.iteration = iteration
+            if iteration and self.first is None:
+                self.first = (iteration, time.time())
+
+    def _ended(self, node: Node) -> None:
+        seconds = clock(node.finished - node.started)
+        if "mean-reward" in node.outputs:
+            self.reward = f"{float(node.outputs['mean-reward']):.3f}"
+        if node.phase in BROKEN:
+            code = "" if node.exit_code is None else f", exit code {node.exit_code}"
+            self._print(f"{label(node)}: {node.phase.lower()} after {seconds}{code}: {node.message}")
+        elif iteration_of(node):
+            self.parts.append(f"{label(node)} {seconds}")
+        else:
+            results = "  ".join(f"{k} {number(v)}" for k, v in node.outputs.items() if number(v))
+            self._print(f"{label(node)}: {seconds}  {results}".rstrip())
+
+    def _end_iteration(self) -> None:
+        if self.iteration and self.parts:
+            self._print(f"{self._loop()}  ({', '.join(self.parts)})")
+        self.parts = []
+        self.iteration = 0
+
+    def _loop(self) -> str:
+        """Where the loop is, its latest reward, rate and time left."""
+        assert self.first
+        each = (time.time() - self.first[1]) / max(self.iteration - self.first[0] + (not self.running), 1)
+        left = f"  at most {clock(each * (self.total - self.iteration))} left" if self.total else ""
+        of = f"/{self.total}" if self.total else ""
+        reward = f"  reward {self.reward}" if self.reward else ""
+        return f"iteration {self.iteration}{of}{reward}  {clock(each)}/iteration{left}"
+
+    def _print(self, line: str) -> None:
+        if self.live:
+            self.live.console.print(line, highlight=False, markup=False)
+        else:
+            print(f"{clock(time.time() - self.begun):>8}  {line}", flush=True)
+
+    def _draw(self) -> RenderableType:
+        from rich.text import Text
+
+        lines = [f"{self.name}  {clock(time.time() - self.begun)}"]
+        if self.iteration:
+            lines.append(self._loop())
+        for node in list(self.running.values()):
+            lines.append(f"  {label(node)}  {clock(time.time() - node.started)}  {self.told.get(node.id, '')}".rstrip())
+        return Text("\n".join(lines))
+
+
+def label(node: Node) -> str:
+    """The stage's name in the graph, without the number of the attempt."""
+    return re.sub(r"\(\d+\)$", "", node.display_name)
+
+
+def iteration_of(node: Node) -> int:
+    """The iteration a pod belongs to, 0 outside the loop: stages of the loop write below ``iterations/<i>/``."""
+    found = (re.search(r"/iterations/(\d+)/", value) for value in node.inputs.values())
+    return next((int(match[1]) for match in found if match), 0)
+
+
+def number(text: str) -> str:
+    """`text` in four digits if it is a number, else nothing."""
+    try:
+        return f"{float(text):.4g}"
+    except ValueError:
+        return ""

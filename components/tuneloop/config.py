@@ -1,0 +1,176 @@
+"""Pipelines and their configuration: found by name or path, filled from a file and ``--set``, checked once.
+
+A pipeline is a Python file with a docstring, a frozen pydantic model ``Config`` and ``build_argo(config)``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from tuneloop.component import from_validation
+from tuneloop.errors import UserError
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline file, imported.
+
+    Attributes:
+        name: the file's name without ``.py``.
+        path: of the file.
+        module: with ``Config`` and ``build_argo``.
+    """
+
+    name: str
+    path: Path
+    module: ModuleType
+
+    @property
+    def Config(self) -> type[BaseModel]:
+        config: type[BaseModel] = self.module.Config
+        return config
+
+    def configure(self, file: Path | None = None, sets: Iterable[str] = ()) -> BaseModel:
+        """The configuration: defaults, then `file` (YAML), then each ``a.b=value`` of `sets` (parsed as YAML).
+
+        Raises:
+            UserError: a file or a value that is not understood; an unknown key; a wrong type; an impossible value.
+        """
+        values = _read(file) if file else {}
+        for item in sets:
+            _set(values, item)
+        return self.validate(values)
+
+    def validate(self, values: dict[str, Any]) -> BaseModel:
+        """`values` as a configuration."""
+        try:
+            return self.Config(**values)
+        except ValidationError as error:
+            raise self._explain(error) from None
+
+    def build(self, config: BaseModel) -> dict[str, Any]:
+        """The Argo Workflow of `config`, as the mapping that its YAML holds."""
+        workflow: dict[str, Any] = self.module.build_argo(config).to_dict()
+        return workflow
+
+    def _explain(self, error: ValidationError) -> UserError:
+        first = error.errors()[0]
+        if first["type"] != "extra_forbidden":
+            return from_validation(error)
+        *section, key = map(str, first["loc"])
+        model: Any = self.Config
+        for name in section:
+            model = model.model_fields[name].annotation
+        known = list(model.model_fields)
+        near = difflib.get_close_matches(key, known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        return UserError(".".join((*section, key)), first["input"], f"unknown key; {remedy}")
+
+
+def dump(workflow: dict[str, Any]) -> str:
+    """A rendered workflow as YAML: equal workflows give equal bytes."""
+    return yaml.safe_dump(workflow, sort_keys=False, allow_unicode=True, width=sys.maxsize)
+
+
+def places(beside: str | os.PathLike[str] | None = None) -> list[Path]:
+    """Where pipelines are looked for, first hit first."""
+    package = Path(__file__).parent
+    first = [Path(beside).parent] if beside else [Path("pipelines")]
+    return [*first, package.parent.parent / "pipelines", package / "_pipelines"]
+
+
+def known() -> dict[str, Path]:
+    """Name → file of every pipeline that can be named."""
+    found: dict[str, Path] = {}
+    for place in places():
+        for path in sorted(place.glob("[a-z]*.py")):
+            found.setdefault(path.stem, path)
+    return dict(sorted(found.items()))
+
+
+def find(name: str) -> Pipeline:
+    """The pipeline `name`: a name of `known`, or the path of a file.
+
+    Raises:
+        UserError: no such file, or one that is no pipeline.
+    """
+    path = Path(name) if name.endswith(".py") else known().get(name.replace("-", "_"))
+    if path is None or not path.is_file():
+        remedy = "no such file" if path else f"known: {', '.join(known()) or 'none'}; or give the path of a .py file"
+        raise UserError("pipeline", name, remedy)
+    module = _load(path.resolve())
+    for attribute in ("Config", "build_argo"):
+        if not hasattr(module, attribute):
+            raise UserError("pipeline", name, f"has no {attribute}; a pipeline defines Config and build_argo(config)")
+    return Pipeline(path.stem, path.resolve(), module)
+
+
+def load_pipeline(name: str, beside: str | os.PathLike[str] | None = None) -> ModuleType:
+    """The module of another pipeline, for a pipeline that extends it.
+
+    Args:
+        name: the file's name without ``.py``.
+        beside: a file (``__file__``) whose folder is searched first.
+    """
+    for place in places(beside):
+        if (place / f"{name}.py").is_file():
+            return _load((place / f"{name}.py").resolve())
+    raise UserError("pipeline", name, "not found")
+
+
+def _load(path: Path) -> ModuleType:
+    name = f"tuneloop._pipelines.{path.stem}@{path.parent}"  # the folder tells two files of one name apart
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # pydantic looks its annotations up there
+    try:
+        spec.loader.exec_module(module)
+    except UserError:
+        del sys.modules[name]
+        raise
+    except Exception as error:
+        del sys.modules[name]
+        text = f"{type(error).__name__}: {error}"
+        raise UserError("pipeline", str(path), f"cannot be imported ({' '.join(text.split())})") from error
+    return module
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise UserError("--config", str(file), f"cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError("--config", str(file), f"is not YAML ({' '.join(str(error).split())})") from error
+    if values is not None and not isinstance(values, dict):
+        raise UserError("--config", str(file), "must hold a mapping of keys to values")
+    return values or {}
+
+
+def _set(values: dict[str, Any], item: str) -> None:
+    path, equals, text = item.partition("=")
+    *section, key = path.split(".")
+    if not equals or not all((*section, key)):
+        raise UserError("--set", item, "write key=value, or section.key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError("--set", item, "the value is not YAML; quote it") from error
+    for name in section:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise UserError("--set", item, f"{name} is a value, not a section")
+    values[key] = value

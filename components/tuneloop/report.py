@@ -1,0 +1,266 @@
+"""One HTML page that shows a run: readable offline, everything inside, plotly.js once (compressed)."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
+
+from tuneloop.runs import Curve, Entry, Run, Score
+from tuneloop.summary import clock, devices, how, iterations_line, reward_line, size
+
+SAMPLES = 12
+FIRST = ("mean_reward", "kl", "entropy", "loss", "mean_length")
+"""Quantities whose curves come first, in this order; any other quantity that a stage recorded follows."""
+
+
+def page(run: Run) -> str:
+    """The report of `run` as a self-contained HTML page."""
+    figures = [*_figures(run.curves()), *_phase_figures(run)]
+    body = [
+        f"<h1>{_text(run.name)}</h1>",
+        _facts(run),
+        '<div class="figures">',
+        *(f'<figure><div id="figure-{i}"></div></figure>' for i in range(len(figures))),
+        "</div>",
+        _samples(run),
+        _provenance(run),
+        _packages(run),
+        _config(run),
+    ]
+    return PAGE.format(
+        title=_text(run.name),
+        body="\n".join(part for part in body if part),
+        figures=json.dumps(figures, allow_nan=False).replace("</", "<\\/"),
+        plotly=_plotly() if figures else "",
+    )
+
+
+def _facts(run: Run) -> str:
+    seconds = sum(entry.seconds for entry in run.entries)
+    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.record.created)) if run.record else ""
+    facts = {
+        "pipeline": run.record.pipeline if run.record else "not known here: the run was started elsewhere",
+        "state": run.phase,
+        "mean reward": reward_line(run),
+        "iterations": iterations_line(run),
+        "ran on": ", ".join(devices(run.entries)),
+        "work": f"{clock(seconds)} in stages" if run.entries else "no stage has committed anything yet",
+        "started": created,
+        "artifacts": run.url.removeprefix("file://"),
+    }
+    return _table((), ([name, value] for name, value in facts.items() if value), kind="facts")
+
+
+def _figures(curves: list[Curve]) -> list[dict[str, Any]]:
+    """A figure for each quantity and axis; reward in training and on held-out prompts share one."""
+    groups: dict[tuple[str, str], list[Curve]] = {}
+    for curve in curves:
+        # SFT's loss is no GRPO loss: only quantities over the same axis share a figure.
+        groups.setdefault((curve.name, curve.axis), []).append(curve)
+    rank = {name: index for index, name in enumerate(FIRST)}
+    order = sorted(groups, key=lambda group: (rank.get(group[0], len(rank)), group[1] == "step"))
+    return [_figure(name, axis, groups[name, axis]) for name, axis in order]
+
+
+def _figure(name: str, axis: str, curves: list[Curve]) -> dict[str, Any]:
+    traces = [
+        {
+            "x": curve.x,
+            "y": [_finite(y) for y in curve.y],
+            "name": f"{curve.stage}: {curve.how}",
+            "mode": "markers" if curve.stage == "evaluate" else "lines",
+            "marker": {"size": 10},
+        }
+        for curve in curves
+    ]
+    makers = " and ".join(curve.stage for curve in curves)
+    x = axis if axis == "iteration" else "optimizer step"
+    return {"data": traces, "layout": _layout(f"{name.replace('_', ' ')} ({makers})", x, "")}
+
+
+def _phase_figures(run: Run) -> list[dict[str, Any]]:
+    loop, once = [], []
+    for stage, points in run.phase_seconds().items():
+        inside = [(x, y) for x, y in points if x]
+        if inside:
+            x, y = zip(*inside)
+            loop.append({"x": x, "y": y, "name": stage, "type": "bar"})
+        once += [(stage, y) for x, y in points if not x]
+    figures = []
+    if loop:
+        figures.append({"data": loop, "layout": {**_layout("seconds by phase", "iteration", "s"), "barmode": "stack"}})
+    if once:
+        x, y = zip(*once)
+        bar = {"x": x, "y": y, "type": "bar", "name": "once"}
+        figures.append({"data": [bar], "layout": _layout("seconds of the stages outside the loop", "", "s")})
+    return figures
+
+
+def _layout(title: str, x: str, y: str) -> dict[str, Any]:
+    return {
+        "title": {"text": title, "font": {"size": 15}},
+        "xaxis": {"title": {"text": x}},
+        "yaxis": {"title": {"text": y}, "rangemode": "tozero"},
+        "margin": {"l": 50, "r": 15, "t": 40, "b": 40},
+        "legend": {"orientation": "h", "y": -0.25},
+        "height": 320,
+        "template": "none",
+    }
+
+
+def _samples(run: Run) -> str:
+    """Completions of the same prompts by the first and the last policy that was judged."""
+    scores = run.evaluations() or run.training_rewards()
+    if not scores:
+        return ""
+    first, last = scores[0], scores[-1]
+    before = {row["id"]: row for row in run.samples(first.entry)}
+    rows = []
+    for row in run.samples(last.entry)[: SAMPLES if before else 0]:
+        was = before.get(row["id"], {})
+        told = [row["prompt"], was.get("completion", "–"), _mark(was), row["completion"], _mark(row), row["answer"]]
+        rows.append([str(value) for value in told])
+    head = (
+        "prompt",
+        f"before (version {first.version})",
+        "score",
+        f"after (version {last.version})",
+        "score",
+        "answer",
+    )
+    if first is last:
+        rows = [[row[0], *row[3:]] for row in rows]
+        head = ("prompt", f"completion (version {last.version})", "score", "answer")
+    return f"<h2>Samples</h2><p>{_text(_told(run, first, last))}</p>" + _table(head, rows, kind="samples")
+
+
+def _told(run: Run, first: Score, last: Score) -> str:
+    return f"The first of the completions that the mean rewards are taken over: {how(run, last)}."
+
+
+def _provenance(run: Run) -> str:
+    """Which rollouts made which version, on what, by which code."""
+    if not run.checkpoints:
+        return ""
+    makers = {entry.manifest.digest: entry for entry in run.entries}
+    rows = []
+    for entry in run.checkpoints:
+        about = entry.manifest.provenance
+        rows.append(
+            [
+                f"{entry.manifest.facts['version']}",
+                entry.key,
+                _short(entry.manifest.digest),
+                "; ".join(_origin(name, ref, makers) for name, ref in sorted(entry.manifest.inputs.items())),
+                str(about.get("device", "not stated")),
+                str(about.get("world_size", "")),
+                str(about.get("code", "")),
+                size(sum(f.size for f in entry.manifest.files.values())),
+                f"{entry.seconds:.1f}",
+            ]
+        )
+    head = ("version", "made by", "digest", "from", "device", "ranks", "code", "bytes", "seconds")
+    return "<h2>Where every version came from</h2>" + _table(head, rows, kind="provenance")
+
+
+def _origin(name: str, ref: str, makers: Mapping[str, Entry]) -> str:
+    """An input artifact by the place in the run that holds it; rewards by the rollouts that they score."""
+    digest = ref.rpartition("@")[2]
+    maker = makers.get(digest)
+    if maker is None:
+        return f"{name} {_short(digest)} (outside this run)"
+    inside = maker.manifest.inputs.get("rollouts")
+    return f"{name} {maker.key} {_short(digest)}" + (f" ({_origin('rollouts', inside, makers)})" if inside else "")
+
+
+def _packages(run: Run) -> str:
+    found: dict[str, set[str]] = {}
+    for entry in run.entries:
+        about = entry.manifest.provenance
+        named = {"tuneloop": about.get("tuneloop"), "python": about.get("python"), "image": about.get("image")}
+        for name, version in {**named, **about.get("packages", {})}.items():
+            found.setdefault(name, set()).add(str(version))
+    if not found:
+        return ""
+    return "<h2>Packages</h2>" + _table((), ([k, ", ".join(sorted(v))] for k, v in found.items()), kind="facts")
+
+
+def _config(run: Run) -> str:
+    if run.record is None:
+        return ""
+    text = yaml.safe_dump(run.record.config, sort_keys=False)
+    return f"<details><summary>Configuration</summary><pre>{_text(text)}</pre></details>"
+
+
+def _table(head: Iterable[str], rows: Iterable[list[str]], kind: str) -> str:
+    top = "".join(f"<th>{_text(name)}</th>" for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return (
+        f'<table class="{kind}">' + (f"<thead><tr>{top}</tr></thead>" if top else "") + f"<tbody>{body}</tbody></table>"
+    )
+
+
+def _mark(row: Mapping[str, Any]) -> str:
+    score = row.get("score")
+    return str(row.get("outcome", "–")) if score is None else f"{score:.2f}"
+
+
+def _short(digest: str) -> str:
+    return digest.rpartition(":")[2][:12]
+
+
+def _text(value: str) -> str:
+    return html.escape(value)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity and no NaN; a gap in the curve shows where they were."""
+    return value if abs(value) < float("inf") else None
+
+
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title} · tuneloop</title>
+<style>
+body {{ font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 1200px; margin: 2em auto; padding: 0 1em; }}
+h1, h2 {{ font-weight: 600; }}
+table {{ border-collapse: collapse; font-size: 13px; }}
+td, th {{ padding: 3px 14px 3px 0; text-align: left; vertical-align: top; border-bottom: 1px solid #e4e4e4; }}
+.facts td:first-child {{ color: #666; }}
+.samples td, .provenance td {{ font-family: ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }}
+.figures {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 8px; margin-top: 1em; }}
+figure {{ margin: 0; }}
+</style>
+</head>
+<body>
+{body}
+<script type="application/json" id="figures">{figures}</script>
+<script type="text/plain" id="plotly">{plotly}</script>
+<script>
+(async () => {{
+  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), c => c.charCodeAt(0));
+  if (!packed.length) return;
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  (0, eval)(await new Response(stream).text());
+  JSON.parse(document.getElementById("figures").textContent).forEach((figure, i) =>
+    Plotly.newPlot(`figure-${{i}}`, figure.data, figure.layout, {{responsive: true, displaylogo: false}}));
+}})();
+</script>
+</body>
+</html>
+"""

@@ -1,0 +1,445 @@
+"""Reading a run: its record, its committed artifacts, its executor's state, and the curves and samples they hold.
+
+A run is what lies below ``<store>/<run>``: artifacts at ``<stage>`` and ``iterations/<i>/<stage>``, whichever engine
+made them. A run started on this machine also has a directory of local state, ``<root>/<run>``, where root is the
+store if that is a directory, else ``./runs``::
+
+    run.json        the record: pipeline, configuration, store; written once, before anything runs
+    config.yaml     the configuration, whole
+    workflow.yaml   the very workflow that is executed
+    nodes.jsonl …   the executor's state (`tuneloop.argo.state`)
+    report.html
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import xxhash
+import yaml
+from obstore.exceptions import NotFoundError
+from pydantic import BaseModel, ConfigDict, Field
+
+import tuneloop
+from tuneloop.argo import state
+from tuneloop.artifacts import MANIFEST, File, Manifest, canonical, file_digest
+from tuneloop.errors import Corrupt, UserError
+from tuneloop.store import Conflict, Store, local_path, normalize
+
+ROOT = "runs"
+PLACE = re.compile(r"^(?:iterations/(?P<iteration>\d+)/)?(?P<stage>[a-z0-9][a-z0-9_-]*)/manifest\.json$")
+NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
+
+
+class Record(BaseModel):
+    """What was asked for when a run was started on this machine."""
+
+    model_config = ConfigDict(frozen=True)
+    format: int = 1
+    id: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    run: str
+    pipeline: str
+    path: str = Field(description="the pipeline's file")
+    config: dict[str, Any]
+    store: str = Field(description="URL; artifacts lie at <store>/<run>/…")
+    created: float = Field(default_factory=time.time, description="Unix seconds")
+    tuneloop: str = tuneloop.__version__
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A committed artifact of a run.
+
+    Attributes:
+        key: below the run's URL: ``sft``, ``iterations/3/reward``.
+        stage: the last part of `key`: the task's name in the graph.
+        iteration: or None outside the loop.
+    """
+
+    key: str
+    stage: str
+    iteration: int | None
+    manifest: Manifest
+
+    @property
+    def started(self) -> float:
+        """When the stage began to work, Unix seconds; 0.0 if the manifest does not say."""
+        return float(self.manifest.provenance.get("started") or 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """How long the stage worked."""
+        return self.manifest.timings.get("total", 0.0)
+
+    @property
+    def finished(self) -> float:
+        """Unix seconds."""
+        return self.started + self.seconds
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One quantity over the run.
+
+    Attributes:
+        name: ``mean_reward``, ``loss``, …
+        stage: which wrote it.
+        how: how it was obtained, for people.
+        x: of each point, in units of `axis`; several optimizer steps in one iteration are fractions of it.
+        axis: ``iteration`` or ``step``.
+        at: when each point was known, Unix seconds.
+    """
+
+    name: str
+    stage: str
+    how: str
+    axis: str
+    x: list[float] = field(default_factory=list)
+    y: list[float] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)
+
+    def add(self, x: float, y: float, at: float) -> None:
+        """Append a point."""
+        self.x.append(x)
+        self.y.append(y)
+        self.at.append(at)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A mean reward and how it was obtained.
+
+    Attributes:
+        version: of the policy that was judged.
+        entry: the `evaluate` or `reward` artifact.
+    """
+
+    value: float
+    how: str
+    version: int | None
+    entry: Entry
+
+
+class Run:
+    """A run, read from its store and its local state; `refresh` looks again.
+
+    Args:
+        name: of the run.
+        store: URL of the store.
+        record: if it was started on this machine.
+    """
+
+    def __init__(self, name: str, store: str, record: Record | None = None) -> None:
+        self.name, self.store_url, self.record = name, normalize(store), record
+        self.url = f"{self.store_url}/{name}"
+        self.directory = directory(name, store)
+        self._known: dict[str, Entry] = {}
+        self.refresh()
+
+    @classmethod
+    def open(cls, name: str, store: str | None = None) -> Run:
+        """The run `name`, by its record below `store`, or by the artifacts there.
+
+        Args:
+            store: URL or path; default ``./runs``.
+
+        Raises:
+            UserError: there is no such run.
+        """
+        at = store or ROOT
+        record = read_record(name, at)
+        found = cls(name, record.store if record else at, record)
+        if record is None and not found.entries:
+            names = ", ".join(r.run for r in records(at)) or "none"
+            raise UserError("run", name, f"not found below {at}; known there: {names}; --store names another place")
+        return found
+
+    def refresh(self) -> None:
+        """Read manifests that were committed since."""
+        store = Store(self.url)
+        committed = store.keys()
+        present = {key: match for key in committed if (match := PLACE.match(key))}
+        for key, match in present.items():
+            place = key.removesuffix(f"/{MANIFEST}")
+            if place not in self._known:
+                data = store.get(key)
+                assert data is not None
+                iteration = int(match["iteration"]) if match["iteration"] else None
+                self._known[place] = Entry(place, match["stage"], iteration, _manifest(self.url, place, data))
+        standing = [entry for entry in self._known.values() if f"{entry.key}/{MANIFEST}" in present]
+        self.entries = sorted(standing, key=lambda e: (e.started, e.key))
+        self.__dict__.pop("versions", None)
+
+    def of(self, *stages: str) -> list[Entry]:
+        """The artifacts of these stages (as their manifests name them: ``policy_update``), oldest first."""
+        return [entry for entry in self.entries if entry.manifest.stage in stages]
+
+    @property
+    def iteration(self) -> int:
+        """The newest iteration that committed anything; 0 before the first."""
+        return max((entry.iteration or 0 for entry in self.entries), default=0)
+
+    @property
+    def state(self) -> state.State | None:
+        """What the local executor says, now."""
+        return state.read(self.directory) if self.directory.is_dir() else None
+
+    @property
+    def phase(self) -> str:
+        """``created``, ``running``, ``interrupted``, ``succeeded``, ``failed``; ``elsewhere`` without local state."""
+        found = self.state
+        if found is None:
+            return "created" if self.record else "elsewhere"
+        if found.workflow.phase == "Running":
+            return "running" if found.alive else "interrupted"
+        return {"Succeeded": "succeeded"}.get(found.workflow.phase, "failed")
+
+    def read(self, entry: Entry, name: str) -> bytes | None:
+        """The file `name` of an artifact, checked against its manifest; None if it has none of that name."""
+        if name not in entry.manifest.files:
+            return None
+        key = f"{entry.key}/{entry.manifest.root}/{name}"
+        data = Store(self.url).get(key)
+        if data is None or xxhash.xxh3_128_hexdigest(data) != entry.manifest.files[name].digest:
+            raise Corrupt("artifact", f"{self.url}/{key}", "differs from its manifest; see `tuneloop weights verify`")
+        return data
+
+    def rows(self, entry: Entry) -> list[dict[str, float]]:
+        """The rows of an artifact's ``metrics.jsonl``."""
+        return [json.loads(line) for line in (self.read(entry, "metrics.jsonl") or b"").splitlines()]
+
+    @cached_property
+    def versions(self) -> dict[str, int]:
+        """Digest of a checkpoint → the policy version it holds."""
+        return {entry.manifest.digest: entry.manifest.facts["version"] for entry in self.checkpoints}
+
+    @property
+    def checkpoints(self) -> list[Entry]:
+        """The artifacts that hold a policy version and its weights, by version."""
+        made = (e for e in self.entries if "version" in e.manifest.facts)
+        held = [e for e in made if any(name.startswith("model/") for name in e.manifest.files)]
+        return sorted(held, key=lambda e: (e.manifest.facts["version"], e.started))
+
+    def version_of(self, entry: Entry) -> int | None:
+        """The policy version that an artifact was made with: of its input ``policy``, or as its facts say."""
+        digest = entry.manifest.inputs.get("policy", "").rpartition("@")[2]
+        version = self.versions.get(digest, entry.manifest.facts.get("version"))
+        return version if isinstance(version, int) else None
+
+    def evaluations(self) -> list[Score]:
+        """Mean rewards on held-out prompts, oldest first."""
+        scores = []
+        for entry in self.of("evaluate"):
+            value = entry.manifest.results.get("mean_reward")
+            if value is not None:
+                scores.append(Score(value, f"{_sampling(entry)}, held-out prompts", self.version_of(entry), entry))
+        return scores
+
+    def training_rewards(self) -> list[Score]:
+        """Mean rewards of the batches that were trained on, by iteration."""
+        sampled = {entry.iteration: entry for entry in self.of("rollout")}
+        scores = []
+        for entry in sorted(self.of("reward"), key=lambda e: e.iteration or 0):
+            value, rollout = entry.manifest.results.get("mean_reward"), sampled.get(entry.iteration)
+            how = f"{_sampling(rollout)}, training prompts" if rollout else "training prompts"
+            if value is not None:
+                scores.append(Score(value, how, self.version_of(rollout) if rollout else None, entry))
+        return scores
+
+    def latest_reward(self) -> Score | None:
+        """The newest mean reward of any kind."""
+        return max([*self.evaluations(), *self.training_rewards()], key=lambda s: s.entry.finished, default=None)
+
+    def curves(self) -> list[Curve]:
+        """Every quantity that the run's stages recorded."""
+        found = []
+        for name, scores in (("reward", self.training_rewards()), ("evaluate", self.evaluations())):
+            if scores:
+                found.append(curve := Curve("mean_reward", name, scores[0].how, "iteration"))
+            for score in scores:
+                curve.add(self._iteration_judged(score), score.value, score.entry.finished)
+        lengths = Curve("mean_length", "rollout", "tokens of a sampled completion, mean of the batch", "iteration")
+        for entry in self.of("rollout"):
+            if "mean_length" in entry.manifest.results:
+                lengths.add(entry.iteration or 0, entry.manifest.results["mean_length"], entry.finished)
+        return [*found, *([lengths] if lengths.x else []), *self._recorded("sft", "policy_update")]
+
+    def phase_seconds(self) -> dict[str, list[tuple[float, float]]]:
+        """Stage → (iteration, seconds it worked); iteration 0 is everything outside the loop."""
+        found: dict[str, list[tuple[float, float]]] = {}
+        for entry in self.entries:
+            found.setdefault(entry.stage, []).append((float(entry.iteration or 0), entry.seconds))
+        return found
+
+    def samples(self, entry: Entry, count: int | None = None) -> list[dict[str, Any]]:
+        """The first `count` rows (default: all) of an evaluation or of a batch of scored rollouts, as stored."""
+        import pyarrow.parquet
+
+        for name in entry.manifest.files:
+            if name.endswith(".parquet") and (data := self.read(entry, name)):
+                table = pyarrow.parquet.read_table(io.BytesIO(data))
+                wanted = ("id", "prompt", "completion", "answer", "score", "outcome")
+                rows: list[dict[str, Any]] = (
+                    table.select([c for c in wanted if c in table.column_names]).slice(0, count).to_pylist()
+                )
+                return rows
+        return []
+
+    def judged(self, entry: Entry) -> int:
+        """How many completions the mean reward of an `evaluate` or `reward` artifact is the mean of."""
+        return sum(row.get("outcome") == "score" for row in self.samples(entry))
+
+    def uses(self, entry: Entry, checkpoint: Entry) -> bool:
+        """Whether an artifact was made with the policy of a checkpoint."""
+        return entry.manifest.inputs.get("policy", "").endswith(f"@{checkpoint.manifest.digest}")
+
+    def _recorded(self, *stages: str) -> Iterator[Curve]:
+        """The columns of ``metrics.jsonl``, over optimizer steps outside the loop, over iterations inside."""
+        for stage in stages:
+            curves: dict[str, Curve] = {}
+            for entry in sorted(self.of(stage), key=lambda e: e.iteration or 0):
+                rows = self.rows(entry)
+                for index, row in enumerate(rows):
+                    inside = entry.iteration is not None
+                    x = (entry.iteration or 1) - 1 + (index + 1) / len(rows) if inside else row.get("step", index)
+                    for name, value in row.items():
+                        if name != "step" and isinstance(value, int | float):
+                            axis = "iteration" if inside else "step"
+                            curve = curves.setdefault(name, Curve(name, stage, "each optimizer step", axis))
+                            curve.add(x, value, entry.finished)
+            yield from curves.values()
+
+    def _iteration_judged(self, score: Score) -> float:
+        """The iteration of a batch, or whose checkpoint an evaluation judged; 0 before the loop."""
+        digest = score.entry.manifest.inputs.get("policy", "").rpartition("@")[2]
+        made = [e for e in self.entries if e.manifest.digest == digest and e.iteration is not None]
+        return float(made[0].iteration or 0) if made else float(score.entry.iteration or 0)
+
+
+def directory(name: str, store: str) -> Path:
+    """Where the local state of a run lies."""
+    return (local_path(store) or Path(ROOT).absolute()) / name
+
+
+def create(record: Record, workflow: str) -> Run:
+    """Write the record of a new run, its configuration and its rendered workflow; the record last.
+
+    Raises:
+        UserError: the name cannot be used, or is taken by a run with another configuration or store.
+    """
+    check_name(record.run)
+    place = Store(str(directory(record.run, record.store)))
+    place.put("config.yaml", yaml.safe_dump(record.config, sort_keys=False).encode())
+    place.put("workflow.yaml", workflow.encode())
+    try:
+        place.create("run.json", record.model_dump_json(indent=1).encode())
+    except Conflict:
+        raise UserError("--run", record.run, "was started by another process just now; choose another name") from None
+    return Run(record.run, record.store, record)
+
+
+def check_name(name: str) -> None:
+    """Raise UserError unless `name` can name a run: it becomes part of names in Kubernetes."""
+    if not NAME.match(name):
+        raise UserError(
+            "--run", name, "use at most 40 lower-case letters, digits and dashes, a letter or digit at the ends"
+        )
+
+
+def read_record(name: str, store: str) -> Record | None:
+    """The record of the run `name`, if it was started on this machine."""
+    check_name(name)
+    data = Store(str(directory(name, store))).get("run.json")
+    if data is None:
+        return None
+    try:
+        return Record.model_validate_json(data)
+    except ValueError as error:
+        raise Corrupt("run", f"{directory(name, store)}/run.json", "is not a run's record; restore it") from error
+
+
+def records(store: str = ROOT) -> list[Record]:
+    """All runs started on this machine whose local state lies below `store`, oldest first."""
+    names = (path.parent.name for path in directory("x", store).parent.glob("*/run.json"))
+    found = (read_record(name, store) for name in names if NAME.match(name))
+    return sorted((record for record in found if record), key=lambda r: r.created)
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") -> list[str]:
+    """The dotted keys in which two configurations differ."""
+    found = []
+    for key in sorted({*ours, *theirs}):
+        a, b = ours.get(key), theirs.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(a, b, f"{prefix}{key}.")
+        elif canonical(a) != canonical(b):
+            found.append(prefix + key)
+    return found
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A file of a checkpoint, hashed again.
+
+    Attributes:
+        found: digest of the bytes that are there; empty if the file is missing.
+    """
+
+    key: str
+    want: File
+    found: str
+
+    @property
+    def good(self) -> bool:
+        return self.found == self.want.digest
+
+
+def verify(run: Run, entry: Entry) -> Iterator[Checked]:
+    """Hash every file of an artifact again, one at a time."""
+    store = Store(run.url)
+    for name, want in sorted(entry.manifest.files.items()):
+        key = f"{entry.key}/{entry.manifest.root}/{name}"
+        if store.root is not None:
+            path = store.root / key
+            yield Checked(key, want, file_digest(path) if path.is_file() else "")
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch) / "file"
+            try:
+                store.download(key, path)
+                found = file_digest(path)
+            except NotFoundError:
+                found = ""
+            yield Checked(key, want, found)
+
+
+def _manifest(url: str, place: str, data: bytes) -> Manifest:
+    try:
+        return Manifest.model_validate_json(data)
+    except ValueError as error:
+        raise Corrupt("artifact", f"{url}/{place}/{MANIFEST}", "is not a manifest; delete it, and resume") from error
+
+
+def _sampling(entry: Entry) -> str:
+    """How completions were sampled: ``greedy``, or the temperature."""
+    stated = entry.manifest.facts.get("sampling")
+    temperature = {**entry.manifest.params, **(stated if isinstance(stated, dict) else {})}.get("temperature")
+    if temperature is None:
+        return "sampling not stated"
+    return "greedy" if float(temperature) == 0 else f"temperature {temperature:g}"
+
+
+__all__ = [
+    "ROOT", "Checked", "Curve", "Entry", "Record", "Run", "Score", "check_name", "create", "differences",
+    "directory", "read_record", "records", "verify",
+]  # fmt: skip

@@ -1,0 +1,86 @@
+"""A run in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tuneloop.runs import Entry, Run, Score
+
+
+def clock(seconds: float) -> str:
+    """Seconds as ``3.2 s``, ``2 min 05 s`` or ``1 h 02 min``."""
+    if seconds < 60:
+        return f"{max(seconds, 0):.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def size(count: float) -> str:
+    """Bytes as ``1.5 MB`` (powers of 1000)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def summarize(run: Run, report: Path | None = None, mlflow: str = "") -> str:
+    """What a run has come to, one aligned line a fact."""
+    facts = {
+        "mean reward": reward_line(run),
+        "iterations": iterations_line(run),
+        "seconds": "  ".join(f"{name} {seconds:.1f}" for name, seconds in _by_stage(run)),
+        "ran on": ", ".join(devices(run.entries)),
+        "model": next((f"{run.url}/{e.key}/{e.manifest.root}" for e in reversed(run.of("export"))), ""),
+        "report": str(report or (run.directory / "report.html" if (run.directory / "report.html").exists() else "")),
+        "mlflow": mlflow,
+    }
+    return "\n".join(f"  {name:<12} {_plain(text)}" for name, text in facts.items() if text)
+
+
+def reward_line(run: Run) -> str:
+    """Reward before and after, and how it was measured."""
+    scores = run.evaluations() or run.training_rewards()
+    if not scores:
+        return ""
+    first, last = scores[0], scores[-1]
+    if first is last:
+        return f"{first.value:.3f} ({how(run, first)}, policy version {first.version})"
+    return f"{first.value:.3f} → {last.value:.3f} ({how(run, last)}; policy version {first.version} → {last.version})"
+
+
+def how(run: Run, score: Score) -> str:
+    """How a mean reward was obtained, with the number of completions it is the mean of."""
+    count = run.judged(score.entry)
+    return f"{score.how}, {count} completions" if count else score.how
+
+
+def iterations_line(run: Run) -> str:
+    """How many iterations ran, of how many that were asked for."""
+    state = run.state
+    most = state.workflow.parameters.get("iterations") if state else None
+    if not run.iteration and not most:
+        return ""
+    return f"{run.iteration}" + (f" of at most {most}" if most else "")
+
+
+def devices(entries: Iterable[Entry]) -> list[str]:
+    """Every device that the stages say they ran on."""
+    return sorted({str(device) for e in entries if (device := e.manifest.provenance.get("device"))})
+
+
+def newest(entry: Entry) -> str:
+    """The results of an artifact, with its iteration."""
+    shown = [f"iteration {entry.iteration}"] if entry.iteration is not None else []
+    for name, value in entry.manifest.results.items():
+        shown.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    return "  ".join(shown)
+
+
+def _by_stage(run: Run) -> list[tuple[str, float]]:
+    return [(stage, sum(seconds for _, seconds in points)) for stage, points in run.phase_seconds().items()]
+
+
+def _plain(text: str) -> str:
+    return text.replace("file://", "")

@@ -1,0 +1,223 @@
+"""Mirror a run into MLflow: a parent run for the run, a child for each iteration, found again by tag.
+
+Only what is committed is mirrored, so the mirror can be made at any time, in any process, as often as one likes: runs
+are looked up by the tag ``tuneloop_key``, and a point of a curve carries the time of its artifact, by which MLflow
+knows it from a new one. ``MLFLOW_TRACKING_URI`` and ``MLFLOW_EXPERIMENT_NAME`` are honoured; ``MLFLOW_RUN_ID`` names
+a run of somebody else's as the parent, whose status is left alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tuneloop.errors import UserError
+from tuneloop.runs import Entry, Run
+
+URI = "sqlite:///mlflow.db"
+KEY = "tuneloop_key"
+STATUS = {"running": "RUNNING", "succeeded": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+MISSING = "not mirrored: mlflow is not installed; install tuneloop[tracking]"
+EVERY = 2.0
+"""Seconds between two looks of a mirror that follows a run."""
+
+
+def mirror(run: Run, *, follow: bool = False, going_on: Callable[[], bool] | None = None) -> str:
+    """Mirror `run` and say where, in one line.
+
+    Args:
+        follow: go on until the run ends.
+        going_on: waits a moment and says whether to look again; default: until the run is not running.
+
+    Raises:
+        UserError: MLflow refuses (its address, its store, the parent run).
+    """
+    if importlib.util.find_spec("mlflow") is None:
+        return MISSING
+    from mlflow.exceptions import MlflowException
+
+    try:
+        made = Mirror(run)
+        made.sync()
+        while going_on() if going_on else follow and _running(run):
+            made.sync()
+        made.sync()
+        return made.close()
+    except MlflowException as error:
+        text = " ".join(str(error).split())
+        raise UserError("MLFLOW_TRACKING_URI", os.environ.get("MLFLOW_TRACKING_URI", URI), text) from error
+
+
+class Mirror:
+    """The MLflow side of one run; `sync` brings it up to date."""
+
+    def __init__(self, run: Run) -> None:
+        from mlflow import MlflowClient
+
+        self.run = run
+        self.uri = os.environ.get("MLFLOW_TRACKING_URI") or URI
+        self.client = MlflowClient(tracking_uri=self.uri)
+        self.key = run.record.id if run.record else run.url
+        pipeline = run.record.pipeline if run.record else "tuneloop"
+        self.adopted = os.environ.get("MLFLOW_RUN_ID")
+        if self.adopted:
+            self.experiment = self.client.get_run(self.adopted).info.experiment_id
+            self.parent = self.adopted
+        else:
+            self.experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or pipeline)
+            started = run.record.created if run.record else min((e.started for e in run.entries), default=time.time())
+            self.parent = self._find_or_make(self.key, run.name, started, {})
+            self.client.update_run(self.parent, status="RUNNING")  # a resumed run goes on in the same one
+        if run.record:
+            self._params(run.record.config)
+        self.children: dict[int, str] = {}
+        self.logged: dict[str, int] = {}
+        self.mirrored: set[str] = set()
+
+    def sync(self) -> None:
+        """Mirror what was committed since."""
+        from mlflow.entities import Metric
+
+        self.run.refresh()
+        for curve in self.run.curves():
+            name = f"{curve.stage}/{curve.name}"
+            first = self.logged.get(name, 0)
+            # Several optimizer steps of one iteration share an x: their own count is the step then.
+            recorded = curve.stage in ("sft", "policy_update")
+            points = [
+                Metric(name, y, int(at * 1000), index + 1 if recorded else int(x))
+                for index, (x, y, at) in enumerate(zip(curve.x, curve.y, curve.at))
+            ]
+            self._log(self.parent, points[first:])
+            self.logged[name] = len(points)
+        for entry in self.run.entries:
+            if entry.iteration is not None and entry.key not in self.mirrored:
+                self._log(
+                    self._child(entry),
+                    [Metric(k, v, int(entry.finished * 1000), entry.iteration) for k, v in _numbers(entry)],
+                )
+                self.mirrored.add(entry.key)
+
+    def close(self) -> str:
+        """Write how the run stands, and say where its mirror is."""
+        phase = self.run.phase
+        notes = (f"- `{curve.stage}/{curve.name}`: {curve.how}" for curve in self.run.curves())
+        self.client.set_tag(self.parent, "mlflow.note.content", "\n".join(notes))
+        self.client.set_tag(self.parent, "tuneloop.store", self.run.url)
+        for iteration, child in self.children.items():
+            ended = max(e.finished for e in self.run.entries if e.iteration == iteration)
+            whole = iteration < self.run.iteration or phase == "succeeded"
+            self.client.set_terminated(child, "FINISHED" if whole else STATUS.get(phase, "FINISHED"), int(ended * 1000))
+        if not self.adopted and phase != "running":
+            ended = max((entry.finished for entry in self.run.entries), default=time.time())
+            self.client.set_terminated(self.parent, STATUS.get(phase, "FINISHED"), int(ended * 1000))
+        experiment = self.client.get_experiment(self.experiment).name
+        children = f", {len(self.children)} iterations" if self.children else ""
+        return f"{self.uri}, experiment {experiment}, run {self.client.get_run(self.parent).info.run_name}{children}"
+
+    def _experiment(self, name: str) -> str:
+        found = self.client.get_experiment_by_name(name)
+        return str(found.experiment_id if found else self.client.create_experiment(name))
+
+    def _child(self, entry: Entry) -> str:
+        assert entry.iteration is not None
+        if entry.iteration not in self.children:
+            name = f"iteration-{entry.iteration}"
+            tags = {"mlflow.parentRunId": self.parent, "iteration": str(entry.iteration)}
+            key = f"{self.key}/{entry.iteration}"
+            self.children[entry.iteration] = self._find_or_make(key, name, entry.started, tags)
+        return self.children[entry.iteration]
+
+    def _find_or_make(self, key: str, name: str, started: float, tags: Mapping[str, str]) -> str:
+        found = self.client.search_runs([self.experiment], f"tags.{KEY} = '{key}'", max_results=1)
+        if found:
+            return str(found[0].info.run_id)
+        tags = {KEY: key, "tuneloop.run": self.run.name, **tags}
+        return str(self.client.create_run(self.experiment, int(started * 1000), tags, name).info.run_id)
+
+    def _params(self, config: Mapping[str, Any]) -> None:
+        """The configuration as parameters; those that stand already stay."""
+        from mlflow.entities import Param
+
+        standing = self.client.get_run(self.parent).data.params
+        flat = [Param(k, v) for k, v in _flat(config) if k not in standing]
+        for start in range(0, len(flat), 100):
+            self.client.log_batch(self.parent, params=flat[start : start + 100])
+
+    def _log(self, run_id: str, points: list[Any]) -> None:
+        for start in range(0, len(points), 1000):
+            self.client.log_batch(run_id, metrics=points[start : start + 1000])
+
+
+@dataclass
+class Follower:
+    """A mirror in a process of its own; `said` is its closing line."""
+
+    said: str = ""
+
+
+@contextmanager
+def follower(run: Run, *, enabled: bool = True) -> Iterator[Follower]:
+    """Mirror `run` while the block runs, in another process: no stage waits for the import of MLflow."""
+    told = Follower()
+    if not enabled:
+        yield told
+        return
+    if importlib.util.find_spec("mlflow") is None:
+        told.said = MISSING
+        yield told
+        return
+    log = run.directory / "mlflow.log"
+    with log.open("w") as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tuneloop.tracking", run.name, run.store_url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,  # Ctrl-C is for the run; this process ends when its input does
+            text=True,
+        )
+    try:
+        yield told
+    finally:
+        out, _ = child.communicate()
+        told.said = out.strip() if child.returncode == 0 else f"not mirrored: see {log}"
+
+
+def _follow(run: Run) -> str:
+    """Mirror until standard input ends, which it does when the run's process ends, however it ends."""
+    os.nice(10)
+    return mirror(run, going_on=lambda: not select.select([sys.stdin], [], [], EVERY)[0])
+
+
+def _running(run: Run) -> bool:
+    time.sleep(EVERY)
+    return run.phase == "running"
+
+
+def _numbers(entry: Entry) -> Iterator[tuple[str, float]]:
+    stage = entry.stage
+    for name, value in entry.manifest.results.items():
+        if isinstance(value, int | float):
+            yield f"{stage}/{name}", float(value)
+    yield f"seconds/{stage}", entry.seconds
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)[:6000]
+
+
+if __name__ == "__main__":
+    print(_follow(Run.open(*sys.argv[1:])), flush=True)
