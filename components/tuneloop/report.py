@@ -86,24 +86,25 @@ def _figure(name: str, axis: str, curves: list[Curve]) -> dict[str, Any]:
 
 
 def _phase_figures(run: Run) -> list[dict[str, Any]]:
-    loop, once = [], []
+    loop: list[dict[str, Any]] = []
+    once: list[tuple[str, float]] = []
     for stage, points in run.phase_seconds().items():
         inside = [(x, y) for x, y in points if x]
         if inside:
             x, y = zip(*inside)
             loop.append({"x": x, "y": y, "name": stage, "type": "bar"})
         once += [(stage, y) for x, y in points if not x]
-    figures = []
+    figures: list[dict[str, Any]] = []
     if loop:
-        figures.append({"data": loop, "layout": {**_layout("seconds by phase", "iteration", "s"), "barmode": "stack"}})
+        figures.append({"data": loop, "layout": _layout("seconds by phase", "iteration", "s", barmode="stack")})
     if once:
-        x, y = zip(*once)
-        bar = {"x": x, "y": y, "type": "bar", "name": "once"}
+        stages, seconds = zip(*once)
+        bar = {"x": stages, "y": seconds, "type": "bar", "name": "once"}
         figures.append({"data": [bar], "layout": _layout("seconds of the stages outside the loop", "", "s")})
     return figures
 
 
-def _layout(title: str, x: str, y: str) -> dict[str, Any]:
+def _layout(title: str, x: str, y: str, **more: Any) -> dict[str, Any]:
     return {
         "title": {"text": title, "font": {"size": 15}},
         "xaxis": {"title": {"text": x}},
@@ -112,6 +113,7 @@ def _layout(title: str, x: str, y: str) -> dict[str, Any]:
         "legend": {"orientation": "h", "y": -0.25},
         "height": 320,
         "template": "none",
+        **more,
     }
 
 
@@ -127,17 +129,10 @@ def _samples(run: Run) -> str:
         was = before.get(row["id"], {})
         told = [row["prompt"], was.get("completion", "–"), _mark(was), row["completion"], _mark(row), row["answer"]]
         rows.append([str(value) for value in told])
-    head = (
-        "prompt",
-        f"before (version {first.version})",
-        "score",
-        f"after (version {last.version})",
-        "score",
-        "answer",
-    )
+    before_after = [f"{when} (version {score.version})" for when, score in (("before", first), ("after", last))]
+    head = ["prompt", before_after[0], "score", before_after[1], "score", "answer"]
     if first is last:
-        rows = [[row[0], *row[3:]] for row in rows]
-        head = ("prompt", f"completion (version {last.version})", "score", "answer")
+        rows, head = [[row[0], *row[3:]] for row in rows], [head[0], *head[3:]]
     return f"<h2>Samples</h2><p>{_text(_told(run, first, last))}</p>" + _table(head, rows, kind="samples")
 
 

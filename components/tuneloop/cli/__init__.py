@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 import typer
 
@@ -40,12 +41,14 @@ def show_version() -> None:
 
 
 weights = typer.Typer(no_args_is_help=True, help="The checkpoints of a run.")
-for command in (author.plan, author.lint, author.render, author.schema):
-    app.command(rich_help_panel="Before a run")(command)
-for command in (execute.run, execute.resume, execute.stop):
-    app.command(rich_help_panel="Run on this machine")(command)
-for command in (inspect.status, inspect.logs, inspect.report, inspect.track):
-    app.command(rich_help_panel="Look at a run")(command)
+PANELS: dict[str, tuple[Callable[..., int | None], ...]] = {
+    "Before a run": (author.plan, author.lint, author.render, author.schema),
+    "Run on this machine": (execute.run, execute.resume, execute.stop),
+    "Look at a run": (inspect.status, inspect.logs, inspect.report, inspect.track),
+}
+for panel, commands in PANELS.items():
+    for command in commands:
+        app.command(rich_help_panel=panel)(command)
 app.add_typer(weights, name="weights", rich_help_panel="Look at a run")
 weights.command("ls")(inspect.weights_ls)
 weights.command("verify")(inspect.weights_verify)

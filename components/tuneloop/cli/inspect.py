@@ -122,9 +122,8 @@ def weights_verify(
         checked = list(verify(run, entry))
         wrong = [c for c in checked if not c.good]
         bad += len(wrong)
-        typer.echo(
-            f"version {entry.manifest.facts['version']}  {entry.key}: {len(checked) - len(wrong)}/{len(checked)} files as committed"
-        )
+        at = f"version {entry.manifest.facts['version']}  {entry.key}"
+        typer.echo(f"{at}: {len(checked) - len(wrong)}/{len(checked)} files as committed")
         for c in wrong:
             what = f"holds {c.found}, not {c.want.digest}" if c.found else "is missing"
             typer.echo(f"error: {run.url}/{c.key}: {what}; restore it, or delete {entry.key} and resume", err=True)

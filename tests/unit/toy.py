@@ -1,0 +1,115 @@
+"""A run made by real stages that compute next to nothing: named and shaped as tuneloop's own, so that what reads runs
+can be tested in milliseconds. The learned thing is one number, `skill`: the share of completions that are right.
+
+``python -m tests.unit.toy STAGE --flag …`` runs one of them as a program.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import Field
+
+from tuneloop.artifacts import Manifest
+from tuneloop.component import Component, Input, Results, Stage, component
+
+SHARES = (0.25, 0.5, 0.75, 1.0)
+
+
+def _skill(path: Path) -> int:
+    return int(json.loads((path / "model" / "weights.json").read_text())["skill"])
+
+
+def _save(stage: Stage, skill: int, version: int) -> None:
+    (stage.out / "model").mkdir()
+    (stage.out / "model" / "weights.json").write_text(json.dumps({"skill": skill}))
+    stage.facts.update(version=version)
+
+
+@component("checkpoint", results={"loss": float, "version": int})
+def sft(
+    stage: Stage, *, skill: Annotated[int, Field(ge=0, le=3, description="to begin with")] = 1, seed: int = 0
+) -> Results:
+    """Make version 1 of the policy."""
+    _save(stage, skill, 1)
+    for step in range(1, 4):
+        stage.metric(step, loss=3.0 / step)
+    return {"loss": 1.0, "version": 1}
+
+
+@component("rollouts", results={"completions": int, "mean_length": float})
+def rollout(stage: Stage, policy: Input, *, iteration: int = 0, temperature: float = 1.0) -> Results:
+    """Pretend to sample."""
+    (stage.out / "rollouts.json").write_text(json.dumps({"skill": _skill(policy.path), "iteration": iteration}))
+    stage.facts.update(policy.manifest.facts, sampling={"temperature": temperature})
+    return {"completions": 4, "mean_length": 8.0 - _skill(policy.path)}
+
+
+@component("rewards", results={"mean_reward": float})
+def reward(stage: Stage, rollouts: Input) -> Results:
+    """Judge."""
+    skill = json.loads((rollouts.path / "rollouts.json").read_text())["skill"]
+    _judge(stage, skill, "rewards")
+    stage.facts.update(rollouts.manifest.facts)
+    return {"mean_reward": SHARES[skill]}
+
+
+@component("checkpoint", results={"loss": float, "version": int})
+def policy_update(stage: Stage, policy: Input, rewards: Input, *, iteration: int = 0) -> Results:
+    """Learn one step of skill in two optimizer steps."""
+    _save(stage, min(_skill(policy.path) + 1, 3), policy.manifest.facts["version"] + 1)
+    for step in range(1, 3):
+        stage.metric(step, loss=-0.1 * step, kl=0.01 * step, entropy=1.0 / step)
+    return {"loss": -0.2, "version": policy.manifest.facts["version"] + 1}
+
+
+@component("metrics", results={"mean_reward": float})
+def evaluate(stage: Stage, policy: Input, *, temperature: float = 0.0) -> Results:
+    """Judge on held-out prompts."""
+    _judge(stage, _skill(policy.path), "samples")
+    return {"mean_reward": SHARES[_skill(policy.path)]}
+
+
+@component("model", results={"parameters": int})
+def export(stage: Stage, policy: Input) -> Results:
+    """Copy the weights."""
+    (stage.out / "weights.json").write_text(json.dumps({"skill": _skill(policy.path)}))
+    return {"parameters": 1}
+
+
+def _judge(stage: Stage, skill: int, name: str) -> None:
+    right = int(4 * SHARES[skill])
+    rows = [
+        {"id": f"p{i}", "prompt": f"reverse {i}<b>", "completion": "right" if i < right else "wrong", "answer": "right",
+         "score": float(i < right), "outcome": "score"}
+        for i in range(4)
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), stage.out / f"{name}.parquet")
+
+
+STAGES: dict[str, Component] = {s.template: s for s in (sft, rollout, reward, policy_update, evaluate, export)}
+
+
+def make(url: str, iterations: int = 2) -> dict[str, Manifest]:
+    """Run the stages in this process, in the order of the loop, below `url`."""
+    made = {"sft": sft(out=f"{url}/sft")}
+    policy = f"{url}/sft@{made['sft'].digest}"
+    made["evaluate-before"] = evaluate(out=f"{url}/evaluate-before", policy=policy)
+    for i in range(1, iterations + 1):
+        at = f"{url}/iterations/{i}"
+        made[f"{i}/rollout"] = rollout(out=f"{at}/rollout", policy=policy, iteration=i)
+        made[f"{i}/reward"] = reward(out=f"{at}/reward", rollouts=f"{at}/rollout")
+        update = policy_update(out=f"{at}/policy-update", policy=policy, rewards=f"{at}/reward", iteration=i)
+        made[f"{i}/policy-update"], policy = update, f"{at}/policy-update@{update.digest}"
+    made["evaluate-after"] = evaluate(out=f"{url}/evaluate-after", policy=policy)
+    made["export"] = export(out=f"{url}/export", policy=policy)
+    return made
+
+
+if __name__ == "__main__":
+    STAGES[sys.argv[1]].main(sys.argv[2:])
