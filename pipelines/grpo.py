@@ -132,7 +132,11 @@ def build_loop(config: Config, stages: dict[str, Any]) -> DAG:
         "asInt(inputs.parameters.iteration) < asInt(workflow.parameters.iterations)"
         " && asFloat(tasks.reward.outputs.parameters['mean-reward']) < asFloat(workflow.parameters['target-reward'])"
     )
-    last = f"{more} ? tasks.next.outputs.parameters.policy : tasks['policy-update'].outputs.parameters.checkpoint"
+    # Only a recursion that ran has outputs; Argo says so by its status.
+    last = (
+        "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters.policy"
+        " : tasks['policy-update'].outputs.parameters.checkpoint"
+    )
     sampling = {name: IN % name for name in ("prompts", "endpoint", "iteration")}
     carried = {name: IN % name for name in ("prompts", "reference", "endpoint")}
     with DAG(
