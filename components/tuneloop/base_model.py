@@ -16,6 +16,15 @@ from tuneloop.component import OptionalInput, Results, Stage, component
 from tuneloop.errors import Retryable, UserError
 
 TINY = ("tiny-qwen3", "tiny-llama")
+TINY_SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
 PAD, EOS, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 CHATML = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -56,6 +65,8 @@ def base_model(
         if tiny:
             if prompts is None:
                 raise UserError("--prompts", None, f"is required for {model}: its tokenizer is trained on their text")
+            if not (prompts.path / "train.parquet").is_file():
+                raise UserError("--prompts", prompts.url, "has no train.parquet; give it what data_prep made")
             tokenizer = train_tokenizer(_text(prompts), vocab_size, max_position_embeddings)
             torch.manual_seed(stage.seed("init"))
             policy = _tiny(model, tokenizer, max_position_embeddings)
@@ -123,15 +134,9 @@ def _tiny(name: str, tokenizer: Any, context: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     shape = {
+        **TINY_SHAPE,
         "vocab_size": len(tokenizer),
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
         "max_position_embeddings": context,
-        "tie_word_embeddings": True,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,

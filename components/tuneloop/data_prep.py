@@ -96,10 +96,13 @@ def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) ->
         extra = "rewards" if source == "reasoning_gym" else "train"
         remedy = f"needs {error.name or error}; pip install 'tuneloop[{extra}]'"
         raise UserError("data_prep.source", source, remedy) from error
-    known = list(inspect.signature(load).parameters)[2:]
+    known = dict(list(inspect.signature(load).parameters.items())[2:])
     for name, value in arguments.items():
         if name not in known:
             raise UserError(f"source_args.{name}", value, f"unknown; {source} takes {', '.join(known)}")
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in arguments:
+            raise UserError(f"source_args.{name}", None, f"is required by {source}")
     try:
         found: Splits = validate_call(load)(n, seed, **arguments)
     except ValidationError as error:

@@ -37,7 +37,10 @@ def reward(
         Retryable: more failures than the budget, timeouts and crashes among them: another attempt may do better.
         UserError: more failures than the budget, all of them `unverifiable`: the data or the rewards must change.
     """
-    table = pq.read_table(rollouts.path / "rollouts.parquet")
+    path = rollouts.path / "rollouts.parquet"
+    if not path.is_file():
+        raise UserError("--rollouts", rollouts.url, f"has no {path.name}; give it what the stage rollout made")
+    table = pq.read_table(path)
     rows = table.select(["group", "completion", "answer", "reward_spec", "metadata"]).to_pylist()
     if not rows:
         raise UserError("--rollouts", rollouts.url, "holds no rollouts; run the stage that makes them again")
@@ -69,7 +72,7 @@ def reward(
 
 
 def summarize(rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What `reward` says of its output; see there. Rows without a score count in `outcomes` alone."""
+    """What `reward` says of its output; rows without a score count in `outcomes` alone. One must have a score."""
     scores: list[float] = []
     solved: list[bool] = []
     groups: dict[str, list[float]] = defaultdict(list)
@@ -84,12 +87,12 @@ def summarize(rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> di
             parts[name].append(float(value))
     counts = Counter(outcome.outcome for outcome in outcomes)
     return {
-        "mean": fmean(scores) if scores else 0.0,
-        "std": pstdev(scores) if scores else 0.0,
-        "solved": fmean(solved) if solved else 0.0,
+        "mean": fmean(scores),
+        "std": pstdev(scores),
+        "solved": fmean(solved),
         "outcomes": {kind: counts[kind] for kind in KINDS},
         "breakdown": {name: fmean(values) for name, values in sorted(parts.items())},
-        "zero_variance": fmean(max(g) == min(g) for g in groups.values()) if groups else 0.0,
+        "zero_variance": fmean(max(g) == min(g) for g in groups.values()),
     }
 
 

@@ -20,9 +20,9 @@ def load(
     n: int,
     seed: int,
     *,
-    path: str,
-    eval_path: str | None = None,
-    sft_path: str | None = None,
+    train: str,
+    eval: str | None = None,
+    sft: str | None = None,
     columns: Columns = Columns(),  # noqa: B008
     sft_columns: Columns | None = None,
     shuffle: bool = True,
@@ -32,9 +32,9 @@ def load(
     Args:
         n: unused: a file has the rows it has.
         seed: of the order.
-        path: file of the training prompts.
-        eval_path: file of the held-out prompts.
-        sft_path: file of the demonstrations.
+        train: file of the training prompts.
+        eval: file of the held-out prompts.
+        sft: file of the demonstrations.
         columns: which columns hold what.
         sft_columns: the same for the demonstrations; None: as `columns`.
         shuffle: whether to take rows in random order.
@@ -46,9 +46,9 @@ def load(
     def stream(name: str, file: str, columns: Columns = columns) -> Iterator[Example]:
         return columns.examples(read(name, file), file, derive(seed, name) if shuffle else None)
 
-    main = stream("path", path)
-    held_out = stream("eval_path", eval_path) if eval_path else main
-    shown = stream("sft_path", sft_path, sft_columns or columns) if sft_path else main
+    main = stream("train", train)
+    held_out = stream("eval", eval) if eval else main
+    shown = stream("sft", sft, sft_columns or columns) if sft else main
     return Splits(train=main, eval=held_out, sft=shown)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +23,7 @@ def load(n: int, seed: int, *, task: str, config: dict[str, Any] | None = None) 
         config: its own settings, by reasoning_gym's names.
 
     Raises:
-        UserError: no such task, or settings that it refuses.
+        UserError: no such task, settings that it refuses, or a task without gold answers.
     """
     if task not in DATASETS:
         close = [name for name in sorted(DATASETS) if task.split("_")[0] in name] or sorted(DATASETS)
@@ -37,10 +36,14 @@ def load(n: int, seed: int, *, task: str, config: dict[str, Any] | None = None) 
 
 
 def _stream(questions: Any, task: str, config: dict[str, Any]) -> Iterator[Example]:
-    for index in itertools.takewhile(lambda i: i < len(questions), itertools.count()):
+    for index in range(len(questions)):
         entry = questions[index]
         answer = entry["answer"]
-        if not isinstance(answer, str):
-            answer = json.dumps(answer, default=str)
+        if answer is None:
+            raise UserError("source_args.task", task, "has no gold answers to check its verifier with; choose another")
+        entry = json.loads(
+            json.dumps(entry, default=str)
+        )  # fractions become text; the gold check sees whether it matters
         about = {"task": task, "config": config, "entry": entry}
-        yield Example(entry["question"], answer, metadata={"reasoning_gym": about})
+        text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
+        yield Example(entry["question"], text, metadata={"reasoning_gym": about})

@@ -1,0 +1,157 @@
+"""Prompts as committed: disjoint, deterministic, and every gold answer worth full marks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tuneloop.artifacts import Artifact
+from tuneloop.data import Example, Splits
+from tuneloop.data_prep import data_prep
+from tuneloop.errors import UserError
+
+
+def prepare(path: Path, **params: Any) -> dict[str, list[dict[str, Any]]]:
+    params = {"train": 30, "eval": 10, "sft": 20, **params}
+    data_prep(out=str(path), **params)
+    root = Artifact(str(path)).path
+    return {name: pq.read_table(root / f"{name}.parquet").to_pylist() for name in ("train", "eval", "sft")}
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return {"source": "jsonl", "source_args": {"train": str(path)}}
+
+
+def test_what_is_committed(tmp_path: Path) -> None:
+    made = prepare(tmp_path / "a")
+    assert {name: len(rows) for name, rows in made.items()} == {"train": 30, "eval": 10, "sft": 20}
+    prompts = [row["prompt"] for rows in made.values() for row in rows]
+    assert len(set(prompts)) == 60
+    first = made["train"][0]
+    digits = first["prompt"].split()[1]
+    assert first == {
+        "id": "train-000000",
+        "prompt": f"reverse {digits} =",
+        "chat": False,
+        "answer": digits[::-1],
+        "reward": '{"exact": 1.0}',
+        "metadata": json.dumps({"digits": digits}),
+    }
+    assert made["sft"][0].keys() == {"id", "prompt", "chat", "completion"}
+    manifest = Artifact(str(tmp_path / "a")).manifest
+    assert manifest.results == manifest.facts["rows"] == {"train": 30, "eval": 10, "sft": 20}
+
+
+def test_same_seed_same_bytes(tmp_path: Path) -> None:
+    digests = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        prepare(tmp_path / name, seed=seed)
+        digests.append(Artifact(str(tmp_path / name)).manifest.digest)
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_train_takes_what_the_others_leave(tmp_path: Path) -> None:
+    made = prepare(tmp_path / "a", source_args={"digits": 2}, train=1000, sft=50)
+    assert {name: len(rows) for name, rows in made.items()} == {"train": 40, "eval": 10, "sft": 50}
+
+
+def test_no_demonstrations(tmp_path: Path) -> None:
+    assert prepare(tmp_path / "a", sft=0)["sft"] == []
+
+
+def test_chats(tmp_path: Path) -> None:
+    made = prepare(tmp_path / "a", chat=True, system="Be brief.")
+    row = made["train"][0]
+    assert row["chat"] is True
+    system, user = json.loads(row["prompt"])
+    assert system == {"role": "system", "content": "Be brief."}
+    assert user["role"] == "user" and user["content"].startswith("reverse ")
+    mixed = [{"prompt": [{"role": "user", "content": f"hi {i}"}], "answer": "x"} for i in range(4)]
+    made = prepare(tmp_path / "b", **jsonl(tmp_path / "x.jsonl", mixed), eval=1, sft=1)
+    assert all(row["chat"] for rows in made.values() for row in rows)
+    assert len(json.loads(made["train"][0]["prompt"])) == 1
+
+
+def test_reward_arguments_travel_in_the_metadata(tmp_path: Path) -> None:
+    args = {"format": {"pattern": r"\d{4}"}, "length_penalty": {"max_length": 9, "buffer": 4}}
+    rewards = {"exact": 1.0, "format": 0.5, "length_penalty": 0.1}
+    row = prepare(tmp_path / "a", rewards=rewards, reward_args=args)["train"][0]
+    assert json.loads(row["reward"]) == rewards
+    assert json.loads(row["metadata"])["format"] == args["format"]
+
+
+def test_reasoning_gym_with_its_verifier(tmp_path: Path) -> None:
+    args = {"task": "spell_backward", "config": {"min_word_len": 3, "max_word_len": 6}}
+    made = prepare(tmp_path / "a", source="reasoning_gym", source_args=args, rewards={"reasoning_gym": 1.0})
+    about = json.loads(made["train"][0]["metadata"])["reasoning_gym"]
+    assert about["task"] == "spell_backward" and about["entry"]["question"] == made["train"][0]["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"rewards": {}}, "rewards: '{}': must name at least one reward"),
+        ({"rewards": {"exactly": 1.0}}, "rewards: 'exactly': unknown"),
+        ({"rewards": {"exact": float("nan")}}, "rewards.exact: nan: must be a finite number"),
+        (
+            {"rewards": {"format": 1.0}},
+            r"data_prep.rewards: .*60 of 60 gold answers.*eval-000000: answer '\d{4}'.*judge",
+        ),
+        ({"train": 0}, "data_prep.train: 0: Input should be greater"),
+        ({"colour": 1}, "data_prep.colour: 1: unknown key"),
+        ({"system": "Be brief."}, "data_prep.system: 'Be brief.': needs --chat true"),
+        ({"source_args": {"digits": 1}, "eval": 11}, "data_prep.eval: 11: digits has only 10 left; ask for fewer"),
+        ({"source_args": {"digits": 1}, "eval": 5, "sft": 5}, "data_prep.train: 30: digits has only 0 left; one"),
+        (
+            {"source_args": {"digits": 1}, "eval": 5, "sft": 6},
+            "data_prep.sft: 6: digits has only 5 left; ask for fewer",
+        ),
+        ({"source": "tests.unit.test_data_prep:not_json"}, "data_prep eval-000000: .*its metadata is not JSON"),
+    ],
+)
+def test_bad_parameters_commit_nothing(tmp_path: Path, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        prepare(tmp_path / "a", **params)
+    assert not [p for p in (tmp_path / "a").rglob("*") if p.is_file()]
+
+
+def test_gold_answers_that_their_reward_rejects_are_named(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i}", "answer": "4", "how": "it is 5" if i in (3, 7) else "it is 4"} for i in range(10)]
+    params = jsonl(tmp_path / "x.jsonl", rows)
+    params["source_args"]["columns"] = {"completion": "how"}
+    with pytest.raises(UserError) as caught:
+        prepare(tmp_path / "a", **params, rewards={"numeric": 1.0}, eval=2, sft=3)
+    assert "2 of 10 gold answers earn less than 1" in str(caught.value)
+    assert "answer '4' scored 0.0 {'numeric': 0.0}" in str(caught.value)
+
+
+def overlapping(n: int, seed: int, *, prompts: tuple[str, ...]) -> Splits:
+    def part() -> Any:
+        return (Example(text, text or "empty") for text in prompts)
+
+    return Splits(train=part(), eval=part(), sft=part())
+
+
+def not_json(n: int, seed: int) -> Splits:
+    return Splits.of([Example("q", "a", metadata={"x": {1, 2}})])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.text("abc", max_size=3), min_size=1, max_size=40), st.integers(1, 3), st.integers(0, 3))
+def test_splits_are_disjoint_whatever_the_source(
+    tmp_path_factory: pytest.TempPathFactory, prompts: list[str], eval: int, sft: int
+) -> None:
+    source = {"source": "tests.unit.test_data_prep:overlapping", "source_args": {"prompts": prompts}}
+    path = tmp_path_factory.mktemp("x") / "a"
+    if len(set(prompts)) < eval + sft + 1:
+        with pytest.raises(UserError, match="has only"):
+            prepare(path, **source, eval=eval, sft=sft)
+        return
+    made = prepare(path, **source, eval=eval, sft=sft)
+    found = [row["prompt"] for rows in made.values() for row in rows]
+    assert len(found) == len(set(found)) == min(len(set(prompts)), eval + sft + 30)

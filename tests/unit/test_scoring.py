@@ -1,0 +1,156 @@
+"""One bad call costs its own row only, whatever it does; good ones are weighted sums."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tuneloop.errors import UserError
+from tuneloop.scoring import Outcome, find_reward, full_marks, parse_spec, score_all
+
+BAD = "tests.unit.rewards.bad"
+
+
+def row(completion: str, answer: str = "42", spec: Any = None, **metadata: Any) -> dict[str, str]:
+    reward = json.dumps(spec or {"exact": 1.0})
+    return {"completion": completion, "answer": answer, "reward_spec": reward, "metadata": json.dumps(metadata)}
+
+
+def test_weighted_sum_with_breakdown() -> None:
+    spec = {"exact": 2.0, f"{BAD}:good": -0.5}
+    right, wrong = score_all([row(" 42\n", spec=spec), row("4", spec=spec)], timeout_s=5)
+    assert right == Outcome("score", 2.0 - 0.5 * 0.4, {"exact": 1.0, f"{BAD}:good": 0.4})
+    assert wrong == Outcome("score", -0.05, {"exact": 0.0, f"{BAD}:good": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("deed", "outcome", "story"),
+    [
+        ("raises", "infra_error", "RuntimeError: no luck"),
+        ("exits", "infra_error", "SystemExit: 0"),
+        ("unprintable", "infra_error", "the process that ran it died"),
+        ("dies", "infra_error", "the process that ran it died"),
+        ("crashes", "infra_error", "the process that ran it died"),
+        ("hangs", "timeout", "took more than 0.3 s"),
+        ("hangs_in_c", "timeout", "took more than 0.3 s"),
+        ("says_nan", "infra_error", "returned nan, outside its range [0, 2]"),
+        ("says_inf", "infra_error", "returned inf, outside its range [0, 2]"),
+        ("too_much", "infra_error", "returned 2.5, outside its range [0, 2]"),
+        ("text", "infra_error", "returned str, not a number"),
+        ("nothing", "unverifiable", "could not judge it"),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_bad_call_costs_its_own_row_only(deed: str, outcome: str, story: str, workers: int) -> None:
+    name = f"{BAD}:by_name"
+    rows = [row(deed if i in (2, 5) else "fine", spec={"exact": 1.0, name: 1.0}) for i in range(6)]
+    start = time.monotonic()
+    outcomes = score_all(rows, timeout_s=0.3, workers=workers)
+    assert time.monotonic() - start < 5
+    fine = Outcome("score", 1.0, {"exact": 0.0, name: 1.0})
+    bad = Outcome(outcome, None, {"exact": 0.0, name: story})  # type: ignore[arg-type]
+    assert outcomes == [fine, fine, bad, fine, fine, bad]
+
+
+def test_what_a_reward_leaves_behind_does_not_hit_the_next(tmp_path: Path) -> None:
+    spec = {f"{BAD}:leaves_an_alarm": 1.0}
+    rows = [*(row("", spec=spec) for _ in range(3)), row("hangs", spec={f"{BAD}:hangs": 1.0})]
+    outcomes = score_all(rows, timeout_s=0.3)
+    assert [o.outcome for o in outcomes] == ["score", "score", "score", "timeout"]
+    pid = tmp_path / "pid"
+    assert score_all([row("", str(pid), {f"{BAD}:leaves_a_child": 1.0})], timeout_s=5)[0].score == 1.0
+    status = Path(f"/proc/{pid.read_text()}/status")
+    deadline = time.monotonic() + 5
+    while status.exists() and "zombie" not in status.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_metadata_that_is_no_json_costs_its_own_row() -> None:
+    broken, fine = score_all([{**row("42"), "metadata": "{"}, {**row("42"), "metadata": ""}], timeout_s=5)
+    assert broken.outcome == "infra_error" and "JSONDecodeError" in str(broken.breakdown["exact"])
+    assert fine.score == 1.0
+
+
+def test_many_calls_are_fast_and_leave_nothing_behind() -> None:
+    rows = [row("42")] * 128
+    open_before = len(os.listdir("/proc/self/fd"))
+    best = math.inf
+    for _ in range(3):
+        start = time.perf_counter()
+        assert all(outcome.score == 1.0 for outcome in score_all(rows, timeout_s=5))
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.2  # measured: 6 ms; a process for each call would take more than a second
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_progress_counts_calls_and_can_stop() -> None:
+    seen: list[int] = []
+    score_all([row("42", spec={"exact": 1.0, f"{BAD}:good": 1.0})] * 5, timeout_s=5, progress=seen.append)
+    assert seen == sorted(seen) and seen[-1] == 10
+
+    def stop(done: int) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        score_all([row("hangs", spec={f"{BAD}:by_name": 1.0})], timeout_s=0.2, progress=stop)
+    with pytest.raises(ChildProcessError):  # the worker is gone
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_nothing_to_score() -> None:
+    assert score_all([], timeout_s=1) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "remedy"),
+    [
+        ({"exactly": 1.0}, "rewards", "unknown; known: exact"),
+        ({"no.such.module:fn": 1.0}, "rewards", "cannot be imported"),
+        ({f"{BAD}:missing": 1.0}, "rewards", "cannot be imported"),
+        ({f"{BAD}:NOT_CALLABLE": 1.0}, "rewards", "has no function score"),
+        ({"exact": math.inf}, "rewards.exact", "must be a finite number"),
+        ({"exact": "1"}, "rewards.exact", "must be a finite number"),
+        ({"exact": True}, "rewards.exact", "must be a finite number"),
+        ([], "rewards", "must name at least one reward"),
+        ("exact", "rewards", "must name at least one reward"),
+    ],
+)
+def test_specs_are_checked_before_anything_is_scored(spec: Any, field: str, remedy: str) -> None:
+    text = json.dumps(spec)
+    with pytest.raises(UserError, match=remedy) as caught:
+        score_all([{**row("42"), "reward_spec": text}], timeout_s=5)
+    assert caught.value.field == field
+
+
+def test_malformed_spec() -> None:
+    with pytest.raises(UserError, match="must name at least one reward"):
+        parse_spec("{")
+
+
+def test_full_marks_take_the_end_that_the_weight_favours() -> None:
+    assert full_marks({"exact": 2.0, "length_penalty": 0.5}) == 2.0
+    assert full_marks({"exact": -1.0, f"{BAD}:good": 1.0}) == 2.0
+    assert find_reward(f"{BAD}:good").high == 2.0
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    weights=st.lists(st.floats(-10, 10), min_size=1, max_size=3),
+    completions=st.lists(st.text(max_size=10), min_size=1, max_size=5),
+    workers=st.integers(1, 3),
+)
+def test_scores_are_the_weighted_sums_in_order(weights: list[float], completions: list[str], workers: int) -> None:
+    spec = dict(zip(("exact", f"{BAD}:good", f"{BAD}:by_name"), weights))
+    outcomes = score_all([row(text, spec=spec) for text in completions], timeout_s=5, workers=workers)
+    for text, outcome in zip(completions, outcomes):
+        assert outcome.breakdown[next(iter(spec))] == float(text.strip() == "42")
+        assert outcome.score == math.fsum(spec[name] * float(outcome.breakdown[name]) for name in spec)
