@@ -61,6 +61,14 @@ def encode_completion(tokenizer: Any, text: str) -> list[int]:
     return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
 
 
+def stop_ids(tokenizer: Any, model: Path) -> tuple[int, ...]:
+    """The ids that end a completion: the tokenizer's end of sequence and those of generation_config.json, sorted."""
+    config = model / "generation_config.json"
+    listed = json.loads(config.read_text()).get("eos_token_id") if config.exists() else None
+    more = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    return tuple(sorted({tokenizer.eos_token_id, *more}))
+
+
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """The text of `ids` for people and verifiers, without special tokens; never encoded again."""
     text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,1 +1,92 @@
-"""Rollout engines: one file an engine."""
+"""Engines: what turns prompt ids into completion ids.
+
+A variant is a module with ``create(endpoint, args, timeout_s) -> Engine``. `rollout` and `evaluate` open it by
+``plugins.load("engines", name, "create")``. An engine serves one set of weights at a time and says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tuneloop.artifacts import Artifact
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample; the names are vLLM's. The distribution is never cut (no top-p, no top-k).
+
+    Attributes:
+        temperature: 0 takes the likeliest token.
+        max_tokens: a completion is at most this long.
+        stop_token_ids: a completion ends with the first of these, and contains it.
+    """
+
+    temperature: float
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and as many completions as there are seeds, each with a random stream of its own."""
+
+    id: str
+    prompt_ids: list[int]
+    seeds: list[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the policy said.
+
+    Attributes:
+        ids: with the stop token, where there is one.
+        logprobs: natural logarithms, of the sampled distribution (temperature applied; at temperature 0 of the
+            distribution at temperature 1), one for each of `ids`.
+        finish_reason: ``stop``, ``length`` or ``abort``.
+        start_version, end_version: of the weights that made the first and the last token.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    start_version: int
+    end_version: int
+
+
+class Engine(Protocol):
+    """Generates and scores.
+
+    Attributes:
+        name: for people.
+        context: the most tokens, prompt and completion together.
+        version, digest: of the checkpoint whose weights are served; -1 and "" before the first `load`,
+            and after one that failed half-way.
+    """
+
+    name: str
+    context: int
+    version: int
+    digest: str
+
+    def load(self, policy: Artifact, *, force: bool = False) -> None:
+        """Serve the weights of a checkpoint artifact; nothing happens where its digest is served already.
+
+        `force` applies them again even so.
+        """
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
+    ) -> list[list[Completion]]:
+        """Completions in the order of `requests` and their seeds.
+
+        `done` is called with the number of requests finished so far; what it raises ends the generation.
+        """
+
+    def score(self, ids: Sequence[int]) -> list[float]:
+        """Log-probability at temperature 1 of each id but the first, given those before it."""
+
+    def close(self) -> None:
+        """Give back memory and connections."""

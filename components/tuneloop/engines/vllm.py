@@ -1,0 +1,205 @@
+"""vLLM: in process, or a server of `tuneloop.serve` by its URL.
+
+In process the engine core runs in the calling process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): it starts ten times
+faster, uses all cores, and is the one that a loop restarts each iteration. vllm itself is imported only when
+weights are loaded here; the client of a server does not need it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tuneloop.artifacts import Artifact
+from tuneloop.engines import Completion, Engine, Request, Sampling
+from tuneloop.engines._client import Client
+from tuneloop.errors import UserError
+
+OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
+"""Engine arguments that tuneloop sets: another value would break what a rollout promises."""
+VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
+INSTALL = "is not installed here; pip install 'tuneloop[rollout]', on a machine without GPU 'tuneloop[rollout-cpu]'"
+
+
+def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
+    """A client where there is an endpoint, else an engine in this process.
+
+    Args:
+        endpoint: URL of a running `tuneloop.serve`.
+        args: vLLM's ``EngineArgs`` by their own names; a server has its own, they are not sent.
+        timeout_s: how long a client waits for a server that says nothing.
+
+    Raises:
+        UserError: an argument that tuneloop sets itself.
+    """
+    return Client(endpoint, timeout_s) if endpoint else Vllm(args)
+
+
+class Vllm:
+    """`Engine` over vLLM's engine in this process.
+
+    `generate` and `score` are for one caller; a server drives `submit`, `step` and `abort` from the one thread that
+    owns the engine.
+    """
+
+    name = "vllm"
+
+    def __init__(self, args: Mapping[str, Any]) -> None:
+        for name in args.keys() & set(OURS):
+            raise UserError(f"--engine-args {name}", args[name], "is set by tuneloop; leave it out")
+        self.args = dict(args)
+        self.engine: Any = None
+        self.context, self.version, self.digest = 0, -1, ""
+
+    def load(self, policy: Artifact, *, force: bool = False) -> None:
+        """Start on, or change in place to, the weights of `policy`; no request may be running.
+
+        Raises:
+            UserError: vLLM is absent, refuses an argument, or runs a model of another shape.
+        """
+        if self.digest == policy.manifest.digest and not force:
+            return
+        model = policy.path / "model"
+        shape = _shape(model)
+        if self.engine is None:
+            self.engine = _start(model, self.args)
+            self.shape, self.context = shape, self.engine.model_config.max_model_len
+        elif shape != self.shape:
+            raise UserError("policy", policy.ref, "is a model of another shape; start another engine for it")
+        else:
+            self.version, self.digest = -1, ""  # neither the old nor the new weights, until all is done
+            apply(self.engine, model)
+        self.version, self.digest = policy.manifest.facts["version"], policy.manifest.digest
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
+    ) -> list[list[Completion]]:
+        keys = [[f"{i}-{j}" for j in range(len(r.seeds))] for i, r in enumerate(requests)]
+        for request, names in zip(requests, keys):
+            for key, seed in zip(names, request.seeds):
+                self.submit(key, request.prompt_ids, seed, sampling)
+        completions: dict[str, Completion] = {}
+        left = [len(names) for names in keys]
+        try:
+            while self.engine.has_unfinished_requests():
+                for key, completion in self.step():
+                    completions[key] = completion
+                    left[int(key.partition("-")[0])] -= 1
+                done(left.count(0))
+        finally:
+            self.abort([key for names in keys for key in names if key not in completions])
+        return [[completions[key] for key in names] for names in keys]
+
+    def score(self, ids: Sequence[int]) -> list[float]:
+        from vllm import SamplingParams
+
+        # A request for prompt log-probabilities never reads the prefix cache: these come from the weights.
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        self._add("score", ids, params)
+        finished = [out for _ in iter(self.engine.has_unfinished_requests, False) for out in self._step()]
+        per_token = finished[0].prompt_logprobs[1:]
+        return [float(entry[token].logprob) for token, entry in zip(ids[1:], per_token)]
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.engine_core.shutdown()
+        self.engine, self.version, self.digest = None, -1, ""
+
+    def submit(self, key: str, prompt_ids: Sequence[int], seed: int, sampling: Sampling) -> None:
+        """Queue one completion under a name of the caller's.
+
+        Raises:
+            ValueError: vLLM refuses it (too long, an id outside the vocabulary).
+        """
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            seed=seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        self._add(key, prompt_ids, params)
+
+    def step(self) -> Iterator[tuple[str, Completion]]:
+        """One forward of all that runs; the completions that it finished."""
+        for out in self._step():
+            said = out.outputs[0]
+            reason = said.finish_reason or "abort"
+            logprobs = list(map(float, said.logprobs.logprobs))
+            yield out.request_id, Completion(list(said.token_ids), logprobs, reason, self.version, self.version)
+
+    def abort(self, keys: Sequence[str]) -> None:
+        """Drop completions that were submitted."""
+        if keys:
+            self.engine.abort_request(list(keys))
+
+    def _step(self) -> Iterator[Any]:
+        return (out for out in self.engine.step() if out.finished)
+
+    def _add(self, key: str, ids: Sequence[int], params: Any) -> None:
+        (prompt,) = self.engine.renderer.render_cmpl([{"prompt_token_ids": list(ids)}])
+        self.engine.add_request(key, prompt, params)
+
+
+def apply(engine: Any, model: Path) -> None:
+    """Change a running vLLM engine to the weights below `model`, in place; no request may be running.
+
+    On a CPU vLLM multiplies by packed copies of its weights. Its own reload renews those of the layers it
+    reloads, but not that of an output head tied to the embedding; and it leaves the prefix cache, which holds
+    keys and values of the old weights. Both are mended here.
+    """
+    engine.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+    engine.collective_rpc(repack)
+    if not engine.reset_prefix_cache():
+        raise RuntimeError("vLLM did not drop its prefix cache: requests are still running")
+
+
+def repack(worker: Any) -> None:
+    """Renew the packed copy of every layer that also keeps the weight it was packed from; runs in vLLM's worker."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for module in worker.get_model().modules():
+        if hasattr(module, "cpu_linear") and module.weight.numel():
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _start(model: Path, args: Mapping[str, Any]) -> Any:
+    """A vLLM engine on `model`, its core in this process."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
+    except ImportError as error:
+        raise UserError("engine", "vllm", f"{INSTALL} ({error})") from error
+    if current_platform.is_cpu():
+        # vLLM's own default for the cache is most of the memory, and compiling takes longer than a small loop.
+        space = {} if os.environ.get("VLLM_CPU_KVCACHE_SPACE") else {"kv_cache_memory_bytes": 1 << 30}
+        args = {"enforce_eager": True, **space, **args}
+    given = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs", "disable_log_stats": True, **args}
+    try:
+        # The context only chooses defaults: those of vLLM's own offline class, which are for throughput.
+        made = EngineArgs(model=str(model), **given)
+        config = made.create_engine_config(UsageContext.LLM_CLASS)
+        return LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=made.disable_log_stats)
+    except (TypeError, ValueError) as error:
+        raise UserError("--engine-args", dict(args), _first_line(error)) from error
+
+
+def _shape(model: Path) -> dict[str, Any]:
+    """The model's configuration without what may differ between versions of one policy."""
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return {key: value for key, value in config.items() if key not in VOLATILE}
+
+
+def _first_line(error: Exception) -> str:
+    return f"vLLM refuses: {' '.join(str(error).split())[:300]}"

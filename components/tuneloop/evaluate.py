@@ -1,0 +1,90 @@
+"""Measure a policy on held-out prompts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import Field
+
+from tuneloop.component import Input, Results, Stage, component
+from tuneloop.errors import Retryable
+from tuneloop.generation import (
+    CanaryTolerance,
+    Endpoint,
+    EngineArgs,
+    EngineName,
+    Job,
+    MaxTokens,
+    TimeoutS,
+    generate,
+    open_engine,
+    read_prompts,
+)
+from tuneloop.scoring import KINDS, score_all
+from tuneloop.tokens import decode
+
+SAMPLES = pa.schema(
+    {
+        "id": pa.string(),
+        "prompt": pa.string(),
+        "completion": pa.string(),
+        "answer": pa.string(),
+        "score": pa.float32(),
+        "outcome": pa.string(),
+    }
+)
+
+
+@component("metrics", image="rollout", accelerator=True, results={"mean_reward": float})
+def evaluate(
+    stage: Stage,
+    policy: Input,
+    prompts: Input,
+    *,
+    engine: EngineName = "vllm",
+    endpoint: Endpoint = None,
+    iteration: Annotated[int, Field(ge=0, description="the iteration of the loop that asks")] = 0,
+    limit: Annotated[int, Field(ge=1, description="prompts, at most")] = 256,
+    temperature: Annotated[float, Field(ge=0, description="0: the likeliest token, always")] = 0.0,
+    max_tokens: MaxTokens = 64,
+    seed: int = 0,
+    canary_tolerance: CanaryTolerance = 0.05,
+    engine_args: EngineArgs = {},  # noqa: B006
+    timeout_s: TimeoutS = 600.0,
+    reward_timeout_s: Annotated[float, Field(gt=0, description="seconds that one call of a reward may take")] = 5.0,
+) -> Results:
+    """Generate one completion for each of the first `limit` held-out prompts, and score it by the prompt's rewards.
+
+    The mean is over what could be scored; ``facts.outcomes`` counts the rest by kind.
+
+    Raises:
+        UserError, StaleWeights: as `rollout`.
+        Retryable: as `rollout`, or nothing could be scored.
+    """
+    rows = read_prompts(prompts, "eval")[:limit]
+    job = Job(rows, [f"i{iteration:06d}-e{i:05d}" for i in range(len(rows))], 1, temperature, max_tokens)
+    served = open_engine(engine, endpoint, engine_args, timeout_s)
+    try:
+        tokenizer, _, completions = generate(stage, policy, job, served, canary_tolerance)
+    finally:
+        served.close()
+    texts = [decode(tokenizer, group[0].ids) for group in completions]
+    judged = [{**row, "reward_spec": row["reward"], "completion": text} for row, text in zip(rows, texts)]
+    with stage.timed("score"):
+        outcomes = score_all(judged, timeout_s=reward_timeout_s, progress=lambda _: stage.check_stop())
+    scores = [outcome.score for outcome in outcomes if outcome.score is not None]
+    counts = {kind: sum(outcome.outcome == kind for outcome in outcomes) for kind in KINDS}
+    if not scores:
+        raise Retryable(f"evaluate: none of {len(rows)} completions could be scored: {counts}; see the rewards")
+    samples = [{**row, "score": o.score, "outcome": o.outcome} for row, o in zip(judged, outcomes)]
+    pq.write_table(pa.Table.from_pylist(samples, schema=SAMPLES), stage.out / "samples.parquet")
+    mean = sum(scores) / len(scores)
+    stage.facts["outcomes"] = counts
+    stage.metric(iteration, mean_reward=mean, scored=len(scores) / len(rows))
+    return {"mean_reward": mean}
+
+
+if __name__ == "__main__":
+    evaluate.main()

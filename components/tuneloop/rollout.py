@@ -1,0 +1,108 @@
+"""Sample completions from the policy, with the log-probabilities that training needs."""
+
+from __future__ import annotations
+
+import random
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from tuneloop import rollouts
+from tuneloop.component import Input, Results, Stage, component
+from tuneloop.generation import (
+    CanaryTolerance,
+    Endpoint,
+    EngineArgs,
+    EngineName,
+    Job,
+    MaxTokens,
+    TimeoutS,
+    generate,
+    open_engine,
+    read_prompts,
+)
+from tuneloop.seeds import derive
+
+
+def _uncut(off: float) -> AfterValidator:
+    def check(value: float) -> float:
+        if value != off:
+            raise ValueError(
+                f"must stay {off}: log-probabilities of a cut distribution bias the policy's importance ratios; "
+                "use temperature instead"
+            )
+        return value
+
+    return AfterValidator(check)
+
+
+@component("rollouts", image="rollout", accelerator=True, results={"completions": int, "mean_length": float})
+def rollout(
+    stage: Stage,
+    policy: Input,
+    prompts: Input,
+    *,
+    engine: EngineName = "vllm",
+    endpoint: Endpoint = None,
+    iteration: Annotated[int, Field(ge=0, description="which batch of prompts")] = 0,
+    prompts_per_iteration: Annotated[int, Field(ge=1, description="prompts in a batch")] = 16,
+    n: Annotated[int, Field(ge=1, le=100, description="completions a prompt")] = 8,
+    temperature: Annotated[float, Field(ge=0.01, description="of the sampled distribution")] = 1.0,
+    top_p: Annotated[float, _uncut(1.0), Field(description="must stay 1")] = 1.0,
+    top_k: Annotated[int, _uncut(-1), Field(description="must stay -1")] = -1,
+    max_tokens: MaxTokens = 64,
+    seed: int = 0,
+    canary_tolerance: CanaryTolerance = 0.05,
+    engine_args: EngineArgs = {},  # noqa: B006
+    timeout_s: TimeoutS = 600.0,
+) -> Results:
+    """Generate `n` completions for each prompt of the iteration's batch.
+
+    The batch is a function of (seed, iteration): prompts come from a permutation of ``train.parquet`` for each epoch.
+    It counts only if the engine proves that it serves `policy`: by the digest it echoes, by the canary's
+    log-probabilities, and by the version on every completion.
+
+    Raises:
+        UserError: data or options that can not work.
+        Retryable: the server is away, breaks off or keeps silent.
+        StaleWeights: the engine serves other weights.
+    """
+    rows = read_prompts(prompts, "train")
+    chosen = [rows[i] for i in batch(len(rows), prompts_per_iteration, seed, iteration)]
+    groups = [f"i{iteration:06d}-p{p:05d}" for p in range(len(chosen))]
+    job = Job(chosen, groups, n, temperature, max_tokens)
+    served = open_engine(engine, endpoint, engine_args, timeout_s)
+    try:
+        tokenizer, requests, completions = generate(stage, policy, job, served, canary_tolerance)
+    finally:
+        served.close()
+    made: list[dict[str, Any]] = []
+    for row, request, group in zip(chosen, requests, completions):
+        made += rollouts.make_rows(tokenizer, row, request, group)
+    rollouts.write(stage.out, made)
+    lengths = [len(row["completion_ids"]) for row in made]
+    mean = sum(lengths) / len(lengths)
+    cut = sum(row["finish_reason"] == "length" for row in made) / len(made)
+    stage.metric(iteration, completions=len(made), mean_length=mean, cut=cut, **stage.facts["canary"])
+    return {"completions": len(made), "mean_length": mean}
+
+
+def batch(total: int, size: int, seed: int, iteration: int) -> list[int]:
+    """Indices of the prompts of an iteration: its slice of one permutation of `total` after another, epoch by epoch.
+
+    >>> sorted(batch(6, 3, 0, 0) + batch(6, 3, 0, 1))
+    [0, 1, 2, 3, 4, 5]
+    """
+    orders: dict[int, list[int]] = {}
+    indices = []
+    for place in range(iteration * size, (iteration + 1) * size):
+        epoch, position = divmod(place, total)
+        if epoch not in orders:
+            orders[epoch] = list(range(total))
+            random.Random(derive(seed, "prompts", epoch)).shuffle(orders[epoch])
+        indices.append(orders[epoch][position])
+    return indices
+
+
+if __name__ == "__main__":
+    rollout.main()
