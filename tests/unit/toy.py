@@ -1,7 +1,8 @@
 """A run made by real stages that compute next to nothing: named and shaped as tuneloop's own, so that what reads runs
 can be tested in milliseconds. The learned thing is one number, `skill`: the share of completions that are right.
 
-``python -m tests.unit.toy STAGE --flag …`` runs one of them as a program.
+This file is also a pipeline (`Config`, `build_argo`) of these stages, and the program of each of them:
+``python -m tests.unit.toy --flag …`` runs the one whose artifacts the flags name.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from tuneloop.artifacts import Manifest
-from tuneloop.component import Component, Input, Results, Stage, component
+from tuneloop.component import Input, Results, Stage, component
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
 
@@ -92,9 +93,6 @@ def _judge(stage: Stage, skill: int, name: str) -> None:
     pq.write_table(pa.Table.from_pylist(rows), stage.out / f"{name}.parquet")
 
 
-STAGES: dict[str, Component] = {s.template: s for s in (sft, rollout, reward, policy_update, evaluate, export)}
-
-
 def make(url: str, iterations: int = 2) -> dict[str, Manifest]:
     """Run the stages in this process, in the order of the loop, below `url`."""
     made = {"sft": sft(out=f"{url}/sft")}
@@ -111,5 +109,76 @@ def make(url: str, iterations: int = 2) -> dict[str, Manifest]:
     return made
 
 
+class Config(BaseModel):
+    """Configuration of the toy."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    iterations: int = Field(2, ge=1, le=90, description="at most so many")
+    sft: Any = sft.settings()()
+    broken: bool = Field(False, description="let the export fail by a wrong flag")
+
+
+RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
+IN = "{{inputs.parameters.%s}}"
+OUT = "{{tasks.%s.outputs.parameters.%s}}"
+
+
+def build_argo(config: Config) -> Any:
+    """The toy's stages as a loop like that of `grpo`."""
+    from hera.workflows import DAG, Parameter
+    from hera.workflows.models import ValueFrom
+
+    from tuneloop.argo.template import stage_template, workflow
+
+    at = f"{RUN}/iterations/{IN % 'iteration'}"
+    more = "asInt(inputs.parameters.iteration) < asInt(workflow.parameters.iterations)"
+    last = "tasks['next'].status == 'Succeeded' ? tasks['next'].outputs.parameters.policy : "
+    last += "tasks['policy-update'].outputs.parameters.checkpoint"
+    with workflow("toy", {"iterations": config.iterations}) as built:
+        make_sft = stage_template(sft, config.sft.model_dump())
+        sample = stage_template(rollout, {}, dynamic=["iteration"])
+        score = stage_template(reward, {})
+        update = stage_template(policy_update, {}, dynamic=["iteration"])
+        check = stage_template(evaluate, {})
+        save = stage_template(export, {})
+        with DAG(
+            name="loop",
+            inputs=[Parameter(name="iteration"), Parameter(name="policy")],
+            outputs=[Parameter(name="policy", value_from=ValueFrom(expression=last))],
+        ) as loop:
+            one = {"policy": IN % "policy", "iteration": IN % "iteration"}
+            a = sample(name="rollout", arguments={**one, "rollouts": f"{at}/rollout"})
+            scored = {"rollouts": OUT % ("rollout", "rollouts"), "rewards": f"{at}/reward"}
+            b = score(name="reward", arguments=scored)
+            learned = {"rewards": OUT % ("reward", "rewards"), "checkpoint": f"{at}/policy-update"}
+            c = update(name="policy-update", arguments={**one, **learned})
+            following = {
+                "iteration": "{{=asInt(inputs.parameters.iteration) + 1}}",
+                "policy": OUT % ("policy-update", "checkpoint"),
+            }
+            d = loop(name="next", arguments=following, when="{{=%s}}" % more)
+            a >> b >> c >> d
+        with DAG(name="main") as main:
+            policy = OUT % ("sft", "checkpoint")
+            start = make_sft(name="sft", arguments={"checkpoint": f"{RUN}/sft"})
+            before = check(name="evaluate-before", arguments={"policy": policy, "metrics": f"{RUN}/evaluate-before"})
+            train = loop(name="loop", arguments={"iteration": "1", "policy": policy})
+            trained = OUT % ("loop", "policy")
+            after = check(name="evaluate-after", arguments={"policy": trained, "metrics": f"{RUN}/evaluate-after"})
+            lost = f"{RUN}/nowhere" if config.broken else trained
+            done = save(name="export", arguments={"policy": lost, "model": f"{RUN}/export"})
+            start >> before >> train >> after >> done
+    built.entrypoint = main.name
+    return built
+
+
+def main(argv: list[str]) -> None:
+    """Run the stage whose output and inputs are the artifacts that `argv` names."""
+    stages = (sft, rollout, reward, policy_update, evaluate, export)
+    artifacts = {name for stage in stages for name in (stage.output, *stage.inputs)}
+    named = {word[2:] for word in argv if word.startswith("--")} & artifacts
+    next(stage for stage in stages if {stage.output, *stage.inputs} == named).main(argv)
+
+
 if __name__ == "__main__":
-    STAGES[sys.argv[1]].main(sys.argv[2:])
+    main(sys.argv[1:])

@@ -56,10 +56,11 @@ weights.command("verify")(inspect.weights_verify)
 
 def main() -> None:
     """Run the command line; errors are one line, and the exit code says whose they are."""
-    sys.exit(_main(sys.argv[1:]))
+    sys.exit(invoke(sys.argv[1:]))
 
 
-def _main(arguments: list[str]) -> int:
+def invoke(arguments: list[str]) -> int:
+    """Run one command and return its exit code."""
     try:
         return app(arguments, prog_name="tuneloop", standalone_mode=False) or 0
     except UserError as error:

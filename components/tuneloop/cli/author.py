@@ -28,8 +28,7 @@ def plan(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> None:
     from tuneloop.plan import draw
 
     found = find(pipeline)
-    resolved = found.configure(config, sets or ())
-    Console(highlight=False, soft_wrap=True).print(draw(found.name, resolved, found.build(resolved)))
+    Console(highlight=False, soft_wrap=True).print(draw(found.name, found.build(found.configure(config, sets or ()))))
 
 
 def lint(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:

@@ -1,0 +1,299 @@
+"""What a rendered workflow will do before it does it: graph, pods, accelerators, steps, tokens, memory.
+
+Everything is read from the workflow itself: the stage's flags are those that its container will get. Counts are upper
+bounds where the graph decides while it runs (``when``, loops that may stop early), and say so.
+
+Memory of training, bytes a parameter: fp32 master weights 4, gradients 4, Adam's two moments 8, as in Rajbhandari et
+al., "ZeRO" (2020), §3.1, for full precision; divided by the ranks that FSDP shards over. Activations a layer and token:
+34 × hidden bytes, Korthikanti et al., "Reducing Activation Recomputation" (2022), eq. 2 without the attention matrix,
+which fused attention does not keep. KV cache a token: 2 × layers × KV heads × head size × 2 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuneloop.errors import UserError
+from tuneloop.summary import size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.tree import Tree
+
+TRAINED = ("sft", "policy_update")
+SAMPLED = ("rollout", "evaluate", "serve")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shape of a decoder.
+
+    Attributes:
+        parameters: how many, and `how` they were counted.
+    """
+
+    name: str
+    parameters: int
+    how: str
+    layers: int
+    hidden: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV cache a token, at 2 bytes a number."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * 2
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A template that runs a tuneloop stage.
+
+    Attributes:
+        name: of the template.
+        stage: of the module: ``policy_update``; None for a container of another program.
+        flags: name (snake_case) → text, as the container gets them.
+        ranks: of torchrun.
+    """
+
+    name: str
+    stage: str | None
+    flags: dict[str, str]
+    image: str
+    accelerators: int
+    ranks: int
+
+    def number(self, name: str) -> float | None:
+        """A flag as a number; None where it is absent, null or decided while the workflow runs."""
+        try:
+            return float(self.flags[name])
+        except (KeyError, ValueError):
+            return None
+
+
+def draw(name: str, workflow: Mapping[str, Any]) -> RenderableType:
+    """The plan of a rendered workflow, for a terminal."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+    from rich.tree import Tree
+
+    templates = {template["name"]: template for template in workflow["spec"]["templates"]}
+    pods = count_pods(workflow)
+    stages = [read_stage(templates[template]) for template in pods]
+    tree = Tree(f"{name}: at most {sum(pods.values())} pods")
+    _grow(tree, workflow, templates, workflow["spec"]["entrypoint"], ())
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("stage", "image", "accelerators", "pods", "memory of a pod"):
+        table.add_column(column, no_wrap=True, justify="right" if column in ("accelerators", "pods") else "left")
+    model = model_of(stages)
+    sums = []
+    for stage in stages:
+        parts = memory(stage, model) if isinstance(model, Model) else []
+        total = f"{size(sum(count for _, count in parts))} + program" if parts else ""
+        table.add_row(stage.name, stage.image, str(stage.accelerators or "cpu"), str(pods[stage.name]), total)
+        if parts:
+            sums.append(f"  {stage.name}: " + " + ".join(f"{text} = {size(count)}" for text, count in parts))
+    told = f"{model.name}: {model.parameters:,} parameters ({model.how})" if isinstance(model, Model) else model
+    lines = [f"work at most\n{_lines(work(stages, pods))}", f"memory of {told}", *sums]
+    return Group(tree, table, Text("\n".join(lines)))
+
+
+def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:
+    """Template → pods that it can become at most, without retries; in the order of the graph."""
+    templates = {template["name"]: template for template in workflow["spec"]["templates"]}
+    counts: Counter[str] = Counter()
+    _count(workflow, templates, workflow["spec"]["entrypoint"], 1, (), counts)
+    return counts
+
+
+def read_stage(template: Mapping[str, Any]) -> Stage:
+    """What a leaf template says of its stage."""
+    body = template.get("container") or template.get("script") or {}
+    words = [*body.get("command", ()), *body.get("args", ())]
+    flags: dict[str, str] = {}
+    for index, word in enumerate(words):
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            following = words[index + 1] if index + 1 < len(words) else ""
+            flags[key.replace("-", "_")] = value if equals else following
+    module = next((w for w in words if w.startswith("tuneloop.")), None)
+    limits = body.get("resources", {}).get("limits", {})
+    accelerators = sum(int(count) for name, count in limits.items() if "/" in name)
+    ranks = int(flags.get("nproc_per_node", "1"))
+    stage = module.removeprefix("tuneloop.") if module else None
+    return Stage(template["name"], stage, flags, body.get("image", ""), accelerators, ranks)
+
+
+def model_of(stages: list[Stage]) -> Model | str:
+    """The model that the stage `base_model` brings; or why it is not known."""
+    from tuneloop.base_model import TINY, TINY_SHAPE
+
+    base = next((stage for stage in stages if stage.stage == "base_model"), None)
+    if base is None:
+        return "unknown: no stage base_model"
+    name = base.flags.get("model", TINY[0])
+    if name in TINY:
+        vocab = int(base.number("vocab_size") or base_default("vocab_size"))
+        shape = {**TINY_SHAPE, "vocab_size": vocab, "model_type": name.removeprefix("tiny-")}
+        return shape_of(name, shape, None)
+    directory = Path(name)
+    if not (directory / "config.json").is_file():
+        return f"{name}: not estimated, it is no directory here with a config.json"
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except ValueError as error:
+        raise UserError("base_model", name, f"its config.json is not JSON ({error})") from error
+    return shape_of(name, config.get("text_config", config), directory)
+
+
+def base_default(name: str) -> Any:
+    """The default of a parameter of `base_model`."""
+    from tuneloop.base_model import base_model
+
+    return base_model.Params.model_fields[name].default
+
+
+def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Model | str:
+    """The model of a Hugging Face configuration; counted from weights in `directory`, else by the Llama formula."""
+    try:
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        layers, vocab = config["num_hidden_layers"], config["vocab_size"]
+    except KeyError as error:
+        return f"{name}: not estimated, its config.json has no {error}"
+    kv = config.get("num_key_value_heads") or heads
+    head = config.get("head_dim") or hidden // heads
+    counted = stored_parameters(directory) if directory else 0
+    if counted:
+        return Model(name, counted, "counted in the headers of its safetensors files", layers, hidden, kv, head, vocab)
+    if "intermediate_size" not in config or any("experts" in key for key in config):
+        return f"{name}: not estimated, it has no weights here to count and is no dense Llama-like decoder"
+    attention = 2 * hidden * heads * head + 2 * hidden * kv * head
+    kind = config.get("model_type")
+    extra = (heads + 2 * kv) * head if kind == "qwen2" else 2 * head if kind == "qwen3" else 0
+    mlp = 3 * hidden * config["intermediate_size"]
+    tied = 1 if config.get("tie_word_embeddings") else 2
+    total = tied * vocab * hidden + layers * (attention + extra + mlp + 2 * hidden) + hidden
+    how = (
+        f"{tied} × {vocab} × {hidden} embeddings + {layers} layers × ({attention:,} attention + {mlp:,} MLP"
+        f" + {2 * hidden + extra:,} norms and biases) + {hidden}"
+    )
+    return Model(name, total, how, layers, hidden, kv, head, vocab)
+
+
+def stored_parameters(directory: Path) -> int:
+    """How many numbers the safetensors files in `directory` hold, read from their headers alone."""
+    total = 0
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        total += sum(math.prod(about["shape"]) for key, about in header.items() if key != "__metadata__")
+    return total
+
+
+def memory(stage: Stage, model: Model) -> list[tuple[str, float]]:
+    """The parts of a pod's memory that follow from the model, in words and bytes."""
+    count = model.parameters
+    if stage.stage in TRAINED:
+        ranks = f" / {stage.ranks} ranks" if stage.ranks > 1 else ""
+        parts = [(f"{count:,} × (4 weights + 4 gradients + 8 Adam){ranks}", count * 16 / stage.ranks)]
+        if tokens := stage.number("max_tokens_per_microbatch") or stage.number("max_length"):
+            acts = f"{tokens:,.0f} tokens × {model.layers} layers × 34 × {model.hidden} activations"
+            parts.append((acts, tokens * model.layers * 34 * model.hidden))
+            parts.append((f"{tokens:,.0f} tokens × {model.vocab} logits × 4 × 2", tokens * model.vocab * 8))
+        return parts
+    if stage.stage in SAMPLED:
+        parts = [(f"{count:,} × 2 weights", count * 2.0)]
+        sequences, length = stage.number("max_num_seqs") or stage.number("batch_size"), stage.number("max_tokens")
+        if sequences and length:
+            text = f"{sequences:,.0f} sequences × {length:,.0f} tokens × {model.kv_bytes} KV cache"
+            parts.append((text, sequences * length * model.kv_bytes))
+        return parts
+    return []
+
+
+def work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Steps, completions and tokens of each stage, as far as its flags say."""
+    for stage in stages:
+        times = pods[stage.name]
+        prompts, n, tokens = (stage.number(k) for k in ("prompts_per_iteration", "n", "max_tokens"))
+        if stage.stage == "rollout" and prompts and n and tokens:
+            each = prompts * n
+            text = f"{times} × {prompts:g} prompts × {n:g} = {times * each:,.0f} completions"
+            yield stage.name, f"{text}, {times * each * tokens:,.0f} tokens of {tokens:g} each"
+        elif stage.stage == "sft" and (steps := stage.number("max_steps")) and steps > 0:
+            yield stage.name, f"{steps:,.0f} optimizer steps"
+        elif stage.stage == "policy_update":
+            steps = stage.number("steps_per_iteration") or 1
+            yield stage.name, f"{times} × {steps:g} = {times * steps:,.0f} optimizer steps"
+
+
+def _lines(facts: Iterator[tuple[str, str]]) -> str:
+    return "\n".join(f"  {name}: {text}" for name, text in facts)
+
+
+def _tasks(template: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The tasks of a DAG, or the steps of every group, in the order they are written."""
+    if "dag" in template:
+        return list(template["dag"]["tasks"])
+    return [step for group in template.get("steps", ()) for step in group]
+
+
+def _count(
+    workflow: Mapping[str, Any],
+    templates: Mapping[str, Any],
+    name: str,
+    times: int,
+    above: tuple[str, ...],
+    counts: Counter[str],
+) -> None:
+    tasks = _tasks(templates[name])
+    if not tasks:
+        counts[name] += times
+        return
+    if any(task.get("template") == name for task in tasks):
+        times *= _bound(workflow)
+    for task in tasks:
+        if task["template"] not in (*above, name):
+            _count(workflow, templates, task["template"], times * _fan_out(task), (*above, name), counts)
+
+
+def _bound(workflow: Mapping[str, Any]) -> int:
+    """How often a template that calls itself runs at most: the workflow's parameter ``iterations``."""
+    for parameter in workflow["spec"].get("arguments", {}).get("parameters", ()):
+        if parameter["name"] == "iterations" and "value" in parameter:
+            return int(parameter["value"])
+    return 1
+
+
+def _fan_out(task: Mapping[str, Any]) -> int:
+    if "withItems" in task:
+        return len(task["withItems"])
+    count = str(task.get("withSequence", {}).get("count", "1"))
+    return int(count) if count.isdigit() else 1
+
+
+def _grow(
+    tree: Tree, workflow: Mapping[str, Any], templates: Mapping[str, Any], name: str, above: tuple[str, ...]
+) -> None:
+    for task in _tasks(templates[name]):
+        target = task["template"]
+        note = " (while its condition holds)" if "when" in task and target not in above and target != name else ""
+        if target == name or target in above:
+            tree.add(f"↺ {target} again, at most {_bound(workflow)} times in all")
+            continue
+        template = templates[target]
+        if template.get("daemon"):
+            note = " (a server, until the graph around it ends)"
+        items = f" × {_fan_out(task)}" if _fan_out(task) > 1 else ""
+        branch = tree.add(f"{task['name']}{items}{note}")
+        _grow(branch, workflow, templates, target, (*above, name))

@@ -1,0 +1,136 @@
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from tuneloop import config
+from tuneloop.config import Pipeline
+from tuneloop.errors import UserError
+
+TOY = str(Path(__file__).with_name("toy.py"))
+SMALL = '''
+"""A pipeline."""
+from __future__ import annotations
+from typing import Any
+from pydantic import BaseModel, ConfigDict, Field
+
+class Loop(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    iterations: int = Field(3, ge=1)
+    rate: float = 0.1
+
+class Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    seed: int = 0
+    loop: Loop = Loop()
+    args: dict[str, Any] = {}
+
+def build_argo(config):
+    raise NotImplementedError
+'''
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Pipeline:
+    (tmp_path / "small.py").write_text(SMALL)
+    return config.find(str(tmp_path / "small.py"))
+
+
+def refusal(pipeline: Pipeline, file: Path | None = None, *sets: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        pipeline.configure(file, sets)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def plain(made: BaseModel) -> dict[str, object]:
+    return made.model_dump()
+
+
+def test_set_overrides_the_file_which_overrides_defaults(small: Pipeline, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("seed: 1\nloop: {iterations: 7}\n")
+    made = plain(small.configure(tmp_path / "c.yaml", ["loop.rate=1e-5", "args.x=[1, a]", "seed=2"]))
+    assert made == {"seed": 2, "loop": {"iterations": 7, "rate": 1e-5}, "args": {"x": [1, "a"]}}
+    assert plain(small.configure())["loop"] == {"iterations": 3, "rate": 0.1}
+
+
+def test_a_dumped_configuration_reads_back_as_itself(small: Pipeline) -> None:
+    made = small.configure(None, ["loop.iterations=9"])
+    assert small.validate(made.model_dump(mode="json")) == made
+
+
+def test_an_unknown_key_is_named_with_the_near_one(small: Pipeline) -> None:
+    error = refusal(small, None, "loop.iteration=3")
+    assert (error.field, error.value) == ("loop.iteration", 3)
+    assert "did you mean iterations?" in str(error)
+    assert "known: iterations, rate" in str(refusal(small, None, "loop.zzz=3"))
+
+
+@pytest.mark.parametrize(
+    ("item", "field", "says"),
+    [
+        ("loop.iterations=many", "loop.iterations", "valid integer"),
+        ("loop.iterations=0", "loop.iterations", "greater than or equal to 1"),
+        ("seed", "--set", "key=value"),
+        ("=3", "--set", "key=value"),
+        ("args.x=[1", "--set", "not YAML"),
+    ],
+)
+def test_bad_settings_say_field_and_remedy(small: Pipeline, item: str, field: str, says: str) -> None:
+    error = refusal(small, None, item)
+    assert error.field == field
+    assert says in str(error)
+
+
+def test_a_value_is_no_section(small: Pipeline) -> None:
+    assert "seed is a value" in str(refusal(small, None, "seed=1", "seed.x=2"))
+
+
+@pytest.mark.parametrize(("text", "says"), [("- 1", "mapping"), ("a: [", "not YAML"), (None, "cannot be read")])
+def test_bad_files_are_refused(small: Pipeline, tmp_path: Path, text: str | None, says: str) -> None:
+    if text is not None:
+        (tmp_path / "c.yaml").write_text(text)
+    assert says in str(refusal(small, tmp_path / "c.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("x = 1", "has no Config"),
+        ("class Config: pass", "has no build_argo"),
+        ("import nowhere_to_be_found", "No module named"),
+        ("def (", "SyntaxError"),
+    ],
+)
+def test_files_that_are_no_pipelines_are_refused(tmp_path: Path, source: str, says: str) -> None:
+    (tmp_path / "p.py").write_text(source)
+    with pytest.raises(UserError, match=says):
+        config.find(str(tmp_path / "p.py"))
+
+
+def test_pipelines_are_found_by_name_here_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"sft", "grpo", "sft_then_grpo"} <= config.known().keys(), "those of the checkout"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pipelines").mkdir()
+    (tmp_path / "pipelines" / "grpo.py").write_text(SMALL)
+    assert config.find("grpo").path == tmp_path / "pipelines" / "grpo.py"
+    with pytest.raises(UserError, match="known: grpo, sft, sft_then_grpo"):
+        config.find("nope")
+    with pytest.raises(UserError, match="no such file"):
+        config.find("nope.py")
+
+
+def test_a_pipeline_extends_the_one_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "base.py").write_text(SMALL)
+    (tmp_path / "more.py").write_text(
+        "from tuneloop.config import load_pipeline\nbase = load_pipeline('base', beside=__file__)\n"
+        "class Config(base.Config):\n    extra: int = 5\nbuild_argo = base.build_argo\n"
+    )
+    assert plain(config.find(str(tmp_path / "more.py")).configure(None, ["seed=4"]))["extra"] == 5
+
+
+def test_equal_configurations_render_equal_bytes() -> None:
+    toy = config.find(TOY)
+    one, two = (config.dump(toy.build(toy.configure(None, ["iterations=4"]))) for _ in range(2))
+    assert one == two
+    assert one != config.dump(toy.build(toy.configure(None, ["iterations=5"])))
