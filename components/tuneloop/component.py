@@ -197,6 +197,8 @@ class Component:
         self.template = self.name.replace("_", "-")
         self.summary = (inspect.getdoc(function) or "").split("\n")[0]
         self.inputs, self.Params = _read_signature(function)
+        flags = [*self.inputs, output, *self.Params.model_fields]
+        assert len(flags) == len(set(flags)), f"{self.name}: two flags of one name among {flags}"
         self.__doc__ = function.__doc__
         self.__module__ = function.__module__
 

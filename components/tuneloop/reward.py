@@ -22,7 +22,9 @@ def reward(
     stage: Stage,
     rollouts: Input,
     *,
-    rewards: Annotated[dict[str, float] | None, Field(description="reward → weight; default: each row's own")] = None,
+    reward_weights: Annotated[
+        dict[str, float] | None, Field(description="reward → weight; default: each row's own")
+    ] = None,
     timeout_s: Annotated[float, Field(gt=0, description="seconds that one call of a reward may take")] = 5.0,
     error_budget: Annotated[float, Field(ge=0, le=1, description="share of rollouts that may go unscored")] = 0.05,
     workers: Annotated[int, Field(ge=1, description="processes")] = 1,
@@ -44,8 +46,8 @@ def reward(
     rows = table.select(["group", "completion", "answer", "reward_spec", "metadata"]).to_pylist()
     if not rows:
         raise UserError("--rollouts", rollouts.url, "holds no rollouts; run the stage that makes them again")
-    if rewards is not None:
-        rows = [{**row, "reward_spec": json.dumps(rewards, sort_keys=True)} for row in rows]
+    if reward_weights is not None:
+        rows = [{**row, "reward_spec": json.dumps(reward_weights, sort_keys=True)} for row in rows]
     bar = stage.progress(sum(len(parse_spec(row["reward_spec"])) for row in rows), "rewards")
 
     def advance(done: int) -> None:
