@@ -267,11 +267,7 @@ class Run:
                 found.append(curve := Curve("mean_reward", name, scores[0].how, "iteration"))
             for score in scores:
                 curve.add(self._iteration_judged(score), score.value, score.entry.finished)
-        lengths = Curve("mean_length", "rollout", "tokens of a sampled completion, mean of the batch", "iteration")
-        for entry in self.of("rollout"):
-            if "mean_length" in entry.manifest.results:
-                lengths.add(entry.iteration or 0, entry.manifest.results["mean_length"], entry.finished)
-        return [*found, *([lengths] if lengths.x else []), *self._recorded("sft", "policy_update")]
+        return [*found, *self._recorded("sft", "policy_update", "rollout", "reward")]
 
     def phase_seconds(self) -> dict[str, list[tuple[float, float]]]:
         """Stage → (iteration, seconds it worked); iteration 0 is everything outside the loop."""
@@ -312,9 +308,9 @@ class Run:
                     inside = entry.iteration is not None
                     x = (entry.iteration or 1) - 1 + (index + 1) / len(rows) if inside else row.get("step", index)
                     for name, value in row.items():
-                        if name != "step" and isinstance(value, int | float):
+                        if name not in ("step", "mean") and isinstance(value, int | float):  # the mean reward is there
                             axis = "iteration" if inside else "step"
-                            curve = curves.setdefault(name, Curve(name, stage, "each optimizer step", axis))
+                            curve = curves.setdefault(name, Curve(name, stage, f"as {stage} recorded it", axis))
                             curve.add(x, value, entry.finished)
             yield from curves.values()
 

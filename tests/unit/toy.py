@@ -48,7 +48,9 @@ def rollout(stage: Stage, policy: Input, *, iteration: int = 0, temperature: flo
     """Pretend to sample."""
     (stage.out / "rollouts.json").write_text(json.dumps({"skill": _skill(policy.path), "iteration": iteration}))
     stage.facts.update(policy.manifest.facts, sampling={"temperature": temperature})
-    return {"completions": 4, "mean_length": 8.0 - _skill(policy.path)}
+    length = 8.0 - _skill(policy.path)
+    stage.metric(iteration, mean_length=length)
+    return {"completions": 4, "mean_length": length}
 
 
 @component("rewards", results={"mean_reward": float})
@@ -93,8 +95,8 @@ def _judge(stage: Stage, skill: int, name: str) -> None:
     pq.write_table(pa.Table.from_pylist(rows), stage.out / f"{name}.parquet")
 
 
-def make(url: str, iterations: int = 2) -> dict[str, Manifest]:
-    """Run the stages in this process, in the order of the loop, below `url`."""
+def make(url: str, iterations: int = 2, *, whole: bool = True) -> dict[str, Manifest]:
+    """Run the stages in this process, in the order of the loop, below `url`; unless `whole`, end with the loop."""
     made = {"sft": sft(out=f"{url}/sft")}
     policy = f"{url}/sft@{made['sft'].digest}"
     made["evaluate-before"] = evaluate(out=f"{url}/evaluate-before", policy=policy)
@@ -104,6 +106,8 @@ def make(url: str, iterations: int = 2) -> dict[str, Manifest]:
         made[f"{i}/reward"] = reward(out=f"{at}/reward", rollouts=f"{at}/rollout")
         update = policy_update(out=f"{at}/policy-update", policy=policy, rewards=f"{at}/reward", iteration=i)
         made[f"{i}/policy-update"], policy = update, f"{at}/policy-update@{update.digest}"
+    if not whole:
+        return made
     made["evaluate-after"] = evaluate(out=f"{url}/evaluate-after", policy=policy)
     made["export"] = export(out=f"{url}/export", policy=policy)
     return made

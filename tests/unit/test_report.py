@@ -1,0 +1,131 @@
+import base64
+import gzip
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.unit import toy
+from tuneloop import report
+from tuneloop.runs import Run
+
+
+class Page(HTMLParser):
+    """Text of tables' cells and of scripts by id, and every address that a browser would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.cells: list[str] = []
+        self.scripts: dict[str, str] = {}
+        self.fetched: list[str] = []
+        self.ids: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        about = dict(attrs)
+        self.open.append(tag)
+        self.ids += [about["id"] or ""] if "id" in about else []
+        self.fetched += [about[name] or "" for name in ("src", "href") if name in about]
+        if tag in ("td", "th"):
+            self.cells.append("")
+        if tag == "script":
+            self.script = about.get("id") or "boot"
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells[-1] += data
+        if self.open and self.open[-1] == "script":
+            self.scripts[self.script] = self.scripts.get(self.script, "") + data
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    store = tmp_path_factory.mktemp("store")
+    toy.make(f"{store}/demo")
+    return Run.open("demo", str(store))
+
+
+@pytest.fixture(scope="module")
+def text(run: Run) -> str:
+    return report.page(run)
+
+
+@pytest.fixture(scope="module")
+def page(text: str) -> Page:
+    return Page(text)
+
+
+def test_nothing_is_fetched_and_the_page_is_small(page: Page, text: str) -> None:
+    assert page.fetched == []
+    assert len(text) < 2_500_000, "plotly.js once, compressed"
+    assert gzip.decompress(base64.b64decode(page.scripts["plotly"])).startswith(b"/**\n* plotly.js v")
+
+
+def test_every_curve_is_there_with_its_numbers(page: Page) -> None:
+    figures = json.loads(page.scripts["figures"])
+    shown = {f["layout"]["title"]["text"]: f["data"] for f in figures}
+    assert list(shown) == [
+        "mean reward (reward and evaluate)", "kl (policy_update)", "entropy (policy_update)", "loss (policy_update)",
+        "loss (sft)", "mean length (rollout)", "seconds by phase", "seconds of the stages outside the loop",
+    ]  # fmt: skip
+    trained, judged = shown["mean reward (reward and evaluate)"]
+    assert (trained["y"], judged["y"]) == ([0.5, 0.75], [0.5, 1.0])
+    assert (trained["name"], judged["name"]) == (
+        "reward: temperature 1, training prompts",
+        "evaluate: greedy, held-out prompts",
+    )
+    assert {bar["name"] for bar in shown["seconds by phase"]} == {"rollout", "reward", "policy-update"}
+    assert [i for i in page.ids if i.startswith("figure-")] == [f"figure-{i}" for i in range(len(figures))]
+
+
+def test_samples_of_before_and_after_stand_side_by_side(page: Page) -> None:
+    at = page.cells.index("reverse 3<b>")
+    assert page.cells[at : at + 6] == ["reverse 3<b>", "wrong", "0.00", "right", "1.00", "right"]
+
+
+def test_provenance_says_which_rollouts_made_which_version(page: Page, run: Run) -> None:
+    digest = {e.key: e.manifest.digest.rpartition(":")[2][:12] for e in run.entries}
+    at = page.cells.index("iterations/2/policy-update")
+    assert page.cells[at - 1] == "3"
+    assert page.cells[at + 2] == (
+        f"policy iterations/1/policy-update {digest['iterations/1/policy-update']}; rewards iterations/2/reward"
+        f" {digest['iterations/2/reward']} (rollouts iterations/2/rollout {digest['iterations/2/rollout']})"
+    )
+    assert page.cells[at + 3].startswith("cpu ("), "what it ran on is said"
+    assert "0.500 → 1.000 (greedy, held-out prompts, 4 completions; policy version 1 → 3)" in page.cells
+
+
+def test_the_same_run_gives_the_same_page(run: Run, text: str) -> None:
+    assert report.page(run) == text
+
+
+def test_text_of_a_model_cannot_become_markup(text: str) -> None:
+    assert "reverse 3<b>" not in re.sub(r"<script.*?</script>", "", text, flags=re.S)
+
+
+def test_a_run_without_any_artifact_has_a_page(tmp_path: Path) -> None:
+    page = Page(report.page(Run("empty", str(tmp_path))))
+    assert "no stage has committed anything yet" in page.cells
+    assert page.scripts["figures"] == "[]"
+
+
+def test_numbers_that_json_lacks_become_gaps(tmp_path: Path) -> None:
+    @toy.component("checkpoint", results={"loss": float, "version": int})
+    def sft(stage: toy.Stage) -> toy.Results:
+        """Diverge."""
+        stage.metric(1, loss=float("nan"))
+        stage.metric(2, loss=float("inf"))
+        stage.metric(3, loss=1.0)
+        return {"loss": 1.0, "version": 1}
+
+    sft(out=f"{tmp_path}/d/sft")
+    figures = json.loads(Page(report.page(Run.open("d", str(tmp_path)))).scripts["figures"])
+    assert figures[0]["data"][0]["y"] == [None, None, 1.0]

@@ -1,0 +1,127 @@
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit import toy
+from tuneloop import runs, tracking
+from tuneloop.errors import UserError
+from tuneloop.runs import Record, Run
+
+pytest.importorskip("mlflow")
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+
+
+@pytest.fixture(autouse=True)
+def here(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def client(uri: str) -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=uri)
+
+
+def started(store: Path, name: str, iterations: int) -> Run:
+    config = {"seed": 0, "loop": {"iterations": iterations, "none": None}}
+    run = runs.create(Record(run=name, pipeline="toy", path="toy.py", config=config, store=f"file://{store}"), "")
+    toy.make(f"{store}/{name}", iterations)
+    run.refresh()
+    return run
+
+
+def children(client: Any, parent: Any) -> list[Any]:
+    found = client.search_runs([parent.info.experiment_id], f"tags.mlflow.parentRunId = '{parent.info.run_id}'")
+    return sorted(found, key=lambda r: int(r.data.tags["iteration"]))
+
+
+def parent_of(client: Any, run: Run, experiment: str = "toy") -> Any:
+    [parent] = client.search_runs(
+        [client.get_experiment_by_name(experiment).experiment_id],
+        f"tags.tuneloop_key = '{run.record.id if run.record else run.url}'",
+    )
+    return parent
+
+
+def test_a_run_its_iterations_and_every_point_once(client: Any, uri: str, tmp_path: Path) -> None:
+    run = started(tmp_path, "a", 2)
+    said = tracking.mirror(run)
+    assert said == f"{uri}, experiment toy, run a, 2 iterations"
+    parent = parent_of(client, run)
+    assert parent.data.params == {"seed": "0", "loop.iterations": "2", "loop.none": "None"}
+    assert [c.info.run_name for c in children(client, parent)] == ["iteration-1", "iteration-2"]
+
+    toy.make(f"{tmp_path}/a", 3)  # the run goes on, as a resume would: what stands is found, iteration 3 is new
+    tracking.mirror(run)
+    tracking.mirror(Run.open("a", str(tmp_path)))
+
+    parent = parent_of(client, run)
+    made = children(client, parent)
+    assert [c.info.run_name for c in made] == ["iteration-1", "iteration-2", "iteration-3"]
+    assert made[1].data.metrics["reward/mean_reward"] == 0.75
+    history = client.get_metric_history(parent.info.run_id, "policy_update/kl")
+    assert [(m.step, m.value) for m in history] == [(1, 0.01), (2, 0.02), (3, 0.01), (4, 0.02), (5, 0.01), (6, 0.02)]
+    rewards = client.get_metric_history(parent.info.run_id, "reward/mean_reward")
+    assert [(m.step, m.value) for m in rewards] == [(1, 0.5), (2, 0.75), (3, 1.0)]
+    assert len(client.get_metric_history(made[0].info.run_id, "seconds/rollout")) == 1
+    assert "temperature 1, training prompts" in parent.data.tags["mlflow.note.content"]
+
+
+def test_another_run_of_the_same_name_is_another(client: Any, tmp_path: Path) -> None:
+    one, two = (started(tmp_path / place, "same", 1) for place in "xy")
+    tracking.mirror(one)
+    tracking.mirror(two)
+    assert parent_of(client, one).info.run_id != parent_of(client, two).info.run_id
+
+
+def test_a_given_parent_is_used_and_its_status_left_alone(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outer = client.create_run(client.create_experiment("outer"))
+    monkeypatch.setenv("MLFLOW_RUN_ID", outer.info.run_id)
+    tracking.mirror(started(tmp_path, "b", 1))
+    again = client.get_run(outer.info.run_id)
+    assert again.info.status == "RUNNING"
+    assert again.data.metrics["evaluate/mean_reward"] == 0.75
+    assert [c.info.experiment_id for c in children(client, again)] == [outer.info.experiment_id]
+    monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)
+    with pytest.raises(UserError, match="0000 not found"):
+        tracking.mirror(Run.open("b", str(tmp_path)))
+
+
+def test_a_follower_mirrors_what_is_committed_while_it_runs_and_ends_with_its_reader(
+    client: Any, uri: str, tmp_path: Path
+) -> None:
+    toy.make(f"{tmp_path}/f", 1, whole=False)
+    run = runs.create(Record(run="f", pipeline="toy", path="", config={}, store=f"file://{tmp_path}"), "")
+    with tracking.follower(run) as told:
+        toy.make(f"{tmp_path}/f", 2)
+    assert told.said == f"{uri}, experiment toy, run f, 2 iterations"
+    assert len(children(client, parent_of(client, run))) == 2
+
+
+def test_without_mlflow_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "mlflow" else real(name, *a))
+    run = started(tmp_path, "c", 1)
+    assert tracking.mirror(run) == "not mirrored: mlflow is not installed; install tuneloop[tracking]"
+    with tracking.follower(run) as told:
+        pass
+    assert told.said == tracking.MISSING
+
+
+def test_importing_tracking_does_not_import_mlflow() -> None:
+    code = "import sys, tuneloop.tracking; sys.exit('mlflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
