@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tuneloop.artifacts import Artifact
 from tuneloop.engines import Completion, Engine, Request, Sampling
@@ -21,6 +21,8 @@ from tuneloop.errors import UserError
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
 """Engine arguments that tuneloop sets: another value would break what a rollout promises."""
 VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
+Answer = Completion | list[float]
+"""What a finished request yields: a completion, or the log-probabilities that `submit_score` asked for."""
 INSTALL = "is not installed here; pip install 'tuneloop[rollout]', on a machine without GPU 'tuneloop[rollout-cpu]'"
 
 
@@ -78,30 +80,26 @@ class Vllm:
         self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
     ) -> list[list[Completion]]:
         keys = [[f"{i}-{j}" for j in range(len(r.seeds))] for i, r in enumerate(requests)]
-        for request, names in zip(requests, keys):
-            for key, seed in zip(names, request.seeds):
-                self.submit(key, request.prompt_ids, seed, sampling)
-        completions: dict[str, Completion] = {}
+        completions: dict[str, Answer] = {}
         left = [len(names) for names in keys]
         try:
-            while self.engine.has_unfinished_requests():
+            for request, names in zip(requests, keys):
+                for key, seed in zip(names, request.seeds):
+                    self.submit(key, request.prompt_ids, seed, sampling)
+            while len(completions) < sum(map(len, keys)):
                 for key, completion in self.step():
                     completions[key] = completion
                     left[int(key.partition("-")[0])] -= 1
                 done(left.count(0))
         finally:
             self.abort([key for names in keys for key in names if key not in completions])
-        return [[completions[key] for key in names] for names in keys]
+        return [[cast(Completion, completions[key]) for key in names] for names in keys]
 
     def score(self, ids: Sequence[int]) -> list[float]:
-        from vllm import SamplingParams
-
-        # A request for prompt log-probabilities never reads the prefix cache: these come from the weights.
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        self._add("score", ids, params)
-        finished = [out for _ in iter(self.engine.has_unfinished_requests, False) for out in self._step()]
-        per_token = finished[0].prompt_logprobs[1:]
-        return [float(entry[token].logprob) for token, entry in zip(ids[1:], per_token)]
+        self.submit_score("score", ids)
+        while not (finished := list(self.step())):
+            pass
+        return cast(list[float], finished[0][1])
 
     def close(self) -> None:
         if self.engine is not None:
@@ -112,7 +110,7 @@ class Vllm:
         """Queue one completion under a name of the caller's.
 
         Raises:
-            ValueError: vLLM refuses it (too long, an id outside the vocabulary).
+            ValueError: vLLM refuses it (too long), or an id is not in the vocabulary.
         """
         from vllm import SamplingParams
 
@@ -127,23 +125,37 @@ class Vllm:
         )
         self._add(key, prompt_ids, params)
 
-    def step(self) -> Iterator[tuple[str, Completion]]:
-        """One forward of all that runs; the completions that it finished."""
-        for out in self._step():
-            said = out.outputs[0]
-            reason = said.finish_reason or "abort"
-            logprobs = list(map(float, said.logprobs.logprobs))
-            yield out.request_id, Completion(list(said.token_ids), logprobs, reason, self.version, self.version)
+    def submit_score(self, key: str, ids: Sequence[int]) -> None:
+        """Queue the scoring of `ids`; its answer in `step` is what `score` returns. Raises as `submit`."""
+        from vllm import SamplingParams
+
+        # A request for prompt log-probabilities never reads the prefix cache: these come from the weights.
+        self._add(key, ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False))
+
+    def step(self) -> Iterator[tuple[str, Answer]]:
+        """One forward of all that is queued; names and answers of what it finished."""
+        for out in self.engine.step():
+            if out.finished:
+                yield out.request_id, self._answer(out)
 
     def abort(self, keys: Sequence[str]) -> None:
-        """Drop completions that were submitted."""
-        if keys:
+        """Drop what was queued under these names; unknown ones are passed over."""
+        if keys and self.engine is not None:
             self.engine.abort_request(list(keys))
 
-    def _step(self) -> Iterator[Any]:
-        return (out for out in self.engine.step() if out.finished)
+    def _answer(self, out: Any) -> Answer:
+        if out.prompt_logprobs is not None:
+            return [
+                float(entry[token].logprob) for token, entry in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:])
+            ]
+        said = out.outputs[0]
+        logprobs = list(map(float, said.logprobs.logprobs))
+        return Completion(list(said.token_ids), logprobs, said.finish_reason or "abort", self.version, self.version)
 
     def _add(self, key: str, ids: Sequence[int], params: Any) -> None:
+        vocabulary = self.engine.model_config.get_vocab_size()
+        if not ids or min(ids) < 0 or max(ids) >= vocabulary:  # vLLM, without a tokenizer, would crash on it
+            raise ValueError(f"prompt ids must be at least one, from 0 to {vocabulary - 1}")
         (prompt,) = self.engine.renderer.render_cmpl([{"prompt_token_ids": list(ids)}])
         self.engine.add_request(key, prompt, params)
 
@@ -185,7 +197,8 @@ def _start(model: Path, args: Mapping[str, Any]) -> Any:
         # vLLM's own default for the cache is most of the memory, and compiling takes longer than a small loop.
         space = {} if os.environ.get("VLLM_CPU_KVCACHE_SPACE") else {"kv_cache_memory_bytes": 1 << 30}
         args = {"enforce_eager": True, **space, **args}
-    given = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs", "disable_log_stats": True, **args}
+    fixed = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
+    given = {"disable_log_stats": True, "use_tqdm_on_load": False, **args, **fixed}
     try:
         # The context only chooses defaults: those of vLLM's own offline class, which are for throughput.
         made = EngineArgs(model=str(model), **given)
