@@ -229,7 +229,7 @@ def work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tuple[str, st
         if stage.stage == "rollout" and prompts and n and tokens:
             each = prompts * n
             text = f"{times} × {prompts:g} prompts × {n:g} = {times * each:,.0f} completions"
-            yield stage.name, f"{text}, {times * each * tokens:,.0f} tokens of {tokens:g} each"
+            yield stage.name, f"{text}, at most {times * each * tokens:,.0f} tokens"
         elif stage.stage == "sft" and (steps := stage.number("max_steps")) and steps > 0:
             yield stage.name, f"{steps:,.0f} optimizer steps"
         elif stage.stage == "policy_update":

@@ -1,0 +1,137 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tuneloop import plan
+from tuneloop.plan import Model
+
+# Sizes that the models' publishers state, with the configurations that they publish.
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "Qwen3-0.6B": (596_049_920, {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True,
+    }),
+    "Llama-3.2-1B": (1_235_814_400, {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True,
+    }),
+    "Qwen2.5-0.5B": (494_032_768, {
+        "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
+        "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    }),
+    "Llama-2-7b": (6_738_415_616, {
+        "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "tie_word_embeddings": False,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_formula_gives_the_published_size(name: str) -> None:
+    count, config = PUBLISHED[name]
+    model = plan.shape_of(name, config, None)
+    assert isinstance(model, Model)
+    assert model.parameters == count
+
+
+def test_stored_weights_are_counted_before_any_formula(tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    save_file({"a": np.zeros((3, 5), np.float16)}, tmp_path / "model-1.safetensors")
+    save_file({"b": np.zeros(7, np.float32)}, tmp_path / "model-2.safetensors")
+    model = plan.shape_of("m", PUBLISHED["Llama-3.2-1B"][1], tmp_path)
+    assert isinstance(model, Model)
+    assert (model.parameters, model.how) == (22, "counted in the headers of its safetensors files")
+
+
+def test_what_the_formula_does_not_cover_is_not_guessed(tmp_path: Path) -> None:
+    experts = {**PUBLISHED["Llama-3.2-1B"][1], "num_local_experts": 8}
+    assert "not estimated" in str(plan.shape_of("m", experts, None))
+    assert "no 'hidden_size'" in str(plan.shape_of("m", {"num_attention_heads": 2}, None))
+
+
+def leaf(name: str, stage: str, *args: str, **more: Any) -> dict[str, Any]:
+    command = ["python", "-m", f"tuneloop.{stage}"]
+    return {"name": name, "container": {"image": "tuneloop/x:1", "command": command, "args": list(args), **more}}
+
+
+WORKFLOW: dict[str, Any] = {
+    "spec": {
+        "entrypoint": "main",
+        "arguments": {"parameters": [{"name": "run"}, {"name": "iterations", "value": "10"}]},
+        "templates": [
+            leaf("base-model", "base_model", "--model", "tiny-qwen3", "--vocab-size", "300"),
+            leaf("sft", "sft", "--max-steps=30", resources={"limits": {"nvidia.com/gpu": 2}}),
+            leaf("rollout", "rollout", "--prompts-per-iteration", "4", "--n", "8", "--max-tokens", "16"),
+            {
+                "name": "loop",
+                "dag": {
+                    "tasks": [
+                        {"name": "rollout", "template": "rollout"},
+                        {"name": "check", "template": "sft", "when": "x == y"},
+                        {"name": "next", "template": "loop", "when": "a < b"},
+                    ]
+                },
+            },
+            {
+                "name": "main",
+                "steps": [
+                    [
+                        {"name": "base", "template": "base-model"},
+                        {"name": "many", "template": "sft", "withItems": [1, 2]},
+                    ],
+                    [{"name": "loop", "template": "loop"}],
+                ],
+            },
+        ],
+    }
+}
+
+
+def test_pods_are_counted_through_loops_and_items() -> None:
+    assert plan.count_pods(WORKFLOW) == {"base-model": 1, "sft": 2 + 10, "rollout": 10}
+
+
+def test_flags_ranks_and_accelerators_are_those_of_the_container() -> None:
+    template = {
+        "name": "t",
+        "container": {
+            "image": "i",
+            "command": ["python", "-m", "torch.distributed.run", "--nproc-per-node=4", "-m", "tuneloop.sft"],
+            "args": ["--learning-rate", "1e-3", "--out={{inputs.parameters.out}}"],
+            "resources": {"limits": {"cpu": "2", "nvidia.com/gpu": "4"}},
+        },
+    }
+    stage = plan.read_stage(template)
+    assert (stage.stage, stage.ranks, stage.accelerators) == ("sft", 4, 4)
+    assert stage.number("learning_rate") == 1e-3
+    assert stage.number("out") is None
+
+
+def test_the_plan_shows_graph_work_and_arithmetic() -> None:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(plan.draw("toy", WORKFLOW))
+    text = console.export_text()
+    assert "toy: at most 23 pods" in text
+    assert "↺ loop again, at most 10 times in all" in text
+    assert "check (while its condition holds)" in text
+    assert "many × 2" in text
+    assert "rollout: 10 × 4 prompts × 8 = 320 completions, at most 5,120 tokens" in text
+    # 300 × 128 embeddings + 4 × (2·128·4·32 + 2·128·2·32 + 3·128·384 + 2·128 + 2·32) + 128
+    assert "tiny-qwen3: 826,240 parameters" in text
+    assert "826,240 × (4 weights + 4 gradients + 8 Adam) = 13.2 MB" in text
+
+
+def test_a_model_directory_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-0.6B"][1]))
+    model = plan.model_of([plan.read_stage(leaf("b", "base_model", "--model", str(tmp_path)))])
+    assert isinstance(model, Model)
+    assert model.parameters == 596_049_920
+    assert model.kv_bytes == 2 * 28 * 8 * 128 * 2
+    assert "no directory here" in str(
+        plan.model_of([plan.read_stage(leaf("b", "base_model", "--model", "a/hub-name"))])
+    )
