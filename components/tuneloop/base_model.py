@@ -56,27 +56,24 @@ def base_model(
         Retryable: the hub does not answer.
     """
     import torch
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     target = stage.out / "model"
-    tiny = model in TINY
     with stage.timed("load"):
-        if tiny:
-            if prompts is None:
-                raise UserError("--prompts", None, f"is required for {model}: its tokenizer is trained on their text")
-            if not (prompts.path / "train.parquet").is_file():
-                raise UserError("--prompts", prompts.url, "has no train.parquet; give it what data_prep made")
-            tokenizer = train_tokenizer(_text(prompts), vocab_size, max_position_embeddings)
+        if model in TINY:
+            tokenizer = train_tokenizer(_text(prompts, model), vocab_size, max_position_embeddings)
             torch.manual_seed(stage.seed("init"))
             policy = _tiny(model, tokenizer, max_position_embeddings)
         else:
             policy, tokenizer = _pretrained(model, revision, trust_remote_code)
-    policy = policy.to(getattr(torch, save_dtype))
     with stage.timed("save"):
-        policy.save_pretrained(target)
+        policy.to(getattr(torch, save_dtype)).save_pretrained(target)
         tokenizer.save_pretrained(target)
-    with stage.timed("canary"):
+        del policy
+    with stage.timed("canary"):  # from what lies on the disk: a cast in memory rounds more than the weights
+        policy = AutoModelForCausalLM.from_pretrained(target, dtype="auto", trust_remote_code=trust_remote_code)
         vocabulary = min(len(tokenizer), policy.config.get_text_config().vocab_size)  # padding rows are never served
         write_canary(policy, stage.out / "canary.json", vocabulary)
     parameters = sum(p.numel() for p in policy.parameters())
@@ -119,8 +116,12 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
     return tokenizer
 
 
-def _text(prompts: Artifact) -> Iterator[str]:
+def _text(prompts: Artifact | None, model: str) -> Iterator[str]:
     """What a tokenizer may learn from: training prompts and answers, demonstrations, the contents of chats."""
+    if prompts is None:
+        raise UserError("--prompts", None, f"is required for {model}: its tokenizer is trained on their text")
+    if not (prompts.path / "train.parquet").is_file():
+        raise UserError("--prompts", prompts.url, "has no train.parquet; give it what data_prep made")
     for file, columns in (("train", ("prompt", "answer")), ("sft", ("prompt", "completion"))):
         for row in pq.read_table(prompts.path / f"{file}.parquet").to_pylist():
             if row["chat"]:
@@ -154,12 +155,16 @@ def _pretrained(model: str, revision: str | None, trust_remote_code: bool) -> tu
     about = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, **about)
-        policy = AutoModelForCausalLM.from_pretrained(model, dtype="auto", **about)
-    except (OSError, ValueError, KeyError) as error:
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto", output_loading_info=True, **about)
+    except Exception as error:  # every library below has errors of its own, and all of them are about this model
         reason = " ".join(str(error).split())[:300]
         if _unreachable(error):
             raise Retryable(f"base_model: {model}: the hub does not answer ({reason})") from error
         raise UserError("base_model.model", model, f"can not be loaded: {reason}") from error
+    policy, found = loaded
+    if found["missing_keys"]:  # transformers would go on with random numbers
+        remedy = f"its weights lack {', '.join(sorted(found['missing_keys'])[:3])}; use the config.json they came with"
+        raise UserError("base_model.model", model, remedy)
     if tokenizer.eos_token_id is None:
         raise UserError("base_model.model", model, "its tokenizer has no eos_token; set one in tokenizer_config.json")
     if tokenizer.pad_token_id is None:

@@ -52,7 +52,8 @@ def write_canary(model: Any, path: Path, vocab_size: int | None = None) -> None:
     """Write ``canary.json`` for `model`: ``{"ids": [...], "logprobs": [...]}``.
 
     Args:
-        model: with the weights as saved: what is served, not the trainer's float32 masters.
+        model: loaded from the files that are served. Not the trainer's float32 masters, and not a model cast by
+            ``.to(dtype)`` either: that rounds the rotary frequencies, too (0.004 in log-probability on the tiny model).
         path: the file.
         vocab_size: ids stay below it; default: the model's configuration.
     """

@@ -13,12 +13,19 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tuneloop.artifacts import scan
+from tuneloop.artifacts import Artifact, Manifest, scan
 from tuneloop.component import UNTRACKED, Input, Results, Stage, component
 from tuneloop.errors import UserError
 
 
-@component("model", image="base", results={"parameters": int})
+def _copy_out(stage: Stage, manifest: Manifest) -> None:
+    directory = getattr(stage.params, "directory", None)
+    if directory is not None:
+        copy_out(Artifact(stage.out_url).path, Path(directory).expanduser().absolute())
+        stage.log(f"copied to {directory}")
+
+
+@component("model", image="base", results={"parameters": int}, after=_copy_out)
 def export(
     stage: Stage,
     policy: Input,
@@ -38,9 +45,6 @@ def export(
     shutil.copytree(model, stage.out, dirs_exist_ok=True)
     parameters = sum(count_parameters(path) for path in model.glob("*.safetensors"))
     stage.facts.update(version=policy.manifest.facts.get("version"), digest=policy.manifest.digest)
-    if directory is not None:
-        copy_out(model, Path(directory).expanduser().absolute())
-        stage.log(f"copied to {directory}")
     return {"parameters": parameters}
 
 
