@@ -1,1 +1,1 @@
-"""Trainer backends: one file a backend."""
+"""Trainer backends: one file a backend (``fsdp``); ``_batch`` and ``_dcp`` are what they share."""

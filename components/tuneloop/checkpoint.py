@@ -1,0 +1,103 @@
+"""Checkpoints: open one to train it, write the next version.
+
+``model/`` is what is served: Hugging Face layout, in `save_dtype`. ``trainer/`` is what training goes on from: float32
+parameters and AdamW's moments in DCP, and ``state.json`` with the stage that wrote it, the optimizer steps behind it
+and its betas. ``canary.json`` repeats the ids of the input's. Equal tensors give equal files.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuneloop.artifacts import Artifact, canonical
+from tuneloop.canary import canary_ids, canary_logprobs
+from tuneloop.component import Stage
+from tuneloop.errors import UserError
+
+if TYPE_CHECKING:
+    from tuneloop.trainers.fsdp import Policy, Ranks, Trainer
+
+
+def model_dir(policy: Artifact) -> Path:
+    """The directory ``model/`` of a checkpoint.
+
+    Raises:
+        UserError: `policy` is not one.
+    """
+    if "model/config.json" not in policy.manifest.files or "version" not in policy.manifest.facts:
+        raise UserError("checkpoint", policy.url, "holds no model/config.json and version; give it a checkpoint")
+    return policy.path / "model"
+
+
+def trainer_state(policy: Artifact) -> dict[str, Any] | None:
+    """``trainer/state.json``, or None where nothing has been trained yet."""
+    if "trainer/state.json" not in policy.manifest.files:
+        return None
+    state: dict[str, Any] = json.loads((policy.path / "trainer" / "state.json").read_text())
+    return state
+
+
+def open_ranks(stage: Stage, device: Any, expected_world_size: int | None) -> Ranks:
+    """The processes that train; says where, and loudly when a CPU stands in for a GPU.
+
+    Raises:
+        UserError: another device or number of processes than was asked for.
+    """
+    from tuneloop.trainers.fsdp import Ranks
+
+    ranks = Ranks(device, expected_world_size)
+    stage.barrier = ranks.barrier
+    stage.facts.update(device=ranks.device.type, world_size=ranks.world)
+    if device == "auto" and ranks.device.type == "cpu":
+        stage.facts["device_fallback"] = "no CUDA device: the CPU stands in"
+        stage.log("no CUDA device here: training on the CPU")
+    return ranks
+
+
+def load_masters(target: Policy, policy: Artifact) -> None:
+    """Put the float32 parameters behind a checkpoint in place of those of its ``model/``, if it has been trained."""
+    if trainer_state(policy) is not None:
+        target.load_masters(policy.path / "trainer")
+
+
+def write(stage: Stage, trainer: Trainer, policy: Artifact, save_dtype: str) -> int:
+    """Write all of a checkpoint but its metrics to ``stage.out``; called by all ranks.
+
+    Args:
+        policy: the checkpoint that was trained: the tokenizer and all other files beside the weights are its.
+
+    Returns:
+        The new version.
+    """
+    source = model_dir(policy)
+    version = int(policy.manifest.facts["version"]) + 1
+    with stage.timed("save"):
+        if stage.leader:
+            weights = shutil.ignore_patterns("*.safetensors*", "*.bin*")
+            shutil.copytree(source, stage.out / "model", ignore=weights, dirs_exist_ok=True)
+        written = trainer.export(source, stage.out / "model", save_dtype)
+        trainer.save(stage.out / "trainer")
+        if stage.leader:
+            betas = [trainer.optimization.adam_beta1, trainer.optimization.adam_beta2]
+            state = {"format": 1, "stage": stage.name, "step": trainer.step, "betas": betas}
+            (stage.out / "trainer" / "state.json").write_text(canonical(state))
+    if stage.leader:
+        with stage.timed("canary"):
+            ids = _canary_ids(policy, trainer.vocab_size)
+            about = {"ids": ids, "logprobs": canary_logprobs(written, ids)}
+            (stage.out / "canary.json").write_text(json.dumps(about))
+    stage.facts.update(version=version, step=trainer.step, save_dtype=save_dtype)
+    kept = ("model", "architecture", "parameters", "vocab_size")
+    stage.facts.update({key: policy.manifest.facts[key] for key in kept if key in policy.manifest.facts})
+    return version
+
+
+def _canary_ids(policy: Artifact, vocab_size: int) -> list[int]:
+    """The input's, which keep to tokens that its tokenizer knows."""
+    if "canary.json" not in policy.manifest.files:
+        return canary_ids(vocab_size)
+    ids: list[int] = json.loads((policy.path / "canary.json").read_text())["ids"]
+    return ids
