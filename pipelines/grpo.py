@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tuneloop.argo.settings import Cluster
 from tuneloop.base_model import base_model
 from tuneloop.data_prep import data_prep
 from tuneloop.evaluate import evaluate
@@ -64,6 +65,7 @@ class Config(BaseModel):
     base_model: str = Field("tiny-qwen3", description="tiny-qwen3, tiny-llama, a Hugging Face directory or hub name")
     engine: Engine = Engine()
     loop: Loop = Loop()
+    cluster: Cluster = Cluster()
     data: DataPrep = DataPrep()
     model: BaseModelSettings = BaseModelSettings()
     rollout: Rollout = Rollout()
@@ -102,16 +104,35 @@ def templates(config: Config) -> dict[str, Any]:
 
     engine = {"engine": config.engine.name, "engine_args": config.engine.args, "seed": config.seed}
     made = [
-        stage_template(data_prep, {**config.data.model_dump(), "seed": config.seed}),
-        stage_template(base_model, {**config.model.model_dump(), "model": config.base_model, "seed": config.seed}),
-        stage_template(rollout, {**config.rollout.model_dump(), **engine}, dynamic=["iteration", "endpoint"]),
-        stage_template(reward, config.reward.model_dump()),
-        stage_template(policy_update, {**config.update.model_dump(), "seed": config.seed}, dynamic=["iteration"]),
-        stage_template(evaluate, {**config.evaluate.model_dump(), **engine}, dynamic=["iteration", "endpoint"]),
-        stage_template(export, config.export.model_dump()),
+        stage_template(data_prep, {**config.data.model_dump(), "seed": config.seed}, cluster=config.cluster),
+        stage_template(
+            base_model,
+            {**config.model.model_dump(), "model": config.base_model, "seed": config.seed},
+            cluster=config.cluster,
+        ),
+        stage_template(
+            rollout,
+            {**config.rollout.model_dump(), **engine},
+            dynamic=["iteration", "endpoint"],
+            cluster=config.cluster,
+        ),
+        stage_template(reward, config.reward.model_dump(), cluster=config.cluster),
+        stage_template(
+            policy_update,
+            {**config.update.model_dump(), "seed": config.seed},
+            dynamic=["iteration"],
+            cluster=config.cluster,
+        ),
+        stage_template(
+            evaluate,
+            {**config.evaluate.model_dump(), **engine},
+            dynamic=["iteration", "endpoint"],
+            cluster=config.cluster,
+        ),
+        stage_template(export, config.export.model_dump(), cluster=config.cluster),
     ]
     if config.engine.name == "vllm":
-        made.append(server_template(port=config.engine.port, engine_args=config.engine.args))
+        made.append(server_template(port=config.engine.port, engine_args=config.engine.args, cluster=config.cluster))
     return {template.name: template for template in made}
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tuneloop.argo.settings import Cluster
 from tuneloop.base_model import base_model
 from tuneloop.data_prep import data_prep
 from tuneloop.evaluate import evaluate
@@ -34,6 +35,7 @@ class Config(BaseModel):
     seed: int = Field(0, ge=0, description="every random stream of the run is derived from it")
     base_model: str = Field("tiny-qwen3", description="tiny-qwen3, tiny-llama, a Hugging Face directory or hub name")
     processes: int = Field(1, ge=1, description="ranks of torchrun in the sft stage")
+    cluster: Cluster = Cluster()
     data: DataPrep = DataPrep()
     model: BaseModelSettings = BaseModelSettings()
     sft: Sft = Sft()
@@ -54,11 +56,17 @@ def build_argo(config: Config) -> Workflow:
 
     seed = {"seed": config.seed}
     with workflow("sft") as built:
-        prepare = stage_template(data_prep, {**config.data.model_dump(), **seed})
-        bring = stage_template(base_model, {**config.model.model_dump(), **seed, "model": config.base_model})
-        train = stage_template(sft, {**config.sft.model_dump(), **seed}, processes=config.processes)
-        check = stage_template(evaluate, {**config.evaluate.model_dump(), **seed, "engine": "transformers"})
-        save = stage_template(export, config.export.model_dump())
+        prepare = stage_template(data_prep, {**config.data.model_dump(), **seed}, cluster=config.cluster)
+        bring = stage_template(
+            base_model, {**config.model.model_dump(), **seed, "model": config.base_model}, cluster=config.cluster
+        )
+        train = stage_template(
+            sft, {**config.sft.model_dump(), **seed}, processes=config.processes, cluster=config.cluster
+        )
+        check = stage_template(
+            evaluate, {**config.evaluate.model_dump(), **seed, "engine": "transformers"}, cluster=config.cluster
+        )
+        save = stage_template(export, config.export.model_dump(), cluster=config.cluster)
         with DAG(name="main"):
             data = prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
             model = bring(name="base-model", arguments={"prompts": PROMPTS, "checkpoint": f"{RUN}/base-model"})

@@ -38,7 +38,9 @@ def build_argo(config: Config) -> Workflow:
 
     with workflow("sft-then-grpo", config.loop.model_dump(include={"iterations", "target_reward"})) as built:
         stages = grpo.templates(config)
-        train = stage_template(sft, {**config.sft.model_dump(), "seed": config.seed}, processes=config.processes)
+        train = stage_template(
+            sft, {**config.sft.model_dump(), "seed": config.seed}, processes=config.processes, cluster=config.cluster
+        )
         loop = grpo.build_loop(config, stages)
         with DAG(name="main"):
             data = stages["data-prep"](name="data-prep", arguments={"prompts": f"{grpo.RUN}/data-prep"})

@@ -270,7 +270,7 @@ class Component:
         """Run as a program and return the exit code."""
         try:
             arguments = vars(self._parser().parse_args(argv))
-            given = {k: v for k, v in arguments.items() if v is not None}
+            given = {k: v for k, v in arguments.items() if v not in (None, "")}  # a workflow passes "" for absent
             url = given.pop(self.output)
             manifest = self(out=url, **given)
             if int(os.environ.get("RANK", "0")) == 0:

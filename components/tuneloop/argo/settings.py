@@ -1,0 +1,21 @@
+"""What a pipeline says of the cluster it is rendered for; nothing of it matters on one machine."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Cluster(BaseModel):
+    """Names and sizes that a platform team sets. The defaults are those of ``manifests/``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    images: str = Field(
+        "tuneloop/{image}:dev",
+        pattern=r"\{image\}",
+        description="where images lie; {image} is base, trainer or rollout",
+    )
+    queue: str = Field("tuneloop", description="Kueue LocalQueue of accelerator stages; empty: not queued")
+    priority: str = Field("", description="Kueue WorkloadPriorityClass of accelerator stages")
+    gpus: int = Field(0, ge=0, description="nvidia.com/gpu of each accelerator stage; 0: they run on CPU, and say so")
+    cpu: str = Field("500m", description="CPU that each stage requests")
+    memory: str = Field("2Gi", description="memory that each stage requests, and its limit")

@@ -1,0 +1,209 @@
+"""A stage as a Hera template, and the Workflow around it; nothing about graphs.
+
+Every name a pod refers to (service accounts, queue, store settings) is one that ``manifests/`` ships. Written for
+Argo Workflows 3.7: no field that it lacks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from tuneloop.argo.settings import Cluster
+from tuneloop.component import Component
+
+if TYPE_CHECKING:
+    from hera.workflows import Container, Workflow
+
+SCRATCH = "/tmp"
+OUTPUTS = f"{SCRATCH}/tuneloop/outputs"
+STORE = "tuneloop-store"
+"""ConfigMap and Secret with the store's ``AWS_*`` settings; optional, both."""
+RETRY = "lastRetry.status == 'Error' || asInt(lastRetry.exitCode) in [75, 137, 143]"
+"""Evicted, preempted or interrupted: worth another attempt. 2 is the user's mistake, anything else a bug."""
+RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+
+
+def workflow(name: str, parameters: Mapping[str, Any] | None = None) -> Workflow:
+    """A Workflow to enter with ``with``; it starts at the template ``main``.
+
+    Args:
+        name: of the pipeline, in kebab-case.
+        parameters: workflow parameters beside ``run`` and ``store``, with their values.
+    """
+    from hera.workflows import Parameter, Workflow
+    from hera.workflows.models import ExecutorConfig, Metadata, PodGC, PodSecurityContext, SeccompProfile, TTLStrategy
+
+    labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "tuneloop"}
+    own = {key.replace("_", "-"): value for key, value in (parameters or {}).items()}
+    patch = {
+        "containers": [{"name": "wait", "securityContext": RESTRICTED}],
+        "initContainers": [{"name": "init", "securityContext": RESTRICTED}],
+    }
+    return Workflow(
+        generate_name=f"{name}-",
+        labels=labels,
+        pod_metadata=Metadata(labels=labels),
+        entrypoint="main",
+        arguments=[
+            Parameter(name="run", value=name, description="name of the run: artifacts lie at <store>/<run>"),
+            Parameter(name="store", value="runs", description="URL of the store: a path, file://, s3://, gs://, az://"),
+            *(Parameter(name=key, value=str(value)) for key, value in own.items()),
+        ],
+        service_account_name="tuneloop-stage",
+        automount_service_account_token=False,
+        executor=ExecutorConfig(service_account_name="tuneloop-executor"),
+        # Argo's own containers carry no security context by default; a restricted namespace refuses them without.
+        pod_spec_patch=json.dumps(patch, separators=(",", ":")),
+        security_context=PodSecurityContext(
+            run_as_non_root=True,
+            run_as_user=1000,
+            run_as_group=1000,
+            fs_group=1000,
+            seccomp_profile=SeccompProfile(type="RuntimeDefault"),
+        ),
+        pod_gc=PodGC(strategy="OnPodSuccess", delete_delay_duration="600s"),
+        ttl_strategy=TTLStrategy(seconds_after_success=86400, seconds_after_failure=604800),
+    )
+
+
+def stage_template(
+    component: Component,
+    params: BaseModel | Mapping[str, Any],
+    *,
+    dynamic: Sequence[str] = (),
+    processes: int = 1,
+    cluster: Cluster | None = None,
+) -> Container:
+    """The stage as a container template named after it.
+
+    Its input parameters are the stage's input artifacts (references), the output's URL and the `dynamic` parameters;
+    its output parameters are the output's reference (under the output's name) and the stage's results.
+
+    Args:
+        component: the stage.
+        params: its parameters; they are resolved here, once, and all of them are written into the command.
+        dynamic: parameters that the graph passes; optional ones may be left out or empty.
+        processes: ranks of torchrun in the one pod.
+        cluster: what the pod asks for.
+
+    Raises:
+        UserError: a parameter that the stage refuses.
+    """
+    from hera.workflows import Container, Parameter
+    from hera.workflows.models import ValueFrom
+
+    cluster = cluster or Cluster()
+    given = params.model_dump() if isinstance(params, BaseModel) else dict(params)
+    resolved = component.validate({k: v for k, v in given.items() if k not in dynamic} | _needed(component, dynamic))
+    literal = {k: v for k, v in resolved.model_dump(mode="json").items() if k not in dynamic and v is not None}
+    passed = [*component.inputs, component.output, *dynamic]
+    optional = {name for name, required in component.inputs.items() if not required}
+    optional |= {name for name in dynamic if not component.Params.model_fields[name].is_required()}
+    flags = [word for k, v in literal.items() for word in (f"--{_kebab(k)}", _text(v))]
+    flags += [word for k in passed for word in (f"--{_kebab(k)}", f"{{{{inputs.parameters.{_kebab(k)}}}}}")]
+    outputs = [component.output, *component.results]
+    return Container(
+        name=component.template,
+        inputs=[Parameter(name=_kebab(k), **({"default": ""} if k in optional else {})) for k in passed],
+        outputs=[Parameter(name=_kebab(k), value_from=ValueFrom(path=f"{OUTPUTS}/{_kebab(k)}")) for k in outputs],
+        command=component.command(processes),
+        args=flags,
+        **_pod(component.image, component.accelerator, cluster),
+        **_retry(),
+    )
+
+
+def server_template(port: int, engine_args: Mapping[str, Any], *, cluster: Cluster | None = None) -> Container:
+    """The vLLM server as a daemon: it lives as long as the graph that started it.
+
+    Args:
+        port: where it listens.
+        engine_args: vLLM's own options.
+        cluster: what the pod asks for.
+    """
+    from hera.workflows import Container, Parameter
+    from hera.workflows.models import ContainerPort, HTTPGetAction, Probe
+
+    return Container(
+        name="serve",
+        daemon=True,
+        inputs=[Parameter(name="policy")],
+        command=["python", "-m", "tuneloop.serve"],
+        args=[
+            *("--policy", "{{inputs.parameters.policy}}", "--host", "0.0.0.0", "--port", str(port)),
+            *("--engine-args", _text(dict(engine_args))),
+        ],
+        ports=[ContainerPort(container_port=port)],
+        readiness_probe=Probe(
+            http_get=HTTPGetAction(path="/health", port=port), period_seconds=1, failure_threshold=600
+        ),
+        **_pod("rollout", True, cluster or Cluster()),
+        **_retry(),
+    )
+
+
+def _pod(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any]:
+    """What every pod of ours has: an image, a way to its store, a scratch disk, requests, no rights."""
+    from hera.workflows import ConfigMapEnvFrom, EmptyDirVolume, Resources, SecretEnvFrom, models
+
+    name = cluster.images.format(image=image)
+    labels = {"app.kubernetes.io/component": image}
+    if accelerator and cluster.queue:
+        labels["kueue.x-k8s.io/queue-name"] = cluster.queue
+        if cluster.priority:
+            labels["kueue.x-k8s.io/priority-class"] = cluster.priority
+    gpus = cluster.gpus if accelerator else 0
+    return {
+        "image": name,
+        "image_pull_policy": "IfNotPresent",
+        "labels": labels,
+        "env": [
+            models.EnvVar(name="TUNELOOP_OUTPUTS", value=OUTPUTS),
+            models.EnvVar(name="TUNELOOP_IMAGE", value=name),
+            models.EnvVar(name="TUNELOOP_NODE_WORKFLOW", value="{{workflow.name}}"),
+            models.EnvVar(name="TUNELOOP_NODE_NAME", value="{{node.name}}"),
+        ],
+        "env_from": [ConfigMapEnvFrom(name=STORE, optional=True), SecretEnvFrom(name=STORE, optional=True)],
+        "resources": Resources(
+            cpu_request=cluster.cpu, memory_request=cluster.memory, memory_limit=cluster.memory, gpus=gpus or None
+        ),
+        "security_context": models.SecurityContext(**_restricted()),
+        "volumes": [EmptyDirVolume(name="scratch", mount_path=SCRATCH)],
+    }
+
+
+def _retry() -> dict[str, Any]:
+    """Preemption must not use up the attempts of a long run, hence the high limit."""
+    from hera.workflows import RetryPolicy, RetryStrategy, models
+
+    backoff = models.Backoff(duration="5s", factor=2, max_duration="10m")
+    return {
+        "retry_strategy": RetryStrategy(limit=20, retry_policy=RetryPolicy.always, expression=RETRY, backoff=backoff)
+    }
+
+
+def _restricted() -> dict[str, Any]:
+    from hera.workflows.models import Capabilities
+
+    return {
+        "allow_privilege_escalation": False,
+        "read_only_root_filesystem": True,
+        "capabilities": Capabilities(drop=["ALL"]),
+    }
+
+
+def _needed(component: Component, dynamic: Sequence[str]) -> dict[str, Any]:
+    """Stand-ins for required parameters that the graph passes, so that the others can be validated here."""
+    return {name: "0" for name in dynamic if component.Params.model_fields[name].is_required()}
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
