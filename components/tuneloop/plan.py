@@ -6,7 +6,8 @@ bounds where the graph decides while it runs (``when``, loops that may stop earl
 Memory of training, bytes a parameter: fp32 master weights 4, gradients 4, Adam's two moments 8, as in Rajbhandari et
 al., "ZeRO" (2020), §3.1, for full precision; divided by the ranks that FSDP shards over. Activations a layer and token:
 34 × hidden bytes, Korthikanti et al., "Reducing Activation Recomputation" (2022), eq. 2 without the attention matrix,
-which fused attention does not keep. KV cache a token: 2 × layers × KV heads × head size × 2 bytes.
+which fused attention does not keep, at 2 bytes a number, doubled for float32. Logits: 4 bytes each, and their gradient.
+KV cache a token: 2 × layers × KV heads × head size × bytes a number.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
 TRAINED = ("sft", "policy_update")
-SAMPLED = ("rollout", "evaluate", "serve")
+SAMPLED = ("rollout", "evaluate")
+CPU_POOL = 1 << 30
+"""Bytes of KV cache that our vLLM server asks for on a CPU, unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,14 @@ class Stage:
     accelerators: int
     ranks: int
 
+    @property
+    def engine_args(self) -> dict[str, Any]:
+        """What is passed on to the engine; empty where the stage has none."""
+        try:
+            return dict(json.loads(self.flags.get("engine_args", "{}")))
+        except ValueError:
+            return {}
+
     def number(self, name: str) -> float | None:
         """A flag as a number; None where it is absent, null or decided while the workflow runs."""
         try:
@@ -95,10 +106,10 @@ def draw(name: str, workflow: Mapping[str, Any]) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("stage", "image", "accelerators", "pods", "memory of a pod"):
         table.add_column(column, no_wrap=True, justify="right" if column in ("accelerators", "pods") else "left")
-    model = model_of(stages)
+    model, context = model_of(stages), context_of(stages)
     sums = []
     for stage in stages:
-        parts = memory(stage, model) if isinstance(model, Model) else []
+        parts = memory(stage, model, context) if isinstance(model, Model) else []
         total = f"{size(sum(count for _, count in parts))} + program" if parts else ""
         table.add_row(stage.name, stage.image, str(stage.accelerators or "cpu"), str(pods[stage.name]), total)
         if parts:
@@ -200,41 +211,77 @@ def stored_parameters(directory: Path) -> int:
     return total
 
 
-def memory(stage: Stage, model: Model) -> list[tuple[str, float]]:
-    """The parts of a pod's memory that follow from the model, in words and bytes."""
-    count = model.parameters
+def memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
+    """The parts of a pod's memory that follow from the model, in words and bytes.
+
+    Args:
+        context: tokens of a prompt and its completion at most, if that is limited.
+    """
     if stage.stage in TRAINED:
-        ranks = f" / {stage.ranks} ranks" if stage.ranks > 1 else ""
-        parts = [(f"{count:,} × (4 weights + 4 gradients + 8 Adam){ranks}", count * 16 / stage.ranks)]
-        if tokens := stage.number("max_tokens_per_microbatch") or stage.number("max_length"):
-            acts = f"{tokens:,.0f} tokens × {model.layers} layers × 34 × {model.hidden} activations"
-            parts.append((acts, tokens * model.layers * 34 * model.hidden))
-            parts.append((f"{tokens:,.0f} tokens × {model.vocab} logits × 4 × 2", tokens * model.vocab * 8))
-        return parts
-    if stage.stage in SAMPLED:
-        parts = [(f"{count:,} × 2 weights", count * 2.0)]
-        sequences, length = stage.number("max_num_seqs") or stage.number("batch_size"), stage.number("max_tokens")
-        if sequences and length:
-            text = f"{sequences:,.0f} sequences × {length:,.0f} tokens × {model.kv_bytes} KV cache"
-            parts.append((text, sequences * length * model.kv_bytes))
-        return parts
+        return _training_memory(stage, model, context)
+    if stage.stage == "serve" or (stage.stage in SAMPLED and stage.flags.get("engine") == "transformers"):
+        return _sampling_memory(stage, model, context)
     return []
+
+
+def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
+    count, ranks = model.parameters, stage.ranks
+    shared = f" / {ranks} ranks" if ranks > 1 else ""
+    parts = [(f"{count:,} × (4 weights + 4 gradients + 8 Adam){shared}", count * 16 / ranks)]
+    length, batch = stage.number("max_length") or context, stage.number("per_device_train_batch_size")
+    if length and batch:
+        tokens, wide = batch * length, 1 if stage.flags.get("dtype") == "bfloat16" else 2
+        per_token = model.layers * 34 * model.hidden * wide
+        text = f"{batch:g} × {length:g} tokens × {model.layers} layers × 34 × {model.hidden}"
+        parts.append((f"{text}{' × 2 (float32)' if wide == 2 else ''} activations", tokens * per_token))
+        parts.append((f"{batch:g} × {length:g} × {model.vocab} logits × 8", tokens * model.vocab * 8))
+    return parts
+
+
+def _sampling_memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
+    arguments = stage.engine_args
+    width = 2 if stage.stage == "serve" or stage.accelerators else 4  # transformers on a CPU: float32
+    parts = [(f"{model.parameters:,} × {width} weights", float(model.parameters * width))]
+    if stage.stage == "serve":
+        if not stage.accelerators:
+            pool = int(arguments.get("kv_cache_memory_bytes", CPU_POOL))
+            parts.append((f"KV cache pool of {pool // model.kv_bytes:,} tokens × {model.kv_bytes}", float(pool)))
+        return parts
+    most = int(arguments.get("max_num_seqs", 256))
+    sequences = min(
+        most, (stage.number("prompts_per_iteration") or stage.number("limit") or most) * (stage.number("n") or 1)
+    )
+    if context:
+        each = model.kv_bytes * width // 2
+        parts.append((f"{sequences:g} × {context} tokens × {each} KV cache", sequences * context * each))
+    return parts
+
+
+def context_of(stages: list[Stage]) -> int | None:
+    """The longest prompt and completion, in tokens, that an engine of the workflow takes: vLLM's ``max_model_len``."""
+    limits = [stage.engine_args["max_model_len"] for stage in stages if "max_model_len" in stage.engine_args]
+    return max(map(int, limits), default=None)
 
 
 def work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Steps, completions and tokens of each stage, as far as its flags say."""
     for stage in stages:
-        times = pods[stage.name]
-        prompts, n, tokens = (stage.number(k) for k in ("prompts_per_iteration", "n", "max_tokens"))
-        if stage.stage == "rollout" and prompts and n and tokens:
-            each = prompts * n
-            text = f"{times} × {prompts:g} prompts × {n:g} = {times * each:,.0f} completions"
-            yield stage.name, f"{text}, at most {times * each * tokens:,.0f} tokens"
-        elif stage.stage == "sft" and (steps := stage.number("max_steps")) and steps > 0:
-            yield stage.name, f"{steps:,.0f} optimizer steps"
+        times, value = pods[stage.name], stage.number
+        if stage.stage == "rollout" and (n := value("n")) and (prompts := value("prompts_per_iteration")):
+            total = times * prompts * n
+            tokens = f", at most {total * most:,.0f} tokens" if (most := value("max_tokens")) else ""
+            yield stage.name, f"{times} × {prompts:g} prompts × {n:g} = {total:,.0f} completions{tokens}"
+        elif stage.stage == "sft" and (steps := value("max_steps")):
+            batch = (
+                (value("per_device_train_batch_size") or 1) * (value("gradient_accumulation_steps") or 1) * stage.ranks
+            )
+            tokens = f", at most {steps * batch * most:,.0f} tokens" if (most := value("max_length")) else ""
+            yield stage.name, f"{times * steps:,.0f} optimizer steps × {batch:g} demonstrations{tokens}"
         elif stage.stage == "policy_update":
-            steps = stage.number("steps_per_iteration") or 1
-            yield stage.name, f"{times} × {steps:g} = {times * steps:,.0f} optimizer steps"
+            each = value("updates_per_batch") or 1
+            yield stage.name, f"{times} × {each:g} = {times * each:,.0f} optimizer steps"
+        elif stage.stage == "evaluate" and (limit := value("limit")):
+            yield stage.name, f"{times} × at most {limit:g} completions"
 
 
 def _lines(facts: Iterator[tuple[str, str]]) -> str:

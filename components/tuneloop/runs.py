@@ -37,6 +37,8 @@ from tuneloop.store import Conflict, Store, local_path, normalize
 
 ROOT = "runs"
 PLACE = re.compile(r"^(?:iterations/(?P<iteration>\d+)/)?(?P<stage>[a-z0-9][a-z0-9_-]*)/manifest\.json$")
+SAID = ("step", "mean", "mean_reward")
+"""Columns of ``metrics.jsonl`` that are no curve, or one that the results hold already."""
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
 
 
@@ -308,7 +310,7 @@ class Run:
                     inside = entry.iteration is not None
                     x = (entry.iteration or 1) - 1 + (index + 1) / len(rows) if inside else row.get("step", index)
                     for name, value in row.items():
-                        if name not in ("step", "mean") and isinstance(value, int | float):  # the mean reward is there
+                        if name not in SAID and isinstance(value, int | float):
                             axis = "iteration" if inside else "step"
                             curve = curves.setdefault(name, Curve(name, stage, f"as {stage} recorded it", axis))
                             curve.add(x, value, entry.finished)

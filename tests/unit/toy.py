@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
 from tuneloop.artifacts import Manifest
@@ -86,6 +84,9 @@ def export(stage: Stage, policy: Input) -> Results:
 
 
 def _judge(stage: Stage, skill: int, name: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     right = int(4 * SHARES[skill])
     rows = [
         {"id": f"p{i}", "prompt": f"reverse {i}<b>", "completion": "right" if i < right else "wrong", "answer": "right",
@@ -113,12 +114,15 @@ def make(url: str, iterations: int = 2, *, whole: bool = True) -> dict[str, Mani
     return made
 
 
+Sft: Any = sft.settings()
+
+
 class Config(BaseModel):
     """Configuration of the toy."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     iterations: int = Field(2, ge=1, le=90, description="at most so many")
-    sft: Any = sft.settings()()
+    sft: Sft = Sft()
     broken: bool = Field(False, description="let the export fail by a wrong flag")
 
 

@@ -24,20 +24,24 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def options(
-    version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version."),
-) -> None:
-    """Post-train language models in loops of resumable stages: on this machine, on Argo, on Kubeflow Pipelines."""
-    if version:
-        show_version()
+def print_version(asked: bool = True) -> None:
+    """Print the version."""
+    if asked:
+        typer.echo(f"tuneloop {tuneloop.__version__}")
         raise typer.Exit
 
 
+@app.callback()
+def options(
+    version: bool = typer.Option(False, "--version", is_eager=True, callback=print_version, help="Print the version."),
+) -> None:
+    """Post-train language models in loops of resumable stages: on this machine, on Argo, on Kubeflow Pipelines."""
+
+
 @app.command("version")
-def show_version() -> None:
+def version() -> None:
     """Print the version."""
-    typer.echo(f"tuneloop {tuneloop.__version__}")
+    print_version()
 
 
 weights = typer.Typer(no_args_is_help=True, help="The checkpoints of a run.")

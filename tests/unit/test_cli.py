@@ -1,0 +1,369 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit import toy
+from tuneloop import runs
+from tuneloop.argo import state
+from tuneloop.argo.state import Journal, Node, Workflow
+from tuneloop.cli import checks, invoke
+from tuneloop.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+TOY = str(ROOT / "tests" / "unit" / "toy.py")
+HEAVY = {"torch", "vllm", "transformers", "datasets", "kfp", "hera", "mlflow", "plotly", "kubernetes"}
+
+
+class Result:
+    """Exit code and text of a command."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+Call = Callable[..., Result]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Run a command in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*words: str) -> Result:
+        code = invoke(list(words))
+        captured = capsys.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return run
+
+
+def refused(result: Result, *says: str) -> None:
+    """A mistake of the user's: exit code 2 and one line on standard error that says what."""
+    assert result.code == 2, result.err
+    assert result.err.count("\n") == 1 and result.err.startswith("error: "), result.err
+    for text in says:
+        assert text in result.err
+
+
+def program(*words: str, **more: object) -> "subprocess.Popen[str]":
+    line = [sys.executable, "-m", "tuneloop.cli", *words]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["schema", TOY], ["schema", "sft_then_grpo"], ["status"], ["run", "--help"]]
+)
+def test_light_commands_import_nothing_heavy(words: list[str], tmp_path: Path) -> None:
+    code = f"import sys, tuneloop.cli as c\ncode = c.invoke({words!r})\nprint(*sys.modules, file=sys.stderr)\nexit(code)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert HEAVY & set(done.stderr.split()) == set()
+
+
+def test_help_answers_at_once() -> None:
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "tuneloop.cli", "--help"], capture_output=True, check=True)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), "half a second on a quiet machine"
+
+
+@pytest.mark.parametrize("words", [["version"], ["--version"]])
+def test_the_version_is_printed(call: Call, words: list[str]) -> None:
+    import tuneloop
+
+    assert call(*words).out == f"tuneloop {tuneloop.__version__}\n"
+
+
+def test_every_option_has_help(call: Call) -> None:
+    from typer.main import get_command
+
+    from tuneloop.cli import app
+
+    groups = [get_command(app)]
+    for group in groups:
+        for command in getattr(group, "commands", {}).values():
+            groups.append(command)
+        assert group.help
+        for parameter in group.params:
+            assert getattr(parameter, "help", None), f"{group.name} {parameter.name}"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["status", "--nonsense"], "No such option"),
+        (["stop", "x", "--timeout", "soon"], "'--timeout'"),
+        (["resume"], "Missing argument"),
+        (["schema", "nope"], "known: grpo, sft, sft_then_grpo"),
+        (["schema", "nope.py"], "no such file"),
+        (["render", TOY, "--set", "iteration=2"], "did you mean iterations?"),
+        (["render", TOY, "--set", "iterations=many"], "valid integer"),
+        (["render", TOY, "--set", "iterations=0"], "greater than or equal to 1"),
+        (["render", TOY, "--set", "sft.skill=9"], "sft.skill"),
+        (["run", TOY, "-c", "missing.yaml"], "missing.yaml"),
+        (["run", TOY, "--run", "Not/A/Name"], "lower-case"),
+        (["status", "nope"], "known there: none"),
+        (["resume", "nope"], "not found"),
+        (["stop", "nope"], "not found"),
+        (["logs", "nope"], "not found"),
+        (["report", "nope"], "not found"),
+        (["track", "nope"], "not found"),
+        (["weights", "ls", "nope"], "not found"),
+        (["weights", "verify", "nope"], "not found"),
+        (["status", "--store", "ftp://x"], "ftp://x"),
+    ],
+)
+def test_mistakes_are_one_line(call: Call, tmp_path: Path, words: list[str], says: str) -> None:
+    refused(call(*words), says)
+    assert list(tmp_path.iterdir()) == [], "nothing half-written"
+
+
+def test_the_schema_has_every_key(call: Call) -> None:
+    schema = json.loads(call("schema", TOY).out)
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["iterations"]["description"] == "at most so many"
+    assert schema["properties"].keys() == toy.Config.model_fields.keys()
+
+
+def test_render_prints_what_it_writes(call: Call, tmp_path: Path) -> None:
+    printed = call("render", TOY, "--set", "iterations=3").out
+    call("render", TOY, "--set", "iterations=3", "-o", "w.yaml")
+    assert (tmp_path / "w.yaml").read_text() == printed
+    refused(call("render", TOY, "-o", "no/such/folder/w.yaml"), "cannot be written")
+
+
+def test_plan_needs_no_run(call: Call, tmp_path: Path) -> None:
+    result = call("plan", TOY, "--set", "iterations=3")
+    assert result.code == 0
+    assert "toy: at most 13 pods" in result.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lint_says_what_ran(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = call("lint", TOY)
+    assert (result.code, result.err) == (0, "")
+    assert "0 problems, by tuneloop; argo is not on PATH: `argo lint --offline` was not run" in result.out
+    argo = tmp_path / "argo"
+    argo.write_text('#!/bin/sh\n[ "$1 $2" = "lint --offline" ] && echo "from argo: $3" && exit 1\n')
+    argo.chmod(0o755)
+    result = call("lint", TOY)
+    assert result.code == 2
+    assert "error: from argo: " in result.err
+    assert "1 problems, by tuneloop and argo lint --offline" in result.out
+
+
+# Before a run
+
+
+def test_a_taken_port_is_refused() -> None:
+    serve = {"name": "serve", "daemon": True, "container": {"readinessProbe": {"httpGet": {"port": 0}}}}
+    workflow = {"spec": {"templates": [serve]}}
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        serve["container"]["readinessProbe"]["httpGet"]["port"] = server.getsockname()[1]  # type: ignore[index]
+        [(name, port)] = checks.daemon_ports(workflow)
+        assert (name, checks.taken(port)) == ("serve", True)
+    assert not checks.taken(port)
+
+
+def test_a_store_that_cannot_be_written_is_refused(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused(call("run", TOY, "--store", str(tmp_path / "file" / "below")), "store")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_vllm_is_looked_for_before_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a))
+    workflow = toy.build_argo(toy.Config()).to_dict()
+    with pytest.raises(UserError, match=r"engine\.name: 'vllm': vLLM is not installed"):
+        checks.preflight({"engine": {"name": "vllm"}}, workflow, str(tmp_path))
+    checks.preflight({"engine": {"name": "transformers"}}, workflow, str(tmp_path))
+
+
+# A run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the run `done`, executed by `tuneloop run`."""
+    place = tmp_path_factory.mktemp("finished")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    child = program("run", TOY, "--run", "done", "--no-track", cwd=place, env=env)
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, out + err
+    (place / "out.txt").write_text(out)
+    return place
+
+
+def test_a_run_shows_progress_and_ends_with_its_summary(finished: Path) -> None:
+    out = (finished / "out.txt").read_text()
+    assert "iteration 1/2  reward 0.500" in out
+    assert "iteration 2/2  reward 0.750" in out
+    assert "done: succeeded" in out
+    assert "0.500 → 1.000 (greedy, held-out prompts, 4 completions; policy version 1 → 3)" in out
+    assert "ran on       cpu" in out
+    assert f"report       {finished}/runs/done/report.html" in out
+    assert "</html>" in (finished / "runs" / "done" / "report.html").read_text()
+    record = json.loads((finished / "runs" / "done" / "run.json").read_text())
+    assert (record["pipeline"], record["config"]["iterations"]) == ("toy", 2)
+    assert (finished / "runs" / "done" / "workflow.yaml").read_text().startswith("apiVersion: argoproj.io/v1alpha1\n")
+
+
+def test_reading_commands_on_a_finished_run(call: Call, finished: Path) -> None:
+    at = ("--store", str(finished / "runs"))
+    status = call("status", "done", *at)
+    assert "done  toy  succeeded" in status.out
+    assert "policy-update     Succeeded      2" in status.out
+    assert "0.750 (temperature 1, training prompts, iteration 2)" not in status.out, "the evaluation after is newer"
+    assert "done" in call("status", *at).out
+    assert "iterations/2/policy-update" in call("weights", "ls", "done", *at).out
+    assert (
+        call("weights", "verify", "done", "3", *at).out
+        == "version 3  iterations/2/policy-update: 2/2 files as committed\n"
+    )
+    refused(call("weights", "verify", "done", "7", *at), "versions: 1, 2, 3")
+    assert "no stage" not in call("logs", "done", *at).out
+    refused(call("logs", "done", "nope", *at), "those that have: sft")
+    assert call("report", "done", "-o", "page.html", *at).out == "page.html\n"
+    assert "is not running (succeeded)" in call("stop", "done", *at).out
+
+
+def test_a_flipped_byte_is_named(call: Call, tmp_path: Path) -> None:
+    toy.make(f"{tmp_path}/runs/bad", 1)
+    [weights] = (tmp_path / "runs" / "bad" / "sft").rglob("weights.json")
+    weights.write_bytes(b"{" + weights.read_bytes()[1:-1] + b" ")
+    result = call("weights", "verify", "bad")
+    assert result.code == 2
+    assert "version 1  sft: 1/2 files as committed\nversion 2  iterations/1/policy-update: 2/2" in result.out
+    assert str(weights) in result.err
+
+
+def test_the_same_run_again_is_done_and_another_configuration_is_refused(call: Call, finished: Path) -> None:
+    at = ("--run", "done", "--store", str(finished / "runs"))
+    before = (finished / "runs" / "done" / "nodes.jsonl").read_bytes()
+    assert "done: finished already" in call("run", TOY, *at).out
+    assert "done: finished already" in call("resume", "done", *at[2:]).out
+    assert (finished / "runs" / "done" / "nodes.jsonl").read_bytes() == before
+    refused(call("run", TOY, *at, "--set", "iterations=3"), "exists with another iterations", "tuneloop resume done")
+
+
+def test_a_stage_that_fails_says_why_and_a_mended_run_resumes(call: Call) -> None:
+    result = call("run", TOY, "--run", "b", "--set", "broken=true", "--no-track")
+    assert result.code == 2, result.out + result.err
+    refused(Result(2, "", result.err), "has no manifest.json", "tuneloop logs b export")
+    assert "b: failed" in result.out
+    assert "b  toy  failed" in call("status", "b").out
+    again = call("resume", "b", "--no-track")
+    assert again.code == 2
+    assert "has no manifest.json" in again.err
+
+
+def test_a_killed_run_is_interrupted_and_resumes(call: Call, tmp_path: Path) -> None:
+    child = program(
+        "run", TOY, "--run", "k", "--no-track", "--set", "iterations=3", cwd=tmp_path, start_new_session=True
+    )
+    wait(lambda: (tmp_path / "runs/k/iterations/1/rollout/manifest.json").exists(), child)
+    assert "k  toy  running" in call("status", "k").out
+    refused(call("run", TOY, "--run", "k", "--set", "iterations=3", "--no-track"), "is running")
+    os.killpg(child.pid, signal.SIGKILL)
+    child.communicate()
+    wait(lambda: "interrupted; tuneloop resume k" in call("status", "k").out)
+    assert call("resume", "k", "--no-track").code == 0
+    assert "k  toy  succeeded" in call("status", "k").out
+
+
+def test_stop_ends_a_run_so_that_it_resumes(call: Call, tmp_path: Path) -> None:
+    child = program("run", TOY, "--run", "s", "--no-track", "--set", "iterations=50", cwd=tmp_path)
+    wait(lambda: (tmp_path / "runs/s/iterations/1/rollout/manifest.json").exists(), child)
+    result = call("stop", "s")
+    assert "go on with `tuneloop resume s`" in result.out
+    child.communicate(timeout=60)
+    assert child.returncode == 75
+    assert runs.Run.open("s").iteration < 50
+
+
+# State that an executor left, written by its own journal
+
+
+def left(tmp_path: Path, *nodes: Node, phase: str = "Running", message: str = "") -> Path:
+    record = runs.Record(run="r", pipeline="toy", path=TOY, config={}, store=f"file://{tmp_path}/runs")
+    directory = runs.create(record, "").directory
+    journal = Journal(directory)
+    journal.write(Workflow(name="r", pid=os.getpid(), started=1.0, parameters={"iterations": "9"}))
+    for node in nodes:
+        journal.write(node)
+    if phase != "Running":
+        journal.write(Workflow(name="r", phase=phase, message=message, parameters={"iterations": "9"}))
+    return directory
+
+
+def pod(name: str, phase: str = "Succeeded", **more: object) -> Node:
+    return Node(id=name, name=name, display_name=name, template="t", type="Pod", phase=phase, **more)  # type: ignore[arg-type]
+
+
+def test_status_counts_retries_and_says_what_was_interrupted(call: Call, tmp_path: Path) -> None:
+    tries = [pod(f"sft({i})", phase, parent="sft") for i, phase in enumerate(("Failed", "Failed", "Running"))]
+    left(tmp_path, *tries)
+    text = call("status", "r").out
+    assert "r  toy  interrupted; tuneloop resume r" in text
+    row = next(line.split() for line in text.splitlines() if line.strip().startswith("sft"))
+    assert row == ["sft", "Interrupted", "2"]
+    assert "0 of at most 9" in text
+
+
+def test_status_of_a_failed_run_says_why(call: Call, tmp_path: Path) -> None:
+    left(tmp_path, pod("sft", "Failed", message="exit code 1"), phase="Failed", message="sft failed")
+    assert "r  toy  failed; sft failed; tuneloop resume r" in call("status", "r").out
+
+
+def test_status_while_an_executor_holds_the_run(call: Call, tmp_path: Path) -> None:
+    directory = left(tmp_path, pod("sft", "Running", progress="3/9"))
+    with state.hold(directory):
+        text = call("status", "r").out
+    assert "r  toy  running" in text
+    assert "Running (3/9)" in text
+
+
+def test_logs_are_prefixed_and_followed_to_the_end(call: Call, tmp_path: Path) -> None:
+    one = pod("rollout", log="logs/one.log", inputs={"rollouts": "x/iterations/3/rollout"}, finished=1.0)
+    two = pod("sft(0)", "Running", log="logs/two.log", parent="sft")
+    directory = left(tmp_path, one, two)
+    (directory / "logs").mkdir()
+    (directory / "logs" / "one.log").write_text("a\nb")
+    (directory / "logs" / "two.log").write_text("c\n")
+    assert call("logs", "r").out == "rollout 3 | a\nrollout 3 | b\nsft | c\n"
+    assert call("logs", "r", "sft").out == "sft | c\n"
+    with state.hold(directory):
+        child = program("logs", "r", "sft", "-f", cwd=tmp_path)
+        assert child.stdout and child.stdout.readline() == "sft | c\n"
+        with (directory / "logs" / "two.log").open("a") as file:
+            file.write("later\n")
+        assert child.stdout.readline() == "sft | later\n"
+    assert child.wait(timeout=20) == 0
+
+
+def wait(until: Callable[[], bool], child: "subprocess.Popen[str] | None" = None, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline
+        assert child is None or child.poll() is None, child.communicate()
+        time.sleep(0.02)
