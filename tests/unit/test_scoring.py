@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,22 @@ BAD = "tests.unit.rewards.bad"
 def row(completion: str, answer: str = "42", spec: Any = None, **metadata: Any) -> dict[str, str]:
     reward = json.dumps(spec or {"exact": 1.0})
     return {"completion": completion, "answer": answer, "reward_spec": reward, "metadata": json.dumps(metadata)}
+
+
+def await_text(path: Path) -> str:
+    deadline = time.monotonic() + 20
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline, f"{path} was never written"
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def await_death(pid: str) -> None:
+    status = Path(f"/proc/{pid}/status")
+    deadline = time.monotonic() + 5
+    while status.exists() and "zombie" not in status.read_text():
+        assert time.monotonic() < deadline, f"process {pid} lives on"
+        time.sleep(0.01)
 
 
 def test_weighted_sum_with_breakdown() -> None:
@@ -65,11 +83,22 @@ def test_what_a_reward_leaves_behind_does_not_hit_the_next(tmp_path: Path) -> No
     assert [o.outcome for o in outcomes] == ["score", "score", "score", "timeout"]
     pid = tmp_path / "pid"
     assert score_all([row("", str(pid), {f"{BAD}:leaves_a_child": 1.0})], timeout_s=5)[0].score == 1.0
-    status = Path(f"/proc/{pid.read_text()}/status")
-    deadline = time.monotonic() + 5
-    while status.exists() and "zombie" not in status.read_text() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not status.exists() or "zombie" in status.read_text()
+    await_death(pid.read_text())
+
+
+def test_a_hanging_reward_dies_with_the_stage(tmp_path: Path) -> None:
+    code = f"""
+import pathlib, sys
+sys.path.insert(0, {os.getcwd()!r})
+from tuneloop import scoring
+rows = [dict(completion="", answer={str(tmp_path / "pid")!r}, metadata="", reward_spec='{{"{BAD}:says_its_pid": 1}}')]
+scoring.score_all(rows, timeout_s=60)
+"""
+    stage = subprocess.Popen([sys.executable, "-c", code])
+    pid = await_text(tmp_path / "pid")
+    stage.kill()
+    stage.wait()
+    await_death(pid)
 
 
 def test_metadata_that_is_no_json_costs_its_own_row() -> None:

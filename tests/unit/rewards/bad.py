@@ -52,6 +52,11 @@ def hangs(*_: Any) -> float:
     return 1.0
 
 
+def says_its_pid(completion: str, answer: str, metadata: dict[str, Any]) -> float:
+    Path(answer).write_text(str(os.getpid()))
+    return hangs()
+
+
 def hangs_in_c(*_: Any) -> float:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     return float(bool(re.match(r"(a+)+$", "a" * 64 + "b")))
