@@ -47,7 +47,7 @@ def _facts(run: Run) -> str:
     created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.record.created)) if run.record else ""
     facts = {
         "pipeline": run.record.pipeline if run.record else "not known here: the run was started elsewhere",
-        "state": run.phase,
+        "state": "as its artifacts tell; its executor is elsewhere" if run.phase == "elsewhere" else run.phase,
         "mean reward": reward_line(run),
         "iterations": iterations_line(run),
         "ran on": ", ".join(devices(run.entries)),
@@ -106,13 +106,14 @@ def _phase_figures(run: Run) -> list[dict[str, Any]]:
 
 def _layout(title: str, x: str, y: str, **more: Any) -> dict[str, Any]:
     return {
-        "title": {"text": title, "font": {"size": 15}},
+        "title": {"text": title, "font": {"size": 15}, "x": 0, "xanchor": "left"},
         "xaxis": {"title": {"text": x}},
         "yaxis": {"title": {"text": y}, "rangemode": "tozero"},
         "margin": {"l": 50, "r": 15, "t": 40, "b": 40},
         "legend": {"orientation": "h", "y": -0.25},
         "height": 320,
         "template": "none",
+        "colorway": ["#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd"],
         **more,
     }
 
@@ -253,7 +254,7 @@ figure {{ margin: 0; }}
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   (0, eval)(await new Response(stream).text());
   JSON.parse(document.getElementById("figures").textContent).forEach((figure, i) =>
-    Plotly.newPlot(`figure-${{i}}`, figure.data, figure.layout, {{responsive: true, displaylogo: false}}));
+    Plotly.newPlot(`figure-${{i}}`, figure.data, figure.layout, {{responsive: true, displayModeBar: false}}));
 }})();
 </script>
 </body>

@@ -26,6 +26,8 @@ URI = "sqlite:///mlflow.db"
 KEY = "tuneloop_key"
 STATUS = {"running": "RUNNING", "succeeded": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 MISSING = "not mirrored: mlflow is not installed; install tuneloop[tracking]"
+PATIENCE = 60.0
+"""Seconds that a finished run waits for its mirror."""
 EVERY = 2.0
 """Seconds between two looks of a mirror that follows a run."""
 
@@ -188,8 +190,13 @@ def follower(run: Run, *, enabled: bool = True) -> Iterator[Follower]:
     try:
         yield told
     finally:
-        out, _ = child.communicate()
-        told.said = out.strip() if child.returncode == 0 else f"not mirrored: see {log}"
+        try:
+            out, _ = child.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        done = child.returncode == 0
+        told.said = out.strip() if done else f"not mirrored whole: see {log}; `tuneloop track {run.name}` tries again"
 
 
 def _follow(run: Run) -> str:

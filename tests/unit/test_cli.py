@@ -64,7 +64,9 @@ def program(*words: str, **more: object) -> "subprocess.Popen[str]":
     "words", [["--help"], ["schema", TOY], ["schema", "sft_then_grpo"], ["status"], ["run", "--help"]]
 )
 def test_light_commands_import_nothing_heavy(words: list[str], tmp_path: Path) -> None:
-    code = f"import sys, tuneloop.cli as c\ncode = c.invoke({words!r})\nprint(*sys.modules, file=sys.stderr)\nexit(code)"
+    code = (
+        f"import sys, tuneloop.cli as c\ncode = c.invoke({words!r})\nprint(*sys.modules, file=sys.stderr)\nexit(code)"
+    )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -226,6 +228,28 @@ def test_a_run_shows_progress_and_ends_with_its_summary(finished: Path) -> None:
     record = json.loads((finished / "runs" / "done" / "run.json").read_text())
     assert (record["pipeline"], record["config"]["iterations"]) == ("toy", 2)
     assert (finished / "runs" / "done" / "workflow.yaml").read_text().startswith("apiVersion: argoproj.io/v1alpha1\n")
+
+
+def test_on_a_terminal_the_run_is_one_live_region(tmp_path: Path) -> None:
+    reader, terminal = os.openpty()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
+    line = [sys.executable, "-m", "tuneloop.cli", "run", TOY, "--run", "t", "--no-track", "--set", "iterations=1"]
+    child = subprocess.Popen(line, stdout=terminal, stderr=terminal, stdin=subprocess.DEVNULL, cwd=tmp_path, env=env)
+    os.close(terminal)
+    out = b""
+    while data := read(reader):
+        out += data
+    assert child.wait() == 0, out.decode()
+    assert b"\x1b[2K" in out, "lines are redrawn"
+    assert b"iteration 1/1  reward 0.500" in out
+    assert b"t: succeeded" in out
+
+
+def read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # Linux says so at the end of a terminal
+        return b""
 
 
 def test_reading_commands_on_a_finished_run(call: Call, finished: Path) -> None:

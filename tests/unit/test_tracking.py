@@ -101,6 +101,7 @@ def test_a_given_parent_is_used_and_its_status_left_alone(
         tracking.mirror(Run.open("b", str(tmp_path)))
 
 
+@pytest.mark.local
 def test_a_follower_mirrors_what_is_committed_while_it_runs_and_ends_with_its_reader(
     client: Any, uri: str, tmp_path: Path
 ) -> None:

@@ -100,18 +100,21 @@ class Display:
 
     def _end_iteration(self) -> None:
         if self.iteration and self.parts:
-            self._print(f"{self._loop()}  ({', '.join(self.parts)})")
+            self._print(f"{self._loop(ended=True)}  ({', '.join(self.parts)})")
         self.parts = []
         self.iteration = 0
 
-    def _loop(self) -> str:
+    def _loop(self, *, ended: bool) -> str:
         """Where the loop is, its latest reward, rate and time left."""
         assert self.first
-        each = (time.time() - self.first[1]) / max(self.iteration - self.first[0] + (not self.running), 1)
-        left = f"  at most {clock(each * (self.total - self.iteration))} left" if self.total else ""
-        of = f"/{self.total}" if self.total else ""
-        reward = f"  reward {self.reward}" if self.reward else ""
-        return f"iteration {self.iteration}{of}{reward}  {clock(each)}/iteration{left}"
+        text = f"iteration {self.iteration}" + (f"/{self.total}" if self.total else "")
+        text += f"  reward {self.reward}" if self.reward else ""
+        done = self.iteration - self.first[0] + ended
+        if not done:
+            return text
+        each = (time.time() - self.first[1]) / done
+        left = each * (self.total - self.iteration + (not ended)) if self.total else 0
+        return f"{text}  {clock(each)}/iteration" + (f"  at most {clock(left)} left" if left else "")
 
     def _print(self, line: str) -> None:
         if self.live:
@@ -124,7 +127,7 @@ class Display:
 
         lines = [f"{self.name}  {clock(time.time() - self.begun)}"]
         if self.iteration:
-            lines.append(self._loop())
+            lines.append(self._loop(ended=False))
         for node in list(self.running.values()):
             lines.append(f"  {label(node)}  {clock(time.time() - node.started)}  {self.told.get(node.id, '')}".rstrip())
         return Text("\n".join(lines))

@@ -49,6 +49,8 @@ def stages(run: Run) -> Table:
 
 def failure(run: Run, outcome: Outcome) -> str:
     """Which stage ended the run and its last words, in one line."""
+    from tuneloop.cli.live import label
+
     broken = [node for node in outcome.nodes.values() if node.type == "Pod" and node.phase in ("Failed", "Error")]
     if not broken:
         return f"error: {outcome.message}"
@@ -57,7 +59,8 @@ def failure(run: Run, outcome: Outcome) -> str:
     lines = path.read_text(errors="replace").split("\n") if node.log and path.is_file() else []
     said = next((line.strip() for line in reversed(lines) if line.strip()), node.message)
     kind = "" if said.startswith(("error:", "interrupted:")) else "error: "
-    return f"{kind}{said} [{node.display_name}; whole log: tuneloop logs {run.name} {node.display_name.split('(')[0]}]"
+    stage = label(node)
+    return f"{kind}{said} (in {stage}; see `tuneloop logs {run.name} {stage}`, then `tuneloop resume {run.name}`)"
 
 
 def weights(run: Run) -> Table:
