@@ -13,6 +13,8 @@ from typing import Any
 
 from tuneloop.errors import UserError
 
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
 
 def load_tokenizer(model: Path) -> Any:
     """The tokenizer of a Hugging Face model directory.
@@ -22,11 +24,15 @@ def load_tokenizer(model: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    if not any((model / name).is_file() for name in FILES):  # transformers would make an empty one up
+        raise UserError(
+            "policy", str(model), f"has no tokenizer; add its files beside config.json ({', '.join(FILES)})"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).split("\n")[0][:200]
-        raise UserError("policy", str(model), f"no tokenizer ({reason}); add its files beside config.json") from error
+        raise UserError("policy", str(model), f"its tokenizer can not be loaded: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise UserError("policy", str(model), "its tokenizer has no eos_token; set one in tokenizer_config.json")
     return tokenizer

@@ -1,0 +1,78 @@
+"""The evaluate stage over the transformers engine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.policies import commit_policy, commit_prompts
+from tuneloop.artifacts import Artifact
+from tuneloop.engines import Request, Sampling
+from tuneloop.engines.transformers import Transformers
+from tuneloop.errors import Retryable, UserError
+from tuneloop.evaluate import SAMPLES, evaluate
+from tuneloop.tokens import load_tokenizer, stop_ids
+
+PROMPTS = [f"reverse {i} =" for i in range(10, 18)]
+
+
+def half(completion: str, answer: str, metadata: dict[str, Any]) -> float:
+    """Judges nothing but the answer: a known share of the prompts is right."""
+    return float(int(answer.split()[1]) % 2)
+
+
+def shy(completion: str, answer: str, metadata: dict[str, Any]) -> None:
+    """Never can tell."""
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return commit_policy(tmp_path_factory.mktemp("policy") / "c", version=2)
+
+
+def run(out: Path, policy: Artifact, prompts: Artifact, **params: Any) -> list[dict[str, Any]]:
+    params = {"engine": "transformers", "max_tokens": 6, **params}
+    evaluate(out=str(out), policy=policy.ref, prompts=prompts.ref, **params)
+    table = pq.read_table(Artifact(str(out)).path / "samples.parquet")
+    assert table.schema == SAMPLES
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return rows
+
+
+def test_scores_what_the_policy_says(tmp_path: Path, policy: Artifact) -> None:
+    prompts = commit_prompts(tmp_path / "p", PROMPTS, reward=json.dumps({f"{__name__}:half": 0.5}))
+    rows = run(tmp_path / "m", policy, prompts, iteration=7)
+    manifest = Artifact(str(tmp_path / "m")).manifest
+    assert [row["score"] for row in rows] == [0.0, 0.5] * 4
+    assert manifest.results["mean_reward"] == 0.25
+    assert manifest.facts["outcomes"] == {"score": 8, "timeout": 0, "infra_error": 0, "unverifiable": 0}
+    assert (manifest.facts["version"], manifest.facts["digest"]) == (2, policy.manifest.digest)
+    metrics = json.loads((Artifact(str(tmp_path / "m")).path / "metrics.jsonl").read_text())
+    assert metrics == {"step": 7, "mean_reward": 0.25, "scored": 1.0}
+    words, engine = load_tokenizer(policy.path / "model"), Transformers()
+    engine.load(policy)
+    requests = [Request(text, words.encode(text), [0]) for text in PROMPTS]
+    greedy = Sampling(0.0, 6, stop_ids(words, policy.path / "model"))
+    said = [group[0].ids for group in engine.generate(requests, greedy, lambda done: None)]
+    assert [row["completion"] for row in rows] == words.batch_decode(said, skip_special_tokens=True)
+
+
+def test_limit_and_repetition(tmp_path: Path, policy: Artifact) -> None:
+    prompts = commit_prompts(tmp_path / "p", PROMPTS)
+    assert [r["prompt"] for r in run(tmp_path / "a", policy, prompts, limit=3)] == PROMPTS[:3]
+    first, again = (run(tmp_path / name, policy, prompts, temperature=1.0) for name in "bc")
+    assert first == again
+    assert first != run(tmp_path / "d", policy, prompts, temperature=1.0, seed=1)
+
+
+def test_nothing_scored_is_no_zero(tmp_path: Path, policy: Artifact) -> None:
+    prompts = commit_prompts(tmp_path / "p", PROMPTS, reward=json.dumps({f"{__name__}:shy": 1.0}))
+    with pytest.raises(Retryable, match="none of 8 completions could be scored"):
+        run(tmp_path / "m", policy, prompts)
+
+
+def test_no_held_out_prompts(tmp_path: Path, policy: Artifact) -> None:
+    with pytest.raises(UserError, match=r"eval\.parquet.*has no rows"):
+        run(tmp_path / "m", policy, commit_prompts(tmp_path / "p", []))
