@@ -1,0 +1,289 @@
+"""Send a workflow to a cluster and end it, through the Kubernetes API alone: no Argo server is needed.
+
+    cluster = connect("tuneloop")
+    name = submit(cluster, workflow, run="demo", store="s3://artifacts/runs")
+    code = wait(cluster, "demo")
+
+A run is all workflows that carry its label: the first one, those that resumed it, and the segments of a long loop.
+What goes wrong is one line (`UserError`, `Retryable`), whatever the client library raised.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
+
+RUN_LABEL = "tuneloop.dev/run"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
+DONE = ("Succeeded", "Failed", "Error")
+NAMESPACE = "tuneloop"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A connection.
+
+    Attributes:
+        namespace: where runs live.
+        context: of the kubeconfig, for people.
+        host: address of the API server, for people.
+        core, custom, auth: the client library's APIs.
+    """
+
+    namespace: str
+    context: str
+    host: str
+    core: Any
+    custom: Any
+    auth: Any
+
+    def get(self, group: str, version: str, plural: str, name: str) -> dict[str, Any]:
+        """A custom object of the namespace."""
+        found: dict[str, Any] = self.custom.get_namespaced_custom_object(group, version, self.namespace, plural, name)
+        return found
+
+    def list(self, group: str, version: str, plural: str, selector: str = "") -> list[dict[str, Any]]:
+        """The custom objects of the namespace, oldest first."""
+        found = self.custom.list_namespaced_custom_object(
+            group, version, self.namespace, plural, label_selector=selector, _request_timeout=30
+        )
+        return sorted(found["items"], key=lambda item: str(item["metadata"]["creationTimestamp"]))
+
+
+def connect(namespace: str = NAMESPACE, context: str | None = None) -> Cluster:
+    """Connect as kubectl would: KUBECONFIG, else ``~/.kube/config``, else the pod's own account.
+
+    Raises:
+        UserError: there is no configuration, or no such context.
+    """
+    try:
+        from kubernetes import client, config
+    except ImportError:
+        raise UserError("cluster", None, "needs the Kubernetes client: pip install 'tuneloop[cluster]'") from None
+    settings = client.Configuration()
+    try:
+        config.load_kube_config(context=context, client_configuration=settings)
+        context = context or config.list_kube_config_contexts()[1]["name"]
+    except config.ConfigException as error:
+        if context or "KUBERNETES_SERVICE_HOST" not in os.environ:
+            remedy = f"no usable cluster configuration ({error}); set KUBECONFIG, or choose --context"
+            raise UserError("cluster", context or os.environ.get("KUBECONFIG"), remedy) from None
+        config.load_incluster_config(client_configuration=settings)
+        context = "in-cluster"
+    settings.retries = 1
+    api = client.ApiClient(settings)
+    custom = client.CustomObjectsApi(api)
+    return Cluster(
+        namespace, str(context), settings.host, client.CoreV1Api(api), custom, client.AuthorizationV1Api(api)
+    )
+
+
+@contextmanager
+def faults(cluster: Cluster) -> Iterator[None]:
+    """Say in one line what a refusal of the API server means."""
+    from kubernetes.client import ApiException
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except ApiException as error:
+        message = told(error)
+        if error.status in (429, 500, 502, 503, 504):
+            raise Retryable(f"cluster: {cluster.host}: {message}") from error
+        raise UserError("cluster", cluster.context, f"refused ({error.status}): {message}") from error
+    except HTTPError as error:
+        remedy = f"{cluster.host} does not answer ({type(error).__name__}); is it running, and is this the context?"
+        raise UserError("cluster", cluster.context, remedy) from error
+
+
+def told(error: Any) -> str:
+    """The API server's own words of an ApiException."""
+    import json
+
+    try:
+        return " ".join(str(json.loads(error.body)["message"]).split())
+    except (TypeError, ValueError, KeyError):
+        return str(error.reason)
+
+
+def prepare(
+    workflow: Mapping[str, Any],
+    *,
+    run: str,
+    store: str,
+    namespace: str = NAMESPACE,
+    priority: str | None = None,
+) -> dict[str, Any]:
+    """`workflow` as the object that `submit` creates: named and labelled by its run, its pods too.
+
+    Args:
+        store: URL of the store, as the pods reach it.
+        priority: WorkloadPriorityClass of the stages that queue.
+
+    Raises:
+        UserError: the workflow has no parameters ``run`` and ``store``.
+    """
+    made = copy.deepcopy(dict(workflow))
+    metadata = made.setdefault("metadata", {})
+    metadata.pop("generateName", None)
+    metadata.update(name=run, namespace=namespace)
+    metadata.setdefault("labels", {})[RUN_LABEL] = run
+    spec = made["spec"]
+    spec.setdefault("podMetadata", {}).setdefault("labels", {})[RUN_LABEL] = run
+    parameters = {item["name"]: item for item in spec.get("arguments", {}).get("parameters", ())}
+    for name, value in (("run", run), ("store", store)):
+        if name not in parameters:
+            raise UserError(f"spec.arguments.parameters.{name}", None, "is missing; tuneloop's pipelines have it")
+        parameters[name]["value"] = value
+    if priority:
+        for labels in queued(made).values():
+            labels[PRIORITY_LABEL] = priority
+    return made
+
+
+def queued(workflow: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Template → labels, of those that wait in a queue."""
+    labels = {t["name"]: t.get("metadata", {}).get("labels", {}) for t in workflow["spec"].get("templates", ())}
+    return {name: each for name, each in labels.items() if QUEUE_LABEL in each}
+
+
+def workflows(cluster: Cluster, run: str) -> list[dict[str, Any]]:
+    """The workflows of a run, oldest first.
+
+    Raises:
+        UserError: there is none.
+    """
+    with faults(cluster):
+        found = cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
+    if not found:
+        remedy = f"no workflow in namespace {cluster.namespace} of {cluster.context} has the label {RUN_LABEL}={run}"
+        raise UserError("run", run, remedy)
+    return found
+
+
+def phase(workflow: Mapping[str, Any]) -> str:
+    """Of a workflow; ``Pending`` before the controller has seen it."""
+    return str(workflow.get("status", {}).get("phase") or "Pending")
+
+
+def submit(
+    cluster: Cluster,
+    workflow: Mapping[str, Any],
+    *,
+    run: str,
+    store: str,
+    priority: str | None = None,
+) -> str:
+    """Check everything, then create one object. A run that ended is resumed: committed stages end at once.
+
+    Returns:
+        the name of the workflow that was created.
+
+    Raises:
+        UserError: something is missing on the cluster (what else is, stands in the notes), or the run is under way;
+            nothing was created.
+    """
+    from tuneloop.argo.preflight import problems
+
+    made = prepare(workflow, run=run, store=store, namespace=cluster.namespace, priority=priority)
+    if found := problems(cluster, made):
+        for other in found[1:]:
+            found[0].add_note(str(other))
+        raise found[0]
+    with faults(cluster):
+        earlier = cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
+    if active := [w["metadata"]["name"] for w in earlier if phase(w) not in DONE]:
+        raise UserError("run", run, f"is under way as workflow {active[0]}; `tuneloop stop` it, or choose another name")
+    if earlier:
+        made["metadata"]["name"] = _next_name(run, [w["metadata"]["name"] for w in earlier])
+    group, version, plural = WORKFLOWS
+    with faults(cluster):
+        cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, plural, made)
+    return str(made["metadata"]["name"])
+
+
+def _next_name(run: str, taken: list[str]) -> str:
+    return next(name for n in range(2, len(taken) + 3) if (name := f"{run}-{n}") not in taken)
+
+
+def stop(cluster: Cluster, run: str, *, timeout: float = 120.0) -> int:
+    """End a run: its stages get SIGTERM and commit what a resume needs; jobs and pods it left are deleted.
+
+    Args:
+        timeout: seconds to wait for the pods to end.
+
+    Returns:
+        how many workflows were under way.
+
+    Raises:
+        Retryable: they did not end in time.
+    """
+    active = [w["metadata"]["name"] for w in workflows(cluster, run) if phase(w) not in DONE]
+    for name in active:
+        with faults(cluster):
+            cluster.custom.patch_namespaced_custom_object(
+                *WORKFLOWS[:2], cluster.namespace, WORKFLOWS[2], name, {"spec": {"shutdown": "Stop"}}
+            )
+    _until(lambda: all(phase(w) in DONE for w in workflows(cluster, run)), timeout, f"{run}: workflow has not ended")
+    _delete_jobs(cluster, run)
+    _until(lambda: not _alive(cluster, run), timeout, f"{run}: pods have not ended")
+    return len(active)
+
+
+def _delete_jobs(cluster: Cluster, run: str) -> None:
+    """Jobs of several pods outlive the step that started them: end them by name."""
+    from kubernetes.client import ApiException
+
+    kinds = (("jobset.x-k8s.io", "v1alpha2", "jobsets"), ("ray.io", "v1", "rayjobs"))
+    for group, version, plural in kinds:
+        try:
+            cluster.custom.delete_collection_namespaced_custom_object(
+                group, version, cluster.namespace, plural, label_selector=f"{RUN_LABEL}={run}"
+            )
+        except ApiException as error:
+            if error.status not in (403, 404):  # not installed here, or never ours to start
+                raise
+
+
+def _alive(cluster: Cluster, run: str) -> list[Any]:
+    with faults(cluster):
+        pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items
+    return [pod for pod in pods if pod.status.phase in ("Pending", "Running")]
+
+
+def _until(done: Callable[[], bool], timeout: float, what: str) -> None:
+    deadline = time.monotonic() + timeout
+    while not done():
+        if time.monotonic() > deadline:
+            raise Retryable(f"{what} after {timeout:g} s")
+        time.sleep(1.0)
+
+
+def wait(cluster: Cluster, run: str, *, poll: float = 2.0) -> int:
+    """Wait for the newest workflow of a run to end.
+
+    Returns:
+        0 when it succeeded; else 2 or 75 if a stage ended so, 1 otherwise.
+    """
+    while phase(newest := workflows(cluster, run)[-1]) not in DONE:
+        time.sleep(poll)
+    return exit_code(newest)
+
+
+def exit_code(workflow: Mapping[str, Any]) -> int:
+    """What `tuneloop submit --wait` returns for a workflow that has ended."""
+    from tuneloop.argo.watch import nodes
+
+    if phase(workflow) == "Succeeded":
+        return 0
+    codes = {node.exit_code for node in nodes(workflow).values() if node.phase in ("Failed", "Error")}
+    return next((code for code in (EXIT_USER, EXIT_RETRY) if code in codes), 1)

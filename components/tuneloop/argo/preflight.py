@@ -1,0 +1,249 @@
+"""What can be known to fail on a cluster before anything is created there: one line each, with the remedy.
+
+Where the account may not look (403), a thing counts as present: the account that runs the workflow is another one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+from tuneloop.argo.cluster import PRIORITY_LABEL, QUEUE_LABEL, WORKFLOWS, Cluster, faults, queued
+from tuneloop.errors import UserError
+from tuneloop.store import Store
+
+KUEUE = ("kueue.x-k8s.io", "v1beta2")
+INSTALL = "manifests/third-party/README.md says how to install it"
+APPLY = "kubectl apply -k manifests/overlays/local (or yours)"
+
+Amounts = dict[str, Decimal]
+"""Resource name → amount, in cores, bytes or pieces."""
+
+
+def problems(cluster: Cluster, workflow: Mapping[str, Any]) -> list[UserError]:
+    """What stands in the way of a prepared workflow; empty when nothing was found.
+
+    Raises:
+        UserError: the cluster does not answer, or the context is not allowed in at all.
+        Retryable: the API server is in trouble.
+    """
+    with faults(cluster):
+        if missing := [*_namespace(cluster), *_installed(cluster)]:
+            return missing
+        return [*_allowed(cluster), *_references(cluster, workflow), *_queues(cluster, workflow), *_store(workflow)]
+
+
+def _namespace(cluster: Cluster) -> Iterator[UserError]:
+    if _absent(cluster.core.read_namespace, cluster.namespace, _request_timeout=10):
+        remedy = f"does not exist in context {cluster.context}; {APPLY}, or choose --context or --namespace"
+        yield UserError("namespace", cluster.namespace, remedy)
+
+
+def _installed(cluster: Cluster) -> Iterator[UserError]:
+    group, version, plural = WORKFLOWS
+    if _absent(cluster.custom.list_namespaced_custom_object, group, version, cluster.namespace, plural, limit=1):
+        yield UserError(
+            "cluster", cluster.context, f"has no Argo Workflows ({plural}.{group} is not defined); {INSTALL}"
+        )
+
+
+def _allowed(cluster: Cluster) -> Iterator[UserError]:
+    from kubernetes import client
+
+    group, _, plural = WORKFLOWS
+    asked = client.V1ResourceAttributes(namespace=cluster.namespace, verb="create", group=group, resource=plural)
+    review = client.V1SelfSubjectAccessReview(spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=asked))
+    if not cluster.auth.create_self_subject_access_review(review).status.allowed:
+        remedy = (
+            f"may not create workflows in namespace {cluster.namespace}; bind the role tuneloop-user to the account"
+        )
+        yield UserError("cluster", cluster.context, remedy)
+
+
+def _references(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+    """Accounts, secrets, config maps and claims that the workflow names and cannot do without."""
+    read = {
+        "service account": cluster.core.read_namespaced_service_account,
+        "secret": cluster.core.read_namespaced_secret,
+        "config map": cluster.core.read_namespaced_config_map,
+        "claim": cluster.core.read_namespaced_persistent_volume_claim,
+    }
+    for kind, name in sorted(set(_named(workflow["spec"]))):
+        if _absent(read[kind], name, cluster.namespace):
+            yield UserError(kind, name, f"is missing in namespace {cluster.namespace}; create it, or {APPLY}")
+
+
+def _named(value: Any) -> Iterator[tuple[str, str]]:
+    """(kind, name) of every reference below `value` that is not optional."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _named(item)
+    if not isinstance(value, dict):
+        return
+    kinds = {
+        "secretKeyRef": "secret",
+        "secretRef": "secret",
+        "configMapKeyRef": "config map",
+        "configMapRef": "config map",
+    }
+    for key, item in value.items():
+        if key in kinds and not item.get("optional"):
+            yield kinds[key], item["name"]
+        elif key == "secret" and "secretName" in item and not item.get("optional"):
+            yield "secret", item["secretName"]
+        elif key == "persistentVolumeClaim":
+            yield "claim", item["claimName"]
+        elif key == "serviceAccountName" and "{{" not in item:
+            yield "service account", item
+        else:
+            yield from _named(item)
+
+
+def _queues(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+    """Kueue leaves a pod of an unknown queue waiting for ever, and says so nowhere."""
+    labels = queued(workflow)
+    for name in sorted({each[QUEUE_LABEL] for each in labels.values()}):
+        found = _found(cluster.get, *KUEUE, "localqueues", name)
+        if found is ABSENT:
+            remedy = (
+                f"is no LocalQueue of namespace {cluster.namespace}: stages would wait for ever; {APPLY}, or {INSTALL}"
+            )
+            yield UserError("queue", name, remedy)
+        elif found is not UNSEEN:
+            yield from _inactive(name, found)
+            yield from _quota(cluster, workflow, name, found["spec"]["clusterQueue"])
+    for priority in sorted({each[PRIORITY_LABEL] for each in labels.values() if PRIORITY_LABEL in each}):
+        if _absent(cluster.custom.get_cluster_custom_object, *KUEUE, "workloadpriorityclasses", priority):
+            yield UserError("priority", priority, f"is no WorkloadPriorityClass of {cluster.context}; {APPLY}")
+
+
+def _inactive(name: str, queue: Mapping[str, Any]) -> Iterator[UserError]:
+    for condition in queue.get("status", {}).get("conditions", ()):
+        if condition["type"] == "Active" and condition["status"] != "True":
+            yield UserError("queue", name, f"admits nothing: {condition['message']}")
+
+
+def _quota(cluster: Cluster, workflow: Mapping[str, Any], queue: str, cluster_queue: str) -> Iterator[UserError]:
+    found = _found(cluster.custom.get_cluster_custom_object, *KUEUE, "clusterqueues", cluster_queue)
+    if found in (ABSENT, UNSEEN):  # an inactive LocalQueue says the first
+        return
+    spec = found["spec"]
+    if spec.get("cohortName") or spec.get("cohort"):  # it may borrow what others leave
+        return
+    quota = _largest(spec)
+    own = [t for t in workflow["spec"]["templates"] if _labels(t).get(QUEUE_LABEL) == queue]
+    # A daemon keeps its share while the others run.
+    held = _sum(requests(template) for template in own if template.get("daemon"))
+    for template in own:
+        alone = requests(template)
+        wanted = alone if template.get("daemon") else _sum((alone, held))
+        for resource, amount in sorted(wanted.items()):
+            if resource not in quota:
+                yield UserError(
+                    template["name"], f"{resource}: {amount}", f"ClusterQueue {cluster_queue} has no quota for it"
+                )
+            elif amount > quota[resource]:
+                remedy = f"is more than ClusterQueue {cluster_queue} can ever give ({quota[resource]}); lower it"
+                beside = "" if wanted == alone else " with the server beside it"
+                yield UserError(template["name"], f"{resource}: {amount}{beside}", remedy)
+
+
+def _largest(spec: Mapping[str, Any]) -> Amounts:
+    """What the best flavor of a ClusterQueue gives of each resource."""
+    best: Amounts = {}
+    for group in spec.get("resourceGroups", ()):
+        for flavor in group["flavors"]:
+            for resource in flavor["resources"]:
+                name, amount = resource["name"], quantity(resource["nominalQuota"])
+                best[name] = max(amount, best.get(name, Decimal(0)))
+    return best
+
+
+def requests(template: Mapping[str, Any]) -> Amounts:
+    """What the pod of a template asks for; a limit without a request is one."""
+    containers = [template.get("container") or template.get("script") or {}, *template.get("sidecars", ())]
+    asked = []
+    for container in containers:
+        resources = container.get("resources") or {}
+        asked.append({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
+    return _sum({k: quantity(v) for k, v in each.items() if "{{" not in str(v)} for each in asked)
+
+
+def quantity(text: Any) -> Decimal:
+    """A Kubernetes quantity (``500m``, ``2Gi``, ``8``) as a number.
+
+    Raises:
+        UserError: it is none.
+    """
+    from kubernetes.utils import parse_quantity
+
+    try:
+        amount: Decimal = parse_quantity(str(text))
+    except ValueError:
+        raise UserError("quantity", text, "is no Kubernetes quantity, as in 500m or 2Gi") from None
+    return amount
+
+
+def _sum(amounts: Iterable[Amounts]) -> Amounts:
+    total: Amounts = {}
+    for each in amounts:
+        for name, amount in each.items():
+            total[name] = total.get(name, Decimal(0)) + amount
+    return total
+
+
+def _labels(template: Mapping[str, Any]) -> Mapping[str, str]:
+    labels: Mapping[str, str] = (template.get("metadata") or {}).get("labels") or {}
+    return labels
+
+
+def _store(workflow: Mapping[str, Any]) -> Iterator[UserError]:
+    parameters = {p["name"]: p.get("value", "") for p in workflow["spec"]["arguments"]["parameters"]}
+    url = str(parameters["store"])
+    scheme, _, path = url.rpartition("://")
+    if scheme in ("", "file"):
+        if not any(mount and path.startswith(mount) for mount in _shared_mounts(workflow)):
+            yield UserError("store", url, "is a path that the pods do not share; use s3://…, or mount a claim there")
+    elif scheme == "memory":
+        yield UserError("store", url, "ends with the pod; use s3://…")
+    elif _reachable(scheme):
+        try:
+            Store(url).check_writable()
+        except UserError as error:
+            yield error
+
+
+def _reachable(scheme: str) -> bool:
+    """Whether this machine has been told how to reach the store; the pods' way is the cluster's own."""
+    return scheme != "s3" or "AWS_ACCESS_KEY_ID" in os.environ
+
+
+def _shared_mounts(workflow: Mapping[str, Any]) -> Iterator[str]:
+    spec = workflow["spec"]
+    claims = {v["name"] for v in spec.get("volumes", ()) if "persistentVolumeClaim" in v}
+    for template in spec["templates"]:
+        own = claims | {v["name"] for v in template.get("volumes", ()) if "persistentVolumeClaim" in v}
+        for mount in (template.get("container") or {}).get("volumeMounts", ()):
+            if mount["name"] in own:
+                yield mount["mountPath"]
+
+
+ABSENT, UNSEEN = "absent", "not for this account to see"
+
+
+def _found(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `read` gives; ABSENT for 404; UNSEEN for 403."""
+    from kubernetes.client import ApiException
+
+    try:
+        return read(*args, **kwargs)
+    except ApiException as error:
+        if error.status in (403, 404):
+            return ABSENT if error.status == 404 else UNSEEN
+        raise
+
+
+def _absent(read: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    return _found(read, *args, **kwargs) is ABSENT

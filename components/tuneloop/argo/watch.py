@@ -1,0 +1,217 @@
+"""A run on a cluster as it goes: its nodes as the local executor names them, why pods wait, and what they say."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from tuneloop.argo.cluster import DONE, RUN_LABEL, Cluster, faults, phase, workflows
+from tuneloop.argo.state import Node
+
+NODE_NAME = "workflows.argoproj.io/node-name"
+WORKLOADS = ("kueue.x-k8s.io", "v1beta2", "workloads")
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run at one moment.
+
+    Attributes:
+        phase: of the newest workflow: ``Pending Running Succeeded Failed Error``.
+        message: the controller's.
+        workflows: names, oldest first.
+        nodes: id → node, of all workflows.
+        waiting: node id → why its pod does not run, for those that wait.
+        accelerator_seconds: GPU seconds requested so far, over all stages.
+    """
+
+    run: str
+    phase: str
+    message: str
+    workflows: list[str]
+    nodes: dict[str, Node]
+    waiting: dict[str, str]
+    accelerator_seconds: float
+
+
+def status(cluster: Cluster, run: str) -> Status:
+    """How a run stands.
+
+    Raises:
+        UserError: there is no such run on the cluster.
+    """
+    found = workflows(cluster, run)
+    merged = {key: node for workflow in found for key, node in nodes(workflow).items()}
+    last = found[-1]
+    return Status(
+        run=run,
+        phase=phase(last),
+        message=str(last.get("status", {}).get("message", "")),
+        workflows=[str(w["metadata"]["name"]) for w in found],
+        nodes=merged,
+        waiting=_waiting(cluster, run),
+        accelerator_seconds=sum(_accelerator_seconds(w) for w in found),
+    )
+
+
+def nodes(workflow: Mapping[str, Any]) -> dict[str, Node]:
+    """The nodes of a workflow's status, in the order they started; a large status is stored compressed."""
+    told = workflow.get("status", {})
+    raw = told.get("nodes") or {}
+    if packed := told.get("compressedNodes"):
+        raw = json.loads(gzip.decompress(base64.b64decode(packed)))
+    made = [_node(item) for item in raw.values()]
+    return {node.id: node for node in sorted(made, key=lambda n: (n.started, n.name))}
+
+
+def _node(item: Mapping[str, Any]) -> Node:
+    outputs = item.get("outputs", {})
+    code = outputs.get("exitCode")
+    return Node(
+        id=item["id"],
+        name=item["name"],
+        display_name=item.get("displayName", ""),
+        template=item.get("templateName", ""),
+        type=item["type"],
+        phase=item.get("phase", "Pending"),
+        parent=item.get("boundaryID", ""),
+        message=item.get("message", ""),
+        daemoned=bool(item.get("daemoned")),
+        started=_seconds(item.get("startedAt")),
+        finished=_seconds(item.get("finishedAt")),
+        exit_code=None if code is None else int(code),
+        progress=item.get("progress", ""),
+        inputs=_values(item.get("inputs", {})),
+        outputs=_values(outputs),
+    )
+
+
+def _values(io: Mapping[str, Any]) -> dict[str, str]:
+    return {p["name"]: str(p["value"]) for p in io.get("parameters", ()) if "value" in p}
+
+
+def _seconds(stamp: str | None) -> float:
+    return datetime.fromisoformat(stamp).timestamp() if stamp else 0.0
+
+
+def _accelerator_seconds(workflow: Mapping[str, Any]) -> float:
+    spent = workflow.get("status", {}).get("resourcesDuration", {})
+    return float(sum(seconds for name, seconds in spent.items() if name.endswith("/gpu")))
+
+
+def _waiting(cluster: Cluster, run: str) -> dict[str, str]:
+    """Node id → why its pod does not run yet."""
+    with faults(cluster):
+        pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items
+    pending = [pod for pod in pods if pod.status.phase == "Pending"]
+    gated = any(pod.spec.scheduling_gates for pod in pending)
+    queued = _workloads(cluster) if gated else {}
+    return {(pod.metadata.annotations or {}).get(NODE_NAME, pod.metadata.name): _why(pod, queued) for pod in pending}
+
+
+def _why(pod: Any, queued: Mapping[str, str]) -> str:
+    if pod.spec.scheduling_gates:
+        name = pod.metadata.labels.get("kueue.x-k8s.io/queue-name", "")
+        return f"queue {name}: {queued.get(pod.metadata.name, 'not seen by Kueue yet; is the queue there?')}"
+    for container in [*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ())]:
+        held = container.state.waiting
+        if held and held.reason not in ("PodInitializing", "ContainerCreating"):
+            return " ".join(f"{held.reason}: {held.message or ''}".split())
+    for condition in pod.status.conditions or ():
+        if condition.type == "PodScheduled" and condition.status == "False":
+            return f"not scheduled: {condition.message}"
+    return "starting"
+
+
+def _workloads(cluster: Cluster) -> dict[str, str]:
+    """Pod name → what Kueue says of it."""
+    said = {}
+    with faults(cluster):
+        found = cluster.list(*WORKLOADS)
+    for workload in found:
+        conditions = {c["type"]: c for c in workload.get("status", {}).get("conditions", ())}
+        reserved = conditions.get("QuotaReserved", {})
+        text = reserved.get("message") or "waiting for its turn"
+        for owner in workload["metadata"].get("ownerReferences", ()):
+            said[owner["name"]] = "admitted" if reserved.get("status") == "True" else text
+    return said
+
+
+def logs(cluster: Cluster, run: str, *, stage: str | None = None, follow: bool = False) -> Iterator[tuple[str, str]]:
+    """(stage, line) of what the pods of a run write; those of pods already deleted are gone.
+
+    Args:
+        stage: only this one, by its name in the graph.
+        follow: go on until the run ends; else what is there now.
+
+    Raises:
+        UserError: there is no such run on the cluster.
+    """
+    lines: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+    read: dict[str, threading.Thread] = {}
+    while True:
+        over = all(phase(w) in DONE for w in workflows(cluster, run)) or not follow
+        for pod in _started(cluster, run):
+            name = label(pod)
+            if pod.metadata.uid not in read and stage in (None, name):
+                reader = threading.Thread(target=_read, args=(cluster, pod, name, follow, lines), daemon=True)
+                read[pod.metadata.uid] = reader
+                reader.start()
+                if not follow:
+                    reader.join()  # one pod after the other
+        if over:
+            for reader in read.values():
+                reader.join()
+        while not lines.empty():
+            if (item := lines.get()) is not None:
+                yield item
+        if over:
+            return
+        time.sleep(1.0)
+
+
+def label(pod: Any) -> str:
+    """The stage's name in the graph: the last part of its node's name, without the number of the attempt."""
+    name = (pod.metadata.annotations or {}).get(NODE_NAME, pod.metadata.name)
+    return str(name).rsplit(".", 1)[-1].split("(")[0]
+
+
+def _started(cluster: Cluster, run: str) -> list[Any]:
+    """Pods whose main container has begun, or ended, oldest first."""
+    with faults(cluster):
+        pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items
+    begun = [pod for pod in pods if any(s.state.running or s.state.terminated for s in _mains(pod))]
+    return sorted(begun, key=lambda pod: pod.metadata.creation_timestamp)
+
+
+def _mains(pod: Any) -> list[Any]:
+    return [s for s in pod.status.container_statuses or () if s.name not in ("wait", "init")]
+
+
+def _read(cluster: Cluster, pod: Any, name: str, follow: bool, lines: queue.SimpleQueue[Any]) -> None:
+    from kubernetes.client import ApiException
+
+    container = _mains(pod)[0].name
+    try:
+        stream = cluster.core.read_namespaced_pod_log(
+            pod.metadata.name, cluster.namespace, container=container, follow=follow, _preload_content=False
+        )
+    except ApiException as error:
+        if error.status != 404:  # deleted since it was listed
+            lines.put((name, f"(no log: {error.reason})"))
+        return
+    rest = b""
+    for chunk in stream.stream():
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            lines.put((name, line.decode(errors="replace")))
+    if rest:
+        lines.put((name, rest.decode(errors="replace")))
