@@ -143,9 +143,14 @@ class Store:
             if self.root is None:
                 obstore.put(self._objects, key, path)
             else:
-                target = self.root / key
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target)
+                staged = self._staged(key, b"")
+                try:
+                    shutil.copyfile(path, staged)
+                    _fsync(staged)
+                    os.replace(staged, self.root / key)
+                except BaseException:
+                    staged.unlink(missing_ok=True)
+                    raise
 
     def download(self, key: str, path: Path) -> None:
         """Copy `key` to the local file `path`, streaming."""

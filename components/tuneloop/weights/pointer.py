@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tuneloop.errors import UserError
+from tuneloop.errors import Corrupt, UserError
 from tuneloop.store import Conflict, Store
 
 KEY = "latest"
@@ -27,26 +27,34 @@ class Latest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     version: int = Field(ge=0)
-    ref: str = Field(description="reference of the checkpoint that holds the weights")
+    ref: str = Field(description="``<directory>@xxh3-128:<digest of its index>``")
 
 
-def read(url: str) -> Latest | None:
-    """The pointer below `url`, or None before the first publication."""
-    data = Store(url).get(KEY)
-    return None if data is None else Latest.model_validate_json(data)
+def read(root: str | Store) -> Latest | None:
+    """The pointer below `root` (a URL, or a Store on it), or None before the first publication."""
+    store = root if isinstance(root, Store) else Store(root)
+    data = store.get(KEY)
+    return None if data is None else _parse(store, data)
 
 
-def advance(url: str, latest: Latest) -> bool:
-    """Move the pointer below `url` to `latest`; False if it says so already.
+def _parse(store: Store, data: bytes) -> Latest:
+    try:
+        return Latest.model_validate_json(data)
+    except ValueError as error:
+        raise Corrupt("weights", f"{store.url}/{KEY}", "is no pointer; restore it from a copy") from error
+
+
+def advance(root: str | Store, latest: Latest) -> bool:
+    """Move the pointer below `root` to `latest`; False if it says so already.
 
     Raises:
         PointerRewind: it stands at a newer version.
         PointerConflict: it stands at this version, with other weights.
     """
-    store = Store(url)
+    store = root if isinstance(root, Store) else Store(root)
     while True:
         data = store.get(KEY)
-        now = None if data is None else Latest.model_validate_json(data)
+        now = None if data is None else _parse(store, data)
         if now == latest:
             return False
         if now is not None and now.version > latest.version:

@@ -1,0 +1,175 @@
+"""Two model directories become one delta file; a delta file changes a directory in place. One thread a tensor.
+
+Both sides are memory-mapped and read once, in blocks that stay in a core's cache: reading, comparing, hashing and
+compressing are one pass, and neither model is ever held in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import xxhash
+
+from tuneloop.errors import Corrupt
+from tuneloop.weights import codec
+from tuneloop.weights.layout import Bytes, Checkpoint, encode_header, read_header
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass
+class Written:
+    """What `write` found and wrote. `size` is 0 where nothing changed and the number of bytes written elsewhere.
+
+    Attributes:
+        names: the changed tensors, which the file holds.
+        old, new: xxh3-128 of every tensor before and after.
+        changed, elements: how many elements differ, of how many.
+        fits: False where the file would have been larger than the limit: there is none then.
+    """
+
+    names: list[str]
+    old: dict[str, str]
+    new: dict[str, str]
+    changed: int
+    elements: int
+    size: int
+    fits: bool
+
+
+def write(old: Checkpoint, new: Checkpoint, path: Path, encoding: codec.Encoding, limit: int, threads: int) -> Written:
+    """Write the delta between two checkpoints of the same layout to `path`: a safetensors file of U8 payloads by name.
+
+    ``__metadata__`` holds the xxh3-128 of each changed tensor's new state. Tensors that did not change are absent.
+
+    Args:
+        limit: the size in bytes at which a full version is the better choice; nothing is kept then.
+    """
+
+    def encode(name: str) -> codec.Delta:
+        return codec.encode(old.view(name), new.view(name), new.tensors[name].width, encoding)
+
+    digest = "0" * 32
+    widest = {n: {"dtype": "U8", "shape": [2 * new.size], "data_offsets": [2 * new.size] * 2} for n in new.tensors}
+    room = len(
+        encode_header({"__metadata__": dict.fromkeys(new.tensors, digest), **widest})
+    )  # offsets are not known yet
+    done = Written([], {}, {}, 0, 0, 0, True)
+    header: dict[str, Any] = {"__metadata__": {}}
+    at = 0
+    with path.open("wb") as file:
+        file.seek(room)
+        for name, delta in in_order(encode, new.tensors, threads):
+            tensor = new.tensors[name]
+            done.old[name], done.new[name] = delta.old, delta.new
+            done.elements += (tensor.end - tensor.start) // (1 if encoding == "overwrite" else tensor.width)
+            done.changed += delta.changed
+            if delta.payload is None:
+                continue
+            size = len(delta.payload)
+            done.names.append(name)
+            header["__metadata__"][name] = delta.new
+            header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
+            at += size
+            done.fits = done.fits and room + at < limit
+            if done.fits:
+                file.write(delta.payload)
+        file.seek(0)
+        file.write(encode_header(header, room))
+    done.size = room + at if done.names else 0
+    if not done.names or not done.fits:
+        path.unlink()
+    return done
+
+
+class DeltaFile:
+    """A delta, opened: the payload of each changed tensor.
+
+    Args:
+        path: of the safetensors file.
+        expected: tensor name → checksum, as the version's index says it.
+
+    Raises:
+        Corrupt: the file and the index do not agree.
+    """
+
+    def __init__(self, path: Path, encoding: codec.Encoding, names: Iterable[str], expected: Mapping[str, str]) -> None:
+        self.encoding = encoding
+        header, data, _ = read_header(path)
+        stated = header.pop("__metadata__", {})
+        if not set(names) == set(header) == set(stated) or any(expected.get(n) != stated[n] for n in stated):
+            raise Corrupt("weights", str(path), "holds other tensors than its index says; publish the version again")
+        content = np.memmap(path, np.uint8, "r").view(np.ndarray)
+        self.payloads: dict[str, Bytes] = {
+            name: content[data + entry["data_offsets"][0] : data + entry["data_offsets"][1]]
+            for name, entry in header.items()
+        }
+
+
+def patch(
+    target: Checkpoint, deltas: list[DeltaFile], expected: Mapping[str, str], names: Iterable[str], threads: int
+) -> None:
+    """Apply `deltas` in order to the mapped files of `target`, and check the new state of each tensor of `names`.
+
+    A tensor takes all its deltas before it is hashed once: a chain costs one pass over the memory.
+
+    Raises:
+        Corrupt: a payload is damaged, or a new state is not what was published. `target` is unusable then.
+    """
+
+    def update(name: str) -> str:
+        view = target.view(name)
+        for delta in deltas:
+            if name in delta.payloads:
+                codec.apply(view, delta.payloads[name], target.tensors[name].width, delta.encoding)
+        return xxhash.xxh3_128_hexdigest(view.data)
+
+    compare(in_order(update, names, threads), expected, target.directory)
+
+
+def compare(found: Iterable[tuple[str, str]], expected: Mapping[str, str], where: Path) -> None:
+    """Check tensor checksums.
+
+    Raises:
+        Corrupt: the first that differs.
+    """
+    for name, digest in found:
+        if digest != expected.get(name):
+            raise Corrupt("weights", f"{where}: {name}", f"has xxh3-128 {digest}, published was {expected.get(name)}")
+
+
+def checksums(checkpoint: Checkpoint, threads: int) -> dict[str, str]:
+    """xxh3-128 of every tensor's bytes."""
+    return dict(
+        in_order(lambda name: xxhash.xxh3_128_hexdigest(checkpoint.view(name).data), checkpoint.tensors, threads)
+    )
+
+
+def in_order(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[tuple[Item, Result]]:
+    """Run `work` on threads; yield (item, result) in the order of items, few ahead, so results do not pile up."""
+    waiting: deque[tuple[Item, Future[Result]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for item in items:
+                waiting.append((item, pool.submit(work, item)))
+                if len(waiting) > 2 * threads:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            for item, future in waiting:
+                yield item, future.result()
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+
+def thread_count() -> int:
+    """CPUs that this process may use; more than eight do not help a memory-bound pass."""
+    return min(8, len(os.sched_getaffinity(0)))

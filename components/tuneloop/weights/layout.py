@@ -1,0 +1,168 @@
+"""A Hugging Face model directory as bytes: where each tensor lies, without loading any.
+
+The safetensors format (https://github.com/huggingface/safetensors#format): eight bytes give the length of a JSON
+header, the header gives dtype, shape and byte range of each tensor, the rest is their data without holes. Two files with
+equal headers and equal tensors are therefore byte-identical, which is what the weight protocol proves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tuneloop.errors import Corrupt, UserError
+
+Bytes = NDArray[np.uint8]
+
+# The safetensors library lays tensors out widest dtype first, then by name; the same order gives the same file.
+_ORDER = ["U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "I8", "U8", "BOOL"]
+_MEND = "restore the file from a copy"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file: `start` and `end` are byte offsets in it."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def width(self) -> int:
+        """Bytes an element; 1 where elements are no whole number of 1, 2, 4 or 8 bytes."""
+        elements = math.prod(self.shape)
+        width = (self.end - self.start) // elements if elements else 1
+        return width if width in (1, 2, 4, 8) and width * elements == self.end - self.start else 1
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int, str]:
+    """The header of a safetensors file, the offset of its data, and the xxh3-128 of all bytes before the data.
+
+    Raises:
+        Corrupt: it is not a safetensors file.
+    """
+    with path.open("rb") as file:
+        size = file.read(8)
+        length = int.from_bytes(size, "little")
+        if len(size) < 8 or length > path.stat().st_size - 8:
+            raise Corrupt("weights", str(path), f"is no safetensors file: its header is cut short; {_MEND}")
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+        ranges = sorted(tuple(v["data_offsets"]) for k, v in header.items() if k != "__metadata__")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Corrupt("weights", str(path), f"is no safetensors file ({error!r}); {_MEND}") from error
+    at = 0
+    for start, end in ranges:
+        if start != at or end < start:
+            raise Corrupt("weights", str(path), f"its tensors overlap or leave holes at byte {at}; {_MEND}")
+        at = end
+    if 8 + length + at != path.stat().st_size:
+        raise Corrupt(
+            "weights", str(path), f"is {path.stat().st_size} bytes, its header says {8 + length + at}; {_MEND}"
+        )
+    return header, 8 + length, xxhash.xxh3_128_hexdigest(size + raw)
+
+
+class Checkpoint:
+    """A model directory, memory-mapped.
+
+    Attributes:
+        tensors: name → where it lies, sorted by name.
+        headers: safetensors file → digest of its header: equal where names, dtypes, shapes and order are.
+        others: the files that are no safetensors (config, tokenizer), hidden ones left out.
+        size: bytes of all safetensors files.
+
+    Args:
+        directory: with ``*.safetensors`` at its top.
+        writable: map for writing in place.
+
+    Raises:
+        UserError: no safetensors file there.
+        Corrupt: a file is not what its header says, or two files hold the same tensor.
+    """
+
+    def __init__(self, directory: Path, *, writable: bool = False) -> None:
+        self.directory = Path(directory)
+        self.tensors: dict[str, Tensor] = {}
+        self.headers: dict[str, str] = {}
+        found = [p for p in visible_files(self.directory) if p.suffix == ".safetensors"]
+        if not found:
+            raise UserError("weights", str(directory), "has no .safetensors file; give a Hugging Face model directory")
+        self._maps: dict[str, Bytes] = {}
+        for path in found:
+            name = path.relative_to(self.directory).as_posix()
+            header, data, self.headers[name] = read_header(path)
+            for key, entry in header.items():
+                if key == "__metadata__":
+                    continue
+                if key in self.tensors:
+                    raise Corrupt("weights", str(path), f"holds tensor {key!r}, and so does {self.tensors[key].file}")
+                start, end = entry["data_offsets"]
+                self.tensors[key] = Tensor(name, entry["dtype"], tuple(entry["shape"]), data + start, data + end)
+            self._maps[name] = np.memmap(path, np.uint8, "r+" if writable else "r").view(np.ndarray)
+        self.tensors = dict(sorted(self.tensors.items()))
+        self.others = [
+            p.relative_to(self.directory).as_posix() for p in visible_files(self.directory) if p not in found
+        ]
+        self.size = sum(len(m) for m in self._maps.values())
+
+    def view(self, name: str) -> Bytes:
+        """The bytes of a tensor (flat uint8), in the file itself."""
+        tensor = self.tensors[name]
+        return self._maps[tensor.file][tensor.start : tensor.end]
+
+
+def visible_files(directory: Path) -> list[Path]:
+    """Files below `directory`, sorted, without those that are hidden or lie in a hidden directory."""
+    paths = (p for p in directory.rglob("*") if p.is_file())
+    return sorted(p for p in paths if not any(part.startswith(".") for part in p.relative_to(directory).parts))
+
+
+def create(path: Path, entries: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> None:
+    """Preallocate a safetensors file, all zeros, byte-compatible with the library's own.
+
+    Several processes can then open a `Checkpoint` for writing and fill in what each holds (an FSDP shard of dimension 0
+    is a byte range): no rank gathers a tensor, and the file equals a full export.
+
+    Args:
+        entries: tensor name → (safetensors dtype, shape, bytes).
+        metadata: for ``__metadata__``; transformers wants ``{"format": "pt"}``.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name in sorted(entries, key=lambda n: (_ORDER.index(entries[n][0]), n)):
+        dtype, shape, size = entries[name]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    with path.open("wb") as file:
+        file.write(encode_header(header))
+        file.truncate(file.tell() + at)
+
+
+def encode_header(header: Mapping[str, Any], length: int = 0) -> bytes:
+    """The bytes before the data, padded with spaces to a multiple of eight, to `length` where that is more."""
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw = raw.ljust(max(-(-len(raw) // 8) * 8, length - 8))
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def file_names(names: Iterable[str]) -> None:
+    """Refuse names that would leave the directory they are written to.
+
+    Raises:
+        Corrupt: an absolute name, or one with an empty, hidden or parent part.
+    """
+    for name in names:
+        if "\0" in name or any(not part or part.startswith(".") for part in name.split("/")):
+            raise Corrupt("weights", name, "is no name for a file of a model directory; publish the version again")

@@ -1,0 +1,296 @@
+"""Make a local model directory hold a published version: the newest full one, then deltas in order, or deltas alone in
+place where the directory holds an earlier version already."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from tuneloop.artifacts import file_digest
+from tuneloop.errors import Corrupt, UserError
+from tuneloop.store import Store
+from tuneloop.weights import delta, versions
+from tuneloop.weights.layout import Checkpoint, visible_files
+from tuneloop.weights.versions import Chain, Entry
+
+MARKER, LOCK, INCOMING = ".weight_version.json", ".weight_version.lock", ".incoming"
+
+
+class Marker(BaseModel):
+    """What a directory holds. It exists only while that is true: it is removed before the first byte changes.
+
+    Data are not flushed to disk, so the marker counts only in the boot that wrote it (a killed process loses nothing,
+    a crashed host may); in another, every tensor is checked first.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    version: int
+    index: str
+    boot: str
+
+
+@dataclass(frozen=True)
+class Materialized:
+    """What `materialize` did.
+
+    Attributes:
+        version: that the directory holds now.
+        ref: as the pointer writes it.
+        previous: that it held before; None if none or not to be trusted.
+        full: the full version that was copied; None where deltas were applied in place.
+        deltas: versions applied, in order.
+        read_bytes: from the store.
+        timings: seconds: ``fetch``, ``apply`` (with the checks).
+    """
+
+    version: int
+    ref: str
+    previous: int | None
+    full: int | None
+    deltas: list[int]
+    read_bytes: int
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+def materialize(
+    root: str | Store, version: int | None, directory: Path | str, *, threads: int | None = None
+) -> Materialized:
+    """Make `directory` hold `version` (None: the latest) as published below `root`, byte for byte.
+
+    Lineage is checked before a byte changes, the new state of every changed tensor after. One process a host works at a
+    time; others wait and find the work done. After a failure in place the directory counts as holding nothing, and the
+    next call restores it from a full version.
+
+    Args:
+        directory: empty, absent, or made by an earlier call.
+
+    Raises:
+        UserError: the version is not published, or the directory holds something else.
+        Corrupt: what is published is damaged, out of order, or does not lead to the published state.
+    """
+    chain = Chain(root)
+    directory = Path(directory)
+    threads = threads or delta.thread_count()
+    with locked(directory):
+        target = chain.target(version)
+        held = _held(directory, chain, threads)
+        plan = _plan(chain, target, held)
+        if held == target:
+            return _result(chain, plan, held, {})
+        clock = time.perf_counter()
+        incoming = directory / INCOMING
+        shutil.rmtree(incoming, ignore_errors=True)
+        incoming.mkdir()
+        try:
+            deltas = [_open_delta(chain.store, step, incoming) for step in plan.steps]
+            if plan.full:
+                _fetch_full(chain.store, plan.full, incoming / "model")
+            fetched = time.perf_counter() - clock
+            clock = time.perf_counter()
+            _assemble(chain, plan, deltas, directory, threads)
+        finally:
+            shutil.rmtree(incoming, ignore_errors=True)
+        return _result(chain, plan, held, {"fetch": fetched, "apply": time.perf_counter() - clock})
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """`full` is None where `steps` continue what the directory holds."""
+
+    target: Entry
+    full: Entry | None
+    steps: list[Entry]
+
+
+def _plan(chain: Chain, target: int, held: int | None) -> _Plan:
+    """The cheaper way: deltas from what is held, or from the newest full version at or below the target."""
+    steps: list[Entry] = []
+    restore: _Plan | None = None
+    for step, entry in chain.steps(target):
+        if entry.version == held:
+            here = _Plan(chain.entry(target), None, steps[::-1])
+            return min((p for p in (here, restore) if p), key=_bytes)
+        if entry.index.encoding is None and restore is None:
+            restore = _Plan(chain.entry(target), entry, steps[::-1])
+            if held is None or held > entry.version:
+                return restore
+        if step is None:
+            break
+        steps.append(step)
+    if restore is None:
+        where = f"{chain.store.url}/{versions.directory(target)}"
+        raise Corrupt("weights", where, "builds on a version that is gone, and no full version is left below it")
+    return restore
+
+
+def _bytes(plan: _Plan) -> int:
+    return sum(e.index.tuneloop.stored_bytes for e in (*plan.steps, *([plan.full] if plan.full else [])))
+
+
+def _result(chain: Chain, plan: _Plan, held: int | None, timings: dict[str, float]) -> Materialized:
+    done = [step.version for step in plan.steps]
+    full = plan.full.version if plan.full else None
+    return Materialized(plan.target.version, versions.reference(plan.target), held, full, done, _bytes(plan), timings)
+
+
+def _open_delta(store: Store, step: Entry, incoming: Path) -> delta.DeltaFile | None:
+    encoding, names = step.index.encoding, set(step.index.weight_map.values())
+    assert encoding is not None
+    if not names:
+        return None
+    if len(names) != 1:
+        raise Corrupt("weights", step.place, "has several delta files, which this reader does not write or read")
+    path = fetch(store, f"{step.place}/{names.pop()}", incoming / f"{step.version}.safetensors")
+    return delta.DeltaFile(path, encoding, step.index.weight_map, step.index.tuneloop.checksums)
+
+
+def fetch(store: Store, key: str, path: Path, *, copy: bool = False) -> Path:
+    """A local file with the bytes of `key`: the stored file itself where the store is local and no copy is wanted."""
+    if store.root is not None and not copy:
+        path = store.root / key
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            store.download(key, path)
+        except (FileNotFoundError, UserError) as error:
+            raise _missing(store, key) from error
+    if not path.is_file():
+        raise _missing(store, key)
+    return path
+
+
+def _missing(store: Store, key: str) -> Corrupt:
+    return Corrupt("weights", f"{store.url}/{key}", "is missing although its index is there; publish the version again")
+
+
+def _fetch_full(store: Store, full: Entry, directory: Path) -> None:
+    for name, file in full.index.tuneloop.files.items():
+        if file.stored is None:
+            raise Corrupt("weights", f"{store.url}/{full.place}", f"is a full version that does not store {name}")
+        fetch(store, f"{full.place}/{file.stored}", directory / name, copy=True)
+
+
+def _assemble(chain: Chain, plan: _Plan, deltas: list[delta.DeltaFile | None], directory: Path, threads: int) -> None:
+    """Apply the plan: to a copy beside the directory where it starts from a full version, else in place."""
+    index = plan.target.index.tuneloop
+    work = directory / INCOMING / "model" if plan.full else directory
+    others = _fetch_others(chain.store, plan, directory / INCOMING)
+    model = Checkpoint(work, writable=True)
+    if model.headers != {n: f.header for n, f in index.files.items() if f.header} or set(model.tensors) != set(
+        index.checksums
+    ):
+        raise Corrupt(
+            "weights", str(work), f"has other tensors than version {plan.target.version}; nothing was changed"
+        )
+    given = [d for d in deltas if d is not None]
+    touched = {n for d in given for n in d.payloads}
+    if unknown := touched - set(model.tensors):
+        raise Corrupt(
+            "weights", str(work), f"has no tensor {sorted(unknown)[0]!r}, the delta does; nothing was changed"
+        )
+    if not plan.full:
+        (directory / MARKER).unlink()  # from here on the directory holds nothing until it is proved again
+    delta.patch(model, given, index.checksums, model.tensors if plan.full else sorted(touched), threads)
+    for name, path in others.items():
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, work / name)
+    (directory / MARKER).unlink(missing_ok=True)
+    if plan.full:
+        for path in visible_files(work):
+            name = path.relative_to(work)
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, directory / name)
+    for path in visible_files(directory):
+        if path.relative_to(directory).as_posix() not in index.files:
+            path.unlink()
+    _mark(directory, plan.target)
+
+
+def _fetch_others(store: Store, plan: _Plan, incoming: Path) -> dict[str, Path]:
+    """The newest of each file that deltas carry whole (config, tokenizer), verified."""
+    newest = {
+        name: f"{step.place}/{file.stored}"
+        for step in plan.steps
+        for name, file in step.index.tuneloop.files.items()
+        if file.stored
+    }
+    wanted = plan.target.index.tuneloop.files
+    work = incoming / "model" if plan.full else incoming.parent
+    found = {n: fetch(store, key, incoming / "others" / n, copy=True) for n, key in newest.items() if n in wanted}
+    for name, file in wanted.items():
+        path = found.get(name, work / name)
+        if file.header is None and (not path.is_file() or file_digest(path) != file.digest):
+            raise Corrupt("weights", f"{store.url}: {name}", f"is not the file that was published ({file.digest})")
+    return found
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _mark(directory: Path, target: Entry) -> None:
+    marker = Marker(version=target.version, index=target.digest, boot=_boot())
+    staged = directory / f"{MARKER}.new"
+    staged.write_text(marker.model_dump_json())
+    os.replace(staged, directory / MARKER)
+
+
+def _held(directory: Path, chain: Chain, threads: int) -> int | None:
+    """The version that the directory holds, or None where it holds none that this chain knows."""
+    try:
+        marker = Marker.model_validate_json((directory / MARKER).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    if marker.version not in chain.versions or chain.entry(marker.version).digest != marker.index:
+        return None
+    entry = chain.entry(marker.version)
+    try:
+        if marker.boot != _boot():
+            check(directory, entry, threads)
+        same = Checkpoint(directory).headers == {n: f.header for n, f in entry.index.tuneloop.files.items() if f.header}
+    except UserError:
+        return None
+    return marker.version if same else None
+
+
+def check(directory: Path, entry: Entry, threads: int) -> int:
+    """Compare a directory with a version, every tensor and every file.
+
+    Returns the number of tensors.
+
+    Raises:
+        Corrupt: the first difference.
+    """
+    model, wanted = Checkpoint(directory), entry.index.tuneloop
+    if model.headers != {n: f.header for n, f in wanted.files.items() if f.header}:
+        raise Corrupt("weights", str(directory), f"has other tensors or files than version {entry.version}")
+    delta.compare(delta.checksums(model, threads).items(), wanted.checksums, directory)
+    digests = {n: file_digest(directory / n) for n in model.others}
+    if digests != {n: f.digest for n, f in wanted.files.items() if f.header is None}:
+        raise Corrupt("weights", str(directory), f"has another configuration or tokenizer than version {entry.version}")
+    return len(model.tensors)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the directory for this process; the kernel lets go when the process dies.
+
+    Raises:
+        UserError: it holds files that `materialize` did not put there.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / LOCK).exists() and any(directory.iterdir()):
+        raise UserError(
+            "directory", str(directory), "is not empty and not made by `weights materialize`; choose another"
+        )
+    with (directory / LOCK).open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield

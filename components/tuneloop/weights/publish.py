@@ -1,0 +1,286 @@
+"""Publish a model directory as the next version: files, then the index, then the pointer."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from tuneloop.artifacts import file_digest
+from tuneloop.errors import Corrupt
+from tuneloop.store import Conflict, Store
+from tuneloop.weights import codec, delta, pointer, versions
+from tuneloop.weights.layout import Checkpoint
+from tuneloop.weights.materialize import materialize
+from tuneloop.weights.pointer import PointerConflict, PointerRewind
+from tuneloop.weights.versions import INDEX, Chain, Entry, Extra, File, Index, Metadata
+
+APPLY_COST = 0.1
+"""What applying a delta costs beyond reading its bytes, as a share of restoring a full version: measured by
+``benchmarks/weights_delta.py``."""
+
+
+def anchor_due(restore_cost: float) -> bool:
+    """Whether the next version is published in full as well, which bounds the time of a restore.
+
+    ``restore_cost`` sums, over the deltas since the last full version, (bytes of the delta / bytes in full) +
+    `APPLY_COST`: the time to replay them, in units of the time to read the full version before them. Past 2, a replica
+    that starts from nothing would wait three times as long as for a full version. At 1 to 2 % of the bytes a version
+    this is every 18th version; where deltas are denser, sooner.
+    """
+    return restore_cost > 2
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version as it now stands.
+
+    Attributes:
+        version, base_version, encoding: as in the index; the last two None where only a full version was published.
+        full: whether the version is stored in full (with or without a delta beside it).
+        sent_bytes: written by this call; 0 where the version stood already.
+        full_bytes: of the model directory's safetensors.
+        delta_bytes: of the delta; None where there is none.
+        density: share of elements that changed; None without a base.
+        timings: seconds: ``base`` (derive it from the chain), ``encode``, ``publish`` (upload, commit, pointer).
+    """
+
+    version: int
+    ref: str
+    base_version: int | None
+    encoding: codec.Encoding | None
+    full: bool
+    sent_bytes: int
+    full_bytes: int
+    delta_bytes: int | None
+    density: float | None
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+def publish(
+    root: str | Store,
+    version: int,
+    directory: Path | str,
+    *,
+    base: Path | str | None = None,
+    encoding: codec.Encoding | None = "gap8-xor",
+    threads: int | None = None,
+) -> Published:
+    """Publish `directory` as `version` below `root` and move ``latest`` to it.
+
+    Crash-safe at every point: until the index exists the version does not, until the pointer moves the old version is
+    served, and calling again finishes. The base is the newest version below `version` in the store, never memory, so a
+    restarted trainer continues the chain. Publishing a version that stands already, with the same bytes, moves the
+    pointer if it has to and does nothing else.
+
+    Args:
+        root: URL of the run's weights, or a Store on it.
+        version: any number above the latest; a version is immutable.
+        directory: Hugging Face layout: ``*.safetensors`` and whatever lies beside them, hidden files left out.
+        base: a directory with the base version's files (the export before), if it is at hand: checked tensor by tensor
+            against the chain. None: the base is materialized from the chain, into the temporary directory.
+        encoding: of the delta; None publishes in full.
+
+    Raises:
+        PointerRewind: ``latest`` is at a newer version.
+        PointerConflict: the version stands, with other bytes.
+        Corrupt: `base` is not the base version, or the chain in the store is damaged.
+    """
+    chain = Chain(root)
+    threads = threads or delta.thread_count()
+    now = pointer.read(chain.store)
+    if now is not None and now.version > version:
+        raise PointerRewind("weights version", version, f"{chain.store.url} is at version {now.version} already")
+    with tempfile.TemporaryDirectory(prefix="tuneloop-weights-") as scratch:
+        attempt = _Attempt(chain, version, Path(directory), threads, Path(scratch))
+        if version in chain.versions:
+            attempt.describe_full()
+            return attempt.stand_by()
+        below = [v for v in chain.versions if v < version]
+        if below and encoding is not None:
+            attempt.encode(chain.entry(below[-1]), base, encoding)
+        attempt.describe_full()
+        clock = time.perf_counter()
+        try:
+            attempt.commit()
+        except Conflict:  # a duplicate was faster
+            chain = attempt.chain = Chain(chain.store)
+            return attempt.stand_by()
+        result = attempt.advance(chain.store)
+        attempt.timings["publish"] = time.perf_counter() - clock
+        return result
+
+
+class _Attempt:
+    """One attempt to publish: what is to be uploaded under which key, and the indexes that will describe it."""
+
+    def __init__(self, chain: Chain, version: int, directory: Path, threads: int, scratch: Path) -> None:
+        self.chain, self.version, self.threads, self.scratch = chain, version, threads, scratch
+        self.new = Checkpoint(directory)
+        self.place = versions.directory(version)
+        self.timings: dict[str, float] = {}
+        self.checksums: dict[str, str] | None = None
+        self.full: Index | None = None
+        self.delta: Index | None = None
+        self.delta_path = scratch / "delta.safetensors"
+        self.sent = 0
+
+    def encode(self, standing: Entry, base: Path | str | None, encoding: codec.Encoding) -> None:
+        """Encode against the base version, if a delta can express the step and is smaller than the full version."""
+        clock = time.perf_counter()
+        if base is None:
+            base = self.scratch / "base"
+            materialize(self.chain.store, standing.version, base, threads=self.threads)
+        old = Checkpoint(Path(base))
+        self.timings["base"] = time.perf_counter() - clock
+        clock = time.perf_counter()
+        before = standing.index.tuneloop
+        if old.headers != {n: f.header for n, f in before.files.items() if f.header}:
+            raise _not_the_base(base, standing)
+        if old.headers != self.new.headers:  # names, dtypes, shapes or files differ: only a full version can say that
+            return
+        done = delta.write(old, self.new, self.delta_path, encoding, self.new.size, self.threads)
+        self.checksums = done.new
+        self.timings["encode"] = time.perf_counter() - clock
+        if done.old != before.checksums:
+            raise _not_the_base(base, standing)
+        if not done.fits:
+            return
+        name = f"model-00000-of-00001.{file_digest(self.delta_path)[:12]}.safetensors" if done.names else None
+        files = self._files(done.new)
+        for key, file in files.items():
+            same = before.files.get(key)
+            if file.header or (same and (file.size, file.digest) == (same.size, same.digest)):
+                files[key] = file.model_copy(update={"stored": None})
+        stored = sum(f.size for f in files.values() if f.stored)
+        self.delta = Index(
+            metadata=Metadata(
+                version=f"{self.version:06d}",
+                base_version=standing.index.metadata.version,
+                delta_encoding=encoding,
+                compression_format="zstd",
+                total_size=self._total(),
+            ),
+            weight_map=dict.fromkeys(done.names, name or ""),
+            tuneloop=Extra(
+                files=files,
+                checksums=done.new,
+                base_index=standing.digest,
+                stored_bytes=done.size + stored,
+                elements=done.elements,
+                changed=done.changed,
+                restore_cost=before.restore_cost + done.size / self.new.size + APPLY_COST,
+            ),
+        )
+
+    def describe_full(self) -> None:
+        """The index of the version in full."""
+        if self.checksums is None:
+            self.checksums = delta.checksums(self.new, self.threads)
+        files = self._files(self.checksums)
+        stored = {name: file.stored for name, file in files.items()}
+        self.full = Index(
+            metadata=Metadata(version=f"{self.version:06d}", total_size=self._total()),
+            weight_map={name: stored[t.file] or "" for name, t in self.new.tensors.items()},
+            tuneloop=Extra(files=files, checksums=self.checksums, stored_bytes=sum(f.size for f in files.values())),
+        )
+
+    def _files(self, checksums: dict[str, str]) -> dict[str, File]:
+        """The assembled directory's files as a full version stores them.
+
+        Weights are named by their content: two attempts with different bytes never write to one key.
+        """
+        files = {}
+        for name, header in self.new.headers.items():
+            content = xxhash.xxh3_128(header.encode())
+            for tensor, place in self.new.tensors.items():
+                if place.file == name:
+                    content.update(checksums[tensor].encode())
+            stored = f"{name.removesuffix('.safetensors')}.{content.hexdigest()[:12]}.safetensors"
+            files[name] = File(size=(self.new.directory / name).stat().st_size, header=header, stored=stored)
+        for name in self.new.others:
+            path = self.new.directory / name
+            stored = f"export.{name}" if name == INDEX else name
+            files[name] = File(size=path.stat().st_size, digest=file_digest(path), stored=stored)
+        return files
+
+    def _total(self) -> int:
+        return sum(t.end - t.start for t in self.new.tensors.values())
+
+    def commit(self) -> None:
+        """Upload files, then the index that makes the version exist, then drop what crashed attempts left.
+
+        Raises:
+            Conflict: the version exists by now.
+        """
+        assert self.full is not None
+        store, main, keys = self.chain.store, self.full, set[str]()
+        if self.delta is not None and not anchor_due(self.delta.tuneloop.restore_cost):
+            main = self.delta
+        elif self.delta is not None:
+            main = self._with_delta(self.full, self.delta)
+            place = versions.delta_place(self.place, main)
+            keys |= self._upload(self.delta, place)
+            store.put(f"{place}/{INDEX}", self.delta.encoded())
+        keys |= self._upload(main, self.place)
+        store.create(f"{self.place}/{INDEX}", main.encoded())
+        for key in store.keys(self.place):
+            if key not in keys and not key.rpartition("/")[2].startswith("."):  # hidden: somebody is writing it
+                store.delete(key)
+
+    def _with_delta(self, full: Index, step: Index) -> Index:
+        about = {
+            "delta_index": xxhash.xxh3_128_hexdigest(step.encoded()),
+            "elements": step.tuneloop.elements,
+            "changed": step.tuneloop.changed,
+        }
+        return full.model_copy(update={"tuneloop": full.tuneloop.model_copy(update=about)})
+
+    def _upload(self, index: Index, place: str) -> set[str]:
+        """Upload the files that `index` describes; returns their keys, the index's own among them."""
+        sources = {f.stored: self.new.directory / name for name, f in index.tuneloop.files.items() if f.stored}
+        if index.encoding is not None:
+            sources |= dict.fromkeys(index.weight_map.values(), self.delta_path)
+        for name, source in sources.items():
+            self.chain.store.upload(f"{place}/{name}", source)
+        self.sent += index.tuneloop.stored_bytes
+        return {f"{place}/{name}" for name in (*sources, INDEX)}
+
+    def stand_by(self) -> Published:
+        """The version exists: make sure that it is ours, and that the pointer says so."""
+        assert self.full is not None
+        standing = self.chain.entry(self.version)
+        if not standing.index.same_state(self.full):
+            where = f"{self.chain.store.url}/{self.place}"
+            raise PointerConflict(
+                "weights version", self.version, f"{where} holds other weights; publish under a new number"
+            )
+        self.sent = 0
+        return self.advance(self.chain.store)
+
+    def advance(self, store: Store) -> Published:
+        """Move the pointer, last."""
+        entry = Entry(store, self.place)
+        step = Chain.delta(self.chain, entry)
+        ref = versions.reference(entry)
+        pointer.advance(store, pointer.Latest(version=self.version, ref=ref))
+        return Published(
+            version=self.version,
+            ref=ref,
+            base_version=step.index.base if step else None,
+            encoding=step.index.encoding if step else None,
+            full=entry.index.encoding is None,
+            sent_bytes=self.sent,
+            full_bytes=self.new.size,
+            delta_bytes=step.index.tuneloop.stored_bytes if step else None,
+            density=step.index.density if step else None,
+            timings=self.timings,
+        )
+
+
+def _not_the_base(base: Path | str, standing: Entry) -> Corrupt:
+    remedy = f"is not version {standing.version} as published; leave `base` out, and it is derived from the store"
+    return Corrupt("base", str(base), remedy)

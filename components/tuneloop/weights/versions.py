@@ -1,0 +1,215 @@
+"""What lies below a weights URL: versions, how each is stored, and how they follow from one another.
+
+::
+
+    <root>/latest                                           the pointer (`pointer.py`), moved last
+    <root>/weight_v000016/model.safetensors.index.json      created last: its existence means the version is whole
+    <root>/weight_v000016/model-00000-of-00001.<x>.safetensors …
+    <root>/weight_v000017/delta.<x>/model.safetensors.index.json   beside a full version: the same step as a delta
+
+`docs/weights.md` is the protocol.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field
+
+from tuneloop.artifacts import DIGEST
+from tuneloop.errors import Corrupt, UserError
+from tuneloop.store import Store
+from tuneloop.weights import pointer
+from tuneloop.weights.codec import Encoding
+from tuneloop.weights.layout import file_names
+
+INDEX = "model.safetensors.index.json"
+_DIRECTORY = re.compile(rf"(weight_v(\d{{6,}}))/{re.escape(INDEX)}")
+_GONE = "publish it, or ask for one that `tuneloop weights ls` shows"
+
+Hex = str
+
+
+class File(BaseModel):
+    """A file of the assembled directory. Safetensors have a `header`, others the `digest` of all their bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    size: int = Field(ge=0)
+    header: Hex | None = None
+    digest: Hex | None = None
+    stored: str | None = Field(None, description="its name in this version's directory; None: as in the base version")
+
+
+class Metadata(BaseModel):
+    """The published keys (strings, as other systems write them), and the Hub's ``total_size``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    version: str
+    base_version: str | None = None
+    delta_encoding: Encoding | None = Field(None, description="absent: a full version")
+    compression_format: Literal["zstd"] | None = None
+    checksum_format: Literal["xxh3-128"] = "xxh3-128"
+    total_size: int
+
+
+class Extra(BaseModel):
+    """What tuneloop adds, under a key of its own that other readers ignore."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    format: Literal[1] = 1
+    files: dict[str, File]
+    checksums: dict[str, Hex] = Field(description="of every tensor's bytes in this version's state")
+    base_index: Hex | None = Field(None, description="xxh3-128 of the base version's index")
+    delta_index: Hex | None = Field(
+        None, description="xxh3-128 of the index in delta.<x>/, where a full version has one"
+    )
+    stored_bytes: int = Field(description="of the files in this directory")
+    elements: int = 0
+    changed: int | None = Field(None, description="elements that differ from the base version")
+    restore_cost: float = Field(0.0, description="of the deltas since the last full version; see publish.anchor_due")
+
+
+class Index(BaseModel):
+    """``model.safetensors.index.json`` of one version."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    metadata: Metadata
+    weight_map: dict[str, str]
+    tuneloop: Extra
+
+    @property
+    def version(self) -> int:
+        return int(self.metadata.version)
+
+    @property
+    def base(self) -> int | None:
+        return None if self.metadata.base_version is None else int(self.metadata.base_version)
+
+    @property
+    def encoding(self) -> Encoding | None:
+        return self.metadata.delta_encoding
+
+    @property
+    def density(self) -> float | None:
+        """Share of elements that differ from the base version."""
+        return None if self.tuneloop.changed is None else self.tuneloop.changed / max(self.tuneloop.elements, 1)
+
+    def encoded(self) -> bytes:
+        return self.model_dump_json(exclude_none=True).encode()
+
+    def same_state(self, other: Index) -> bool:
+        """Whether both assemble to the same files."""
+
+        def bare(index: Index) -> dict[str, tuple[int, str | None, str | None]]:
+            return {name: (f.size, f.header, f.digest) for name, f in index.tuneloop.files.items()}
+
+        return self.tuneloop.checksums == other.tuneloop.checksums and bare(self) == bare(other)
+
+
+class Entry:
+    """An index as it lies in the store, with its digest and place."""
+
+    def __init__(self, store: Store, place: str) -> None:
+        data = store.get(f"{place}/{INDEX}")
+        if data is None:
+            raise UserError("weights", f"{store.url}/{place}", f"is not published; {_GONE}")
+        self.place, self.digest = place, xxhash.xxh3_128_hexdigest(data)
+        try:
+            self.index = Index.model_validate_json(data)
+            self.version = self.index.version
+        except ValueError as error:
+            raise Corrupt("weights", f"{store.url}/{place}/{INDEX}", f"is no index of a version ({error!r})") from error
+        file_names(self.index.tuneloop.files)
+        file_names(f.stored for f in self.index.tuneloop.files.values() if f.stored)
+        file_names(self.index.weight_map.values())
+        if directory(self.version) != place.partition("/")[0]:
+            raise Corrupt("weights", f"{store.url}/{place}", f"says that it is version {self.version}")
+        if (self.index.encoding is None) != (self.index.base is None) or (self.index.base or -1) >= self.version:
+            raise Corrupt("weights", f"{store.url}/{place}", f"cannot be a delta on version {self.index.base}")
+
+
+def directory(version: int) -> str:
+    return f"weight_v{version:06d}"
+
+
+class Chain:
+    """The versions below a root as they are now; indexes are read when asked for.
+
+    Args:
+        root: the weights URL, or a Store on it.
+    """
+
+    def __init__(self, root: str | Store) -> None:
+        self.store = root if isinstance(root, Store) else Store(root)
+        self.keys = self.store.keys()
+        found = (_DIRECTORY.fullmatch(key) for key in self.keys)
+        self.versions = sorted(int(match[2]) for match in found if match and match[1] == directory(int(match[2])))
+        self.entry = functools.cache(self._entry)
+
+    def _entry(self, version: int) -> Entry:
+        return Entry(self.store, directory(version))
+
+    @functools.cached_property
+    def latest(self) -> int | None:
+        """The version that the pointer names, checked to be the one it was moved to."""
+        pointed = pointer.read(self.store)
+        if pointed is None:
+            return None
+        if pointed.ref != reference(self.entry(pointed.version)):
+            raise Corrupt("weights", f"{self.store.url}/{pointer.KEY}", f"names {pointed.ref}, which is not there")
+        return pointed.version
+
+    def target(self, version: int | None) -> int:
+        """`version`, or the latest.
+
+        Raises:
+            UserError: it is not published.
+        """
+        wanted = self.latest if version is None else version
+        if wanted is None or wanted not in self.versions:
+            raise UserError("weights version", wanted, f"is not in {self.store.url}; {_GONE}")
+        return wanted
+
+    def steps(self, version: int) -> Iterator[tuple[Entry | None, Entry]]:
+        """Walk back from `version`: each step's delta (None: none is stored) and the version's own entry.
+
+        The walk ends at a full version without a delta, or where the base is gone. Each link is checked: a delta names
+        the digest of the index it builds on.
+        """
+        expected: str | None = None
+        while True:
+            entry = self.entry(version)
+            if expected not in (None, entry.digest):
+                raise Corrupt(
+                    "weights", f"{self.store.url}/{entry.place}", f"is not the base that version follows ({expected})"
+                )
+            delta = self.delta(entry)
+            yield delta, entry
+            if delta is None or delta.index.base not in self.versions:
+                return
+            version, expected = delta.index.base, delta.index.tuneloop.base_index
+
+    def delta(self, entry: Entry) -> Entry | None:
+        """The entry that holds the step from the base version, if one is stored."""
+        if entry.index.encoding is not None:
+            return entry
+        if entry.index.tuneloop.delta_index is None:
+            return None
+        delta = Entry(self.store, delta_place(entry.place, entry.index))
+        if delta.digest != entry.index.tuneloop.delta_index or not delta.index.same_state(entry.index):
+            raise Corrupt("weights", f"{self.store.url}/{delta.place}", "is not the delta of the version it lies in")
+        return delta
+
+
+def delta_place(place: str, full: Index) -> str:
+    """Where a full version keeps the step from its base version; named by content, as weights are."""
+    return f"{place}/delta.{(full.tuneloop.delta_index or '')[:12]}"
+
+
+def reference(entry: Entry) -> str:
+    """What the pointer says of a version: relative, so that a root can be moved as a whole."""
+    return f"{entry.place}@{DIGEST}:{entry.digest}"
