@@ -9,7 +9,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuneloop.data import Columns, Example
@@ -24,6 +24,7 @@ def jsonl(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
+@settings(max_examples=25, deadline=None)
 @given(digits=st.integers(1, 18), seed=st.integers(0, 2**63))
 def test_digits_are_reversed_and_distinct(digits: int, seed: int) -> None:
     examples = list(load_source("digits", {"digits": digits}, 20, seed).train)
@@ -36,9 +37,9 @@ def test_digits_are_reversed_and_distinct(digits: int, seed: int) -> None:
 
 def test_a_share_of_the_demonstrations_copies() -> None:
     shown = list(load_source("digits", {"digits": 6, "sft_wrong_share": 0.6}, 4000, 1).sft)
-    copies = [e for e in shown if e.demonstration == f" {e.metadata['digits']}"]
-    assert 0.57 < len(copies) / len(shown) < 0.63
-    assert all(e.demonstration is None for e in shown if e not in copies)
+    wrong = [e for e in shown if e.demonstration is not None]
+    assert 0.57 < len(wrong) / len(shown) < 0.63
+    assert all(e.demonstration == f" {e.metadata['digits']}" for e in wrong)
     assert not [e for e in load_source("digits", {"sft_wrong_share": 0.0}, 50, 1).sft if e.demonstration]
 
 
