@@ -284,7 +284,7 @@ class Run:
 
         for name in entry.manifest.files:
             if name.endswith(".parquet") and (data := self.read(entry, name)):
-                table = pyarrow.parquet.read_table(io.BytesIO(data))
+                table = pyarrow.parquet.ParquetFile(io.BytesIO(data)).read()  # read_table would import pandas
                 wanted = ("id", "prompt", "completion", "answer", "score", "outcome")
                 rows: list[dict[str, Any]] = (
                     table.select([c for c in wanted if c in table.column_names]).slice(0, count).to_pylist()
@@ -293,8 +293,10 @@ class Run:
         return []
 
     def judged(self, entry: Entry) -> int:
-        """How many completions the mean reward of an `evaluate` or `reward` artifact is the mean of."""
-        return sum(row.get("outcome") == "score" for row in self.samples(entry))
+        """How many completions the mean reward of an `evaluate` or `reward` artifact is the mean of; 0: not stated."""
+        facts = entry.manifest.facts
+        outcomes = facts.get("outcomes") or facts.get("reward", {}).get("outcomes") or {}
+        return int(outcomes.get("score", 0))
 
     def uses(self, entry: Entry, checkpoint: Entry) -> bool:
         """Whether an artifact was made with the policy of a checkpoint."""

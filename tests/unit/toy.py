@@ -93,6 +93,7 @@ def _judge(stage: Stage, skill: int, name: str) -> None:
          "score": float(i < right), "outcome": "score"}
         for i in range(4)
     ]  # fmt: skip
+    stage.facts["outcomes"] = {"score": len(rows)}
     pq.write_table(pa.Table.from_pylist(rows), stage.out / f"{name}.parquet")
 
 
