@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from tuneloop.runs import Curve, Entry, Run, Score
+from tuneloop.runs import Curve, Run, Score
 from tuneloop.summary import clock, devices, how, iterations_line, reward_line, size
 
 SAMPLES = 12
@@ -145,7 +145,6 @@ def _provenance(run: Run) -> str:
     """Which rollouts made which version, on what, by which code."""
     if not run.checkpoints:
         return ""
-    makers = {entry.manifest.digest: entry for entry in run.entries}
     rows = []
     for entry in run.checkpoints:
         about = entry.manifest.provenance
@@ -154,7 +153,7 @@ def _provenance(run: Run) -> str:
                 f"{entry.manifest.facts['version']}",
                 entry.key,
                 _short(entry.manifest.digest),
-                "; ".join(_origin(name, ref, makers) for name, ref in sorted(entry.manifest.inputs.items())),
+                "; ".join(_origin(run, name, ref) for name, ref in sorted(entry.manifest.inputs.items())),
                 str(about.get("device", "not stated")),
                 str(about.get("world_size", "")),
                 str(about.get("code", "")),
@@ -166,14 +165,13 @@ def _provenance(run: Run) -> str:
     return "<h2>Where every version came from</h2>" + _table(head, rows, kind="provenance")
 
 
-def _origin(name: str, ref: str, makers: Mapping[str, Entry]) -> str:
+def _origin(run: Run, name: str, ref: str) -> str:
     """An input artifact by the place in the run that holds it; rewards by the rollouts that they score."""
-    digest = ref.rpartition("@")[2]
-    maker = makers.get(digest)
+    maker, digest = run.maker(ref), _short(ref)
     if maker is None:
-        return f"{name} {_short(digest)} (outside this run)"
+        return f"{name} {digest} (outside this run)"
     inside = maker.manifest.inputs.get("rollouts")
-    return f"{name} {maker.key} {_short(digest)}" + (f" ({_origin('rollouts', inside, makers)})" if inside else "")
+    return f"{name} {maker.key} {digest}" + (f" ({_origin(run, 'rollouts', inside)})" if inside else "")
 
 
 def _packages(run: Run) -> str:

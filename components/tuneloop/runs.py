@@ -21,7 +21,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import tuneloop
 from tuneloop.argo import state
-from tuneloop.artifacts import MANIFEST, File, Manifest, canonical, file_digest
+from tuneloop.artifacts import MANIFEST, File, Manifest, canonical, file_digest, split_ref
 from tuneloop.errors import Corrupt, UserError
 from tuneloop.store import Conflict, Store, local_path, normalize
 
@@ -179,7 +178,6 @@ class Run:
                 self._known[place] = Entry(place, match["stage"], iteration, _manifest(self.url, place, data))
         standing = [entry for entry in self._known.values() if f"{entry.key}/{MANIFEST}" in present]
         self.entries = sorted(standing, key=lambda e: (e.started, e.key))
-        self.__dict__.pop("versions", None)
 
     def of(self, *stages: str) -> list[Entry]:
         """The artifacts of these stages (as their manifests name them: ``policy_update``), oldest first."""
@@ -219,11 +217,6 @@ class Run:
         """The rows of an artifact's ``metrics.jsonl``."""
         return [json.loads(line) for line in (self.read(entry, "metrics.jsonl") or b"").splitlines()]
 
-    @cached_property
-    def versions(self) -> dict[str, int]:
-        """Digest of a checkpoint → the policy version it holds."""
-        return {entry.manifest.digest: entry.manifest.facts["version"] for entry in self.checkpoints}
-
     @property
     def checkpoints(self) -> list[Entry]:
         """The artifacts that hold a policy version and its weights, by version."""
@@ -231,10 +224,20 @@ class Run:
         held = [e for e in made if any(name.startswith("model/") for name in e.manifest.files)]
         return sorted(held, key=lambda e: (e.manifest.facts["version"], e.started))
 
+    def maker(self, ref: str) -> Entry | None:
+        """The artifact of this run that a reference names: at its URL, else any of the same bytes."""
+        url, digest = split_ref(ref)
+        same = [entry for entry in self.entries if entry.manifest.digest == digest]
+        return next((entry for entry in same if f"{self.url}/{entry.key}" == url), same[0] if same else None)
+
+    def policy_of(self, entry: Entry) -> Entry | None:
+        """The checkpoint that an artifact was made with."""
+        ref = entry.manifest.inputs.get("policy")
+        return self.maker(ref) if ref else None
+
     def version_of(self, entry: Entry) -> int | None:
-        """The policy version that an artifact was made with: of its input ``policy``, or as its facts say."""
-        digest = entry.manifest.inputs.get("policy", "").rpartition("@")[2]
-        version = self.versions.get(digest, entry.manifest.facts.get("version"))
+        """The policy version that an artifact was made with: its checkpoint's, or as its facts say."""
+        version = (self.policy_of(entry) or entry).manifest.facts.get("version")
         return version if isinstance(version, int) else None
 
     def evaluations(self) -> list[Score]:
@@ -298,10 +301,6 @@ class Run:
         outcomes = facts.get("outcomes") or facts.get("reward", {}).get("outcomes") or {}
         return int(outcomes.get("score", 0))
 
-    def uses(self, entry: Entry, checkpoint: Entry) -> bool:
-        """Whether an artifact was made with the policy of a checkpoint."""
-        return entry.manifest.inputs.get("policy", "").endswith(f"@{checkpoint.manifest.digest}")
-
     def _recorded(self, *stages: str) -> Iterator[Curve]:
         """The columns of ``metrics.jsonl``, over optimizer steps outside the loop, over iterations inside."""
         for stage in stages:
@@ -320,9 +319,8 @@ class Run:
 
     def _iteration_judged(self, score: Score) -> float:
         """The iteration of a batch, or whose checkpoint an evaluation judged; 0 before the loop."""
-        digest = score.entry.manifest.inputs.get("policy", "").rpartition("@")[2]
-        made = [e for e in self.entries if e.manifest.digest == digest and e.iteration is not None]
-        return float(made[0].iteration or 0) if made else float(score.entry.iteration or 0)
+        made = self.policy_of(score.entry) if score.entry.manifest.stage == "evaluate" else None
+        return float((made or score.entry).iteration or 0)
 
 
 def directory(name: str, store: str) -> Path:

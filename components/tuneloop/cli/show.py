@@ -78,7 +78,7 @@ def weights(run: Run) -> Table:
     held = run.checkpoints
     for entry in held:
         files = entry.manifest.files
-        users = [e.key for e in run.of("rollout", "evaluate") if run.uses(e, entry)]
+        users = [e.key for e in run.of("rollout", "evaluate") if run.policy_of(e) is entry]
         mark = " latest" if entry is held[-1] else ""
         table.add_row(
             f"{entry.manifest.facts['version']}{mark}",
