@@ -15,6 +15,7 @@ from tuneloop import runs
 from tuneloop.argo import state
 from tuneloop.argo.state import Journal, Node, Workflow
 from tuneloop.cli import checks, invoke
+from tuneloop.cli.live import Display
 from tuneloop.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -391,3 +392,31 @@ def wait(until: Callable[[], bool], child: "subprocess.Popen[str] | None" = None
         assert time.monotonic() < deadline
         assert child is None or child.poll() is None, child.communicate()
         time.sleep(0.02)
+
+
+def test_the_display_prints_a_line_an_iteration_with_rate_and_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    parameters = [{"name": "iterations", "value": "4"}]
+    with Display("r", {"spec": {"arguments": {"parameters": parameters}}}) as display:
+        for iteration in (1, 2):
+            for stage, outputs in (("rollout", {}), ("reward", {"mean-reward": f"0.{iteration}5"})):
+                about = {"inputs": {"x": f"s/r/iterations/{iteration}/{stage}"}, "started": now}
+                name = f"{stage}-{iteration}"
+                display.node(Node(name, name, f"{stage}(0)", stage, "Pod", "Running", **about))
+                display.log(Node(name, name, stage, stage, "Pod"), f"{stage}: 1/2 prompts  0.1 prompts/s  9 s left")
+                now += 5
+                ended = {**about, "finished": now, "outputs": outputs}
+                display.node(Node(name, name, f"{stage}(0)", stage, "Pod", "Succeeded", **ended))
+        display.node(pod("export", "Failed", exit_code=2, message="exit code 2", started=110.0, finished=111.5))
+    assert capsys.readouterr().out.splitlines() == [
+        "   0.0 s  rollout: 1/2 prompts  0.1 prompts/s  9 s left",
+        "   5.0 s  reward: 1/2 prompts  0.1 prompts/s  9 s left",
+        "  10.0 s  iteration 1/4  reward 0.150  10.0 s/iteration  at most 30.0 s left  (rollout 5.0 s, reward 5.0 s)",
+        "  10.0 s  rollout: 1/2 prompts  0.1 prompts/s  9 s left",
+        "  15.0 s  reward: 1/2 prompts  0.1 prompts/s  9 s left",
+        "  20.0 s  export: failed after 1.5 s, exit code 2: exit code 2",
+        "  20.0 s  iteration 2/4  reward 0.250  10.0 s/iteration  at most 20.0 s left  (rollout 5.0 s, reward 5.0 s)",
+    ]
