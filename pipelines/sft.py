@@ -1,6 +1,6 @@
 """Supervised fine-tuning: data_prep → base_model → sft → evaluate → export.
 
-tuneloop run sft --set data.source=jsonl --set data.source_args.sft=examples.jsonl --set base_model=path/to/model
+tuneloop run sft --set data.source=jsonl --set data.source_args.train=examples.jsonl --set base_model=path/to/model
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def stage_template(
     outputs = [component.output, *component.results]
     return Container(
         name=component.template,
-        inputs=[Parameter(name=_kebab(k), default="" if k in optional else None) for k in passed],
+        inputs=[Parameter(name=_kebab(k), default="") if k in optional else Parameter(name=_kebab(k)) for k in passed],
         outputs=[Parameter(name=_kebab(k), value_from=ValueFrom(path=f"{OUTPUTS}/{_kebab(k)}")) for k in outputs],
         command=component.command(processes),
         args=flags,
