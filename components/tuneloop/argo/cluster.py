@@ -175,15 +175,8 @@ def phase(workflow: Mapping[str, Any]) -> str:
     return str(workflow.get("status", {}).get("phase") or "Pending")
 
 
-def submit(
-    cluster: Cluster,
-    workflow: Mapping[str, Any],
-    *,
-    run: str,
-    store: str,
-    priority: str | None = None,
-) -> str:
-    """Check everything, then create one object. A run that ended is resumed: committed stages end at once.
+def submit(cluster: Cluster, workflow: Mapping[str, Any], *, run: str, store: str, priority: str | None = None) -> str:
+    """Check everything, then create one object; see `prepare` and `create`.
 
     Returns:
         the name of the workflow that was created.
@@ -199,16 +192,26 @@ def submit(
         for other in found[1:]:
             found[0].add_note(str(other))
         raise found[0]
+    return create(cluster, made, run)
+
+
+def create(cluster: Cluster, made: Mapping[str, Any], run: str) -> str:
+    """Create a prepared workflow, and return its name. A run that ended is resumed: committed stages end at once.
+
+    Raises:
+        UserError: the run is under way.
+    """
     with faults(cluster):
         earlier = cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
     if active := [w["metadata"]["name"] for w in earlier if phase(w) not in DONE]:
-        raise UserError("run", run, f"is under way as workflow {active[0]}; `tuneloop stop` it, or choose another name")
-    if earlier:
-        made["metadata"]["name"] = _next_name(run, [w["metadata"]["name"] for w in earlier])
+        remedy = f"is under way as workflow {active[0]}; `tuneloop cluster stop` it, or choose another name"
+        raise UserError("run", run, remedy)
+    name = _next_name(run, [w["metadata"]["name"] for w in earlier]) if earlier else run
     group, version, plural = WORKFLOWS
+    body = {**made, "metadata": {**made["metadata"], "name": name}}
     with faults(cluster):
-        cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, plural, made)
-    return str(made["metadata"]["name"])
+        cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, plural, body)
+    return name
 
 
 def _next_name(run: str, taken: list[str]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from tuneloop.argo.cluster import DONE, RUN_LABEL, Cluster, faults, phase, workflows
 from tuneloop.argo.state import Node
+from tuneloop.errors import UserError
 
 NODE_NAME = "workflows.argoproj.io/node-name"
 WORKLOADS = ("kueue.x-k8s.io", "v1beta2", "workloads")
@@ -153,9 +154,9 @@ def logs(cluster: Cluster, run: str, *, stage: str | None = None, follow: bool =
         follow: go on until the run ends; else what is there now.
 
     Raises:
-        UserError: there is no such run on the cluster.
+        UserError: there is no such run on the cluster, or no pod of that stage.
     """
-    lines: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+    lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     read: dict[str, threading.Thread] = {}
     while True:
         over = all(phase(w) in DONE for w in workflows(cluster, run)) or not follow
@@ -171,9 +172,12 @@ def logs(cluster: Cluster, run: str, *, stage: str | None = None, follow: bool =
             for reader in read.values():
                 reader.join()
         while not lines.empty():
-            if (item := lines.get()) is not None:
-                yield item
+            name, line = lines.get()
+            if " argo=true" not in line:  # the executor's own words
+                yield name, line
         if over:
+            if stage and not read:
+                raise UserError("stage", stage, f"has no pod in {run}: it has not run, or its pods are deleted by now")
             return
         time.sleep(1.0)
 
@@ -196,7 +200,7 @@ def _mains(pod: Any) -> list[Any]:
     return [s for s in pod.status.container_statuses or () if s.name not in ("wait", "init")]
 
 
-def _read(cluster: Cluster, pod: Any, name: str, follow: bool, lines: queue.SimpleQueue[Any]) -> None:
+def _read(cluster: Cluster, pod: Any, name: str, follow: bool, lines: queue.SimpleQueue[tuple[str, str]]) -> None:
     from kubernetes.client import ApiException
 
     container = _mains(pod)[0].name

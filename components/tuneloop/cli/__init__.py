@@ -13,7 +13,7 @@ from collections.abc import Callable
 import typer
 
 import tuneloop
-from tuneloop.cli import author, execute, inspect
+from tuneloop.cli import author, cluster, execute, inspect
 from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 
 app = typer.Typer(
@@ -48,12 +48,14 @@ weights = typer.Typer(no_args_is_help=True, help="The checkpoints of a run.")
 PANELS: dict[str, tuple[Callable[..., int | None], ...]] = {
     "Before a run": (author.plan, author.lint, author.render, author.schema),
     "Run on this machine": (execute.run, execute.resume, execute.stop),
+    "Run on a cluster": (cluster.submit,),
     "Look at a run": (inspect.status, inspect.logs, inspect.report, inspect.track),
 }
 for panel, commands in PANELS.items():
     for command in commands:
         app.command(rich_help_panel=panel)(command)
 app.add_typer(weights, name="weights", rich_help_panel="Look at a run")
+app.add_typer(cluster.app, name="cluster", rich_help_panel="Run on a cluster")
 weights.command("ls")(inspect.weights_ls)
 weights.command("verify")(inspect.weights_verify)
 

@@ -1,0 +1,134 @@
+"""Commands that run a pipeline on a cluster, and look at such runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tuneloop.cli.author import CONFIG, PIPELINE, SETS
+from tuneloop.cli.execute import RUN
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tuneloop.argo.cluster import Cluster
+    from tuneloop.argo.watch import Status
+
+NAMESPACE = Annotated[str, typer.Option("--namespace", "-n", help="Where the runs live.")]
+CONTEXT = Annotated[str | None, typer.Option("--context", help="Of the kubeconfig; default: the current one.")]
+
+app = typer.Typer(no_args_is_help=True, help="The runs on a cluster.")
+
+
+def submit(
+    pipeline: PIPELINE,
+    run: Annotated[str, typer.Option("--run", help="Name of the run; the same again resumes it once it has ended.")],
+    store: Annotated[
+        str, typer.Option("--store", help="Where artifacts lie, as the pods reach it: s3://bucket/prefix.")
+    ],
+    config: CONFIG = None,
+    sets: SETS = None,
+    priority: Annotated[str | None, typer.Option("--priority", help="WorkloadPriorityClass of queued stages.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the logs, and return the run's exit status.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only check: create nothing.")] = False,
+    namespace: NAMESPACE = "tuneloop",
+    context: CONTEXT = None,
+) -> int:
+    """Send a pipeline to a cluster, once everything it needs was found there."""
+    from tuneloop.argo import cluster as argo
+    from tuneloop.argo.preflight import problems
+    from tuneloop.config import find
+
+    found = find(pipeline)
+    workflow = found.build(found.configure(config, sets or ()))
+    there = argo.connect(namespace, context)
+    made = argo.prepare(workflow, run=run, store=store, namespace=namespace, priority=priority)
+    if found_wanting := problems(there, made):
+        for problem in found_wanting:
+            typer.echo(f"error: {problem}", err=True)
+        return 2
+    if check:
+        typer.echo(f"{run}: can be submitted to {there.context}, namespace {namespace}")
+        return 0
+    name = argo.create(there, made, run)
+    typer.echo(f"{run}: submitted as workflow {name}; see `tuneloop cluster status {run}`")
+    if not wait:
+        return 0
+    _print_logs(there, run, None, follow=True)
+    return argo.wait(there, run)
+
+
+@app.command()
+def status(run: RUN, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
+    """Show the stages of a run, its iteration and reward, and what each waiting pod waits for."""
+    from rich.console import Console
+
+    from tuneloop.argo.cluster import connect
+    from tuneloop.argo.watch import status as read
+
+    seen = read(connect(namespace, context), run)
+    typer.echo(f"{run}  {seen.phase}  {seen.message}".rstrip())
+    typer.echo(f"  workflows    {', '.join(seen.workflows)}")
+    if seen.accelerator_seconds:
+        typer.echo(f"  GPU seconds  {seen.accelerator_seconds:.0f}")
+    for node, why in seen.waiting.items():
+        typer.echo(f"  waiting      {node}: {why}")
+    Console(highlight=False, width=None if typer.get_text_stream("stdout").isatty() else 200).print(_table(seen))
+
+
+@app.command()
+def logs(
+    run: RUN,
+    stage: Annotated[str | None, typer.Argument(help="A stage's name in the graph, as `status` shows it.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    namespace: NAMESPACE = "tuneloop",
+    context: CONTEXT = None,
+) -> None:
+    """Print what the pods of a run wrote, each line behind its stage; those of pods already deleted are gone."""
+    from tuneloop.argo.cluster import connect
+
+    _print_logs(connect(namespace, context), run, stage, follow)
+
+
+@app.command()
+def stop(
+    run: RUN,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the pods to end.")] = 120.0,
+    namespace: NAMESPACE = "tuneloop",
+    context: CONTEXT = None,
+) -> None:
+    """End a run and release what it holds; submitting it again goes on where it stopped."""
+    from tuneloop.argo import cluster as argo
+
+    ended = argo.stop(argo.connect(namespace, context), run, timeout=timeout)
+    typer.echo(f"{run}: stopped" if ended else f"{run}: was not under way")
+
+
+def _print_logs(there: Cluster, run: str, stage: str | None, follow: bool) -> None:
+    from tuneloop.argo.watch import logs as read
+
+    for name, line in read(there, run, stage=stage, follow=follow):
+        typer.echo(f"{name} | {line}")
+
+
+def _table(seen: Status) -> Table:
+    """One row a stage: newest phase, how often it ended well, seconds, retries, its newest result."""
+    from rich import box
+    from rich.table import Table
+
+    from tuneloop.cli.live import label, number
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("stage", "phase", "done", "seconds", "retries", "newest"):
+        table.add_column(name, justify="right" if name in ("done", "seconds", "retries") else "left", no_wrap=True)
+    pods = [node for node in seen.nodes.values() if node.type == "Pod"]
+    for stage in dict.fromkeys(label(pod) for pod in pods):
+        mine = [pod for pod in pods if label(pod) == stage]
+        done = [pod for pod in mine if pod.phase == "Succeeded"]
+        newest = mine[-1]
+        results = "  ".join(f"{k} {number(v)}" for k, v in newest.outputs.items() if number(v)) or newest.message
+        seconds = sum(pod.finished - pod.started for pod in mine if pod.finished)
+        retries = sum(pod.display_name.endswith(")") and not pod.display_name.endswith("(0)") for pod in mine)
+        table.add_row(stage, newest.phase, str(len(done)), f"{seconds:.0f}", str(retries), results)
+    return table
