@@ -363,7 +363,7 @@ class Tally:
             self.parts.setdefault(name, []).append(values.double().cpu())
 
     def result(self) -> dict[str, float]:
-        """The mean of each, ``logprob_gap_max``, and ``importance_ess``: the effective sample size over the token count.
+        """The mean of each, ``logprob_gap_max``, and ``importance_ess``: effective sample size over token count.
 
         That is ``(Σw)² / (n Σw²)`` (Kish).
         """
