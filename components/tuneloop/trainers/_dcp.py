@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
 
 
 class _Writer(FileSystemWriter):
-    """Leaves out what differs between two writings of one state: a random id and the path."""
+    """Leaves out what differs between two writings of one state: a random id, the path, and Python's patch release."""
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        with Path(self.path, ".metadata").open("wb") as file:
+            _Pickler(file, protocol=4).dump(metadata)
+
+
+class _Pickler(pickle.Pickler):
+    """Enums by value: Python 3.11.2 and 3.11.7 pickle them in different words."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (type(obj), (obj.value,)) if isinstance(obj, Enum) else NotImplemented
 
 
 def save(tensors: dict[str, Tensor], directory: Path) -> None:
