@@ -132,7 +132,7 @@ class Store:
                 now = obstore.get(self._objects, key)
                 if bytes(now.bytes()) != expected:
                     raise Conflict(f"{self.url}/{key} was changed by another writer")
-                tag = {"e_tag": now.meta["e_tag"], "version": now.meta.get("version")}
+                tag = {k: v for k in ("e_tag", "version") if (v := now.meta.get(k)) is not None}
                 obstore.put(self._objects, key, data, mode=tag, use_multipart=False)  # type: ignore[arg-type]
             except (NotFoundError, PreconditionError) as error:
                 raise Conflict(f"{self.url}/{key} was changed by another writer") from error
@@ -164,11 +164,12 @@ class Store:
                     out.write(chunk)
 
     def keys(self, prefix: str = "") -> list[str]:
-        """All keys below `prefix`, sorted."""
+        """`prefix`, if it is a key, and all keys below it, sorted."""
         with self._faults(prefix):
             if self.root is None:
-                found = obstore.list(self._objects, prefix or None).collect()
-                return sorted(str(meta["path"]) for meta in found)
+                found = [str(meta["path"]) for meta in obstore.list(self._objects, prefix or None).collect()]
+                own = [prefix] if prefix and self._is_object(prefix) else []  # a listing leaves it out
+                return sorted({*found, *own})
             base = self.root / prefix
             files = [base] if base.is_file() else [p for p in base.rglob("*") if p.is_file()]
             return sorted(str(p.relative_to(self.root)) for p in files)
@@ -184,6 +185,13 @@ class Store:
                 shutil.rmtree(target, ignore_errors=True)
             else:
                 target.unlink(missing_ok=True)
+
+    def _is_object(self, key: str) -> bool:
+        try:
+            obstore.head(self._objects, key)
+            return True
+        except (NotFoundError, FileNotFoundError):
+            return False
 
     def check_writable(self) -> None:
         """Create and delete a probe key.

@@ -82,3 +82,19 @@ def test_disk_full_is_retryable(tmp_path: Path) -> None:
     with pytest.raises(Retryable, match="disk full"):  # the kernel's own full device
         with Store(str(tmp_path))._faults("k"), Path("/dev/full").open("wb", buffering=0) as full:
             full.write(b"x")
+
+
+def test_objects_behave_as_files_do(tmp_path: Path) -> None:
+    """obstore's in-memory store takes the branch of object stores; tests/cluster repeats the promises on S3."""
+    for store in (Store(str(tmp_path)), Store("memory:///x")):
+        for key in ("a/b", "a/bc", "a/b2/c"):
+            store.create(key, b"1")
+        store.swap("a/b", b"1", b"2")
+        with pytest.raises(Conflict):
+            store.swap("a/b", b"1", b"3")
+        assert store.get("a/b") == b"2"
+        store.delete("a/b")
+        assert [key for key in store.keys("") if not key.endswith(".lock")] == ["a/b2/c", "a/bc"]
+        store.delete("a/b")
+        store.delete("a")
+        assert [key for key in store.keys("") if not key.endswith(".lock")] == []

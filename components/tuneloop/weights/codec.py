@@ -52,9 +52,7 @@ def encode(old: Bytes, new: Bytes, width: int, encoding: Encoding) -> Delta:
     before, after, changed = xxhash.xxh3_128(), xxhash.xxh3_128(), 0
     if encoding == "overwrite" and len(new) >= 1 << 32:
         raise UserError("delta_encoding", encoding, "cannot address a tensor of 4 GiB; use xor or gap8-xor")
-    sink: _Gaps | _Xor | _Overwrite = {"gap8-xor": _Gaps, "xor": _Xor, "overwrite": _Overwrite}[encoding](
-        len(new), width
-    )
+    sink = _sink(encoding, len(new), width)
     scratch = np.empty(BLOCK, np.uint8)
     for start in range(0, len(new), BLOCK):
         a, b = old[start : start + BLOCK], new[start : start + BLOCK]
@@ -64,6 +62,12 @@ def encode(old: Bytes, new: Bytes, width: int, encoding: Encoding) -> Delta:
         changed += sink.add(difference, b)
     payload = sink.finish() if changed else None
     return Delta(payload, changed, before.hexdigest(), after.hexdigest())
+
+
+def _sink(encoding: Encoding, size: int, width: int) -> _Gaps | _Xor | _Overwrite:
+    if encoding == "gap8-xor":
+        return _Gaps(width)
+    return _Xor(size, width) if encoding == "xor" else _Overwrite()
 
 
 def apply(tensor: Bytes, payload: Bytes, width: int, encoding: Encoding) -> None:
@@ -103,7 +107,7 @@ def _decompress(frame: Any, size: int | None = None, at_most: int = 1 << 62) -> 
 class _Gaps:
     """``gap8-xor``: a header (element width, elements a chunk), then the chunks in order."""
 
-    def __init__(self, size: int, width: int) -> None:
+    def __init__(self, width: int) -> None:
         self.width, self.parts = width, [struct.pack("<II", width, BLOCK // width)]
 
     def add(self, difference: Bytes, new: Bytes) -> int:
@@ -206,7 +210,7 @@ def _blocks(payload: Bytes, size: int) -> Iterator[tuple[int, Bytes]]:
 
 
 class _Overwrite:
-    def __init__(self, size: int, width: int) -> None:
+    def __init__(self) -> None:
         self.at, self.positions, self.values = 0, list[Bytes](), list[Bytes]()
 
     def add(self, difference: Bytes, new: Bytes) -> int:

@@ -103,21 +103,16 @@ class DeltaFile:
 
     def __init__(self, path: Path, encoding: codec.Encoding, names: Iterable[str], expected: Mapping[str, str]) -> None:
         self.encoding = encoding
-        header, data, _ = read_header(path)
-        stated = header.pop("__metadata__", {})
-        if not set(names) == set(header) == set(stated) or any(expected.get(n) != stated[n] for n in stated):
+        header = read_header(path)
+        stated = header.metadata
+        if not set(names) == set(header.tensors) == set(stated) or any(expected.get(n) != stated[n] for n in stated):
             raise Corrupt("weights", str(path), "holds other tensors than its index says; publish the version again")
         content = np.memmap(path, np.uint8, "r").view(np.ndarray)
-        self.payloads: dict[str, Bytes] = {
-            name: content[data + entry["data_offsets"][0] : data + entry["data_offsets"][1]]
-            for name, entry in header.items()
-        }
+        self.payloads: dict[str, Bytes] = {name: content[t.start : t.end] for name, t in header.tensors.items()}
 
 
-def patch(
-    target: Checkpoint, deltas: list[DeltaFile], expected: Mapping[str, str], names: Iterable[str], threads: int
-) -> None:
-    """Apply `deltas` in order to the mapped files of `target`, and check the new state of each tensor of `names`.
+def patch(target: Checkpoint, deltas: list[DeltaFile], expected: Mapping[str, str], threads: int) -> None:
+    """Apply `deltas` in order to the mapped files of `target`, and check the new state of every tensor.
 
     A tensor takes all its deltas before it is hashed once: a chain costs one pass over the memory.
 
@@ -132,7 +127,7 @@ def patch(
                 codec.apply(view, delta.payloads[name], target.tensors[name].width, delta.encoding)
         return xxhash.xxh3_128_hexdigest(view.data)
 
-    compare(in_order(update, names, threads), expected, target.directory)
+    compare(in_order(update, target.tensors, threads), expected, target.directory)
 
 
 def compare(found: Iterable[tuple[str, str]], expected: Mapping[str, str], where: Path) -> None:

@@ -111,8 +111,8 @@ def gc(root: str | Store, keep: int = 1, pinned: Collection[int] = ()) -> list[i
     """Drop versions; returns those dropped.
 
     What stays: the latest, the `keep` newest, those in `pinned` (that a replica serves, or a checkpoint names), and
-    every version that one of them is assembled from. Leftovers of crashed publications below the latest go too; above it
-    somebody may be publishing.
+    every version that one of them is assembled from. Leftovers of crashed publications below the latest go too;
+    above it somebody may be publishing.
 
     Raises:
         UserError: `keep` is below 1, or a pinned version does not exist.

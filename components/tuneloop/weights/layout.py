@@ -1,8 +1,8 @@
 """A Hugging Face model directory as bytes: where each tensor lies, without loading any.
 
 The safetensors format (https://github.com/huggingface/safetensors#format): eight bytes give the length of a JSON
-header, the header gives dtype, shape and byte range of each tensor, the rest is their data without holes. Two files with
-equal headers and equal tensors are therefore byte-identical, which is what the weight protocol proves.
+header, the header gives dtype, shape and byte range of each tensor, the rest is their data without holes. Two files
+with equal headers and equal tensors are therefore byte-identical, which is what the weight protocol proves.
 """
 
 from __future__ import annotations
@@ -45,8 +45,17 @@ class Tensor:
         return width if width in (1, 2, 4, 8) and width * elements == self.end - self.start else 1
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int, str]:
-    """The header of a safetensors file, the offset of its data, and the xxh3-128 of all bytes before the data.
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of itself; `digest` is the xxh3-128 of all bytes before the data."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    digest: str
+
+
+def read_header(path: Path, name: str = "") -> Header:
+    """The header of the safetensors file at `path`, whose tensors will call the file `name`.
 
     Raises:
         Corrupt: it is not a safetensors file.
@@ -58,20 +67,24 @@ def read_header(path: Path) -> tuple[dict[str, Any], int, str]:
             raise Corrupt("weights", str(path), f"is no safetensors file: its header is cut short; {_MEND}")
         raw = file.read(length)
     try:
-        header = json.loads(raw)
-        ranges = sorted(tuple(v["data_offsets"]) for k, v in header.items() if k != "__metadata__")
+        entries = json.loads(raw)
+        metadata = {str(k): str(v) for k, v in entries.pop("__metadata__", {}).items()}
+        tensors = {
+            key: Tensor(
+                name, str(e["dtype"]), tuple(map(int, e["shape"])), *(8 + length + int(o) for o in e["data_offsets"])
+            )
+            for key, e in entries.items()
+        }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Corrupt("weights", str(path), f"is no safetensors file ({error!r}); {_MEND}") from error
-    at = 0
-    for start, end in ranges:
+    at = 8 + length
+    for start, end in sorted((t.start, t.end) for t in tensors.values()):
         if start != at or end < start:
             raise Corrupt("weights", str(path), f"its tensors overlap or leave holes at byte {at}; {_MEND}")
         at = end
-    if 8 + length + at != path.stat().st_size:
-        raise Corrupt(
-            "weights", str(path), f"is {path.stat().st_size} bytes, its header says {8 + length + at}; {_MEND}"
-        )
-    return header, 8 + length, xxhash.xxh3_128_hexdigest(size + raw)
+    if at != path.stat().st_size:
+        raise Corrupt("weights", str(path), f"is {path.stat().st_size} bytes, its header says {at}; {_MEND}")
+    return Header(tensors, metadata, xxhash.xxh3_128_hexdigest(size + raw))
 
 
 class Checkpoint:
@@ -102,14 +115,11 @@ class Checkpoint:
         self._maps: dict[str, Bytes] = {}
         for path in found:
             name = path.relative_to(self.directory).as_posix()
-            header, data, self.headers[name] = read_header(path)
-            for key, entry in header.items():
-                if key == "__metadata__":
-                    continue
-                if key in self.tensors:
-                    raise Corrupt("weights", str(path), f"holds tensor {key!r}, and so does {self.tensors[key].file}")
-                start, end = entry["data_offsets"]
-                self.tensors[key] = Tensor(name, entry["dtype"], tuple(entry["shape"]), data + start, data + end)
+            header = read_header(path, name)
+            self.headers[name] = header.digest
+            if twice := self.tensors.keys() & header.tensors.keys():
+                raise Corrupt("weights", str(path), f"holds tensor {min(twice)!r}, and so does another file; drop one")
+            self.tensors |= header.tensors
             self._maps[name] = np.memmap(path, np.uint8, "r+" if writable else "r").view(np.ndarray)
         self.tensors = dict(sorted(self.tensors.items()))
         self.others = [

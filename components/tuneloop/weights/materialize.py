@@ -65,9 +65,9 @@ def materialize(
 ) -> Materialized:
     """Make `directory` hold `version` (None: the latest) as published below `root`, byte for byte.
 
-    Lineage is checked before a byte changes, the new state of every changed tensor after. One process a host works at a
-    time; others wait and find the work done. After a failure in place the directory counts as holding nothing, and the
-    next call restores it from a full version.
+    Lineage is checked before a byte changes, the state of every tensor after, also where nothing was to be done. One
+    process a host works at a time; others wait and find the work done. After a failure in place the directory counts
+    as holding nothing, and the next call restores it from a full version.
 
     Args:
         directory: empty, absent, or made by an earlier call.
@@ -81,10 +81,10 @@ def materialize(
     threads = threads or delta.thread_count()
     with locked(directory):
         target = chain.target(version)
-        held = _held(directory, chain, threads)
+        held = _held(directory, chain, target, threads)
         plan = _plan(chain, target, held)
         if held == target:
-            return _result(chain, plan, held, {})
+            return _result(plan, {})
         clock = time.perf_counter()
         incoming = directory / INCOMING
         shutil.rmtree(incoming, ignore_errors=True)
@@ -98,14 +98,15 @@ def materialize(
             _assemble(chain, plan, deltas, directory, threads)
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
-        return _result(chain, plan, held, {"fetch": fetched, "apply": time.perf_counter() - clock})
+        return _result(plan, {"fetch": fetched, "apply": time.perf_counter() - clock})
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """`full` is None where `steps` continue what the directory holds."""
+    """`full` is None where `steps` continue what the directory holds, which is `held`."""
 
     target: Entry
+    held: int | None
     full: Entry | None
     steps: list[Entry]
 
@@ -116,10 +117,10 @@ def _plan(chain: Chain, target: int, held: int | None) -> _Plan:
     restore: _Plan | None = None
     for step, entry in chain.steps(target):
         if entry.version == held:
-            here = _Plan(chain.entry(target), None, steps[::-1])
+            here = _Plan(chain.entry(target), held, None, steps[::-1])
             return min((p for p in (here, restore) if p), key=_bytes)
         if entry.index.encoding is None and restore is None:
-            restore = _Plan(chain.entry(target), entry, steps[::-1])
+            restore = _Plan(chain.entry(target), held, entry, steps[::-1])
             if held is None or held > entry.version:
                 return restore
         if step is None:
@@ -135,10 +136,12 @@ def _bytes(plan: _Plan) -> int:
     return sum(e.index.tuneloop.stored_bytes for e in (*plan.steps, *([plan.full] if plan.full else [])))
 
 
-def _result(chain: Chain, plan: _Plan, held: int | None, timings: dict[str, float]) -> Materialized:
+def _result(plan: _Plan, timings: dict[str, float]) -> Materialized:
     done = [step.version for step in plan.steps]
     full = plan.full.version if plan.full else None
-    return Materialized(plan.target.version, versions.reference(plan.target), held, full, done, _bytes(plan), timings)
+    return Materialized(
+        plan.target.version, versions.reference(plan.target), plan.held, full, done, _bytes(plan), timings
+    )
 
 
 def _open_delta(store: Store, step: Entry, incoming: Path) -> delta.DeltaFile | None:
@@ -184,33 +187,28 @@ def _assemble(chain: Chain, plan: _Plan, deltas: list[delta.DeltaFile | None], d
     work = directory / INCOMING / "model" if plan.full else directory
     others = _fetch_others(chain.store, plan, directory / INCOMING)
     model = Checkpoint(work, writable=True)
-    if model.headers != {n: f.header for n, f in index.files.items() if f.header} or set(model.tensors) != set(
-        index.checksums
-    ):
+    if model.headers != {n: f.header for n, f in index.files.items() if f.header}:
         raise Corrupt(
             "weights", str(work), f"has other tensors than version {plan.target.version}; nothing was changed"
         )
     given = [d for d in deltas if d is not None]
-    touched = {n for d in given for n in d.payloads}
-    if unknown := touched - set(model.tensors):
-        raise Corrupt(
-            "weights", str(work), f"has no tensor {sorted(unknown)[0]!r}, the delta does; nothing was changed"
-        )
+    if {n for d in given for n in d.payloads} | set(model.tensors) != set(index.checksums):
+        raise Corrupt("weights", plan.target.place, "names tensors that the model does not have; nothing was changed")
     if not plan.full:
         (directory / MARKER).unlink()  # from here on the directory holds nothing until it is proved again
-    delta.patch(model, given, index.checksums, model.tensors if plan.full else sorted(touched), threads)
+    delta.patch(model, given, index.checksums, threads)
     for name, path in others.items():
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, work / name)
     (directory / MARKER).unlink(missing_ok=True)
     if plan.full:
-        for path in visible_files(work):
-            name = path.relative_to(work)
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(path, directory / name)
-    for path in visible_files(directory):
-        if path.relative_to(directory).as_posix() not in index.files:
-            path.unlink()
+        for file in visible_files(work):
+            to = directory / file.relative_to(work)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(file, to)
+    for file in visible_files(directory):
+        if file.relative_to(directory).as_posix() not in index.files:
+            file.unlink()
     _mark(directory, plan.target)
 
 
@@ -243,8 +241,8 @@ def _mark(directory: Path, target: Entry) -> None:
     os.replace(staged, directory / MARKER)
 
 
-def _held(directory: Path, chain: Chain, threads: int) -> int | None:
-    """The version that the directory holds, or None where it holds none that this chain knows."""
+def _held(directory: Path, chain: Chain, target: int, threads: int) -> int | None:
+    """The version that the directory holds, or None where it holds none that this chain knows or is damaged."""
     try:
         marker = Marker.model_validate_json((directory / MARKER).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -252,13 +250,13 @@ def _held(directory: Path, chain: Chain, threads: int) -> int | None:
     if marker.version not in chain.versions or chain.entry(marker.version).digest != marker.index:
         return None
     entry = chain.entry(marker.version)
+    entry = chain.entry(marker.version)
     try:
-        if marker.boot != _boot():
+        if marker.boot != _boot() or marker.version == target:  # else the deltas' checks prove every tensor
             check(directory, entry, threads)
-        same = Checkpoint(directory).headers == {n: f.header for n, f in entry.index.tuneloop.files.items() if f.header}
+        return marker.version if _same_files(Checkpoint(directory), entry) else None
     except UserError:
         return None
-    return marker.version if same else None
 
 
 def check(directory: Path, entry: Entry, threads: int) -> int:
@@ -269,14 +267,18 @@ def check(directory: Path, entry: Entry, threads: int) -> int:
     Raises:
         Corrupt: the first difference.
     """
-    model, wanted = Checkpoint(directory), entry.index.tuneloop
-    if model.headers != {n: f.header for n, f in wanted.files.items() if f.header}:
-        raise Corrupt("weights", str(directory), f"has other tensors or files than version {entry.version}")
-    delta.compare(delta.checksums(model, threads).items(), wanted.checksums, directory)
-    digests = {n: file_digest(directory / n) for n in model.others}
-    if digests != {n: f.digest for n, f in wanted.files.items() if f.header is None}:
-        raise Corrupt("weights", str(directory), f"has another configuration or tokenizer than version {entry.version}")
+    model = Checkpoint(directory)
+    if not _same_files(model, entry):
+        where = f"version {entry.version}"
+        raise Corrupt("weights", str(directory), f"has other tensors, configuration or tokenizer than {where}")
+    delta.compare(delta.checksums(model, threads).items(), entry.index.tuneloop.checksums, directory)
     return len(model.tensors)
+
+
+def _same_files(model: Checkpoint, entry: Entry) -> bool:
+    """Whether everything but the tensors' bytes is as in the version."""
+    found = {**model.headers, **{n: file_digest(model.directory / n) for n in model.others}}
+    return found == {n: f.header or f.digest for n, f in entry.index.tuneloop.files.items()}
 
 
 @contextmanager

@@ -211,25 +211,22 @@ class _Attempt:
         return sum(t.end - t.start for t in self.new.tensors.values())
 
     def commit(self) -> None:
-        """Upload files, then the index that makes the version exist, then drop what crashed attempts left.
+        """Upload files, then the index that makes the version exist.
 
         Raises:
             Conflict: the version exists by now.
         """
         assert self.full is not None
-        store, main, keys = self.chain.store, self.full, set[str]()
+        store, main = self.chain.store, self.full
         if self.delta is not None and not anchor_due(self.delta.tuneloop.restore_cost):
             main = self.delta
         elif self.delta is not None:
             main = self._with_delta(self.full, self.delta)
             place = versions.delta_place(self.place, main)
-            keys |= self._upload(self.delta, place)
+            self._upload(self.delta, place)
             store.put(f"{place}/{INDEX}", self.delta.encoded())
-        keys |= self._upload(main, self.place)
+        self._upload(main, self.place)
         store.create(f"{self.place}/{INDEX}", main.encoded())
-        for key in store.keys(self.place):
-            if key not in keys and not key.rpartition("/")[2].startswith("."):  # hidden: somebody is writing it
-                store.delete(key)
 
     def _with_delta(self, full: Index, step: Index) -> Index:
         about = {
@@ -239,15 +236,13 @@ class _Attempt:
         }
         return full.model_copy(update={"tuneloop": full.tuneloop.model_copy(update=about)})
 
-    def _upload(self, index: Index, place: str) -> set[str]:
-        """Upload the files that `index` describes; returns their keys, the index's own among them."""
+    def _upload(self, index: Index, place: str) -> None:
         sources = {f.stored: self.new.directory / name for name, f in index.tuneloop.files.items() if f.stored}
         if index.encoding is not None:
             sources |= dict.fromkeys(index.weight_map.values(), self.delta_path)
         for name, source in sources.items():
             self.chain.store.upload(f"{place}/{name}", source)
         self.sent += index.tuneloop.stored_bytes
-        return {f"{place}/{name}" for name in (*sources, INDEX)}
 
     def stand_by(self) -> Published:
         """The version exists: make sure that it is ours, and that the pointer says so."""
@@ -262,9 +257,13 @@ class _Attempt:
         return self.advance(self.chain.store)
 
     def advance(self, store: Store) -> Published:
-        """Move the pointer, last."""
+        """Drop what crashed attempts left; then move the pointer, last."""
         entry = Entry(store, self.place)
-        step = Chain.delta(self.chain, entry)
+        step = self.chain.delta(entry)
+        kept = entry.keys() | (step.keys() if step else set())
+        for key in store.keys(self.place):
+            if key not in kept and not key.rpartition("/")[2].startswith("."):  # hidden: somebody is writing it
+                store.delete(key)
         ref = versions.reference(entry)
         pointer.advance(store, pointer.Latest(version=self.version, ref=ref))
         return Published(

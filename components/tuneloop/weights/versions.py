@@ -131,6 +131,11 @@ class Entry:
         if (self.index.encoding is None) != (self.index.base is None) or (self.index.base or -1) >= self.version:
             raise Corrupt("weights", f"{store.url}/{place}", f"cannot be a delta on version {self.index.base}")
 
+    def keys(self) -> set[str]:
+        """All keys that the version consists of at this place."""
+        stored = {f.stored for f in self.index.tuneloop.files.values() if f.stored}
+        return {f"{self.place}/{name}" for name in (INDEX, *stored, *self.index.weight_map.values())}
+
 
 def directory(version: int) -> str:
     return f"weight_v{version:06d}"

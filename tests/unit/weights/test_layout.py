@@ -1,0 +1,180 @@
+"""The published bytes, read and written by others: the safetensors library, a reader that follows docs/weights.md to
+the letter and shares no code with the package, an object store, ranks that fill in one file together."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from multiprocessing import Process
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+import zstandard
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from tests.unit.weights.exports import content, model, save, update
+from tuneloop.errors import Corrupt, UserError
+from tuneloop.store import Store
+from tuneloop.weights import gc, layout, ls, materialize, publish, verify
+
+
+def foreign_read(root: Path, version: int) -> dict[str, bytes]:
+    """Tensors of a version, by the document's section "Reading" alone."""
+    index = json.loads((root / f"weight_v{version:06d}" / "model.safetensors.index.json").read_bytes())
+    about, where = index["metadata"], root / f"weight_v{version:06d}"
+    assert about["version"] == f"{version:06d}"
+
+    def tensors(file: str) -> tuple[dict[str, bytes], dict[str, str]]:
+        data = (where / file).read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        metadata = header.pop("__metadata__", {})
+        body = data[8 + length :]
+        return {n: body[slice(*e["data_offsets"])] for n, e in header.items()}, metadata
+
+    files = {file: tensors(file) for file in sorted(set(index["weight_map"].values()))}
+    stored = {name: files[file][0][name] for name, file in index["weight_map"].items()}
+    if "delta_encoding" not in about:
+        return stored
+    state = foreign_read(root, int(about["base_version"]))
+    assert about["compression_format"] == "zstd" and about["checksum_format"] == "xxh3-128"
+    unzip = zstandard.ZstdDecompressor()
+    for name, payload in stored.items():
+        old = bytearray(state[name])
+        if about["delta_encoding"] == "xor":
+            new = bytes(a ^ b for a, b in zip(old, unzip.decompress(payload), strict=True))
+        elif about["delta_encoding"] == "overwrite":
+            raw = unzip.decompress(payload)
+            (count,) = struct.unpack_from("<I", raw)
+            positions = struct.unpack_from(f"<{count}I", raw, 4)
+            for position, value in zip(positions, raw[4 + 4 * count :], strict=True):
+                old[position] = value
+            new = bytes(old)
+        else:
+            new = foreign_gap8_xor(old, payload)
+        checksum = files[index["weight_map"][name]][1][name]
+        assert xxhash.xxh3_128(new).hexdigest() == checksum
+        state[name] = new
+    return state
+
+
+def foreign_gap8_xor(tensor: bytearray, payload: bytes) -> bytes:
+    width, chunk = struct.unpack_from("<II", payload)
+    at, first = 8, 0
+    while first * width < len(tensor):
+        (count,) = struct.unpack_from("<I", payload, at)
+        at += 4
+        if count:
+            sizes = struct.unpack_from(f"<{1 + width}I", payload, at)
+            at += 4 * len(sizes)
+            frames = []
+            for size in sizes:
+                frames.append(zstandard.ZstdDecompressor().decompress(payload[at : at + size]))
+                at += size
+            position, found = 0, []
+            for gap in frames[0]:
+                position += gap
+                if gap != 255:
+                    found.append(position)
+            assert len(found) == count
+            for i, element in enumerate(found):
+                for plane in range(width):
+                    tensor[(first + element) * width + plane] ^= frames[1 + plane][i]
+        first += chunk
+    assert at == len(payload)
+    return bytes(tensor)
+
+
+@pytest.mark.parametrize("encoding", ["gap8-xor", "xor", "overwrite"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_foreign_reader_reads_every_encoding(tmp_path: Path, encoding: str, tied: bool) -> None:
+    rng, root = np.random.default_rng(0), tmp_path / "weights"
+    state = model(rng, tied=tied)
+    for version in range(4):
+        publish(str(root), version, save(tmp_path / f"export{version}", state), encoding=encoding)  # type: ignore[arg-type]
+        assert foreign_read(root, version) == {name: bytes(data) for name, (_, _, data) in state.items()}
+        state = update(rng, state, 0.03)
+    assert [entry.encoding for entry in ls(str(root))] == [None, *[encoding] * 3]
+
+
+def test_a_full_version_is_loadable_where_it_lies(tmp_path: Path) -> None:
+    """Sharded, by the weight map alone, as transformers does it; and deltas open as safetensors."""
+    rng, root = np.random.default_rng(1), tmp_path / "weights"
+    state = model(rng)
+    publish(str(root), 0, save(tmp_path / "a", state, shards=3))
+    publish(str(root), 1, save(tmp_path / "b", update(rng, state, 0.1), shards=3))
+    weight_map = json.loads((root / "weight_v000000/model.safetensors.index.json").read_bytes())["weight_map"]
+    assert set(weight_map) == set(state) and len(set(weight_map.values())) == 3
+    with safe_open(root / "weight_v000000" / weight_map["step"], "numpy") as file:
+        assert file.get_tensor("step").tobytes() == bytes(state["step"][2])
+    (delta,) = (root / "weight_v000001").glob("*.safetensors")
+    with safe_open(delta, "numpy") as file:
+        assert set(file.metadata()) == set(file.keys()) and all(len(c) == 32 for c in file.metadata().values())
+
+
+def _fill(directory: Path, rank: int, ranks: int, tensors: dict[str, np.ndarray]) -> None:
+    shared = layout.Checkpoint(directory, writable=True)
+    for name, whole in tensors.items():
+        rows = -(-len(whole) // ranks)  # FSDP shards dimension 0 in equal parts, the last one shorter
+        shard = whole[rank * rows : (rank + 1) * rows]
+        at = rank * rows * whole[:1].nbytes
+        shared.view(name)[at : at + shard.nbytes] = shard.reshape(-1).view(np.uint8)
+
+
+def test_ranks_fill_one_file_that_equals_a_full_export(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    tensors = {
+        "z": rng.standard_normal((7, 5)).astype(np.float32),
+        "a": rng.standard_normal((8, 3)).astype(np.float16),
+        "i": rng.integers(0, 9, (3, 2)),
+        "u": rng.integers(0, 9, 4).astype(np.uint8),
+        "e": np.zeros((0, 4), np.float32),
+    }
+    kinds = {"float32": "F32", "float16": "F16", "int64": "I64", "uint8": "U8"}
+    entries = {name: (kinds[str(t.dtype)], t.shape, t.nbytes) for name, t in tensors.items()}
+    layout.create(tmp_path / "model.safetensors", entries, {"format": "pt"})
+    ranks = [Process(target=_fill, args=(tmp_path, rank, 3, tensors)) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(30)
+        assert rank.exitcode == 0
+    save_file(tensors, tmp_path / "full-export", metadata={"format": "pt"})
+    assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "full-export").read_bytes()
+
+
+def test_an_object_store_takes_the_same_protocol(tmp_path: Path) -> None:
+    """obstore's in-memory store: conditional puts, no directories, no local path; tests/cluster has S3."""
+    rng, store = np.random.default_rng(3), Store("memory:///weights")
+    state = model(rng)
+    for version in range(5):
+        export = save(tmp_path / f"export{version}", state, config=f"{version}")
+        publish(store, version, export)
+        materialize(store, None, tmp_path / "replica")
+        assert content(tmp_path / "replica") == content(export)
+        state = update(rng, state, 0.02)
+    assert gc(store, keep=1) == []
+    assert verify(store).tensors == len(state)
+    store.delete("weight_v000002/" + next(k for k in store.keys("weight_v000002") if "model-" in k).split("/")[1])
+    with pytest.raises(Corrupt, match="is missing although"):
+        materialize(store, 3, tmp_path / "late")
+
+
+def test_no_model_no_service(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no \.safetensors file"):
+        publish(str(tmp_path / "weights"), 0, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    with pytest.raises(Corrupt, match="cut short"):
+        publish(str(tmp_path / "weights"), 0, tmp_path)
+    with pytest.raises(UserError, match="is not in"):
+        materialize(str(tmp_path / "weights"), None, tmp_path / "replica")
+
+
+def test_import_needs_no_torch() -> None:
+    code = "import sys, tuneloop.weights; sys.exit(bool({'torch', 'safetensors', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

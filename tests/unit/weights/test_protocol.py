@@ -1,0 +1,342 @@
+"""Whatever happens, a reader gets the exported bytes or a refusal: publications that crash, replicas at any version,
+duplicates, damaged files, collected garbage."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.weights.exports import Crash, Crashing, Model, content, model, save, update
+from tuneloop.errors import Corrupt, UserError
+from tuneloop.store import Store
+from tuneloop.weights import PointerConflict, PointerRewind, diff, gc, ls, materialize, pointer, publish, verify
+from tuneloop.weights.versions import Chain
+
+Case = tuple[str, int, int]
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["publish", "publish", "crash", "again", "pull", "pull", "flip store", "flip replica", "gc"]),
+        st.integers(0, 1 << 30),
+        st.integers(0, 11),
+    ),
+    min_size=3,
+    max_size=14,
+)
+
+
+class World:
+    """A root, what was exported to it, and two replicas."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.root = place, f"file://{place}/weights"
+        self.exports: list[Path] = []
+        self.state: Model = {}
+        self.damaged = False
+
+    def export(self, seed: int, choice: int) -> int:
+        rng, version = np.random.default_rng(seed), len(self.exports)
+        new_shape = not self.state or choice == 11  # as after a change of architecture: no delta can say that
+        density = (0.0, 0.002, 0.05, 1.0)[choice % 4]
+        self.state = model(rng, tied=choice % 2 == 0) if new_shape else update(rng, self.state, density)
+        config = f'{{"changed_at": {version - version % 2}}}'
+        self.exports.append(
+            save(self.place / f"export{version}", self.state, shards=1 + (seed % 7 == 0), config=config)
+        )
+        return version
+
+    def publish(self, seed: int, choice: int, crash_at: int | None = None) -> None:
+        version = self.export(seed, choice)
+        encoding = ("gap8-xor", "xor", "overwrite", None)[choice % 4]
+        if crash_at is not None:
+            before = pointer.read(self.root)
+            try:
+                publish(Crashing(self.root, crash_at), version, self.exports[version], encoding=encoding)  # type: ignore[arg-type]
+            except Crash:
+                assert pointer.read(self.root) == before, "the old version is served"
+                if before is not None and not self.damaged:
+                    verify(self.root)
+        at_hand = self.exports[version - 1] if version and seed % 2 else None
+        publish(self.root, version, self.exports[version], base=at_hand, encoding=encoding)  # type: ignore[arg-type]
+
+    def pull(self, seed: int, choice: int) -> None:
+        replica = self.place / f"replica{choice % 2}"
+        listed = [entry.version for entry in ls(self.root)]
+        version = listed[seed % len(listed)]
+        done = materialize(self.root, version, replica)
+        assert done.version == version
+        assert content(replica) == content(self.exports[version])
+
+    def flip(self, files: list[Path], seed: int) -> None:
+        files = sorted(p for p in files if p.is_file() and p.stat().st_size and not p.name.endswith(".lock"))
+        if files:
+            path = files[seed % len(files)]
+            data = bytearray(path.read_bytes())
+            data[(seed // 7) % len(data)] ^= 1 << (seed % 8)
+            path.write_bytes(data)
+
+    def act(self, kind: str, seed: int, choice: int) -> None:
+        if kind == "publish":
+            self.publish(seed, choice)
+        elif kind == "crash":
+            self.publish(seed, choice, crash_at=choice)
+        elif kind == "again" and self.exports:
+            publish(self.root, len(self.exports) - 1, self.exports[-1])
+        elif kind == "pull" and self.exports:
+            self.pull(seed, choice)
+        elif kind == "flip store":
+            self.damaged = True
+            self.flip(list((self.place / "weights").rglob("*")), seed)
+        elif kind == "flip replica":
+            self.flip(list((self.place / f"replica{choice % 2}").rglob("*")), seed)
+        elif kind == "gc" and self.exports:
+            pinned = [entry.version for entry in ls(self.root)][:1]
+            gc(self.root, keep=1 + choice % 2, pinned=pinned)
+            if not self.damaged:
+                for version in {*pinned, len(self.exports) - 1}:
+                    verify(self.root, version)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ACTIONS)
+def test_identical_or_refused(actions: list[Case]) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        world = World(Path(place))
+        world.publish(0, 0)
+        for kind, seed, choice in actions:
+            before = world.damaged
+            try:
+                world.act(kind, seed, choice)
+            except UserError as refusal:
+                local = "replica" in str(refusal)  # found in a replica, which the next pull restores
+                assert before or local, f"{kind} refused without cause: {refusal}"
+                if before:
+                    return
+
+
+@pytest.mark.parametrize("anchor", [False, True])
+def test_crash_before_every_operation(tmp_path: Path, anchor: bool) -> None:
+    """Of a first version, a delta, and a full version with its delta."""
+    rng = np.random.default_rng(0)
+    states = [model(rng)]
+    for _ in range(9 if anchor else 2):
+        states.append(update(rng, states[-1], 1.0 if anchor else 0.02))
+    exports = [save(tmp_path / f"export{i}", s) for i, s in enumerate(states)]
+    root = f"file://{tmp_path}/weights"
+    kinds = []
+    for version, export in enumerate(exports):
+        before = pointer.read(root)
+        for at in range(100):
+            try:
+                publish(Crashing(root, at), version, export)
+                break
+            except Crash:
+                assert pointer.read(root) == before
+                if before is not None:
+                    assert verify(root).version == version - 1
+        assert 2 < at < 100, "each operation was the last before a crash"
+        published = ls(root)[-1]
+        kinds.append((published.encoding is None, published.base_version))
+        names = {p.name for p in (tmp_path / "weights" / f"weight_v{version:06d}").rglob("*")}
+        assert not [n for n in names if n.endswith(".part")], "leftovers are gone"
+        materialize(root, None, tmp_path / "replica")
+        assert content(tmp_path / "replica") == content(export)
+    assert verify(root).tensors == len(states[0])
+    assert not anchor or any(full for full, _ in kinds[1:])
+
+
+def test_a_restarted_trainer_continues_the_chain(tmp_path: Path) -> None:
+    rng, root = np.random.default_rng(1), f"file://{tmp_path}/weights"
+    first = model(rng)
+    second = update(rng, first, 0.01)
+    publish(root, 0, save(tmp_path / "a", first))
+    without_base = publish(root, 1, save(tmp_path / "b", second))
+    assert (without_base.base_version, without_base.full) == (0, False)
+    with_base = publish(f"{root}2", 0, tmp_path / "a"), publish(f"{root}2", 1, tmp_path / "b", base=tmp_path / "a")
+    assert with_base[1].ref == without_base.ref, "the same bytes, wherever the base came from"
+    with pytest.raises(Corrupt, match="leave `base` out"):
+        publish(root, 2, tmp_path / "a", base=tmp_path / "a")
+
+
+def test_versions_are_immutable_and_move_forward(tmp_path: Path) -> None:
+    rng, root = np.random.default_rng(2), f"file://{tmp_path}/weights"
+    first = model(rng)
+    a, b = save(tmp_path / "a", first), save(tmp_path / "b", update(rng, first, 0.1))
+    publish(root, 3, a)
+    again = publish(root, 3, a)
+    assert again.sent_bytes == 0
+    with pytest.raises(PointerConflict, match="holds other weights"):
+        publish(root, 3, b)
+    with pytest.raises(PointerRewind, match="at version 3 already"):
+        publish(root, 2, b)
+    with pytest.raises(UserError, match="is not in"):
+        materialize(root, 2, tmp_path / "replica")
+    assert verify(root, 3, a).tensors == len(first)
+    with pytest.raises(Corrupt):
+        verify(root, 3, b)
+
+
+def _publish(root: str, export: Path, outcome: multiprocessing.Queue[str]) -> None:
+    try:
+        publish(root, 1, export)
+        outcome.put("published")
+    except PointerConflict:
+        outcome.put("refused")
+
+
+def test_two_rival_publishers_leave_one_whole_version(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    first = model(rng)
+    for attempt in range(4):
+        root = f"file://{tmp_path}/weights{attempt}"
+        base = save(tmp_path / f"base{attempt}", first)
+        publish(root, 0, base)
+        exports = [save(tmp_path / f"rival{attempt}{i}", update(rng, first, 0.05)) for i in range(2)]
+        outcome: multiprocessing.Queue[str] = multiprocessing.Queue()
+        rivals = [multiprocessing.Process(target=_publish, args=(root, export, outcome)) for export in exports]
+        for rival in rivals:
+            rival.start()
+        assert sorted(outcome.get(timeout=30) for _ in rivals) == ["published", "refused"]
+        for rival in rivals:
+            rival.join(30)
+        materialize(root, None, tmp_path / f"replica{attempt}")
+        assert content(tmp_path / f"replica{attempt}") in [content(export) for export in exports]
+
+
+def test_anchors_bound_the_chain_and_replicas_pass_them_by_delta(tmp_path: Path) -> None:
+    rng, root = np.random.default_rng(4), f"file://{tmp_path}/weights"
+    state = model(rng)
+    replica = tmp_path / "replica"
+    for version in range(16):
+        export = save(tmp_path / f"export{version}", state)
+        published = publish(root, version, export)
+        step = materialize(root, version, replica)
+        assert content(replica) == content(export)
+        assert version == 0 or step.full is None, "a replica that keeps up reads deltas only"
+        fresh = materialize(root, version, tmp_path / f"fresh{version}")
+        assert fresh.read_bytes < 3.5 * published.full_bytes
+        state = update(rng, state, 0.02)
+    anchors = [entry.version for entry in ls(root) if entry.encoding is None]
+    assert len(anchors) > 1 and all(Chain(root).entry(a).index.tuneloop.delta_index for a in anchors[1:])
+
+
+def test_gc_keeps_what_is_needed_and_drops_the_rest(tmp_path: Path) -> None:
+    rng, root = np.random.default_rng(5), f"file://{tmp_path}/weights"
+    state = model(rng)
+    exports = []
+    for version in range(14):
+        exports.append(save(tmp_path / f"export{version}", state))
+        publish(root, version, exports[-1], encoding=None if version in (4, 9) else "gap8-xor")
+        state = update(rng, state, 0.001)
+    Store(root).put("weight_v000002/leftover", b"")
+    Store(root).put("weight_v000099/being-written", b"")
+    dropped = gc(root, keep=2, pinned=[5])
+    assert dropped == [0, 1, 2, 3, 6, 7, 8]
+    assert [entry.version for entry in ls(root)] == [4, 5, 9, 10, 11, 12, 13]
+    left = {key.partition("/")[0] for key in Store(root).keys("")}
+    assert "weight_v000002" not in left and "weight_v000099" in left
+    for version in (5, 12, 13):
+        materialize(root, version, tmp_path / "replica")
+        assert content(tmp_path / "replica") == content(exports[version])
+    with pytest.raises(UserError, match="keep"):
+        gc(root, keep=0)
+
+
+def test_diff_names_what_changed(tmp_path: Path) -> None:
+    rng, root = np.random.default_rng(6), f"file://{tmp_path}/weights"
+    first = model(rng)
+    second = {name: (dtype, shape, bytearray(data)) for name, (dtype, shape, data) in first.items()}
+    second["layer.0.scale"][2][0] ^= 1
+    third = model(rng, tied=False)
+    for version, state in enumerate((first, second, third)):
+        publish(root, version, save(tmp_path / f"export{version}", state))
+    assert diff(root, 0, 1).changed == {"layer.0.scale": pytest.approx(1 / 33)}
+    assert diff(root, 1, 2).added == ["lm_head"]
+    assert diff(root, 1, 1).same == len(first)
+
+
+def test_damage_in_place_poisons_until_restored(tmp_path: Path) -> None:
+    """A delta that decodes to something else is found by the checksum; the directory is then rebuilt, not retried."""
+    rng, root = np.random.default_rng(7), f"file://{tmp_path}/weights"
+    states = [model(rng)]
+    for _ in range(2):
+        states.append(update(rng, states[-1], 0.05))
+    exports = [save(tmp_path / f"export{i}", s) for i, s in enumerate(states)]
+    for version, export in enumerate(exports):
+        publish(root, version, export, encoding="overwrite" if version == 1 else "gap8-xor")
+    replica = tmp_path / "replica"
+    materialize(root, 0, replica)
+    (path,) = (tmp_path / "weights/weight_v000001").glob("model-*.safetensors")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+    for _ in range(2):
+        with pytest.raises(Corrupt):
+            materialize(root, 2, replica)
+    path.write_bytes(whole)
+    assert materialize(root, 2, replica).full == 0
+    assert content(replica) == content(exports[2])
+
+
+def test_lineage_is_checked_before_a_byte_changes(tmp_path: Path) -> None:
+    rng, root, other = np.random.default_rng(8), f"file://{tmp_path}/weights", f"file://{tmp_path}/other"
+    first = model(rng)
+    for where in (root, other):
+        publish(where, 0, save(tmp_path / f"{where[-5:]}0", first))
+        publish(where, 1, save(tmp_path / f"{where[-5:]}1", update(rng, first, 0.05)))
+        publish(where, 2, save(tmp_path / f"{where[-5:]}2", update(rng, first, 0.05)))
+    replica = tmp_path / "replica"
+    materialize(root, 1, replica)
+    held = content(replica)
+    for key in Store(root).keys("weight_v000002"):
+        Store(root).delete(key)
+    for key in Store(other).keys("weight_v000002"):  # a delta on another run's version 1
+        Store(root).put(key, Store(other).get(key) or b"")
+    with pytest.raises(Corrupt, match="is not the base"):
+        materialize(root, 2, replica)
+    assert content(replica) == held
+
+
+def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    root = f"file://{tmp_path}/weights"
+    export = save(tmp_path / "export", model(np.random.default_rng(9)))
+    publish(root, 0, export)
+    before = content(export)
+    with pytest.raises(UserError, match="choose another"):
+        materialize(root, 0, export)
+    assert content(export) == before
+
+
+def _pull_for_ever(root: str, replica: Path) -> None:
+    while True:
+        for version in (1, 2, 0, 2):
+            materialize(root, version, replica)
+
+
+def test_killed_readers_leave_nothing_wrong(tmp_path: Path) -> None:
+    """SIGKILL at any moment of copying or patching; two processes share the directory."""
+    rng, root, replica = np.random.default_rng(10), f"file://{tmp_path}/weights", tmp_path / "replica"
+    state: Model = {f"w{i}": ("BF16", (256, 256), bytearray(rng.bytes(1 << 17))) for i in range(8)}
+    exports = []
+    for version in range(3):
+        exports.append(save(tmp_path / f"export{version}", state))
+        publish(root, version, exports[-1])
+        state = update(rng, state, 0.02)
+    for attempt in range(6):
+        readers = [multiprocessing.Process(target=_pull_for_ever, args=(root, replica)) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        time.sleep(0.05 + 0.03 * attempt + float(rng.random()) * 0.02)
+        for reader in readers:
+            assert reader.pid is not None and reader.is_alive()
+            os.kill(reader.pid, signal.SIGKILL)
+            reader.join()
+        materialize(root, attempt % 3, replica)
+        assert content(replica) == content(exports[attempt % 3])
