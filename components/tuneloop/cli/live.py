@@ -87,7 +87,7 @@ class Display:
 
     def _ended(self, node: Node) -> None:
         seconds = clock(node.finished - node.started)
-        if "mean-reward" in node.outputs:
+        if node.template == "reward" and "mean-reward" in node.outputs:
             self.reward = f"{float(node.outputs['mean-reward']):.3f}"
         if node.phase in BROKEN:
             code = "" if node.exit_code is None else f", exit code {node.exit_code}"
