@@ -70,13 +70,14 @@ def connect(namespace: str = NAMESPACE, context: str | None = None) -> Cluster:
     except ImportError:
         raise UserError("cluster", None, "needs the Kubernetes client: pip install 'tuneloop[cluster]'") from None
     settings = client.Configuration()
+    file = os.environ.get("KUBECONFIG")  # the library reads it when it is imported
     try:
-        config.load_kube_config(context=context, client_configuration=settings)
-        context = context or config.list_kube_config_contexts()[1]["name"]
+        config.load_kube_config(config_file=file, context=context, client_configuration=settings)
+        context = context or config.list_kube_config_contexts(config_file=file)[1]["name"]
     except config.ConfigException as error:
         if context or "KUBERNETES_SERVICE_HOST" not in os.environ:
             remedy = f"no usable cluster configuration ({error}); set KUBECONFIG, or choose --context"
-            raise UserError("cluster", context or os.environ.get("KUBECONFIG"), remedy) from None
+            raise UserError("cluster", context or file, remedy) from None
         config.load_incluster_config(client_configuration=settings)
         context = "in-cluster"
     settings.retries = 1

@@ -1,0 +1,91 @@
+"""A real cluster, whatever KUBECONFIG names; overlays/local is applied to it first."""
+
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuneloop.argo import cluster as argo
+
+ROOT = Path(__file__).parents[2]
+STORE = os.environ.get("TUNELOOP_TEST_STORE", "s3://artifacts/tests")
+"""As the pods reach it."""
+
+
+def kubectl(*words: str, check: bool = True) -> str:
+    done = subprocess.run(["kubectl", *words], capture_output=True, text=True)
+    assert not check or done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def cluster() -> argo.Cluster:
+    if "KUBECONFIG" not in os.environ or not shutil.which("kubectl"):
+        pytest.fail("the cluster tier needs KUBECONFIG set and kubectl on PATH", pytrace=False)
+    kubectl("apply", "--server-side", "--force-conflicts", "-k", str(ROOT / "manifests" / "overlays" / "local"))
+    return argo.connect()
+
+
+@pytest.fixture
+def run(cluster: argo.Cluster) -> Iterator[str]:
+    """A new run's name; whatever the run left is deleted."""
+    name = f"t{uuid.uuid4().hex[:8]}"
+    yield name
+    for suffix in ("", "-a", "-b"):
+        label = f"{argo.RUN_LABEL}={name}{suffix}"
+        kubectl("-n", cluster.namespace, "delete", "workflows,pods", "-l", label, "--wait=false")
+
+
+TIGHT = """
+apiVersion: kueue.x-k8s.io/v1beta2
+kind: ClusterQueue
+metadata: {name: tuneloop-test}
+spec:
+  namespaceSelector: {}
+  preemption: {withinClusterQueue: LowerPriority}
+  resourceGroups:
+    - coveredResources: [cpu, memory]
+      flavors:
+        - name: tuneloop-default
+          resources: [{name: cpu, nominalQuota: 150m}, {name: memory, nominalQuota: 1Gi}]
+---
+apiVersion: kueue.x-k8s.io/v1beta2
+kind: LocalQueue
+metadata: {name: tuneloop-test, namespace: tuneloop}
+spec: {clusterQueue: tuneloop-test}
+"""
+
+
+@pytest.fixture(scope="session")
+def tight(cluster: argo.Cluster) -> Iterator[str]:
+    """A queue with quota for one `sleeper`."""
+    subprocess.run(["kubectl", "apply", "-f", "-"], input=TIGHT, text=True, check=True, capture_output=True)
+    wait = ["wait", "--for=condition=Active", "localqueue/tuneloop-test", "--timeout=30s"]
+    kubectl("-n", cluster.namespace, *wait)
+    yield "tuneloop-test"
+    subprocess.run(["kubectl", "delete", "-f", "-", "--wait=false"], input=TIGHT, text=True, capture_output=True)
+
+
+def sleeper(seconds: float, queue: str = "tuneloop") -> dict[str, Any]:
+    """A workflow of one queued stage that computes nothing; SIGTERM ends it with 75, as it would a stage."""
+    program = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); "
+        f"print('begun', flush=True); time.sleep({seconds}); print('done', flush=True)"
+    )
+    from hera.workflows import DAG, Container
+
+    from tuneloop.argo.settings import Cluster
+    from tuneloop.argo.template import _pod, _retry, workflow
+
+    with workflow("sleeper") as built:
+        pod = _pod("base", True, Cluster(queue=queue, cpu="100m", memory="64Mi"))
+        stage = Container(name="sleep", command=["python", "-c"], args=[program], **pod, **_retry())
+        with DAG(name="main"):
+            stage(name="sleep")
+    made: dict[str, Any] = built.to_dict()
+    return made

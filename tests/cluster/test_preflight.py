@@ -1,0 +1,138 @@
+"""What is missing on a cluster is said in one line before anything is created."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster.conftest import STORE, kubectl, sleeper
+from tuneloop.argo import cluster as argo
+from tuneloop.argo.preflight import problems
+from tuneloop.argo.watch import status
+from tuneloop.errors import UserError
+
+pytestmark = pytest.mark.cluster
+
+
+def _queue(workflow: dict[str, Any]) -> None:
+    workflow["spec"]["templates"][0]["metadata"]["labels"][argo.QUEUE_LABEL] = "nobody"
+
+
+def _cpu(workflow: dict[str, Any]) -> None:
+    workflow["spec"]["templates"][0]["container"]["resources"]["requests"]["cpu"] = "400"
+
+
+def _gpu(workflow: dict[str, Any]) -> None:
+    workflow["spec"]["templates"][0]["container"]["resources"]["limits"]["nvidia.com/gpu"] = "1"
+
+
+def _secret(workflow: dict[str, Any]) -> None:
+    key = {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "no-such-secret", "key": "key"}}}
+    workflow["spec"]["templates"][0]["container"]["env"].append(key)
+
+
+def _account(workflow: dict[str, Any]) -> None:
+    workflow["spec"]["serviceAccountName"] = "nobody"
+
+
+def _path(workflow: dict[str, Any]) -> None:
+    next(p for p in workflow["spec"]["arguments"]["parameters"] if p["name"] == "store")["value"] = "file:///data"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "field", "told"),
+    [
+        (_queue, "queue", "'nobody': is no LocalQueue"),
+        (_cpu, "sleep", "cpu: 400': is more than ClusterQueue tuneloop can ever give (4)"),
+        (_gpu, "sleep", "nvidia.com/gpu: 1': ClusterQueue tuneloop has no quota"),
+        (_secret, "secret", "'no-such-secret': is missing in namespace tuneloop"),
+        (_account, "service account", "'nobody': is missing"),
+        (_path, "store", "a path that the pods do not share"),
+    ],
+)
+def test_what_is_missing(
+    cluster: argo.Cluster, run: str, spoil: Callable[[dict[str, Any]], None], field: str, told: str
+) -> None:
+    made = argo.prepare(sleeper(1), run=run, store=STORE)
+    assert problems(cluster, made) == []
+    spoil(made)
+    (problem,) = problems(cluster, made)
+    assert problem.field == field and told in str(problem)
+    assert "\n" not in str(problem)
+
+
+def test_an_unknown_priority(cluster: argo.Cluster, run: str) -> None:
+    with pytest.raises(UserError, match="'urgent': is no WorkloadPriorityClass"):
+        argo.submit(cluster, sleeper(1), run=run, store=STORE, priority="urgent")
+    with pytest.raises(UserError, match="no workflow in namespace"):  # nothing was created
+        argo.workflows(cluster, run)
+
+
+def test_a_namespace_that_does_not_exist(cluster: argo.Cluster, run: str) -> None:
+    elsewhere = dataclasses.replace(cluster, namespace="no-such-place")
+    with pytest.raises(UserError, match="'no-such-place': does not exist in context"):
+        argo.submit(elsewhere, sleeper(1), run=run, store=STORE)
+
+
+def test_no_argo(cluster: argo.Cluster, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneloop.argo.preflight.WORKFLOWS", ("argoproj.io", "v1alpha1", "nosuchworkflows"))
+    with pytest.raises(UserError, match="has no Argo Workflows"):
+        argo.submit(cluster, sleeper(1), run=run, store=STORE)
+
+
+def test_a_context_that_does_not_exist() -> None:
+    with pytest.raises(UserError, match=r"cluster: 'nowhere': no usable cluster configuration"):
+        argo.connect(context="nowhere")
+
+
+def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = {"name": "c", "cluster": {"server": "http://127.0.0.1:9"}}
+    context = {"name": "dead", "context": {"cluster": "c", "user": "u"}}
+    config = {
+        "clusters": [server],
+        "contexts": [context],
+        "users": [{"name": "u", "user": {}}],
+        "current-context": "dead",
+    }
+    path = tmp_path / "config"
+    path.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **config}))
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    dead = argo.connect()
+    with pytest.raises(UserError, match=r"cluster: 'dead': http://127.0.0.1:9 does not answer"):
+        argo.workflows(dead, "any")
+
+
+def _as(cluster: argo.Cluster, user: str) -> argo.Cluster:
+    from kubernetes import client
+
+    api = client.ApiClient(cluster.core.api_client.configuration)
+    api.set_default_header("Impersonate-User", user)
+    apis = {
+        "core": client.CoreV1Api(api),
+        "custom": client.CustomObjectsApi(api),
+        "auth": client.AuthorizationV1Api(api),
+    }
+    return dataclasses.replace(cluster, **apis)
+
+
+def test_an_account_that_may_not_create(cluster: argo.Cluster, run: str) -> None:
+    """The account of the stages has no rights: what it may not see counts as present."""
+    stage = _as(cluster, "system:serviceaccount:tuneloop:tuneloop-stage")
+    (problem,) = problems(stage, argo.prepare(sleeper(1), run=run, store=STORE))
+    assert "may not create workflows in namespace tuneloop" in str(problem)
+
+
+def test_the_role_for_people_suffices(cluster: argo.Cluster, run: str) -> None:
+    user = f"user-{run}"
+    words = ["rolebinding", user, "--role=tuneloop-user", f"--user={user}"]
+    kubectl("-n", cluster.namespace, "create", *words)
+    try:
+        person = _as(cluster, user)
+        argo.submit(person, sleeper(60), run=run, store=STORE)
+        assert status(person, run).phase in ("Pending", "Running")
+        assert argo.stop(person, run) == 1
+    finally:
+        kubectl("-n", cluster.namespace, "delete", *words[:2])

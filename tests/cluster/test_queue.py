@@ -1,0 +1,63 @@
+"""Kueue: a run that waits says why and runs when its turn comes; one that is preempted comes back."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.cluster.conftest import STORE, sleeper
+from tuneloop.argo import cluster as argo
+from tuneloop.argo.watch import logs, status
+
+pytestmark = pytest.mark.cluster
+
+
+def until(what: Callable[[], bool], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def running(cluster: argo.Cluster, run: str) -> bool:
+    return any(node.type == "Pod" and node.phase == "Running" for node in status(cluster, run).nodes.values())
+
+
+def test_two_runs_and_quota_for_one(cluster: argo.Cluster, tight: str, run: str) -> None:
+    first, second = f"{run}-a", f"{run}-b"
+    argo.submit(cluster, sleeper(20, tight), run=first, store=STORE)
+    until(lambda: running(cluster, first))
+    argo.submit(cluster, sleeper(1, tight), run=second, store=STORE)
+    until(lambda: bool(status(cluster, second).waiting))
+    until(lambda: "insufficient" in str(status(cluster, second).waiting))
+    assert argo.wait(cluster, first) == 0
+    assert argo.wait(cluster, second) == 0
+    assert not status(cluster, second).waiting
+
+
+def test_a_high_priority_preempts_and_the_other_comes_back(cluster: argo.Cluster, tight: str, run: str) -> None:
+    low, high = f"{run}-a", f"{run}-b"
+    argo.submit(cluster, sleeper(15, tight), run=low, store=STORE, priority="tuneloop-low")
+    until(lambda: running(cluster, low))
+    argo.submit(cluster, sleeper(1, tight), run=high, store=STORE, priority="tuneloop-high")
+    assert argo.wait(cluster, high) == 0
+    assert argo.wait(cluster, low) == 0
+    attempts = [node for node in status(cluster, low).nodes.values() if node.type == "Pod"]
+    assert [node.phase for node in attempts][-1] == "Succeeded" and len(attempts) > 1
+
+
+def test_stop_releases_what_waits_and_what_runs(cluster: argo.Cluster, tight: str, run: str) -> None:
+    first, second = f"{run}-a", f"{run}-b"
+    argo.submit(cluster, sleeper(300, tight), run=first, store=STORE)
+    until(lambda: running(cluster, first))
+    argo.submit(cluster, sleeper(300, tight), run=second, store=STORE)
+    until(lambda: bool(status(cluster, second).waiting))
+    for name in (second, first):
+        assert argo.stop(cluster, name) == 1
+        assert argo.wait(cluster, name) != 0
+        assert not status(cluster, name).waiting
+    pods = cluster.core.list_namespaced_pod(cluster.namespace).items
+    assert not [
+        p for p in pods if p.metadata.labels.get(argo.RUN_LABEL) in (first, second) and p.status.phase == "Running"
+    ]
+    assert ("sleep", "begun") in list(logs(cluster, first))

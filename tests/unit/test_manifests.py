@@ -1,0 +1,96 @@
+"""What `manifests/`, `images/` and `requirements/` promise, as far as it can be seen without a cluster."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tuneloop.config import dump, find
+
+ROOT = Path(__file__).parents[2]
+MANIFESTS = ROOT / "manifests"
+
+
+def objects() -> list[dict]:
+    files = [path for path in MANIFESTS.rglob("*.yaml") if path.name not in ("kustomization.yaml", "images.yaml")]
+    loaded = [item for path in sorted(files) for item in yaml.safe_load_all(path.read_text())]
+    return [item for item in loaded if isinstance(item, dict)]
+
+
+def named(kind: str) -> dict[str, dict]:
+    return {item["metadata"]["name"]: item for item in objects() if item["kind"] == kind}
+
+
+@pytest.mark.parametrize("path", sorted(MANIFESTS.rglob("kustomization.yaml")), ids=str)
+def test_what_a_kustomization_names_exists(path: Path) -> None:
+    told = yaml.safe_load(path.read_text())
+    patches = [patch["path"] for patch in told.get("patches", ()) if "path" in patch]
+    for name in [*told.get("resources", ()), *told.get("components", ()), *told.get("configurations", ()), *patches]:
+        assert (path.parent / name).exists(), name
+
+
+def test_the_namespace_is_restricted() -> None:
+    labels = named("Namespace")["tuneloop"]["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+
+
+def test_rights_are_namespaced_and_without_wildcards() -> None:
+    assert not named("ClusterRole") and not named("ClusterRoleBinding")
+    for role in named("Role").values():
+        for rule in role["rules"]:
+            assert "*" not in rule["apiGroups"] + rule["resources"] + rule["verbs"]
+
+
+def test_stages_have_an_account_without_rights() -> None:
+    bound = {subject["name"] for binding in named("RoleBinding").values() for subject in binding["subjects"]}
+    assert "tuneloop-stage" in named("ServiceAccount") and "tuneloop-stage" not in bound
+    assert all(account["automountServiceAccountToken"] is False for account in named("ServiceAccount").values())
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo", "sft_then_grpo"])
+def test_a_rendered_workflow_names_what_the_base_ships(name: str) -> None:
+    pipeline = find(name)
+    text = dump(pipeline.build(pipeline.configure()))
+    accounts = set(re.findall(r"serviceAccountName: (\S+)", text))
+    assert accounts and accounts <= set(named("ServiceAccount"))
+    queues = set(re.findall(r"kueue.x-k8s.io/queue-name: (\S+)", text))
+    assert queues and queues <= set(named("LocalQueue"))
+
+
+def test_the_local_queue_leads_to_the_cluster_queue() -> None:
+    assert named("LocalQueue")["tuneloop"]["spec"]["clusterQueue"] in named("ClusterQueue")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "images").glob("*/Dockerfile")), ids=lambda p: p.parent.name)
+def test_images_run_without_root_and_pass_signals(path: Path) -> None:
+    last = path.read_text().rpartition("\nFROM ")[2]
+    assert re.search(r"^USER 1000:1000$", last, re.M)
+    assert json.loads(re.search(r"^ENTRYPOINT (.*)$", last, re.M)[1]) == ["tuneloop"]
+    assert "--require-hashes" in last
+    assert "org.opencontainers.image.revision" in last
+
+
+def test_rollout_begins_with_the_layers_of_trainer() -> None:
+    """Equal words, equal layer: torch is stored once."""
+    install = re.compile(r"COPY requirements/trainer\.txt.*?requirements/trainer\.txt\n", re.S)
+    found = [install.search((ROOT / "images" / name / "Dockerfile").read_text())[0] for name in ("trainer", "rollout")]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda p: p.stem)
+def test_requirements_are_pinned_hashed_and_name_no_registry(path: Path) -> None:
+    text = path.read_text()
+    pins = re.findall(r"^([a-z0-9][^=\s]*)==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", text, re.M)
+    assert len(pins) == len(re.findall(r"^[a-z0-9]", text, re.M)) > 0
+    assert "://" not in text
+
+
+def test_the_images_have_the_versions_that_the_tests_ran_with() -> None:
+    def pins(name: str) -> dict[str, str]:
+        return dict(re.findall(r"^(\S+)==(\S+)", (ROOT / "requirements" / f"{name}.txt").read_text(), re.M))
+
+    tested = pins("dev")
+    for name in ("base", "trainer", "rollout-cpu"):
+        assert pins(name).items() <= tested.items()
