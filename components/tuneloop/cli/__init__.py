@@ -20,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich triples the time to help
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -45,17 +46,15 @@ def version() -> None:
 
 
 weights = typer.Typer(no_args_is_help=True, help="The checkpoints of a run.")
-PANELS: dict[str, tuple[Callable[..., int | None], ...]] = {
-    "Before a run": (author.plan, author.lint, author.render, author.schema),
-    "Run on this machine": (execute.run, execute.resume, execute.stop),
-    "Run on a cluster": (cluster.submit,),
-    "Look at a run": (inspect.status, inspect.logs, inspect.report, inspect.track),
-}
-for panel, commands in PANELS.items():
-    for command in commands:
-        app.command(rich_help_panel=panel)(command)
-app.add_typer(weights, name="weights", rich_help_panel="Look at a run")
-app.add_typer(cluster.app, name="cluster", rich_help_panel="Run on a cluster")
+COMMANDS: tuple[Callable[..., int | None], ...] = (
+    *(author.plan, author.lint, author.render, author.schema),
+    *(execute.run, execute.resume, execute.stop, cluster.submit),
+    *(inspect.status, inspect.logs, inspect.report, inspect.track),
+)
+for command in COMMANDS:
+    app.command()(command)
+app.add_typer(weights, name="weights")
+app.add_typer(cluster.app, name="cluster")
 weights.command("ls")(inspect.weights_ls)
 weights.command("verify")(inspect.weights_verify)
 

@@ -21,7 +21,7 @@ SETS = Annotated[
 
 
 def plan(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> None:
-    """Show the graph, pods, accelerators, steps, tokens and memory of a run, with the arithmetic."""
+    """Show what a run will do and need. Graph, pods, accelerators, steps, tokens; memory with the arithmetic."""
     from rich.console import Console
 
     from tuneloop.config import find
@@ -32,7 +32,7 @@ def plan(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> None:
 
 
 def lint(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:
-    """Check the rendered workflow by tuneloop's rules, and by `argo lint --offline` where argo is installed."""
+    """Check the rendered workflow. By tuneloop's rules, and by `argo lint --offline` where argo is on PATH."""
     from tuneloop.cli.checks import argo_lint, lint_problems
     from tuneloop.config import dump, find
 
@@ -56,7 +56,7 @@ def render(
     sets: SETS = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write here, not to standard output.")] = None,
 ) -> None:
-    """Print the Argo Workflow as YAML: what `run` executes and a cluster takes. Same configuration, same bytes."""
+    """Print the Argo Workflow as YAML. It is what `run` executes and a cluster takes; equal settings, equal bytes."""
     from tuneloop.config import dump, find
     from tuneloop.errors import UserError
 
@@ -72,7 +72,7 @@ def render(
 
 
 def schema(pipeline: PIPELINE) -> None:
-    """Print the JSON Schema of a pipeline's configuration: every key, its type, default, limits and meaning."""
+    """Print the JSON Schema of a configuration. Every key with its type, default, limits and meaning."""
     import json
 
     from tuneloop.config import find

@@ -55,7 +55,7 @@ def run(
 
 
 def resume(name: RUN, store: STORE = "runs", parallelism: PARALLELISM = None, track: TRACK = True) -> int:
-    """Go on with a run that was stopped, killed or failed: the first stage without a commit runs next."""
+    """Go on with a run that ended early. The first stage without a commit runs next."""
     from tuneloop.errors import UserError
     from tuneloop.runs import Run
 
@@ -70,7 +70,7 @@ def stop(
     store: STORE = "runs",
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the stages to end.")] = 90.0,
 ) -> int:
-    """Stop a run: its stages commit what a resume needs and end."""
+    """Stop a run. Its stages commit what a resume needs and end."""
     from tuneloop.errors import Retryable
     from tuneloop.runs import Run
 

@@ -19,7 +19,7 @@ def status(
     name: Annotated[str | None, typer.Argument(metavar="[RUN]", help="The run's name; default: list all.")] = None,
     store: STORE = "runs",
 ) -> None:
-    """Show the stages of a run, its iteration and its reward so far; without RUN, all runs."""
+    """Show the stages of a run, or all runs. With its iteration and its reward so far."""
     from tuneloop.cli.show import stages
     from tuneloop.runs import Run
     from tuneloop.summary import iterations_line, reward_line
@@ -45,7 +45,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
     store: STORE = "runs",
 ) -> None:
-    """Print what the stages wrote, each line behind the stage and iteration that wrote it."""
+    """Print what the stages wrote. Each line behind the stage and iteration that wrote it."""
     from tuneloop.cli.live import label
     from tuneloop.errors import UserError
     from tuneloop.runs import Run
@@ -75,7 +75,7 @@ def report(
         Path | None, typer.Option("--output", "-o", help="Default: report.html beside the run's state.")
     ] = None,
 ) -> None:
-    """Write one HTML page, readable offline: curves, samples before and after, and where every weight came from."""
+    """Write one HTML page, readable offline. Curves, samples before and after, the origin of every version."""
     from tuneloop.cli.show import report as write
     from tuneloop.runs import Run
 
@@ -87,7 +87,7 @@ def track(
     store: STORE = "runs",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
 ) -> None:
-    """Mirror a run's committed results into MLflow (MLFLOW_TRACKING_URI; default: sqlite:///mlflow.db); repeatable."""
+    """Mirror a run into MLflow. To MLFLOW_TRACKING_URI, default sqlite:///mlflow.db; again brings it up to date."""
     from tuneloop.runs import Run
     from tuneloop.tracking import mirror
 
@@ -107,7 +107,7 @@ def weights_verify(
     version: Annotated[int | None, typer.Argument(min=0, help="One version; default: all.")] = None,
     store: STORE = "runs",
 ) -> int:
-    """Hash every file of the checkpoints again and compare with their manifests; exit code 2 if one differs."""
+    """Hash every file of the checkpoints again. Exit code 2 if one differs from its manifest."""
     from tuneloop.errors import UserError
     from tuneloop.runs import Run, verify
 
