@@ -132,6 +132,15 @@ class Checkpoint:
         tensor = self.tensors[name]
         return self._maps[tensor.file][tensor.start : tensor.end]
 
+    def write(self, name: str, data: Bytes) -> None:
+        """Replace the bytes of a tensor in its file."""
+        tensor = self.tensors[name]
+        with (self.directory / tensor.file).open("r+b", buffering=0) as file:
+            file.seek(tensor.start)
+            left = data.data
+            while left:
+                left = left[file.write(left) :]
+
 
 def visible_files(directory: Path) -> list[Path]:
     """Files below `directory`, sorted, without those that are hidden or lie in a hidden directory."""

@@ -186,7 +186,7 @@ def _assemble(chain: Chain, plan: _Plan, deltas: list[delta.DeltaFile | None], d
     index = plan.target.index.tuneloop
     work = directory / INCOMING / "model" if plan.full else directory
     others = _fetch_others(chain.store, plan, directory / INCOMING)
-    model = Checkpoint(work, writable=True)
+    model = Checkpoint(work)
     if model.headers != {n: f.header for n, f in index.files.items() if f.header}:
         raise Corrupt(
             "weights", str(work), f"has other tensors than version {plan.target.version}; nothing was changed"

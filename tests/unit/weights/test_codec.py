@@ -33,7 +33,7 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_round_trip(encoding: codec.Encoding) -> None:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(
         st.integers(0, 1 << 32),
         st.integers(0, 3000),
@@ -94,7 +94,7 @@ def test_overwrite_is_idempotent_and_xor_is_not() -> None:
 def test_damage_is_refused_or_changes_the_result(encoding: codec.Encoding) -> None:
     """A damaged payload ends in `Corrupt` or in other bytes, which the checksum finds; never in a write elsewhere."""
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         old, new = pair(data.draw(st.integers(0, 99)), 400, 2, 0.05)

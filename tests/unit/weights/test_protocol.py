@@ -105,7 +105,7 @@ class World:
                     verify(self.root, version)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(ACTIONS)
 def test_identical_or_refused(actions: list[Case]) -> None:
     with tempfile.TemporaryDirectory() as place:
@@ -215,14 +215,14 @@ def test_anchors_bound_the_chain_and_replicas_pass_them_by_delta(tmp_path: Path)
     rng, root = np.random.default_rng(4), f"file://{tmp_path}/weights"
     state = model(rng)
     replica = tmp_path / "replica"
-    for version in range(16):
+    for version in range(20):
         export = save(tmp_path / f"export{version}", state)
         published = publish(root, version, export)
         step = materialize(root, version, replica)
         assert content(replica) == content(export)
         assert version == 0 or step.full is None, "a replica that keeps up reads deltas only"
         fresh = materialize(root, version, tmp_path / f"fresh{version}")
-        assert fresh.read_bytes < 3.5 * published.full_bytes
+        assert fresh.read_bytes < 4.5 * published.full_bytes
         state = update(rng, state, 0.02)
     anchors = [entry.version for entry in ls(root) if entry.encoding is None]
     assert len(anchors) > 1 and all(Chain(root).entry(a).index.tuneloop.delta_index for a in anchors[1:])
