@@ -80,6 +80,9 @@ def policy_update(
     ] = 1,
     per_device_train_batch_size: Annotated[int, Field(ge=1, description="rollouts in a micro-batch")] = 128,
     beta: Annotated[float, Field(ge=0, description="weight of the KL term (k3) to the reference; 0: none")] = 0.0,
+    use_bias_correction_kl: Annotated[
+        bool, Field(description="weigh the KL term by the ratio, so that its gradient is that of the divergence")
+    ] = True,
     epsilon: Annotated[float, Field(gt=0, lt=1, description="the ratio is clipped below 1 - epsilon")] = 0.2,
     epsilon_high: Annotated[float, Field(gt=0, description="the ratio is clipped above 1 + epsilon_high")] = 0.28,
     scale_rewards: Annotated[
@@ -152,8 +155,8 @@ def policy_update(
     for sample in samples:
         sample.used = bool(sample.score is not None and sample.document.target_count and (beta or sample.advantage))
     used = [sample for sample in samples if sample.used]
-    terms = {"epsilon": epsilon, "epsilon_high": epsilon_high, "beta": beta}
-    terms["importance_sampling_cap"] = importance_sampling_cap
+    terms: dict[str, Any] = {"epsilon": epsilon, "epsilon_high": epsilon_high, "beta": beta}
+    terms |= {"importance_sampling_cap": importance_sampling_cap, "use_bias_correction_kl": use_bias_correction_kl}
     objective = Objective(stage, plugin.loss, terms, temperature, per_device_train_batch_size)
     if beta and reference is not None:
         with stage.timed("reference"):
@@ -276,7 +279,7 @@ class Objective:
 
     stage: Stage
     loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]
-    terms: dict[str, float]
+    terms: dict[str, Any]
     temperature: float
     limit: int
 

@@ -49,12 +49,14 @@ def loss(
     epsilon: float = 0.2,
     epsilon_high: float = 0.28,
     beta: float = 0.0,
+    use_bias_correction_kl: bool = True,
     importance_sampling_cap: float = 2.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """``-w min(r A, clip(r, 1 - ε, 1 + ε_high) A) + β k3`` for each token.
+    """``-w min(r A, clip(r, 1 - ε, 1 + ε_high) A) + β r k3`` for each token.
 
     With ``r = π/π_old``; ``w = min(π_old/μ, C)``, the truncated importance weight between the trainer's policy and the
-    engine's μ that sampled, never differentiated; ``k3 = exp(log π_ref/π) - log π_ref/π - 1`` (Schulman).
+    engine's μ that sampled, never differentiated; ``k3 = exp(log π_ref/π) - log π_ref/π - 1`` (Schulman). The factor r
+    before it makes its gradient that of the KL divergence (DeepSeek-V3.2, arXiv 2512.02556), which k3's alone is not.
 
     Args:
         logprobs: of the policy being trained, with gradient.
@@ -62,6 +64,7 @@ def loss(
         advantages: each token's completion's.
         engine_logprobs: as sampled; None leaves the correction and its measures out.
         reference_logprobs: None leaves the KL term out.
+        use_bias_correction_kl: False leaves r out of the KL term.
         importance_sampling_cap: C; 0 leaves the correction out, not its measures.
 
     Returns:
@@ -83,6 +86,6 @@ def loss(
     if reference_logprobs is not None:
         away = reference_logprobs - logprobs
         divergence = away.exp() - away - 1
-        tokens = tokens + beta * divergence
+        tokens = tokens + beta * divergence * (ratio if use_bias_correction_kl else 1.0)
         measures["kl"] = divergence.detach()
     return tokens, measures

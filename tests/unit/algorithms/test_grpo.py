@@ -79,11 +79,13 @@ def test_importance_weight_is_truncated_and_not_differentiated():
     assert "importance_weight" in measures
 
 
-def test_kl_to_the_reference():
+@pytest.mark.parametrize(("corrected", "slope"), [(False, 1 - math.exp(-0.5)), (True, 0.5)])
+def test_kl_to_the_reference(corrected, slope):
+    """With the correction the slope is log π/π_ref, whose mean under π is the slope of KL(π, π_ref)."""
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    reference = torch.tensor([-1.5, -2.0])
-    loss, measures = grpo.loss(logprobs, logprobs.detach(), torch.zeros(2), reference_logprobs=reference, beta=0.1)
+    terms = {"reference_logprobs": torch.tensor([-1.5, -2.0]), "beta": 0.1, "use_bias_correction_kl": corrected}
+    loss, measures = grpo.loss(logprobs, logprobs.detach(), torch.zeros(2), **terms)
     assert measures["kl"].tolist() == pytest.approx([math.exp(-0.5) + 0.5 - 1, 0.0])
     assert loss.tolist() == pytest.approx([0.1 * (math.exp(-0.5) - 0.5), 0.0])
     loss.sum().backward()
-    assert logprobs.grad.tolist() == pytest.approx([0.1 * (1 - math.exp(-0.5)), 0.0])
+    assert logprobs.grad.tolist() == pytest.approx([0.1 * slope, 0.0])

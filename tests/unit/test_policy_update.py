@@ -1,0 +1,280 @@
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.making import checkpoint_artifact, prompts_artifact, rewards_artifact, rollout_rows
+from tuneloop.algorithms import grpo
+from tuneloop.artifacts import Artifact
+from tuneloop.errors import Interrupted, UserError
+from tuneloop.policy_update import policy_update
+from tuneloop.sft import sft
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def policy(request, tmp_path_factory) -> Artifact:
+    return checkpoint_artifact(tmp_path_factory.mktemp("policy") / request.param, request.param)
+
+
+def run(out: Path, policy: Artifact, rewards: Artifact, **options) -> Artifact:
+    options = {"warmup_steps": 0, "device": "cpu", "save_dtype": "float32", **options}
+    policy_update(out=str(out), policy=policy.ref, rewards=rewards.ref, **options)
+    return Artifact(str(out))
+
+
+def rows(artifact: Artifact) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (artifact.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(artifact: Artifact) -> dict[str, torch.Tensor]:
+    return load_file(artifact.path / "model" / "model.safetensors")
+
+
+def dense(
+    policy: Artifact, samples: list[dict[str, Any]], reference: Artifact | None = None, **terms
+) -> tuple[float, float]:
+    """Loss and gradient norm from all logits, one rollout at a time, with autograd on the formula as printed."""
+    model = AutoModelForCausalLM.from_pretrained(policy.path / "model", dtype=torch.float32)
+    other = reference and AutoModelForCausalLM.from_pretrained(reference.path / "model", dtype=torch.float32)
+    scored = [s for s in samples if s["outcome"] == "score"]
+    groups = sorted({s["group"] for s in scored})
+    advantages = grpo.advantages(
+        torch.tensor([s["score"] for s in scored]),
+        torch.tensor([groups.index(s["group"]) for s in scored]),
+        torch.ones(len(scored), dtype=torch.bool),
+    )
+    total, count = torch.tensor(0.0), 0
+    for s, advantage in zip(scored, advantages):
+        ids, start = torch.tensor([s["prompt_ids"] + s["completion_ids"]]), len(s["prompt_ids"])
+        for t, (engine, wanted) in enumerate(zip(s["logprobs"], s["loss_mask"]), start):
+            if not wanted:
+                continue
+            logp = model(input_ids=ids).logits[0, t - 1].log_softmax(-1)[ids[0, t]]
+            weight = (logp.detach() - engine).exp().clamp(max=2.0)
+            total = total - weight * (logp - logp.detach()).exp() * advantage
+            if other is not None:
+                x = other(input_ids=ids).logits[0, t - 1].log_softmax(-1)[ids[0, t]].detach() - logp
+                total = total + terms["beta"] * (logp - logp.detach()).exp() * (x.exp() - x - 1)
+            count += 1
+    (total / count).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    return float(total.detach() / count), float(norm)
+
+
+def test_loss_and_gradient_equal_a_dense_computation(policy, tmp_path):
+    samples = rollout_rows(policy, 3, 4, gap=0.5)
+    samples[0] |= {"outcome": "infra_error", "score": None}
+    samples[5]["loss_mask"] = [False, *samples[5]["loss_mask"][1:]]
+    found = run(tmp_path / "out", policy, rewards_artifact(tmp_path / "rewards", policy, samples))
+    (row,) = rows(found)
+    assert (row["loss"], row["grad_norm"]) == pytest.approx(dense(policy, samples), rel=1e-4)
+    assert 0.1 < row["logprob_gap"] < row["logprob_gap_max"]
+    assert 0 < row["importance_ess"] < 1
+    assert row["tokens"] == sum(sum(s["loss_mask"]) for s in samples[1:])
+
+
+def test_kl_term_equals_a_dense_computation(policy, tmp_path):
+    arch = policy.manifest.params.get("arch") or policy.url.rsplit("/", 1)[1]
+    reference = checkpoint_artifact(tmp_path / "reference", arch, seed=7)
+    samples = rollout_rows(policy, 2, 3)
+    for s in samples[:3]:
+        s["score"] = 1.0  # a group without variance still has a KL
+    found = run(
+        tmp_path / "out",
+        policy,
+        rewards_artifact(tmp_path / "rewards", policy, samples),
+        reference=reference.ref,
+        beta=0.3,
+    )
+    (row,) = rows(found)
+    assert (row["loss"], row["grad_norm"]) == pytest.approx(dense(policy, samples, reference, beta=0.3), rel=1e-4)
+    assert row["kl"] > 0
+
+
+def test_temperature_comes_from_the_rollouts(policy, tmp_path):
+    samples = rollout_rows(policy, 2, 4)
+    model = AutoModelForCausalLM.from_pretrained(policy.path / "model", dtype=torch.float32)
+    for s in samples:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([s["prompt_ids"] + s["completion_ids"]])).logits[0] / 0.5
+        picked = logits.log_softmax(-1)[len(s["prompt_ids"]) - 1 : -1].gather(
+            1, torch.tensor(s["completion_ids"])[:, None]
+        )
+        s["logprobs"] = picked[:, 0].tolist()
+    rewards = rewards_artifact(tmp_path / "rewards", policy, samples, sampling={"temperature": 0.5})
+    (row,) = rows(run(tmp_path / "out", policy, rewards))
+    assert row["logprob_gap_max"] < 1e-4  # at any other temperature it would be near one
+
+
+@pytest.mark.parametrize("options", [{"per_device_train_batch_size": 1}, {"packing": "packed"}])
+def test_layouts_give_the_same_step(policy, tmp_path, options):
+    rewards = rewards_artifact(tmp_path / "rewards", policy, rollout_rows(policy, gap=0.2))
+    whole, cut = run(tmp_path / "a", policy, rewards), run(tmp_path / "b", policy, rewards, **options)
+    (a,), (b,) = rows(whole), rows(cut)
+    assert b == pytest.approx(a, rel=1e-3, abs=1e-6)
+
+
+def test_good_completions_become_likelier(policy, tmp_path):
+    samples = rollout_rows(policy, 4, 4)
+    after = run(tmp_path / "out", policy, rewards_artifact(tmp_path / "rewards", policy, samples), updates_per_batch=2)
+    gain = {1.0: [], 0.0: []}
+    model = AutoModelForCausalLM.from_pretrained(after.path / "model", dtype=torch.float32)
+    for s in samples:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([s["prompt_ids"] + s["completion_ids"]])).logits[0]
+        ids = torch.tensor(s["completion_ids"])[:, None]
+        now = logits.log_softmax(-1)[len(s["prompt_ids"]) - 1 : -1].gather(1, ids)
+        gain[s["score"]].append(float(now.mean()) - sum(s["logprobs"]) / len(s["logprobs"]))
+    assert sum(gain[1.0]) / len(gain[1.0]) > 0 > sum(gain[0.0]) / len(gain[0.0])
+
+
+def test_several_updates_use_every_group_once_and_clip_against_the_first_policy(policy, tmp_path):
+    samples = [{**s, "score": float(i % 2)} for i, s in enumerate(rollout_rows(policy, 4, 4))]
+    rewards = rewards_artifact(tmp_path / "rewards", policy, samples)
+    found = run(tmp_path / "out", policy, rewards, updates_per_batch=4, learning_rate=3e-2)
+    steps = rows(found)
+    assert sum(row["tokens"] for row in steps) == sum(len(s["completion_ids"]) for s in samples)
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert steps[0]["ratio"] == pytest.approx(1, abs=1e-5)
+    assert all(abs(row["ratio"] - 1) > 1e-3 for row in steps[1:])
+    assert any(row["clip_fraction"] > 0 for row in steps[1:])
+    assert all(row["logprob_gap"] < 1e-3 for row in steps)  # engine against the old policy, not the moving one
+
+
+def test_optimizer_is_carried_on_between_updates_only(tmp_path):
+    base, prompts = checkpoint_artifact(tmp_path / "base"), prompts_artifact(tmp_path / "prompts")
+    sft(out=str(tmp_path / "sft"), policy=base.ref, prompts=prompts.ref, max_steps=2, device="cpu")
+    said, policy = [], Artifact(str(tmp_path / "sft"))
+    for i, options in enumerate([{}, {}, {"reset_optimizer": True}, {"adam_beta2": 0.9}]):
+        rewards = rewards_artifact(tmp_path / f"rewards{i}", policy)
+        policy = run(tmp_path / f"update{i}", policy, rewards, warmup_steps=4, iteration=i, **options)
+        said.append(policy.manifest.facts["optimizer"])
+        assert rows(policy)[-1]["step"] == policy.manifest.facts["step"] == (2 if i == 1 else 1)
+        assert rows(policy)[-1]["learning_rate"] == pytest.approx(5e-4 * rows(policy)[-1]["step"] / 4)
+    assert said == [
+        "fresh: sft wrote it with betas [0.9, 0.95]",
+        "carried on from step 1",
+        "fresh: reset_optimizer",
+        "fresh: policy_update wrote it with betas [0.9, 0.99]",
+    ]
+    assert policy.manifest.facts["version"] == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"score": 0.5}, "all rewards are equal"), ({"score": None, "outcome": "timeout"}, "no rollout has a score")],
+)
+def test_nothing_to_learn_takes_no_step(policy, tmp_path, change, why):
+    samples = [{**s, **change} for s in rollout_rows(policy)]
+    found = run(
+        tmp_path / "out", policy, rewards_artifact(tmp_path / "rewards", policy, samples), save_dtype="bfloat16"
+    )
+    assert why in found.manifest.facts["skipped"]
+    assert found.manifest.results == {"loss": 0.0, "version": 1}
+    before = weights(policy)
+    assert all(value.equal(before[name]) for name, value in weights(found).items())
+
+
+def test_a_failed_reward_is_not_a_zero(policy, tmp_path):
+    """The batch with a failure gives the step of the batch without that row, whatever stands in its score."""
+    samples = rollout_rows(policy)
+    failed = [{**samples[0], "outcome": "infra_error", "score": 123.0}, *samples[1:]]
+    one = run(tmp_path / "a", policy, rewards_artifact(tmp_path / "ra", policy, failed))
+    two = run(tmp_path / "b", policy, rewards_artifact(tmp_path / "rb", policy, samples[1:]))
+    for name, value in weights(two).items():
+        torch.testing.assert_close(weights(one)[name], value)
+
+
+def test_same_inputs_same_bytes(policy, tmp_path):
+    rewards = rewards_artifact(tmp_path / "rewards", policy)
+    a, b = (run(tmp_path / n, policy, rewards, updates_per_batch=2).manifest for n in "ab")
+    assert a.digest == b.digest
+
+
+def test_rollouts_of_another_policy_are_refused(policy, tmp_path):
+    other = "xxh3-128:" + "0" * 32
+    foreign = rewards_artifact(tmp_path / "foreign", policy, digest=other)
+    with pytest.raises(UserError, match=r"sampled by version 0 .*--policy is version 0"):
+        run(tmp_path / "out", policy, foreign)
+    with pytest.raises(UserError, match="sampled by version 0"):  # staleness excuses age, not another run
+        run(tmp_path / "out", policy, foreign, max_staleness=3)
+
+
+def test_stale_rollouts_need_leave(policy, tmp_path):
+    first = rewards_artifact(tmp_path / "r0", policy)
+    newer = run(tmp_path / "one", policy, first)
+    with pytest.raises(UserError, match="raise max_staleness"):
+        run(tmp_path / "out", newer, first)
+    assert run(tmp_path / "out", newer, first, max_staleness=1).manifest.facts["version"] == 2
+    mixed = rollout_rows(newer)
+    mixed[3]["policy_versions"][0] = 0
+    with pytest.raises(UserError, match="policy_versions of i000000-p00000-s03: 0"):
+        run(tmp_path / "mixed", newer, rewards_artifact(tmp_path / "r1", newer, mixed))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"logprobs": [float("nan")]}, "logprobs of i000000-p00000-s00.*finite"),
+        ({"logprobs": []}, "logprobs of i000000-p00000-s00.*one a token"),
+        ({"score": float("inf")}, "score of i000000-p00000-s00"),
+        ({"score": None}, "score of i000000-p00000-s00"),
+    ],
+)
+def test_rows_that_can_not_be(policy, tmp_path, change, match):
+    samples = rollout_rows(policy, 1, 2)
+    one = {"completion_ids": [5], "logprobs": [-1.0], "loss_mask": [True], "policy_versions": [0]}
+    samples[0] |= one | change
+    with pytest.raises(UserError, match=match):
+        run(tmp_path / "out", policy, rewards_artifact(tmp_path / "rewards", policy, samples))
+
+
+def test_bad_input(policy, tmp_path):
+    rewards, out = rewards_artifact(tmp_path / "rewards", policy), tmp_path / "out"
+    for options, match in [
+        ({"beta": 0.1}, "needs --reference"),
+        ({"updates_per_batch": 9}, "4 groups"),
+        ({"algorithm": "nonsense"}, "unknown; known: grpo"),
+        ({"lr_scheduler_type": "cosine"}, "must know where it ends"),
+        ({"expected_world_size": 2}, "1 processes are training"),
+        ({"epsilon": 1.5}, "policy_update.epsilon"),
+    ]:
+        with pytest.raises(UserError, match=match):
+            run(out, policy, rewards, **options)
+    with pytest.raises(UserError, match="greedy"):
+        run(out, policy, rewards_artifact(tmp_path / "greedy", policy, sampling={"temperature": 0}))
+    with pytest.raises(UserError, match="holds no rollouts"):
+        run(out, policy, rewards_artifact(tmp_path / "none", policy, []))
+    with pytest.raises(UserError, match="does not say its version"):
+        run(out, policy, policy if "digest" in policy.manifest.facts else prompts_artifact(tmp_path / "prompts"))
+    cut = [{k: v for k, v in s.items() if k != "logprobs"} for s in rollout_rows(policy)]
+    with pytest.raises(UserError, match="'logprobs': is no column"):
+        run(out, policy, rewards_artifact(tmp_path / "cut", policy, cut))
+    assert not out.exists() or not any(out.iterdir())
+
+
+class Stopped:
+    """GRPO in whose first loss SIGTERM arrives."""
+
+    advantages = staticmethod(grpo.advantages)
+
+    @staticmethod
+    def loss(*args: Any, **terms: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return grpo.loss(*args, **terms)
+
+
+def test_a_signal_leaves_nothing_behind(policy, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "stopped", SimpleNamespace(Stopped=Stopped))
+    rewards = rewards_artifact(tmp_path / "rewards", policy)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "out", policy, rewards, algorithm="stopped:Stopped", per_device_train_batch_size=2)
+    assert not any((tmp_path / "out").iterdir())
