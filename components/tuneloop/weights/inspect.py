@@ -11,7 +11,7 @@ import numpy as np
 
 from tuneloop.errors import UserError
 from tuneloop.store import Store
-from tuneloop.weights import codec, delta, pointer
+from tuneloop.weights import codec, delta
 from tuneloop.weights.layout import Checkpoint
 from tuneloop.weights.materialize import check, materialize
 from tuneloop.weights.versions import INDEX, Chain, directory
@@ -33,11 +33,10 @@ class Listed:
 def ls(root: str | Store) -> list[Listed]:
     """All complete versions, oldest first."""
     chain = Chain(root)
-    pointed = pointer.read(chain.store)
     listed = []
     for version in chain.versions:
         index = chain.entry(version).index
-        about, latest = index.tuneloop, pointed is not None and pointed.version == version
+        about, latest = index.tuneloop, chain.pointed is not None and chain.pointed.version == version
         full = sum(f.size for f in about.files.values() if f.header)
         listed.append(Listed(version, index.base, index.encoding, about.stored_bytes, full, index.density, latest))
     return listed

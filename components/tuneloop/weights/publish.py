@@ -91,9 +91,9 @@ def publish(
     """
     chain = Chain(root)
     threads = threads or delta.thread_count()
-    now = pointer.read(chain.store)
-    if now is not None and now.version > version:
-        raise PointerRewind("weights version", version, f"{chain.store.url} is at version {now.version} already")
+    if chain.pointed is not None and chain.pointed.version > version:
+        where = f"{chain.store.url} is at version {chain.pointed.version} already"
+        raise PointerRewind("weights version", version, where)
     with tempfile.TemporaryDirectory(prefix="tuneloop-weights-") as scratch:
         attempt = _Attempt(chain, version, Path(directory), threads, Path(scratch))
         if version in chain.versions:

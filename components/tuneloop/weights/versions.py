@@ -150,6 +150,7 @@ class Chain:
 
     def __init__(self, root: str | Store) -> None:
         self.store = root if isinstance(root, Store) else Store(root)
+        self.pointed = pointer.read(self.store)  # before the listing, which then has what it names
         self.keys = self.store.keys()
         found = (_DIRECTORY.fullmatch(key) for key in self.keys)
         self.versions = sorted(int(match[2]) for match in found if match and match[1] == directory(int(match[2])))
@@ -161,12 +162,11 @@ class Chain:
     @functools.cached_property
     def latest(self) -> int | None:
         """The version that the pointer names, checked to be the one it was moved to."""
-        pointed = pointer.read(self.store)
-        if pointed is None:
+        if self.pointed is None:
             return None
-        if pointed.ref != reference(self.entry(pointed.version)):
-            raise Corrupt("weights", f"{self.store.url}/{pointer.KEY}", f"names {pointed.ref}, which is not there")
-        return pointed.version
+        if self.pointed.ref != reference(self.entry(self.pointed.version)):
+            raise Corrupt("weights", f"{self.store.url}/{pointer.KEY}", f"names {self.pointed.ref}, which is not there")
+        return self.pointed.version
 
     def target(self, version: int | None) -> int:
         """`version`, or the latest.

@@ -340,3 +340,28 @@ def test_killed_readers_leave_nothing_wrong(tmp_path: Path) -> None:
             reader.join()
         materialize(root, attempt % 3, replica)
         assert content(replica) == content(exports[attempt % 3])
+
+
+def _continue(root: str, exports: list[Path]) -> None:
+    for version, export in enumerate(exports[1:], 1):
+        publish(root, version, export)
+
+
+def test_a_replica_follows_while_the_trainer_publishes(tmp_path: Path) -> None:
+    """Polling `latest` never fails and never goes back, whatever moment the listing and the pointer are read at."""
+    rng, root, replica = np.random.default_rng(11), f"file://{tmp_path}/weights", tmp_path / "replica"
+    states = [model(rng)]
+    for _ in range(12):
+        states.append(update(rng, states[-1], 0.01))
+    exports = [save(tmp_path / f"export{i}", s) for i, s in enumerate(states)]
+    publish(root, 0, exports[0])
+    trainer = multiprocessing.Process(target=_continue, args=(root, exports))
+    trainer.start()
+    seen = [0]
+    while seen[-1] < len(exports) - 1:
+        done = materialize(root, None, replica)
+        assert done.version >= seen[-1]
+        assert content(replica) == content(exports[done.version])
+        seen.append(done.version)
+    trainer.join(30)
+    assert trainer.exitcode == 0
