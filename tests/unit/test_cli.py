@@ -19,7 +19,8 @@ from tuneloop.cli.live import Display
 from tuneloop.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-TOY = str(ROOT / "tests" / "unit" / "toy.py")
+TOY = str(ROOT / "tests" / "unit" / "toy_pipeline.py")
+QUICK = ("--no-track", "--no-warm")
 HEAVY = {"torch", "vllm", "transformers", "datasets", "kfp", "hera", "mlflow", "plotly", "kubernetes"}
 
 
@@ -152,7 +153,7 @@ def test_render_prints_what_it_writes(call: Call, tmp_path: Path) -> None:
 def test_plan_needs_no_run(call: Call, tmp_path: Path) -> None:
     result = call("plan", TOY, "--set", "iterations=3")
     assert result.code == 0
-    assert "toy: at most 13 pods" in result.out
+    assert "toy_pipeline: at most 13 pods" in result.out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -210,7 +211,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with the run `done`, executed by `tuneloop run`."""
     place = tmp_path_factory.mktemp("finished")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    child = program("run", TOY, "--run", "done", "--no-track", cwd=place, env=env)
+    child = program("run", TOY, "--run", "done", *QUICK, cwd=place, env=env)
     out, err = child.communicate(timeout=120)
     assert child.returncode == 0, out + err
     (place / "out.txt").write_text(out)
@@ -227,14 +228,15 @@ def test_a_run_shows_progress_and_ends_with_its_summary(finished: Path) -> None:
     assert f"report       {finished}/runs/done/report.html" in out
     assert "</html>" in (finished / "runs" / "done" / "report.html").read_text()
     record = json.loads((finished / "runs" / "done" / "run.json").read_text())
-    assert (record["pipeline"], record["config"]["iterations"]) == ("toy", 2)
+    assert (record["pipeline"], record["config"]["iterations"]) == ("toy_pipeline", 2)
     assert (finished / "runs" / "done" / "workflow.yaml").read_text().startswith("apiVersion: argoproj.io/v1alpha1\n")
 
 
+@pytest.mark.local
 def test_on_a_terminal_the_run_is_one_live_region(tmp_path: Path) -> None:
     reader, terminal = os.openpty()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
-    line = [sys.executable, "-m", "tuneloop.cli", "run", TOY, "--run", "t", "--no-track", "--set", "iterations=1"]
+    line = [sys.executable, "-m", "tuneloop.cli", "run", TOY, "--run", "t", *QUICK, "--set", "iterations=1"]
     child = subprocess.Popen(line, stdout=terminal, stderr=terminal, stdin=subprocess.DEVNULL, cwd=tmp_path, env=env)
     os.close(terminal)
     out = b""
@@ -256,7 +258,7 @@ def read(terminal: int) -> bytes:
 def test_reading_commands_on_a_finished_run(call: Call, finished: Path) -> None:
     at = ("--store", str(finished / "runs"))
     status = call("status", "done", *at)
-    assert "done  toy  succeeded" in status.out
+    assert "done  toy_pipeline  succeeded" in status.out
     assert "policy-update     Succeeded      2" in status.out
     assert "0.750 (temperature 1, training prompts, iteration 2)" not in status.out, "the evaluation after is newer"
     assert "done" in call("status", *at).out
@@ -291,33 +293,34 @@ def test_the_same_run_again_is_done_and_another_configuration_is_refused(call: C
     refused(call("run", TOY, *at, "--set", "iterations=3"), "exists with another iterations", "tuneloop resume done")
 
 
+@pytest.mark.local
 def test_a_stage_that_fails_says_why_and_a_mended_run_resumes(call: Call) -> None:
-    result = call("run", TOY, "--run", "b", "--set", "broken=true", "--no-track")
+    result = call("run", TOY, "--run", "b", "--set", "broken=true", *QUICK)
     assert result.code == 2, result.out + result.err
     refused(Result(2, "", result.err), "has no manifest.json", "tuneloop logs b export")
     assert "b: failed" in result.out
-    assert "b  toy  failed" in call("status", "b").out
-    again = call("resume", "b", "--no-track")
+    assert "b  toy_pipeline  failed" in call("status", "b").out
+    again = call("resume", "b", *QUICK)
     assert again.code == 2
     assert "has no manifest.json" in again.err
 
 
+@pytest.mark.local
 def test_a_killed_run_is_interrupted_and_resumes(call: Call, tmp_path: Path) -> None:
-    child = program(
-        "run", TOY, "--run", "k", "--no-track", "--set", "iterations=3", cwd=tmp_path, start_new_session=True
-    )
+    child = program("run", TOY, "--run", "k", *QUICK, "--set", "iterations=3", cwd=tmp_path, start_new_session=True)
     wait(lambda: (tmp_path / "runs/k/iterations/1/rollout/manifest.json").exists(), child)
-    assert "k  toy  running" in call("status", "k").out
-    refused(call("run", TOY, "--run", "k", "--set", "iterations=3", "--no-track"), "is running")
+    assert "k  toy_pipeline  running" in call("status", "k").out
+    refused(call("run", TOY, "--run", "k", "--set", "iterations=3", *QUICK), "is running")
     os.killpg(child.pid, signal.SIGKILL)
     child.communicate()
     wait(lambda: "interrupted; tuneloop resume k" in call("status", "k").out)
-    assert call("resume", "k", "--no-track").code == 0
-    assert "k  toy  succeeded" in call("status", "k").out
+    assert call("resume", "k", *QUICK).code == 0
+    assert "k  toy_pipeline  succeeded" in call("status", "k").out
 
 
+@pytest.mark.local
 def test_stop_ends_a_run_so_that_it_resumes(call: Call, tmp_path: Path) -> None:
-    child = program("run", TOY, "--run", "s", "--no-track", "--set", "iterations=50", cwd=tmp_path)
+    child = program("run", TOY, "--run", "s", *QUICK, "--set", "iterations=50", cwd=tmp_path)
     wait(lambda: (tmp_path / "runs/s/iterations/1/rollout/manifest.json").exists(), child)
     result = call("stop", "s")
     assert "go on with `tuneloop resume s`" in result.out
@@ -330,7 +333,7 @@ def test_stop_ends_a_run_so_that_it_resumes(call: Call, tmp_path: Path) -> None:
 
 
 def left(tmp_path: Path, *nodes: Node, phase: str = "Running", message: str = "") -> Path:
-    record = runs.Record(run="r", pipeline="toy", path=TOY, config={}, store=f"file://{tmp_path}/runs")
+    record = runs.Record(run="r", pipeline="toy_pipeline", path=TOY, config={}, store=f"file://{tmp_path}/runs")
     directory = runs.create(record, "").directory
     journal = Journal(directory)
     journal.write(Workflow(name="r", pid=os.getpid(), started=1.0, parameters={"iterations": "9"}))
@@ -349,7 +352,7 @@ def test_status_counts_retries_and_says_what_was_interrupted(call: Call, tmp_pat
     tries = [pod(f"sft({i})", phase, parent="sft") for i, phase in enumerate(("Failed", "Failed", "Running"))]
     left(tmp_path, *tries)
     text = call("status", "r").out
-    assert "r  toy  interrupted; tuneloop resume r" in text
+    assert "r  toy_pipeline  interrupted; tuneloop resume r" in text
     row = next(line.split() for line in text.splitlines() if line.strip().startswith("sft"))
     assert row == ["sft", "Interrupted", "2"]
     assert "0 of at most 9" in text
@@ -357,14 +360,14 @@ def test_status_counts_retries_and_says_what_was_interrupted(call: Call, tmp_pat
 
 def test_status_of_a_failed_run_says_why(call: Call, tmp_path: Path) -> None:
     left(tmp_path, pod("sft", "Failed", message="exit code 1"), phase="Failed", message="sft failed")
-    assert "r  toy  failed; sft failed; tuneloop resume r" in call("status", "r").out
+    assert "r  toy_pipeline  failed; sft failed; tuneloop resume r" in call("status", "r").out
 
 
 def test_status_while_an_executor_holds_the_run(call: Call, tmp_path: Path) -> None:
     directory = left(tmp_path, pod("sft", "Running", progress="3/9"))
     with state.hold(directory):
         text = call("status", "r").out
-    assert "r  toy  running" in text
+    assert "r  toy_pipeline  running" in text
     assert "Running (3/9)" in text
 
 
@@ -403,7 +406,8 @@ def test_the_display_prints_a_line_an_iteration_with_rate_and_time_left(
     with Display("r", {"spec": {"arguments": {"parameters": parameters}}}) as display:
         for iteration in (1, 2):
             for stage, outputs in (("rollout", {}), ("reward", {"mean-reward": f"0.{iteration}5"})):
-                about = {"inputs": {"x": f"s/r/iterations/{iteration}/{stage}"}, "started": now}
+                earlier = f"s/r/iterations/{iteration - 1}/policy-update@xxh3-128:00"
+                about = {"inputs": {"policy": earlier, "x": f"s/r/iterations/{iteration}/{stage}"}, "started": now}
                 name = f"{stage}-{iteration}"
                 display.node(Node(name, name, f"{stage}(0)", stage, "Pod", "Running", **about))
                 display.log(Node(name, name, stage, stage, "Pod"), f"{stage}: 1/2 prompts  0.1 prompts/s  9 s left")

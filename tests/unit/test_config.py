@@ -7,7 +7,7 @@ from tuneloop import config
 from tuneloop.config import Pipeline
 from tuneloop.errors import UserError
 
-TOY = str(Path(__file__).with_name("toy.py"))
+TOY = str(Path(__file__).with_name("toy_pipeline.py"))
 SMALL = '''
 """A pipeline."""
 from __future__ import annotations

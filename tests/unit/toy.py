@@ -1,12 +1,13 @@
 """A run made by real stages that compute next to nothing: named and shaped as tuneloop's own, so that what reads runs
 can be tested in milliseconds. The learned thing is one number, `skill`: the share of completions that are right.
 
-This file is also a pipeline (`Config`, `build_argo`) of these stages, and the program of each of them:
+`Config` and `build_argo` make a pipeline of them (``toy_pipeline.py``), and this file is the program of each:
 ``python -m tests.unit.toy --flag …`` runs the one whose artifacts the flags name.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -84,8 +85,8 @@ def export(stage: Stage, policy: Input) -> Results:
 
 
 def _judge(stage: Stage, skill: int, name: str) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    import pyarrow.json
+    import pyarrow.parquet
 
     right = int(4 * SHARES[skill])
     rows = [
@@ -94,7 +95,10 @@ def _judge(stage: Stage, skill: int, name: str) -> None:
         for i in range(4)
     ]  # fmt: skip
     stage.facts["outcomes"] = {"score": len(rows)}
-    pq.write_table(pa.Table.from_pylist(rows), stage.out / f"{name}.parquet")
+    # Tables made of Python objects, and pyarrow.parquet.write_table, import pandas: a second for each process.
+    table = pyarrow.json.read_json(io.BytesIO("\n".join(map(json.dumps, rows)).encode()))
+    with pyarrow.parquet.ParquetWriter(stage.out / f"{name}.parquet", table.schema) as file:
+        file.write_table(table)
 
 
 def make(url: str, iterations: int = 2, *, whole: bool = True) -> dict[str, Manifest]:

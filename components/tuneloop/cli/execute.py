@@ -25,6 +25,9 @@ TRACK = Annotated[
 PARALLELISM = Annotated[
     int | None, typer.Option(min=1, help="Stages at a time; default: the workflow's, else the cores.")
 ]
+WARM = Annotated[
+    bool, typer.Option("--warm/--no-warm", help="Fork stages from a process that has imported torch: quicker starts.")
+]
 
 
 def run(
@@ -35,6 +38,7 @@ def run(
     sets: SETS = None,
     parallelism: PARALLELISM = None,
     track: TRACK = True,
+    warm: WARM = True,
 ) -> int:
     """Run a pipeline on this machine. The same run again resumes it: committed stages end at once."""
     from tuneloop import runs
@@ -47,14 +51,16 @@ def run(
     name = name or f"{found.name.replace('_', '-')[:24]}-{time.strftime('%Y%m%d-%H%M%S')}"
     if (record := runs.read_record(name, store)) is not None:
         _same(record, found.name, resolved, normalize(store))
-        return _continue(runs.Run(name, store, record), parallelism, track)
+        return _continue(runs.Run(name, store, record), parallelism, track, warm)
     workflow = found.build(found.validate(resolved))
     preflight(resolved, workflow, store)
     fresh = runs.Record(run=name, pipeline=found.name, path=str(found.path), config=resolved, store=normalize(store))
-    return _carry_out(runs.create(fresh, dump(workflow)), parallelism, track)
+    return _carry_out(runs.create(fresh, dump(workflow)), parallelism, track, warm)
 
 
-def resume(name: RUN, store: STORE = "runs", parallelism: PARALLELISM = None, track: TRACK = True) -> int:
+def resume(
+    name: RUN, store: STORE = "runs", parallelism: PARALLELISM = None, track: TRACK = True, warm: WARM = True
+) -> int:
     """Go on with a run that ended early. The first stage without a commit runs next."""
     from tuneloop.errors import UserError
     from tuneloop.runs import Run
@@ -62,7 +68,7 @@ def resume(name: RUN, store: STORE = "runs", parallelism: PARALLELISM = None, tr
     found = Run.open(name, store)
     if found.record is None:
         raise UserError("run", name, f"was not started here: no record in {found.directory}; use `tuneloop run`")
-    return _continue(found, parallelism, track)
+    return _continue(found, parallelism, track, warm)
 
 
 def stop(
@@ -104,7 +110,7 @@ def _same(record: Any, pipeline: str, config: dict[str, Any], store: str) -> Non
         raise UserError("--run", record.run, remedy)
 
 
-def _continue(run: Run, parallelism: int | None, track: bool) -> int:
+def _continue(run: Run, parallelism: int | None, track: bool, warm: bool) -> int:
     import yaml
 
     from tuneloop.cli.checks import preflight
@@ -118,10 +124,10 @@ def _continue(run: Run, parallelism: int | None, track: bool) -> int:
         typer.echo(f"{run.name}: finished already\n{summarize(run)}")
         return 0
     preflight(run.record.config, yaml.safe_load((run.directory / "workflow.yaml").read_bytes()), run.store_url)
-    return _carry_out(run, parallelism, track)
+    return _carry_out(run, parallelism, track, warm)
 
 
-def _carry_out(run: Run, parallelism: int | None, track: bool) -> int:
+def _carry_out(run: Run, parallelism: int | None, track: bool, warm: bool) -> int:
     """Execute the run's own workflow.yaml, show it, and say how it ended."""
     import yaml
 
@@ -140,6 +146,7 @@ def _carry_out(run: Run, parallelism: int | None, track: bool) -> int:
             workdir=run.directory,
             arguments={"run": run.name, "store": run.store_url},
             parallelism=parallelism,
+            warm=warm,
             cwd=Path.cwd(),
             on_node=display.node,
             on_log=display.log,

@@ -139,8 +139,11 @@ def label(node: Node) -> str:
 
 
 def iteration_of(node: Node) -> int:
-    """The iteration a pod belongs to, 0 outside the loop: stages of the loop write below ``iterations/<i>/``."""
-    found = (re.search(r"/iterations/(\d+)/", value) for value in node.inputs.values())
+    """The iteration a pod belongs to, 0 outside the loop: stages of the loop write below ``iterations/<i>/``.
+
+    What a stage reads has a digest behind its address, and may be of an earlier iteration.
+    """
+    found = (re.search(r"/iterations/(\d+)/[^/@]+$", value) for value in node.inputs.values())
     return next((int(match[1]) for match in found if match), 0)
 
 
