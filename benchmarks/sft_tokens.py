@@ -1,0 +1,170 @@
+"""SFT tokens a second: ours beside TRL's SFTTrainer, in one process, one step of each in turn.
+
+    python benchmarks/sft_tokens.py [--steps 12] [--dtype float32|bfloat16] [--hidden 128]
+
+Both train the same Qwen3 from the same weights on the same documents, as many a step, with the same AdamW, loss on the
+completion only, no gradient checkpointing. Lengths are lognormal (mean about 94, 16 to 512), 22 documents a step. TRL
+runs in both of its layouts, packed rows holding about as many tokens a step, and ours runs beside each. Tokens are real
+ones: padding earns nothing. Rates are those of the median step, the first two left out; a ratio is the median over
+steps of ours to TRL's next to it, and the smaller of the two is the one to quote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BATCH, LONGEST, VOCABULARY = 22, 512, 512
+
+
+def documents(count: int, seed: int) -> list[tuple[list[int], int]]:
+    """Random ids, and how many of them are the prompt."""
+    rng = random.Random(seed)
+    lengths = [min(LONGEST, max(16, round(rng.lognormvariate(4.3, 0.7)))) for _ in range(count)]
+    return [([rng.randrange(3, VOCABULARY) for _ in range(n)], n // 3) for n in lengths]
+
+
+def make_model(directory: Path, hidden: int) -> Path:
+    """A Qwen3 of four layers (hidden 128: 0.85 million parameters) and the tokenizer that TRL wants."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=4,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=max(1, hidden // 64),
+        head_dim=32,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    core = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t2"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="t0", eos_token="t1", unk_token="t2")
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def ours(model: Path, dtype: str, data: list[tuple[list[int], int]]) -> Callable[[int], int]:
+    """One step on batch `k`, through the code of the stage; returns its tokens."""
+    from tuneloop.component import Params, Stage
+    from tuneloop.sft import train_step
+    from tuneloop.trainers._batch import Document
+    from tuneloop.trainers.fsdp import Optimization, Ranks, Trainer
+
+    adam = Optimization(1e-3, "constant", 0, 0, 0.0, 0.9, 0.95, 1.0)
+    trainer = Trainer(model, Ranks("cpu"), adam, dtype=dtype, max_length=LONGEST)
+    stage = Stage("sft", Params(), Path(os.devnull), "", "")
+    ready = [Document(ids, [t >= prompt for t in range(len(ids))]) for ids, prompt in data]
+
+    def step(k: int) -> int:
+        batch = ready[k * BATCH : (k + 1) * BATCH]
+        train_step(stage, trainer, batch, BATCH)
+        return sum(len(document.ids) for document in batch)
+
+    return step
+
+
+def beside_trl(
+    model: Path,
+    dtype: str,
+    data: list[tuple[list[int], int]],
+    packing: bool,
+    work: Path,
+    steps: int,
+    step: Callable[[int], int],
+) -> list[tuple[float, float]]:
+    """Tokens a second of ours and of TRL's, for each of `steps` steps of SFTTrainer with one of ours after each."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    rates: list[tuple[float, float]] = []
+    seen: list[int] = []
+
+    class Turns(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.begin = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            theirs = seen[-1] / (time.perf_counter() - self.begin)
+            begin = time.perf_counter()
+            tokens = step(len(rates))
+            rates.append((tokens / (time.perf_counter() - begin), theirs))
+
+    class Counting(SFTTrainer):
+        def training_step(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+            mask = inputs.get("attention_mask")
+            seen.append(int(mask.sum()) if mask is not None else inputs["input_ids"].numel())
+            return super().training_step(model, inputs, *rest, **named)
+
+    rows = [{"input_ids": ids, "completion_mask": [int(t >= p) for t in range(len(ids))]} for ids, p in data]
+    trainer = Counting(
+        model=AutoModelForCausalLM.from_pretrained(model),
+        args=SFTConfig(
+            output_dir=str(work),
+            use_cpu=True,
+            bf16=dtype == "bfloat16",
+            gradient_checkpointing=False,
+            per_device_train_batch_size=LONGEST * BATCH // 94 // 28 if packing else BATCH,
+            max_steps=steps,
+            max_length=LONGEST,
+            packing=packing,
+            completion_only_loss=True,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            adam_beta2=0.95,
+            optim="adamw_torch_fused",
+            max_grad_norm=1.0,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        callbacks=[Turns()],
+    )
+    trainer.train()
+    return rates[2:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--hidden", type=int, default=128)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as work:
+        model = make_model(Path(work) / "model", options.hidden)
+        data = documents(BATCH * (options.steps + 2) * 2, 0)
+        step = ours(model, options.dtype, data)
+        found = {
+            packing: beside_trl(model, options.dtype, data, packing, Path(work), options.steps + 2, step)
+            for packing in (False, True)
+        }
+    import torch
+
+    print(f"SFT, Qwen3 of width {options.hidden}, {options.dtype}, {torch.get_num_threads()} threads, real tokens/s")
+    print(f"{'':<20} {'TRL':>9} {'tuneloop':>9} {'ratio':>6}   lowest and highest ratio of a step")
+    for packing, rates in found.items():
+        mine, theirs = (statistics.median(rate[i] for rate in rates) for i in (0, 1))
+        ratios = sorted(a / b for a, b in rates)
+        spread = f"{ratios[0]:.2f} {ratios[-1]:.2f}"
+        print(f"TRL packing={packing!s:<8} {theirs:>9,.0f} {mine:>9,.0f} {statistics.median(ratios):>6.2f}   {spread}")
+
+
+if __name__ == "__main__":
+    main()
