@@ -179,7 +179,9 @@ class Draft:
         if local is not None:
             self.path = local / self.attempt  # written in place: no reader looks there before the manifest exists
         else:
-            self.path = Path(tempfile.gettempdir()) / f"tuneloop-{self.attempt}"
+            # One attempt writes several artifacts: its output, and resume points meanwhile.
+            place = xxhash.xxh3_64_hexdigest(self.url)
+            self.path = Path(tempfile.gettempdir()) / f"tuneloop-{self.attempt}-{place}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -72,3 +72,12 @@ def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "a/manifest.json").read_text())
     assert manifest["files"]["x"]["size"] == 1
     assert find(f"{tmp_path}/nothing") is None
+
+
+def test_the_drafts_of_one_attempt_lie_apart() -> None:
+    """A resume point that is committed must not take the unfinished output with it."""
+    output, resume = (Draft(f"s3://bucket/run/sft{below}", attempt="data-a") for below in ("", "/resume/00000020"))
+    (output.path / "metrics.jsonl").touch()
+    resume.discard()
+    assert (output.path / "metrics.jsonl").exists()
+    output.discard()
