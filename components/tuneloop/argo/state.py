@@ -4,8 +4,8 @@ Files below the work directory (``workdir``):
 
 ``nodes.jsonl``
     One JSON object a line, appended. ``{"kind": "workflow", …}`` (see `Workflow`) opens a session (phase ``Running``)
-    and closes it; ``{"kind": "node", …}`` (see `Node`) is a whole node as it is at that moment. The newest line of an id counts.
-    A resumed run appends a new session: node lines of earlier sessions are history.
+    and closes it; ``{"kind": "node", …}`` (see `Node`) is a whole node as it is at that moment.
+    The newest line of an id counts. A resumed run appends a new session: node lines of earlier sessions are history.
 ``logs/<node id>.log``
     Standard output and error of a pod, raw.
 ``nodes/<node id>/``
@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
 
 from tuneloop.errors import UserError
 
@@ -166,7 +165,7 @@ def _held(workdir: Path) -> bool:
 
 
 def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) -> int:
-    """The exit code of a run: 0; 130 or 75 when a signal stopped it; else 2 or 75 if that is how a pod failed; else 1."""
+    """The exit code of a run: 0; 130 or 75 when a signal stopped it; 2 or 75 if that is how a pod failed; else 1."""
     if stopped_by is not None:
         return 130 if stopped_by == 2 else 75
     if phase == "Succeeded":

@@ -1,0 +1,467 @@
+"""Argo's templating: ``{{tags}}``, ``{{=expressions}}`` and ``when`` conditions.
+
+A `Scope` is flat, ``"tasks.update.outputs.parameters.loss" → "0.3"``, as the controller keeps it; every value is text
+(artifacts apart). Expressions are the subset of expr-lang (https://expr-lang.org/docs/language-definition) that
+workflows use: literals, lists, maps, arithmetic, comparison, ``&& || ! and or not``, ``?:``, ``??``, ``?.``, member and
+index access, ``in``, ``contains startsWith endsWith matches``, and the functions in `FUNCTIONS`. A ``when`` is
+govaluate's language, in which a bare word is a string. Whatever else appears is refused by name.
+
+This module needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any
+
+TAG = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
+Scope = Mapping[str, Any]
+
+
+class ExpressionError(ValueError):
+    """A tag or expression that cannot be resolved; the message names it."""
+
+
+def substitute(value: Any, scope: Scope) -> Any:
+    """`value` with every tag in every string of it (also in nested lists and maps) replaced by its text.
+
+    Raises:
+        ExpressionError: a tag that `scope` does not hold, a faulty expression, an expression without value.
+    """
+    if isinstance(value, str):
+        return TAG.sub(lambda match: _resolve(match[1], scope), value)
+    if isinstance(value, list):
+        return [substitute(item, scope) for item in value]
+    if isinstance(value, dict):
+        return {key: substitute(item, scope) for key, item in value.items()}
+    return value
+
+
+def evaluate(expression: str, scope: Scope) -> Any:
+    """The value of an expr-lang `expression` (without braces); strings, numbers, booleans, lists, dicts or None."""
+    try:
+        return _Parser(_tokens(expression), _nest(scope)).whole()
+    except ExpressionError as error:
+        raise ExpressionError(f"{expression!r}: {error}") from None
+
+
+def truth(expression: str, scope: Scope) -> bool:
+    """An expression that must be a boolean, as in ``retryStrategy.expression`` and hooks."""
+    value = evaluate(expression, scope)
+    if not isinstance(value, bool):
+        raise ExpressionError(f"{expression!r} is {text(value)}, not true or false")
+    return value
+
+
+def condition(when: str) -> bool:
+    """Whether an already substituted ``when`` holds; an empty one does."""
+    if not when.strip():
+        return True
+    try:
+        value = _Parser(_tokens(when), None).whole()
+    except ExpressionError as error:
+        hint = "quote both sides if a value may hold spaces, hyphens or nothing"
+        raise ExpressionError(f"invalid 'when' expression {when!r}: {error} ({hint})") from None
+    if not isinstance(value, bool):
+        raise ExpressionError(f"'when' expression {when!r} is {text(value)}, not true or false")
+    return value
+
+
+def text(value: Any) -> str:
+    """A value as Argo writes it into a parameter: JSON, without quotes around a string."""
+    return value if isinstance(value, str) else _json(value)
+
+
+def _json(value: Any) -> str:
+    if isinstance(value, float) and math.isfinite(value):
+        if value.is_integer() and abs(value) < 1e21:
+            return str(int(value))
+        return format(Decimal(repr(value)), "f") if 1e-6 <= abs(value) < 1e21 else repr(value).replace("e-0", "e-")
+    if isinstance(value, list):
+        return f"[{','.join(map(_json, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{json.dumps(k)}:{_json(value[k])}" for k in sorted(value)) + "}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _resolve(tag: str, scope: Scope) -> str:
+    if tag.lstrip().startswith("="):
+        value = evaluate(tag.lstrip()[1:].strip(), scope)
+        if value is None:
+            raise ExpressionError(f"{{{{{tag}}}}} has no value (nil)")
+        return text(value)
+    value = scope.get(tag.strip())
+    if not isinstance(value, str):
+        raise ExpressionError(f"failed to resolve {{{{{tag.strip()}}}}}")
+    return value
+
+
+def _nest(scope: Scope) -> dict[str, Any]:
+    """``{"a.b": 1}`` → ``{"a": {"b": 1}}``; where a name is both a value and a prefix, the members win."""
+    root: dict[str, Any] = {}
+    for name in sorted(scope):
+        *path, last = name.split(".")
+        branch = root
+        for part in path:
+            step = branch.get(part)
+            branch = branch.setdefault(part, {}) if isinstance(step, dict | None) else {}
+            if step is not None and not isinstance(step, dict):
+                _put(root, path[: path.index(part) + 1], branch)
+        branch[last] = scope[name]
+    return root
+
+
+def _put(root: dict[str, Any], path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        root = root[part]
+    root[path[-1]] = value
+
+
+_TOKEN = re.compile(
+    r"""\s*(?:
+      (?P<number>\d[\d_]*(?:\.\d+)?(?:[eE][-+]?\d+)?)
+    | (?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|`[^`]*`)
+    | (?P<name>[A-Za-z_$][\w$]*)
+    | (?P<op>\?\?|\?\.|\*\*|&&|\|\||==|!=|<=|>=|=~|!~|\.\.|[-+*/%^!<>?:()\[\]{},.|;\#])
+    )""",
+    re.VERBOSE,
+)
+Token = tuple[str, str]
+
+
+def _tokens(source: str) -> list[Token]:
+    tokens, at = [], 0
+    while source[at:].strip():
+        match = _TOKEN.match(source, at)
+        if match is None:
+            raise ExpressionError(f"unexpected {source[at:].strip()[0]!r}")
+        tokens.append((str(match.lastgroup), match[str(match.lastgroup)]))
+        at = match.end()
+    return [*tokens, ("end", "the end")]
+
+
+_BINARY = {
+    **{"||": 1, "or": 1, "&&": 2, "and": 2},
+    **dict.fromkeys(("==", "!=", "<", "<=", ">", ">=", "=~", "!~"), 4),
+    **dict.fromkeys(("in", "contains", "startsWith", "endsWith", "matches", "not"), 4),
+    **{"+": 6, "-": 6, "*": 7, "/": 7, "%": 7, "**": 9, "^": 9, "??": 10},
+}
+_UNSUPPORTED = {"..": "ranges", "|": "pipes", ";": "sequences", "#": "predicates", "{": "predicates"}
+_MISSING: Any = object()
+
+
+class _Parser:
+    """Evaluates while it parses (precedence climbing). `live` is off in branches that are not taken.
+
+    Without an environment it speaks govaluate, in which names are strings.
+    """
+
+    def __init__(self, tokens: list[Token], env: dict[str, Any] | None) -> None:
+        self.tokens, self.env, self.at, self.live = tokens, env, 0, True
+
+    def whole(self) -> Any:
+        value = self.ternary()
+        if self.tokens[self.at][0] != "end":
+            raise self.refuse()
+        return value
+
+    def refuse(self) -> ExpressionError:
+        word = self.tokens[self.at][1]
+        return ExpressionError(
+            f"{_UNSUPPORTED.get(word, 'unexpected')} {word!r}" + (" are not supported" * (word in _UNSUPPORTED))
+        )
+
+    def take(self, *words: str) -> str | None:
+        kind, word = self.tokens[self.at]
+        if kind in ("op", "name") and word in words:
+            self.at += 1
+            return word
+        return None
+
+    def need(self, word: str) -> None:
+        if self.take(word) is None:
+            raise self.refuse()
+
+    def muted(self, live: bool, parse: Callable[[], Any]) -> Any:
+        before, self.live = self.live, self.live and live
+        try:
+            return parse()
+        finally:
+            self.live = before
+
+    def ternary(self) -> Any:
+        value = self.binary(1)
+        if self.take("?") is None:
+            return value
+        chosen = self.boolean(value, "?")
+        yes = self.muted(chosen, self.ternary)
+        self.need(":")
+        no = self.muted(not chosen, self.ternary)
+        return yes if chosen else no
+
+    def binary(self, lowest: int) -> Any:
+        left = self.unary()
+        while True:
+            kind, op = self.tokens[self.at]
+            rank = _BINARY.get(op, 0) if kind in ("op", "name") else 0
+            if rank < lowest:
+                return left
+            self.at += 1
+            negated = op == "not"
+            if negated:
+                op = self.take("in", "contains", "startsWith", "endsWith", "matches") or ""
+                if not op:
+                    raise self.refuse()
+            left = self.apply(op, left, rank)
+            left = not left if negated else left
+
+    def apply(self, op: str, left: Any, rank: int) -> Any:
+        if op in ("&&", "and"):
+            right = self.muted(self.boolean(left, op), lambda: self.binary(rank + 1))
+            return self.boolean(left, op) and self.boolean(right, op)
+        if op in ("||", "or"):
+            right = self.muted(not self.boolean(left, op), lambda: self.binary(rank + 1))
+            return self.boolean(left, op) or self.boolean(right, op)
+        if op == "??":
+            right = self.muted(left is None, lambda: self.binary(rank + 1))
+            return right if left is None else left
+        right = self.binary(rank if op in ("**", "^") else rank + 1)
+        return _operate(op, left, right) if self.live else None
+
+    def boolean(self, value: Any, op: str) -> bool:
+        if not self.live:
+            return False
+        if not isinstance(value, bool):
+            raise ExpressionError(f"{op!r} needs true or false, got {text(value)}")
+        return value
+
+    def unary(self) -> Any:
+        if op := self.take("!", "not"):
+            return not self.boolean(self.unary(), op) if self.live else self.unary()
+        if op := self.take("-", "+"):
+            value = self.binary(8)
+            if not self.live:
+                return None
+            return -_number(value, op) if op == "-" else _number(value, op)
+        return self.postfix(self.primary())
+
+    def postfix(self, value: Any) -> Any:
+        while True:
+            if self.take("?."):
+                if value is None:
+                    self.muted(False, lambda: self.postfix(self.member(None)))
+                    return None
+                value = self.member(value)
+            elif self.env is not None and self.take("."):
+                value = self.member(value)
+            elif self.env is not None and self.take("["):
+                value = self.index(value)
+            else:
+                return value
+
+    def member(self, value: Any) -> Any:
+        if self.take("["):
+            return self.index(value)
+        kind, name = self.tokens[self.at]
+        if kind != "name":
+            raise self.refuse()
+        self.at += 1
+        return _get(value, name) if self.live else None
+
+    def index(self, value: Any) -> Any:
+        key = self.ternary()
+        if self.take(":"):
+            raise ExpressionError("slices are not supported")
+        self.need("]")
+        return _get(value, key) if self.live else None
+
+    def primary(self) -> Any:
+        kind, word = self.tokens[self.at]
+        self.at += 1
+        if kind == "number":
+            plain = word.replace("_", "")
+            return int(plain) if plain.isdigit() else float(plain)
+        if kind == "string":
+            return _unquote(word)
+        if kind == "name":
+            return self.name(word)
+        if word == "(":
+            return self.parenthesis()
+        if word == "[" and self.env is not None:
+            return self.sequence("]")
+        if word == "{" and self.env is not None:
+            return self.mapping()
+        self.at -= 1
+        raise self.refuse()
+
+    def parenthesis(self) -> Any:
+        value = self.ternary()
+        if self.env is None and self.tokens[self.at][1] == ",":  # govaluate's list
+            self.at += 1
+            return [value, *self.sequence(")")]
+        self.need(")")
+        return value
+
+    def name(self, word: str) -> Any:
+        if word in ("true", "false"):
+            return word == "true"
+        if self.env is None:
+            return word
+        if word == "nil":
+            return None
+        if word == "sprig":
+            self.need(".")
+            raise ExpressionError(f"the function sprig.{self.tokens[self.at][1]} is not supported")
+        if self.take("("):
+            return self.call(word)
+        if word not in self.env and self.live:
+            raise ExpressionError(f"unknown name {word!r}")
+        return self.env.get(word)
+
+    def call(self, word: str) -> Any:
+        if word not in FUNCTIONS:
+            raise ExpressionError(f"the function {word} is not supported")
+        arguments = self.sequence(")")
+        try:
+            return FUNCTIONS[word](*arguments) if self.live else None
+        except (TypeError, ValueError) as error:
+            raise ExpressionError(f"{word}({', '.join(map(_json, arguments))}): {error}") from None
+
+    def sequence(self, end: str) -> list[Any]:
+        values: list[Any] = []
+        while self.take(end) is None:
+            values.append(self.ternary())
+            if self.take(",") is None and self.tokens[self.at][1] != end:
+                raise self.refuse()
+        return values
+
+    def mapping(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        while self.take("}") is None:
+            kind, key = self.tokens[self.at]
+            self.at += 1
+            self.need(":")
+            values[_unquote(key) if kind == "string" else key] = self.ternary()
+            if self.take(",") is None and self.tokens[self.at][1] != "}":
+                raise self.refuse()
+        return values
+
+
+def _unquote(word: str) -> str:
+    if word[0] == "`":
+        return word[1:-1]
+    body = word[1:-1].replace("\\'", "'") if word[0] == "'" else word[1:-1]
+    return str(json.loads('"' + re.sub(r'(?<!\\)"', r"\"", body) + '"', strict=False))
+
+
+def _get(value: Any, key: Any) -> Any:
+    if isinstance(value, dict):
+        return value.get(key)
+    if isinstance(value, list) and isinstance(key, int) and not isinstance(key, bool):
+        if -len(value) <= key < len(value):
+            return value[key]
+        raise ExpressionError(f"index {key} is out of range of {len(value)} items")
+    raise ExpressionError(f"cannot take {key!r} of {text(value)}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(value: Any, op: str) -> Any:
+    if not _is_number(value):
+        raise ExpressionError(f"{op!r} needs a number, got {_json(value)} (asInt() and asFloat() make one of text)")
+    return value
+
+
+def _operate(op: str, left: Any, right: Any) -> Any:
+    if op in ("==", "!="):
+        same = (
+            left == right
+            and (_is_number(left) == _is_number(right))
+            and isinstance(left, bool) == isinstance(right, bool)
+        )
+        return same == (op == "==")
+    if op in _TEXT_OPERATORS:
+        if not (isinstance(left, str) and isinstance(right, str)):
+            raise ExpressionError(f"{op!r} needs two strings, got {_json(left)} and {_json(right)}")
+        return _TEXT_OPERATORS[op](left, right)
+    if op == "in":
+        if not isinstance(right, list | dict):
+            raise ExpressionError(f"'in' needs a list or map on its right, got {_json(right)}")
+        return any(_operate("==", left, item) for item in right)
+    if op in _ORDER or op == "+":
+        if isinstance(left, str) and isinstance(right, str):
+            return left + right if op == "+" else _ORDER[op](left, right)
+        if op != "+" and not (_is_number(left) and _is_number(right)):
+            raise ExpressionError(f"cannot compare {_json(left)} {op} {_json(right)}")
+    try:
+        return {**_ORDER, **_ARITHMETIC}[op](_number(left, op), _number(right, op))
+    except (ZeroDivisionError, ValueError):  # math.fmod raises the latter
+        raise ExpressionError(f"{left} {op} {right}: division by zero") from None
+
+
+_ORDER: dict[str, Callable[[Any, Any], Any]] = {
+    "<": lambda a, b: a < b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    ">=": lambda a, b: a >= b,
+}
+_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "/": lambda a, b: a / b,
+    "%": lambda a, b: int(math.fmod(a, b)) if isinstance(a, int) and isinstance(b, int) else math.fmod(a, b),
+    "**": lambda a, b: float(a) ** b,
+    "^": lambda a, b: float(a) ** b,
+}
+_TEXT_OPERATORS: dict[str, Callable[[str, str], bool]] = {
+    "contains": lambda a, b: b in a,
+    "startsWith": str.startswith,
+    "endsWith": str.endswith,
+    "matches": lambda a, b: re.search(b, a) is not None,
+    "=~": lambda a, b: re.search(b, a) is not None,
+    "!~": lambda a, b: re.search(b, a) is None,
+}
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, str):
+        if not re.fullmatch(r"[-+]?\d+", value):
+            raise ValueError("not an integer")
+        return int(value)
+    return int(_number(value, "int"))
+
+
+def _to_float(value: Any) -> float:
+    return float(value) if isinstance(value, str) else float(_number(value, "float"))
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "asInt": _to_int,
+    "int": _to_int,
+    "asFloat": _to_float,
+    "float": _to_float,
+    "string": text,
+    "toJson": _json,
+    "toJSON": _json,
+    "fromJSON": json.loads,
+    "len": len,
+    "abs": abs,
+    "min": min,
+    "max": max,
+    "floor": lambda x: float(math.floor(x)),
+    "ceil": lambda x: float(math.ceil(x)),
+    "upper": str.upper,
+    "lower": str.lower,
+    "trim": str.strip,
+    "split": str.split,
+    "replace": str.replace,
+    "join": lambda items, by="": by.join(items),
+}
+"""The functions an expression may call: Argo's own names and expr-lang's."""

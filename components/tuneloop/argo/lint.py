@@ -1,0 +1,160 @@
+"""Find in a rendered Workflow what Hera lets through and a controller would only say at run time.
+
+``argo lint --offline`` is the authority on syntax; these rules add what it does not know: what our pods must carry,
+what bounds a recursion, what a skipped task has no outputs for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tuneloop.argo.expressions import TAG
+from tuneloop.argo.spec import depends
+from tuneloop.errors import UserError
+
+QUEUE = "kueue.x-k8s.io/queue-name"
+NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
+REFERENCE = re.compile(r"\btasks\.([a-zA-Z0-9][\w-]*)\.|\btasks\['([^']+)'\]")
+LIMITS = {"templates": 200, "tasks": 200, "parameters": 500}
+"""Of the full CRDs of Argo 4.0 (``workflow_types.go``, MaxItems)."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding."""
+
+    field: str
+    value: object
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.value!r}: {self.remedy}"
+
+
+def lint(workflow: Mapping[str, Any]) -> list[Problem]:
+    """All findings in a Workflow or WorkflowTemplate, as loaded from YAML."""
+    spec = workflow.get("spec") or {}
+    templates = {template.get("name"): template for template in spec.get("templates", [])}
+    found = list(_spec(spec, templates))
+    for name, template in templates.items():
+        at = f"templates.{name}"
+        if not NAME.match(str(name)):
+            found.append(Problem(at, name, "names are at most 63 lower-case letters, digits and dashes"))
+        if "dag" in template:
+            found += _dag(at, template, templates)
+        elif "steps" in template:
+            tasks = [step for group in template["steps"] for step in group]
+            found += [problem for step in tasks for problem in _call(at, step, templates)]
+        elif "container" in template or "script" in template:
+            found += _leaf(at, template)
+    return found
+
+
+def _spec(spec: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[Problem]:
+    entry = spec.get("entrypoint")
+    if entry not in templates and "workflowTemplateRef" not in spec:
+        yield Problem("spec.entrypoint", entry, f"no such template; there are {', '.join(map(str, templates))}")
+    if len(templates) > LIMITS["templates"]:
+        yield Problem("spec.templates", len(templates), f"Argo takes at most {LIMITS['templates']}")
+    parameters = spec.get("arguments", {}).get("parameters", [])
+    if len(parameters) > LIMITS["parameters"]:
+        yield Problem("spec.arguments.parameters", len(parameters), f"Argo takes at most {LIMITS['parameters']}")
+    if (hook := spec.get("onExit")) and hook not in templates:
+        yield Problem("spec.onExit", hook, "no such template")
+
+
+def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[Problem]:
+    listed = template["dag"].get("tasks", [])
+    tasks = {task["name"]: task for task in listed}
+    if len(tasks) < len(listed):
+        yield Problem(f"{at}.dag.tasks", len(listed), "two tasks have the same name")
+    if len(tasks) > LIMITS["tasks"]:
+        yield Problem(f"{at}.dag.tasks", len(tasks), f"Argo takes at most {LIMITS['tasks']}")
+    if "timeout" in template:
+        yield Problem(f"{at}.timeout", template["timeout"], "a DAG takes none; set it on the pods")
+    waits: dict[str, list[str]] = {}
+    for name, task in tasks.items():
+        try:
+            waits[name] = depends(task, tasks)[0]
+        except UserError as error:
+            yield Problem(f"{at}.{error.field}", error.value, error.remedy)
+            waits[name] = []
+    for name, task in tasks.items():
+        above = _above(name, waits)
+        if name in above:
+            yield Problem(f"{at}.tasks.{name}", name, "waits for itself; break the cycle")
+        for other in sorted(_references(task)):
+            if other not in tasks:
+                yield Problem(f"{at}.tasks.{name}", f"tasks.{other}", "is no task of this DAG")
+            elif other not in above:
+                yield Problem(f"{at}.tasks.{name}", f"tasks.{other}", f"is used, but not waited for; depends: {other}")
+        yield from _call(f"{at}.tasks.{name}", task, templates)
+        if task.get("template") == template["name"] and not task.get("when"):
+            yield Problem(f"{at}.tasks.{name}", task["template"], "a template that calls itself needs a when")
+    yield from _skipped_outputs(at, tasks)
+
+
+def _skipped_outputs(at: str, tasks: Mapping[str, Any]) -> Iterator[Problem]:
+    """A skipped task has no outputs in Argo 3.7, whatever defaults its template declares."""
+    conditional = {name for name, task in tasks.items() if task.get("when")}
+    for name, task in tasks.items():
+        text = f"{task.get('arguments')} {task.get('when', '')}"
+        for other in conditional & _references(task):
+            if "outputs" in text and f"{other}.status" not in text and f"['{other}'].status" not in text:
+                yield Problem(
+                    f"{at}.tasks.{name}", f"tasks.{other}.outputs", f"may be skipped; guard by tasks.{other}.status"
+                )
+
+
+def _call(at: str, task: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[Problem]:
+    if "templateRef" in task:
+        return
+    target = templates.get(task.get("template"))
+    if target is None:
+        yield Problem(f"{at}.template", task.get("template"), "no such template")
+        return
+    arguments = task.get("arguments") or {}
+    for kind in ("parameters", "artifacts"):
+        given = {item["name"] for item in arguments.get(kind, [])}
+        declared = {item["name"]: item for item in (target.get("inputs") or {}).get(kind, [])}
+        for name, item in declared.items():
+            if name not in given and not {"default", "value", "optional", "raw", "s3", "http", "git"} & item.keys():
+                yield Problem(f"{at}.arguments.{kind}", name, f"is required by template {target['name']}")
+        for name in sorted(given - declared.keys()):
+            yield Problem(f"{at}.arguments.{kind}", name, f"template {target['name']} has no such input")
+
+
+def _leaf(at: str, template: Mapping[str, Any]) -> Iterator[Problem]:
+    container = template.get("container") or template["script"]
+    resources = container.get("resources") or {}
+    if not resources.get("requests"):
+        yield Problem(f"{at}.resources", None, "request cpu and memory: a scheduler and Kueue count them")
+    if not container.get("securityContext"):
+        yield Problem(f"{at}.securityContext", None, "a restricted namespace refuses the pod without one")
+    if "retryStrategy" not in template:
+        yield Problem(
+            f"{at}.retryStrategy", None, "an evicted or preempted pod would end the run; retry Error and exit 75"
+        )
+    gpus = any("gpu" in name for name in (resources.get("limits") or {}))
+    if gpus and QUEUE not in ((template.get("metadata") or {}).get("labels") or {}):
+        yield Problem(f"{at}.metadata.labels", QUEUE, "an accelerator stage carries the queue's label")
+
+
+def _above(name: str, waits: Mapping[str, list[str]]) -> set[str]:
+    found: set[str] = set()
+    queue = list(waits[name])
+    while queue:
+        other = queue.pop()
+        if other not in found:
+            found.add(other)
+            queue += waits.get(other, [])
+    return found
+
+
+def _references(task: Mapping[str, Any]) -> set[str]:
+    """The tasks whose results a task's tags and conditions name."""
+    texts = [str(task.get("when", "")), *TAG.findall(str(task.get("arguments") or {}))]
+    return {match[1] or match[2] for text in texts for match in REFERENCE.finditer(text)}

@@ -1,0 +1,164 @@
+"""The executor's side of the processes that run pods: the spawner, and the warm one."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tuneloop.argo import spawn
+from tuneloop.argo.warm import compatible, warmable
+
+log = logging.getLogger("tuneloop.argo")
+
+
+class Process:
+    """A pod's main process, which leads a session and process group of its own.
+
+    Attributes:
+        ended: set when it has ended.
+        code: its exit code then; 128 + n when signal n ended it.
+    """
+
+    def __init__(self, send: Callable[[Mapping[str, Any]], None], name: int) -> None:
+        self._send, self._name = send, name
+        self.ended = threading.Event()
+        self.code = -1
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the whole group; nothing happens if it has ended."""
+        self._send({"signal": self._name, "number": number})
+
+    def end(self, code: int) -> None:
+        self.code = code
+        self.ended.set()
+
+
+class Server:
+    """One of the two programs that start processes for us: `tuneloop.argo.spawn` or `tuneloop.argo.warm`.
+
+    Attributes:
+        settled: set once the server is ready, or has failed.
+        failure: why there is no server (any more); None while there is.
+        took: seconds it needed to be ready.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], ready: bool) -> None:
+        self.env = dict(env)
+        self.settled = threading.Event()
+        self.failure: str | None = None
+        self.took = 0.0
+        self._ids = itertools.count()
+        self._processes: dict[int, Process] = {}
+        self._lock = threading.Lock()
+        self._channel, theirs = socket.socketpair()
+        if ready:
+            self.settled.set()
+        # The thread that starts the server must live as long as it: the kernel's parent-death signal is a thread's.
+        self._thread = threading.Thread(target=self._run, args=(list(command), theirs), daemon=True)
+        self._thread.start()
+
+    def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: Path, stderr: Path) -> Process:
+        """Start a process; output is appended to the two files."""
+        process = Process(self._send, next(self._ids))
+        with self._lock:
+            self._processes[process._name] = process
+        paths = {"cwd": str(cwd), "stdout": str(stdout), "stderr": str(stderr)}
+        self._send({"start": process._name, "argv": list(argv), "env": dict(env), **paths})
+        if self.failure is not None:
+            process.end(137)
+        return process
+
+    def close(self) -> None:
+        """End the server and everything it started."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with self._lock:
+            with contextlib.suppress(OSError):  # it is gone: _run says so
+                self._channel.sendall(json.dumps(message).encode() + b"\n")
+
+    def _run(self, command: list[str], theirs: socket.socket) -> None:
+        with theirs:
+            server = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        with self._channel.makefile() as lines:
+            try:
+                for line in lines:
+                    self._hear(json.loads(line))
+            except OSError:
+                pass
+        server.wait()
+        self.failure = self.failure or f"it ended with exit code {server.returncode}"
+        self.settled.set()
+        with self._lock:
+            orphans = list(self._processes.values())
+        for process in orphans:
+            process.end(137)
+
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        if "ended" in message:
+            with self._lock:
+                process = self._processes.pop(message["ended"])
+            process.end(message["code"])
+        elif "ready" in message:
+            self.took = message["took"]
+            self.settled.set()
+        elif "failed" in message:
+            self.failure = message["failed"]
+
+
+class Launcher:
+    """Starts pods, as forks of the warm process where that is possible, else as fresh ones."""
+
+    def __init__(self, env: Mapping[str, str], warm: bool) -> None:
+        self._spawner = Server([sys.executable, "-S", "-E", spawn.__file__], env, ready=True)
+        self._warm = Server([sys.executable, "-m", "tuneloop.argo.warm"], env, ready=False) if warm else None
+        self._told = False
+
+    def start(
+        self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: Path, stderr: Path, patient: bool
+    ) -> Process:
+        """Start `argv`. `patient`: it would import the heavy libraries itself, so waiting for the warm process pays."""
+        server = self._spawner
+        if self._warm and warmable(argv) and compatible(self._warm.env, env) and self._ready(self._warm, patient):
+            server = self._warm
+        if Path(argv[0]).name in ("python", "python3"):
+            argv = [sys.executable, *argv[1:]]
+        return server.start(argv, env, cwd, stdout, stderr)
+
+    def close(self) -> None:
+        for server in filter(None, (self._warm, self._spawner)):
+            server.close()
+
+    def _ready(self, warm: Server, patient: bool) -> bool:
+        if patient:
+            warm.settled.wait()
+        if warm.failure and not self._told:
+            self._told = True
+            log.warning("stages start slowly, each imports torch afresh: no warm process: %s", warm.failure)
+        return warm.settled.is_set() and warm.failure is None
+
+
+def base_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """What every pod inherits: ours, `extra`, this interpreter first on PATH, one BLAS thread (a pool of them
+    would keep the warm process from forking; torch's own threads are OMP_NUM_THREADS' matter)."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    arrow = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # jemalloc's has a background thread
+    return {"OPENBLAS_NUM_THREADS": "1", **arrow, **os.environ, "PATH": path, **extra}

@@ -1,0 +1,186 @@
+"""The process that starts the pods of a local run, and ends them when the executor is gone.
+
+Run by path (``python -S -E spawn.py FD``), so that it needs the standard library only and starts in milliseconds.
+It has one thread, so forking is safe; it is the parent of every pod, so it sees each one's end; and it adopts their
+orphans (Linux: PR_SET_CHILD_SUBREAPER), so that when its socket closes, because the executor ended or was killed, it
+can end all that descends from it, whatever sessions those processes made for themselves. Killed itself, its children
+get SIGKILL from the kernel (PR_SET_PDEATHSIG).
+
+Protocol, JSON lines over the socket FD: ``{"start": id, "argv": […], "env": {…}, "cwd": path, "stdout": path,
+"stderr": path}`` and ``{"signal": id, "number": n}`` in; ``{"started": id, "pid": n}`` and ``{"ended": id, "code": n}``
+(128 + n when signal n ended it) out. `tuneloop.argo.warm` speaks the same, but runs a module where this one calls exec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LINUX = sys.platform == "linux"
+_libc = ctypes.CDLL(None) if LINUX else None
+
+
+def serve(channel: socket.socket) -> dict[str, Any] | None:
+    """Start and watch processes until `channel` closes.
+
+    Returns:
+        In each forked child, set up as its request says: the request. In the server: None, when the channel closed.
+    """
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a terminal's Ctrl-C is the executor's to handle
+        signal.signal(number, signal.SIG_IGN)
+    pids: dict[int, int] = {}  # id → pid
+    buffer = b""
+    watched: list[Any] = [channel, wake]
+    while True:
+        ready: list[Any] = select.select(watched, [], [])[0]
+        if wake in ready:
+            os.read(wake, 4096)
+            _reap(channel, pids)
+        if channel in ready:
+            data = _receive(channel)
+            if not data:
+                return None
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                request = json.loads(line)
+                if "signal" in request:
+                    _signal(pids.get(request["signal"]), request["number"])
+                elif not _fork(channel, pids, request, (wake, woken)):
+                    return request
+
+
+def end_all() -> None:
+    """SIGKILL everything that descends from this process."""
+    while True:
+        victims = _descendants(os.getpid())
+        for pid in victims:
+            _quietly(os.kill, pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, 0)[0]:
+                pass
+        except ChildProcessError:
+            return
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose own parent ends (Linux)."""
+    if _libc:
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with(parent: int | None) -> None:
+    """Get SIGKILL when `parent`, whose current thread made this process, ends (Linux); None: no longer."""
+    if _libc:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL if parent else 0, 0, 0, 0)
+        if parent and os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _receive(channel: socket.socket) -> bytes:
+    try:
+        return channel.recv(1 << 16)
+    except ConnectionResetError:
+        return b""
+
+
+def _fork(channel: socket.socket, pids: dict[int, int], request: dict[str, Any], pipes: tuple[int, int]) -> bool:
+    """True in the server, False in the child."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        pids[request["start"]] = pid
+        _send(channel, {"started": request["start"], "pid": pid})
+        return True
+    os.setsid()
+    die_with(parent)
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    channel.close()
+    for descriptor in pipes:
+        os.close(descriptor)
+    for target, path in ((0, os.devnull), (1, request["stdout"]), (2, request["stderr"])):
+        flags = os.O_RDONLY if target == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        opened = os.open(path, flags, 0o644)
+        os.dup2(opened, target)
+        os.close(opened)
+    return False
+
+
+def _reap(channel: socket.socket, pids: dict[int, int]) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        code = os.waitstatus_to_exitcode(status)
+        for name in [name for name, known in pids.items() if known == pid]:  # others are adopted orphans
+            _quietly(os.killpg, pid, signal.SIGKILL)  # a pod ends with its first process
+            del pids[name]
+            _send(channel, {"ended": name, "code": code if code >= 0 else 128 - code})
+
+
+def _send(channel: socket.socket, message: dict[str, Any]) -> None:
+    _quietly(channel.sendall, json.dumps(message).encode() + b"\n")
+
+
+def _signal(pid: int | None, number: int) -> None:
+    if pid is not None:
+        _quietly(os.killpg, pid, number)
+
+
+def _quietly(call: Any, *arguments: Any) -> None:
+    """Whom the signal or message was for may have gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError, BrokenPipeError, ConnectionResetError):
+        call(*arguments)
+
+
+def _descendants(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
+    found, queue = [], [root]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def main() -> None:
+    adopt_orphans()
+    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    if request is None:
+        end_all()
+        return
+    try:
+        os.chdir(request["cwd"])
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.execvpe(request["argv"][0], request["argv"], request["env"])
+    except OSError as error:
+        print(f"{request['argv'][0]}: {error}", file=sys.stderr, flush=True)
+    os._exit(127)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""What the local executor understands of a Workflow: everything else is refused by name before anything runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tuneloop.errors import UserError
+
+Fields = Mapping[str, Any]
+
+ANY = "any"  # taken as it is, whatever is below
+IGNORED = "ignored"  # has no meaning on one machine
+
+_PROBE: Fields = {
+    "httpGet": {"path": ANY, "port": ANY, "scheme": ANY, "httpHeaders": ANY, "host": ANY},
+    "tcpSocket": {"port": ANY, "host": ANY},
+    "exec": {"command": ANY},
+    **dict.fromkeys(("initialDelaySeconds", "periodSeconds", "timeoutSeconds", "successThreshold"), ANY),
+    "failureThreshold": IGNORED,  # an unready pod is waited for
+}
+_VALUE_FROM: Fields = dict.fromkeys(("path", "default", "expression", "parameter", "supplied"), ANY)
+_PARAMETER: Fields = {
+    **dict.fromkeys(("name", "value", "default", "enum", "globalName"), ANY),
+    "description": IGNORED,
+    "valueFrom": _VALUE_FROM,
+}
+_ARTIFACT: Fields = {
+    **dict.fromkeys(("name", "path", "from", "fromExpression", "optional", "mode", "subPath", "globalName"), ANY),
+    **dict.fromkeys(("archive", "artifactGC"), IGNORED),
+    "raw": {"data": ANY},
+}
+_IO: Fields = {"parameters": [_PARAMETER], "artifacts": [_ARTIFACT]}
+_HOOKS: Fields = {"*": {"template": ANY, "expression": ANY, "arguments": _IO}}
+_RETRY: Fields = {
+    "limit": ANY,
+    "retryPolicy": ANY,
+    "expression": ANY,
+    "affinity": IGNORED,
+    "backoff": dict.fromkeys(("duration", "factor", "maxDuration", "cap"), ANY),
+}
+_ENV: Fields = {
+    "name": ANY,
+    "value": ANY,
+    "valueFrom": {
+        "fieldRef": {"fieldPath": ANY, "apiVersion": ANY},
+        "secretKeyRef": {"optional": ANY, "name": ANY, "key": ANY},
+        "configMapKeyRef": {"optional": ANY, "name": ANY, "key": ANY},
+    },
+}
+_REF: Fields = {"name": ANY, "optional": ANY}
+_CONTAINER: Fields = {
+    **dict.fromkeys(("name", "image", "command", "args"), ANY),
+    "env": [_ENV],
+    "envFrom": [{"prefix": ANY, "secretRef": _REF, "configMapRef": _REF}],
+    "readinessProbe": _PROBE,
+    "volumeMounts": [dict.fromkeys(("name", "mountPath"), ANY)],
+    **dict.fromkeys(("imagePullPolicy", "resources", "securityContext", "ports", "terminationMessagePolicy"), IGNORED),
+}
+_TASK: Fields = {
+    **dict.fromkeys(("name", "template", "when", "onExit", "withItems", "withParam", "withSequence"), ANY),
+    "templateRef": dict.fromkeys(("name", "template", "clusterScope"), ANY),
+    "arguments": _IO,
+    "continueOn": dict.fromkeys(("failed", "error"), ANY),
+    "hooks": _HOOKS,
+}
+_POD: Fields = dict.fromkeys(
+    (
+        *("affinity", "automountServiceAccountToken", "executor", "metrics", "nodeSelector", "podSpecPatch"),
+        *(
+            "priorityClassName",
+            "schedulerName",
+            "securityContext",
+            "serviceAccountName",
+            "tolerations",
+            "archiveLocation",
+        ),
+    ),
+    IGNORED,
+)
+_VOLUMES: Fields = {"name": ANY, "emptyDir": IGNORED}
+_TEMPLATE: Fields = {
+    **dict.fromkeys(("name", "activeDeadlineSeconds", "timeout", "daemon", "parallelism", "failFast"), ANY),
+    **_POD,
+    "metadata": IGNORED,
+    "annotations": IGNORED,
+    "inputs": _IO,
+    "outputs": _IO,
+    "volumes": [_VOLUMES],
+    "retryStrategy": _RETRY,
+    "container": _CONTAINER,
+    "script": {**_CONTAINER, "source": ANY},
+    "dag": {"target": ANY, "failFast": ANY, "tasks": [{**_TASK, "dependencies": ANY, "depends": ANY}]},
+    "steps": [[_TASK]],
+    "suspend": {"duration": ANY},
+}
+_SPEC: Fields = {
+    **dict.fromkeys(("entrypoint", "onExit", "parallelism", "activeDeadlineSeconds"), ANY),
+    **_POD,
+    **dict.fromkeys(
+        (
+            *("archiveLogs", "artifactGC", "artifactRepositoryRef", "dnsConfig", "dnsPolicy", "hostNetwork"),
+            *("imagePullSecrets", "podDisruptionBudget", "podGC", "podMetadata", "podPriorityClassName", "priority"),
+            *("ttlStrategy", "volumeClaimGC", "workflowMetadata"),
+        ),
+        IGNORED,
+    ),
+    "arguments": _IO,
+    "hooks": _HOOKS,
+    "retryStrategy": _RETRY,
+    "synchronization": {"mutexes": IGNORED, "mutex": IGNORED},  # the lock of the work directory does it
+    "templateDefaults": _TEMPLATE,
+    "templates": [_TEMPLATE],
+    "volumes": [_VOLUMES],
+    "workflowTemplateRef": dict.fromkeys(("name", "clusterScope"), ANY),
+}
+KINDS = ("container", "script", "dag", "steps", "suspend")
+
+
+def check(spec: Mapping[str, Any]) -> None:
+    """Refuse what has no meaning here.
+
+    Raises:
+        UserError: names the first field that the executor does not support.
+    """
+    for path in _unknown(spec, _SPEC, "spec"):
+        raise UserError(path, "…", "is not supported by the local executor; remove it, or submit to a cluster")
+    for template in spec.get("templates", []):
+        kinds = [kind for kind in KINDS if kind in template]
+        if len(kinds) != 1:
+            raise UserError(f"templates.{template.get('name')}", kinds, f"needs one of {', '.join(KINDS)}")
+        container = template.get("container") or template.get("script") or {}
+        for item in container.get("env", []):
+            _check_reference(template["name"], item)
+        for item in container.get("envFrom", []):
+            for reference in (item.get("secretRef"), item.get("configMapRef")):
+                if reference and not reference.get("optional"):
+                    field = f"templates.{template['name']}.envFrom"
+                    raise UserError(
+                        field, reference.get("name"), "secrets and config maps are a cluster's; make it optional"
+                    )
+        if "container" in template and not container.get("command"):
+            field = f"templates.{template['name']}.container.command"
+            raise UserError(field, None, "is needed: without the image, its entrypoint is not known")
+
+
+def _check_reference(template: str, item: Mapping[str, Any]) -> None:
+    for kind in ("secretKeyRef", "configMapKeyRef"):
+        reference = item.get("valueFrom", {}).get(kind)
+        if reference and not reference.get("optional"):
+            field = f"templates.{template}.env.{item['name']}.{kind}"
+            raise UserError(field, reference.get("name"), "secrets and config maps are a cluster's; make it optional")
+
+
+def _unknown(value: Any, fields: Any, path: str) -> Iterator[str]:
+    """The paths of all fields in `value` that `fields` does not have."""
+    if fields in (ANY, IGNORED) or value is None:
+        return
+    if isinstance(fields, list):
+        for index, item in enumerate(value):
+            name = item.get("name", index) if isinstance(item, dict) else index
+            yield from _unknown(item, fields[0], f"{path}.{name}")
+        return
+    for key, item in value.items():
+        known = fields.get(key, fields.get("*"))
+        if known is None:
+            yield f"{path}.{key}"
+        else:
+            yield from _unknown(item, known, f"{path}.{key}")
+
+
+def merged(template: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`template` with what it leaves out taken from ``templateDefaults``."""
+    result = dict(template)
+    for key, value in defaults.items():
+        if key in KINDS and key not in template:
+            continue
+        if isinstance(value, dict) and isinstance(result.get(key, {}), dict):
+            result[key] = merged(result.get(key, {}), value)
+        else:
+            result.setdefault(key, value)
+    return result
+
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds(duration: str | int | float) -> float:
+    """Argo's durations: ``30`` or ``"30"`` (seconds), ``"1m30s"``, ``"2h"``, ``"500ms"``."""
+    text = str(duration).strip()
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    if not re.fullmatch(r"(\d+(\.\d+)?(ns|us|ms|s|m|h|d))+", text):
+        raise UserError("duration", duration, "write seconds, or units as in 1m30s")
+    return sum(float(n) * _UNITS[unit] for n, unit in re.findall(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h|d)", text))
+
+
+RESULTS = ("Succeeded", "Failed", "Errored", "Skipped", "Omitted", "Daemoned", "AnySucceeded", "AllFailed")
+_DEPENDENCY = re.compile(r"([a-zA-Z0-9][-a-zA-Z0-9]*?)\.([A-Z][a-zA-Z]+)|([a-zA-Z0-9][-a-zA-Z0-9]*)")
+
+
+def depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], str]:
+    """The tasks that `task` waits for, and the condition on their results, as an expression over
+    ``<task, hyphens as underscores>.<result>``; empty without dependencies.
+
+    A task without a result means ``Succeeded || Skipped || Daemoned``, and what its ``continueOn`` allows.
+
+    Raises:
+        UserError: a name that is no task of the same DAG, or no result.
+    """
+    logic = task.get("depends") or " && ".join(task.get("dependencies") or [])
+    names: dict[str, None] = {}
+
+    def expand(match: re.Match[str]) -> str:
+        name, result = (match[1], match[2]) if match[1] else (match[3], None)
+        if name not in tasks:
+            raise UserError(f"tasks.{task['name']}.depends", name, f"is no task; known: {', '.join(tasks)}")
+        if result not in (None, *RESULTS):
+            raise UserError(f"tasks.{task['name']}.depends", f"{name}.{result}", f"known results: {', '.join(RESULTS)}")
+        names[name] = None
+        allowed = tasks[name].get("continueOn") or {}
+        results = [result] if result else ["Succeeded", "Skipped", "Daemoned"]
+        if result is None:
+            results += ["Errored"] * bool(allowed.get("error")) + ["Failed"] * bool(allowed.get("failed"))
+        return "(" + " || ".join(f"{name.replace('-', '_')}.{each}" for each in results) + ")"
+
+    condition = _DEPENDENCY.sub(expand, logic)  # fills names
+    return list(names), condition

@@ -1,0 +1,123 @@
+"""Stages start as forks of a process that has imported their libraries once.
+
+A fresh interpreter needs 5 to 15 seconds for torch and transformers; a fork needs milliseconds. Each stage is a process
+of its own all the same: own process group, environment, working directory, log, and ``__main__``.
+
+Run as ``python -m tuneloop.argo.warm FD`` by the spawner (`tuneloop.argo.spawn`, whose protocol it speaks). It says
+``{"ready": true, "took": s}`` once it has imported `LIBRARIES`, or ``{"failed": reason}``: a thread that lives before
+the fork (an OpenMP pool, a CUDA context) would be missing in the child, so none may.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tuneloop.argo.spawn import adopt_orphans, die_with, end_all, serve
+
+LIBRARIES = (
+    "tuneloop.component",
+    "pyarrow.parquet",
+    "tokenizers",
+    "safetensors.torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.llama.modeling_llama",
+)
+"""Imported before the first stage; a stage imports what else it needs itself."""
+
+READ_AT_IMPORT = (
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "GOMP_",
+    "KMP_",
+    "CUDA_",
+    "TORCH",
+    "PYTORCH_",
+    "HF_",
+    "TRANSFORMERS_",
+    "LD_",
+)
+READ_AT_START = ("PYTHON",)
+"""Variables with these prefixes take effect when a library or the interpreter starts: a stage that wants
+others than the warm process has can not be its fork."""
+
+
+def warmable(argv: Sequence[str]) -> bool:
+    """Whether `argv` is one of tuneloop's stages in a single process: ``python -m tuneloop.<stage> …``."""
+    program, flag, module = (*argv[:3], "", "", "")[:3]
+    name = module.removeprefix("tuneloop.")
+    return (
+        Path(program).name in ("python", "python3", Path(sys.executable).name)
+        and flag == "-m"
+        and (name != module and name.isidentifier() and name != "serve")
+    )
+
+
+def compatible(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
+    """Whether a process with environment `theirs` may be a fork of one started with `ours`."""
+    prefixes = READ_AT_IMPORT + READ_AT_START
+    names = {name for name in {*ours, *theirs} if name.startswith(prefixes)}
+    return all(ours.get(name) == theirs.get(name) for name in names)
+
+
+def main() -> None:
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    clock = time.perf_counter()
+    die_with(os.getppid())  # as long as imports keep it from seeing that the channel closed
+    # Else transformers' look at the GPUs would open a CUDA context, which no fork can use.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    try:
+        for name in LIBRARIES:
+            importlib.import_module(name)
+        _refuse_threads()
+    except Exception as error:
+        channel.sendall(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+        return
+    gc.collect()
+    gc.freeze()  # children do not walk, and so do not copy, what was imported
+    channel.sendall(json.dumps({"ready": True, "took": time.perf_counter() - clock}).encode() + b"\n")
+    die_with(None)
+    adopt_orphans()
+    request = serve(channel)
+    if request is None:
+        end_all()
+    else:
+        _become(request["argv"], request["env"], request["cwd"])
+
+
+def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+    """Go on as ``python -m module arguments``."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # as in a fresh process; `random` sees to itself
+    sys.path[0] = cwd
+    sys.argv = list(argv[2:])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+
+
+def _refuse_threads() -> None:
+    tasks = Path("/proc/self/task")
+    names = [(task / "comm").read_text().strip() for task in tasks.iterdir()] if tasks.exists() else ["main"]
+    if len(names) > 1:
+        raise RuntimeError(f"threads are running after the imports: {', '.join(names)}")
+
+
+if __name__ == "__main__":
+    main()
