@@ -180,7 +180,7 @@ class Draft:
             self.path = local / self.attempt  # written in place: no reader looks there before the manifest exists
         else:
             # One attempt writes several artifacts: its output, and resume points meanwhile.
-            place = xxhash.xxh3_64_hexdigest(self.url)
+            place = xxhash.xxh3_64_hexdigest(self.url.encode())
             self.path = Path(tempfile.gettempdir()) / f"tuneloop-{self.attempt}-{place}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
