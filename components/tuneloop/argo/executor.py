@@ -29,6 +29,7 @@ from tuneloop.argo.graph import Call
 from tuneloop.argo.pod import end
 from tuneloop.argo.processes import Launcher, Process, base_environment
 from tuneloop.argo.state import DONE, Journal, Node, Workflow, hold, outcome_code
+from tuneloop.argo.warm import warmable
 from tuneloop.errors import UserError
 
 OnNode = Callable[[Node], None]
@@ -108,7 +109,7 @@ def execute(
             parameters=parameters,
             workdir=workdir,
             parallelism=parallelism or int(document.get("parallelism") or max(4, os.cpu_count() or 1)),
-            launcher=Launcher(base_environment(env or {}), warm),
+            launcher=Launcher(base_environment(env or {}), warm and any(map(_is_stage, known))),
             env=base_environment(env or {}),
             cwd=cwd or Path.cwd(),
             grace=grace,
@@ -369,6 +370,11 @@ def _resolve(
     for name, other in by_name.items():
         known += [{**template, "name": f"{name}/{template['name']}"} for template in other.get("templates", [])]
     return document, known
+
+
+def _is_stage(template: Mapping[str, Any]) -> bool:
+    container = template.get("container") or {}
+    return warmable([*container.get("command", []), *container.get("args", [])])
 
 
 def _parameters(document: Mapping[str, Any], given: Mapping[str, str], strict: bool) -> dict[str, str]:

@@ -57,7 +57,7 @@ def call(session: Session, what: Call) -> Result:
     try:
         if template is None:
             raise ExpressionError(f"template {what.template} does not exist")
-        if what.depth >= MAX_DEPTH:
+        if what.depth + 1 >= MAX_DEPTH:
             raise ExpressionError("Maximum recursion depth exceeded. See Argo's DISABLE_MAX_RECURSION")
         inputs, artifacts = _inputs(session, template, what)
         node.inputs = {**inputs, **{f"artifact:{k}": str(v) for k, v in artifacts.items()}}

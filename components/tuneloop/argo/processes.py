@@ -60,6 +60,7 @@ class Server:
         self._ids = itertools.count()
         self._processes: dict[int, Process] = {}
         self._lock = threading.Lock()
+        self._server: subprocess.Popen[bytes] | None = None
         self._channel, theirs = socket.socketpair()
         if ready:
             self.settled.set()
@@ -80,6 +81,8 @@ class Server:
 
     def close(self) -> None:
         """End the server and everything it started."""
+        if not self.settled.is_set() and self._server:  # it is importing, and would not see the channel close
+            self._server.kill()
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -91,7 +94,7 @@ class Server:
 
     def _run(self, command: list[str], theirs: socket.socket) -> None:
         with theirs:
-            server = subprocess.Popen(
+            server = self._server = subprocess.Popen(
                 [*command, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=self.env,
@@ -157,8 +160,11 @@ class Launcher:
 
 
 def base_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """What every pod inherits: ours, `extra`, this interpreter first on PATH, one BLAS thread (a pool of them
-    would keep the warm process from forking; torch's own threads are OMP_NUM_THREADS' matter)."""
+    """What every pod inherits: ours, `extra`, and this interpreter first on PATH.
+
+    numpy's pool of threads and that of Arrow's allocator start when they are imported, and would keep the warm process
+    from forking: both are off, for every pod alike. Torch's threads are OMP_NUM_THREADS' matter.
+    """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    arrow = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # jemalloc's has a background thread
-    return {"OPENBLAS_NUM_THREADS": "1", **arrow, **os.environ, "PATH": path, **extra}
+    quiet = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+    return {**quiet, **os.environ, "PATH": path, **extra}
