@@ -102,6 +102,7 @@ class Vllm:
         return cast(list[float], finished[0][1])
 
     def close(self) -> None:
+        """End the engine, and with it what vLLM keeps once a process: other engines in it end, too."""
         if self.engine is not None:
             self.engine.engine_core.shutdown()
         self.engine, self.version, self.digest = None, -1, ""
@@ -156,8 +157,13 @@ class Vllm:
         vocabulary = self.engine.model_config.get_vocab_size()
         if not ids or min(ids) < 0 or max(ids) >= vocabulary:  # vLLM, without a tokenizer, would crash on it
             raise ValueError(f"prompt ids must be at least one, from 0 to {vocabulary - 1}")
-        (prompt,) = self.engine.renderer.render_cmpl([{"prompt_token_ids": list(ids)}])
-        self.engine.add_request(key, prompt, params)
+        from vllm.exceptions import VLLMClientError
+
+        try:
+            (prompt,) = self.engine.renderer.render_cmpl([{"prompt_token_ids": list(ids)}])
+            self.engine.add_request(key, prompt, params)
+        except VLLMClientError as error:
+            raise ValueError(str(error)) from error
 
 
 def apply(engine: Any, model: Path) -> None:
@@ -197,6 +203,10 @@ def _start(model: Path, args: Mapping[str, Any]) -> Any:
         # vLLM's own default for the cache is most of the memory, and compiling takes longer than a small loop.
         space = {} if os.environ.get("VLLM_CPU_KVCACHE_SPACE") else {"kv_cache_memory_bytes": 1 << 30}
         args = {"enforce_eager": True, **space, **args}
+        if args["enforce_eager"]:  # vLLM would compile parts of its sampler even so, for seconds
+            import torch._dynamo
+
+            torch._dynamo.config.disable = True
     fixed = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
     given = {"disable_log_stats": True, "use_tqdm_on_load": False, **args, **fixed}
     try:

@@ -1,0 +1,359 @@
+"""Real vLLM on this machine, in process and as a server: versions changed in place are those of a fresh engine."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.policies import commit_policy, commit_prompts, model
+from tuneloop.artifacts import Artifact, Draft
+from tuneloop.engines import Completion, Request, Sampling
+from tuneloop.engines import vllm as vllm_engine
+from tuneloop.engines._client import Client
+from tuneloop.engines.transformers import Transformers
+from tuneloop.engines.vllm import Vllm
+from tuneloop.errors import Retryable, UserError
+from tuneloop.generation import StaleWeights, prove
+from tuneloop.rollout import rollout
+
+pytestmark = pytest.mark.local
+
+# In float32 every x86 packs weights; in bfloat16 only one with AVX512_BF16 or AMX does.
+ARGS = {"max_model_len": 512, "max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 28, "dtype": "float32"}
+ALIVE: list[Vllm] = []  # what ends one engine, its destructor too, ends what vLLM keeps once a process
+LONG = [[3 + (i * 7 + j) % 250 for j in range(300)] for i in range(4)]  # more than two blocks of the prefix cache
+SHORT = [[3 + (i * 5 + j) % 250 for j in range(9)] for i in range(4)]
+REQUESTS = [Request(f"r{i}", prompt, [10 * i, 10 * i + 1]) for i, prompt in enumerate(LONG + SHORT)]
+GREEDY, SAMPLED = Sampling(0.0, 12, ()), Sampling(0.8, 12, ())
+
+
+def quiet(done: int) -> None:
+    """Nobody watches."""
+
+
+def tokens(groups: list[list[Completion]]) -> list[list[tuple[list[int], list[float]]]]:
+    """What was said, whichever version said it."""
+    return [[(c.ids, c.logprobs) for c in group] for group in groups]
+
+
+def begin(policy: Artifact) -> Vllm:
+    """An engine in this process, on a version."""
+    ALIVE.append(Vllm(ARGS))
+    ALIVE[-1].load(policy)
+    return ALIVE[-1]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def versions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Artifact]:
+    root = tmp_path_factory.mktemp("policies")
+    return [commit_policy(root / f"v{k}", version=k, tied=request.param) for k in range(3)]
+
+
+@pytest.fixture(scope="module")
+def fresh(versions: list[Artifact]) -> list[Any]:
+    """What an engine that was started on each version says."""
+    said = []
+    for policy in versions:
+        engine = begin(policy)
+        said.append([tokens(engine.generate(REQUESTS, how, quiet)) for how in (GREEDY, SAMPLED)])
+    return said
+
+
+@pytest.fixture(scope="module")
+def engine(versions: list[Artifact]) -> Vllm:
+    return begin(versions[0])
+
+
+def test_a_version_changed_in_place_is_that_of_a_fresh_engine(
+    engine: Vllm, versions: list[Artifact], fresh: list[Any]
+) -> None:
+    assert fresh[0] != fresh[1] != fresh[2]
+    for k in (0, 1, 2, 0):
+        engine.load(versions[k])
+        assert (engine.version, engine.digest) == (k, versions[k].manifest.digest)
+        assert [tokens(engine.generate(REQUESTS, how, quiet)) for how in (GREEDY, SAMPLED)] == fresh[k]
+        assert prove(engine, versions[k], 0.05)["mean_abs_diff"] < 0.02
+
+
+def test_agrees_with_the_other_engine(engine: Vllm, versions: list[Artifact]) -> None:
+    """Greedy tokens, and log-probabilities at a temperature."""
+    engine.load(versions[1])
+    other = Transformers()
+    other.load(versions[1])
+    ours, theirs = (e.generate(REQUESTS, GREEDY, quiet) for e in (engine, other))
+    assert [c.ids for group in ours for c in group] == [c.ids for group in theirs for c in group]
+    for request, group in zip(REQUESTS, engine.generate(REQUESTS, Sampling(1.0, 12, ()), quiet)):
+        for said in group:
+            scored = other.score(request.prompt_ids + said.ids)[len(request.prompt_ids) - 1 :]
+            assert said.logprobs == pytest.approx(scored, abs=2e-3)
+
+
+def test_same_batch_same_bits(engine: Vllm) -> None:
+    first, again = (tokens(engine.generate(REQUESTS, SAMPLED, quiet)) for _ in range(2))
+    assert first == again
+
+
+def test_stops_at_a_stop_token(engine: Vllm) -> None:
+    ((free,),) = engine.generate([Request("a", SHORT[0], [1])], SAMPLED, quiet)
+    stop = free.ids[3]
+    ((cut,),) = engine.generate([Request("a", SHORT[0], [1])], Sampling(0.8, 12, (stop,)), quiet)
+    assert cut.ids == free.ids[: free.ids.index(stop) + 1] and (free.finish_reason, cut.finish_reason) == (
+        "length",
+        "stop",
+    )
+
+
+def test_refuses_another_shape(engine: Vllm, tmp_path: Path) -> None:
+    before = engine.version
+    with pytest.raises(UserError, match="another shape"):
+        engine.load(commit_policy(tmp_path / "c", context=2048))
+    assert engine.version == before
+
+
+def test_without_the_repack_a_tied_head_is_caught(versions: list[Artifact], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault that vLLM has and we mend: where it bites, the canary says so; where it does not, nothing is lost."""
+    monkeypatch.setattr(vllm_engine, "repack", lambda worker: None)
+    engine = begin(versions[0])
+    engine.load(versions[1])
+    if json.loads((versions[1].path / "model" / "config.json").read_text())["tie_word_embeddings"]:
+        with pytest.raises(StaleWeights, match="stale or wrong"):
+            prove(engine, versions[1], 0.05)
+    else:
+        prove(engine, versions[1], 0.05)
+
+
+@pytest.mark.parametrize("args", [{"max_model_length": 5}, {"max_model_len": -5}, {"dtype": "float7"}])
+def test_arguments_that_vllm_refuses(versions: list[Artifact], args: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"--engine-args.*vLLM refuses"):
+        Vllm(args).load(versions[0])
+
+
+@dataclass
+class Running:
+    """A server in a process of its own."""
+
+    url: str
+    process: "subprocess.Popen[str]"
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=60)
+        connection.request(method, path, None if body is None else json.dumps(body))
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())
+
+    def cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start(policy: Artifact) -> Running:
+    port = free_port()
+    line = [sys.executable, "-m", "tuneloop.serve", "--policy", policy.ref, "--host", "127.0.0.1", "--port", str(port)]
+    process = subprocess.Popen([*line, "--engine-args", json.dumps(ARGS)], stderr=subprocess.PIPE, text=True)
+    running = Running(f"http://127.0.0.1:{port}", process)
+    said = []
+    for text in process.stderr or ():
+        said.append(text)
+        if f"serve: version {policy.manifest.facts['version']} at http://127.0.0.1:{port}" in text:
+            threading.Thread(target=(process.stderr or sys.stdin).read, daemon=True).start()
+            while True:
+                try:
+                    assert running.ask("GET", "/health") == (200, {"status": "ok"})
+                    return running
+                except ConnectionRefusedError:
+                    time.sleep(0.05)
+    raise AssertionError("".join(said))
+
+
+@pytest.fixture(scope="module")
+def server(versions: list[Artifact]) -> Iterator[Running]:
+    running = start(versions[0])
+    yield running
+    running.process.kill()
+    running.process.wait()
+
+
+def test_server_says_what_a_fresh_engine_says(server: Running, versions: list[Artifact], fresh: list[Any]) -> None:
+    client = Client(server.url, 60)
+    for k in (0, 1, 2):
+        client.load(versions[k])
+        assert server.ask("GET", "/version") == (
+            200, {"version": k, "digest": versions[k].manifest.digest, "engine": "vllm", "context": 512}
+        )  # fmt: skip
+        said = client.generate(REQUESTS, GREEDY, quiet)
+        assert tokens(said) == fresh[k][0]
+        assert {(c.start_version, c.end_version) for group in said for c in group} == {(k, k)}
+        prove(client, versions[k], 0.05)
+
+
+def test_requests_at_the_same_time(server: Running, versions: list[Artifact]) -> None:
+    """Each caller gets its own answers, a load in the middle waits for those before it and holds those after."""
+    Client(server.url, 60).load(versions[0])
+
+    def ask(i: int) -> tuple[list[Completion], int]:
+        client = Client(server.url, 60)
+        client.version = None  # type: ignore[assignment] # any version will do
+        (group,) = client.generate([REQUESTS[i]], Sampling(0.0, 100, ()), quiet)
+        return group, i
+
+    with ThreadPoolExecutor(9) as pool:
+        early = [pool.submit(ask, i) for i in range(4)]
+        time.sleep(0.1)
+        loading = pool.submit(server.ask, "POST", "/load", {"ref": versions[1].ref})
+        late = [pool.submit(ask, i) for i in range(4, 8)]
+        assert loading.result()[1]["version"] == 1
+        for future in early + late:
+            group, i = future.result()
+            assert {c.start_version for c in group} == {c.end_version for c in group} <= {0, 1}
+            client = Client(server.url, 60)
+            client.load(versions[group[0].start_version])
+            (alone,) = client.generate([REQUESTS[i]], Sampling(0.0, 2, ()), quiet)
+            assert len(group[0].ids) == 100 and group[0].ids[:2] == alone[0].ids
+
+
+def test_a_version_that_is_not_there(server: Running, versions: list[Artifact]) -> None:
+    Client(server.url, 60).load(versions[1])
+    body = {"requests": [{"id": "a", "prompt_ids": [5, 6], "seeds": [0]}], "sampling": {"max_tokens": 2}}
+    status, said = server.ask("POST", "/generate", {**body, "version": 2})
+    assert (status, said["error"]) == (409, "serves version 1, version 2 was asked for; load it first")
+    assert server.ask("POST", "/generate", {**body, "min_version": 2})[0] == 409
+    assert server.ask("POST", "/generate", {**body, "min_version": 1, "version": 1})[1]["index"] == 0
+    waiting = Client(server.url, 30)
+    waiting.version = 2
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(waiting.generate, REQUESTS[:1], GREEDY, quiet)
+        time.sleep(0.5)
+        Client(server.url, 60).load(versions[2])
+        assert asked.result()[0][0].start_version == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/generate", {"requests": [{"id": "a", "prompt_ids": [5, 999_999], "seeds": [0]}]}, "from 0 to"),
+        ("/generate", {"requests": [{"id": "a", "prompt_ids": [5] * 600, "seeds": [0]}]}, "512"),
+        ("/generate", {"requests": []}, "requests"),
+        ("/score", {"ids": [1]}, "ids"),
+        ("/load", {"ref": "/nowhere"}, "has no manifest.json"),
+        ("/load", {}, "ref: None: is required"),
+    ],
+)
+def test_bad_requests(server: Running, path: str, body: Any, said: str) -> None:
+    status, answer = server.ask("POST", path, body)
+    assert status == 400 and said in answer["error"]
+    assert server.ask("GET", "/health")[0] == 200
+
+
+def test_who_hangs_up_is_dropped(server: Running, versions: list[Artifact]) -> None:
+    """What a caller left behind does not run on: the server is idle soon after."""
+    client = Client(server.url, 60)
+    client.load(versions[0])
+
+    def hang_up(done: int) -> None:
+        raise KeyboardInterrupt
+
+    many = [Request(f"r{i}", SHORT[0], list(range(64))) for i in range(8)]
+    with pytest.raises(KeyboardInterrupt):
+        client.generate(many, Sampling(1.0, 400, ()), hang_up)
+    time.sleep(2)
+    before = server.cpu_seconds()
+    time.sleep(1)
+    assert server.cpu_seconds() - before < 0.2
+
+
+def test_idle_costs_nothing(server: Running, versions: list[Artifact]) -> None:
+    client = Client(server.url, 60)
+    client.load(versions[0])
+    client.generate(REQUESTS, GREEDY, quiet)
+    time.sleep(0.5)
+    before = server.cpu_seconds()
+    time.sleep(2)
+    assert server.cpu_seconds() - before < 0.1
+
+
+def test_a_failed_load_poisons_until_one_succeeds(
+    server: Running, versions: list[Artifact], fresh: list[Any], tmp_path: Path
+) -> None:
+    draft = Draft(str(tmp_path / "broken"))
+    for name in versions[0].manifest.files:
+        (draft.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (draft.path / name).write_bytes((versions[0].path / name).read_bytes())
+    (draft.path / "model" / "model.safetensors").write_bytes(b"\x00" * 64)
+    draft.commit(stage="sft", facts={"version": 9})
+    status, said = server.ask("POST", "/load", {"ref": str(tmp_path / "broken")})
+    assert status == 503 and "failed" in said["error"]
+    assert server.ask("GET", "/health")[0] == 503
+    body = {"requests": [{"id": "a", "prompt_ids": [5, 6], "seeds": [0]}]}
+    assert server.ask("POST", "/generate", body)[0] == 503
+    client = Client(server.url, 60)
+    client.load(versions[1])
+    assert server.ask("GET", "/health")[0] == 200
+    assert tokens(client.generate(REQUESTS, GREEDY, quiet)) == fresh[1][0]
+
+
+def test_rollout_through_the_server(server: Running, versions: list[Artifact], tmp_path: Path) -> None:
+    """The stage loads its policy into the server, and gets what an engine in its own process gives."""
+    prompts = commit_prompts(tmp_path / "p", [f"reverse {i} =" for i in range(10, 20)])
+    asked = {"policy": versions[2].ref, "prompts": prompts.ref, "prompts_per_iteration": 4, "n": 4, "max_tokens": 8}
+    rollout(out=str(tmp_path / "r"), **asked, endpoint=server.url)
+    rollout(out=str(tmp_path / "s"), **asked, engine_args=ARGS)
+    served, own = (pq.read_table(Artifact(str(tmp_path / n)).path / "rollouts.parquet").to_pylist() for n in "rs")
+    assert served == own
+    assert {v for row in served for v in row["policy_versions"]} == {2}
+
+
+def test_the_port_is_taken(server: Running, versions: list[Artifact]) -> None:
+    port = server.url.rpartition(":")[2]
+    line = [sys.executable, "-m", "tuneloop.serve", "--policy", versions[0].ref, "--host", "127.0.0.1", "--port", port]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.strip()) == (
+        2, f"error: --port: {port}: is taken; stop what listens there, or choose another"
+    )  # fmt: skip
+
+
+def test_killed_in_the_middle(versions: list[Artifact]) -> None:
+    """The caller is told in one line that may be tried again; SIGTERM ends a server quickly and cleanly."""
+    for number, code in ((signal.SIGKILL, -9), (signal.SIGTERM, 0)):
+        running = start(versions[0])
+        client = Client(running.url, 30)
+        client.load(versions[0])
+        many = [Request(f"r{i}", SHORT[0], list(range(32))) for i in range(8)]
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(client.generate, many, Sampling(1.0, 480, ()), quiet)
+            time.sleep(1)
+            clock = time.monotonic()
+            running.process.send_signal(number)
+            assert running.process.wait(20) == code
+            assert time.monotonic() - clock < 5
+            with pytest.raises(Retryable, match=running.url):
+                asked.result(timeout=20)
+
+
+def test_stale_server_weights_are_caught(server: Running, versions: list[Artifact], tmp_path: Path) -> None:
+    """A checkpoint whose weights are not those that its trainer scored."""
+    tied = json.loads((versions[0].path / "model" / "config.json").read_text())["tie_word_embeddings"]
+    wrong = commit_policy(tmp_path / "c", version=5, tied=tied, canary_of=model(6, tied=tied))
+    client = Client(server.url, 60)
+    client.load(wrong)
+    with pytest.raises(StaleWeights, match="stale or wrong"):
+        prove(client, wrong, 0.05)
