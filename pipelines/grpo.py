@@ -52,9 +52,15 @@ class Engine(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: Literal["vllm", "transformers"] = Field("vllm", description="vllm: one server for the run")
     port: int = Field(8765, ge=1, le=65535, description="where the vLLM server listens")
-    args: dict[str, Any] = Field(
-        default_factory=lambda: {"max_model_len": 256, "enforce_eager": True}, description="vLLM's own options"
+    args: dict[str, Any] | None = Field(
+        None, description="the engine's own options; default: for vllm a short context without graph capture"
     )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """`args`, or the default of the engine that was chosen."""
+        short = {"max_model_len": 256, "enforce_eager": True}
+        return self.args if self.args is not None else short if self.name == "vllm" else {}
 
 
 class Config(BaseModel):
@@ -102,7 +108,7 @@ def templates(config: Config) -> dict[str, Any]:
     """Every stage of the loop as a Hera template, by name; to be called inside a Workflow."""
     from tuneloop.argo.template import server_template, stage_template
 
-    engine = {"engine": config.engine.name, "engine_args": config.engine.args, "seed": config.seed}
+    engine = {"engine": config.engine.name, "engine_args": config.engine.options, "seed": config.seed}
     made = [
         stage_template(data_prep, {**config.data.model_dump(), "seed": config.seed}, cluster=config.cluster),
         stage_template(
@@ -132,7 +138,7 @@ def templates(config: Config) -> dict[str, Any]:
         stage_template(export, config.export.model_dump(), cluster=config.cluster),
     ]
     if config.engine.name == "vllm":
-        made.append(server_template(port=config.engine.port, engine_args=config.engine.args, cluster=config.cluster))
+        made.append(server_template(port=config.engine.port, engine_args=config.engine.options, cluster=config.cluster))
     return {template.name: template for template in made}
 
 
