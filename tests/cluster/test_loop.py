@@ -17,8 +17,9 @@ from tuneloop.config import find
 pytestmark = pytest.mark.cluster
 
 SMALL = [
-    *("engine.name=transformers", "engine.args={}", "loop.iterations=2", "sft.max_steps=40", "sft.save_steps=10"),
-    *("data.train=200", "data.eval=32", "data.sft=500", "evaluate.limit=32", "rollout.prompts_per_iteration=16"),
+    *("engine.name=transformers", "engine.args={}", "loop.iterations=2", "evaluate.limit=16"),
+    *("data.source_args={digits: 2}", "data.train=40", "data.eval=16", "data.sft=40"),
+    *("sft.max_steps=200", "sft.save_steps=20", "sft.per_device_train_batch_size=16"),
 ]
 
 
@@ -26,8 +27,10 @@ def test_stopped_and_resumed_equals_this_machine(cluster: argo.Cluster, run: str
     pipeline = find("sft_then_grpo")
     workflow = pipeline.build(pipeline.configure(sets=SMALL))
     argo.submit(cluster, workflow, run=run, store=STORE)
-    until(lambda: any(line.startswith("sft: 1") for _, line in _logs(cluster, run, "sft")), 300)
+    until(lambda: _trained(cluster, run), 200)
     assert argo.stop(cluster, run) == 1
+    stopped = nodes(argo.workflows(cluster, run)[0]).values()
+    assert {node.phase for node in stopped if node.display_name.startswith("sft")} == {"Failed"}
 
     assert argo.submit(cluster, workflow, run=run, store=STORE) == f"{run}-2"
     assert argo.wait(cluster, run) == 0
@@ -36,14 +39,17 @@ def test_stopped_and_resumed_equals_this_machine(cluster: argo.Cluster, run: str
     _compare(argo.workflows(cluster, run)[-1], tmp_path)
 
 
-def _logs(cluster: argo.Cluster, run: str, stage: str) -> list[tuple[str, str]]:
-    return [item for item in logs(cluster, run) if item[0] == stage]
+def _trained(cluster: argo.Cluster, run: str) -> bool:
+    """Whether sft is past its first resume point."""
+    assert status(cluster, run).phase in ("Pending", "Running"), list(logs(cluster, run))[-5:]
+    lines = [line for stage, line in logs(cluster, run) if stage == "sft"]
+    return any(int(match[1]) > 20 for line in lines if (match := re.match(r"sft: (\d+)/", line)))
 
 
 def _compare(workflow: dict, root: Path) -> None:
     """Run each stage here with the arguments its pod had. An input with other bytes would be refused by its digest."""
     templates = {t["name"]: t["container"] for t in workflow["spec"]["templates"] if "container" in t}
-    seen = 0
+    committed, rewards = 0, set()
     for node in nodes(workflow).values():
         if node.type != "Pod":
             continue
@@ -55,8 +61,10 @@ def _compare(workflow: dict, root: Path) -> None:
         for name, value in node.outputs.items():
             here = (root / "outputs" / name).read_text()
             assert here.rpartition("@")[2] == value.rpartition("@")[2], (node.name, name)
-            seen += "@" in value
-    assert seen == 12
+            committed += "@" in value
+            rewards.add(node.outputs.get("mean-reward"))
+    assert committed == 12
+    assert len(rewards) > 2  # the policy moved
 
 
 def _filled(word: str, inputs: dict[str, str]) -> str:

@@ -70,6 +70,10 @@ def nodes(workflow: Mapping[str, Any]) -> dict[str, Node]:
     if packed := told.get("compressedNodes"):
         raw = json.loads(gzip.decompress(base64.b64decode(packed)))
     made = [_node(item) for item in raw.values()]
+    if phase(workflow) in DONE:  # of a stopped workflow the controller leaves nodes as they were
+        for node in made:
+            if node.phase in ("Running", "Pending"):
+                node.phase, node.message = "Failed", node.message or "ended with the workflow"
     return {node.id: node for node in sorted(made, key=lambda n: (n.started, n.name))}
 
 
