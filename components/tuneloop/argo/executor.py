@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import os
 import re
 import signal
@@ -24,11 +25,11 @@ from typing import Any
 
 from tuneloop.argo import graph, spec
 from tuneloop.argo.box import Box
-from tuneloop.argo.expressions import ExpressionError, text
+from tuneloop.argo.expressions import text
 from tuneloop.argo.graph import Call
 from tuneloop.argo.pod import end
 from tuneloop.argo.processes import Launcher, Process, base_environment
-from tuneloop.argo.state import DONE, Journal, Node, Workflow, hold, outcome_code
+from tuneloop.argo.state import BROKEN, DONE, Journal, Node, Workflow, hold, outcome_code
 from tuneloop.argo.warm import warmable
 from tuneloop.errors import UserError
 
@@ -95,16 +96,16 @@ def execute(
         UserError: a field the executor has no meaning for, an unknown argument, a missing one: before anything runs.
     """
     document, known = _resolve(workflow, templates)
-    spec.check(document)
+    spec.check(document, known)
     parameters = _parameters(document, arguments or {}, strict=entrypoint is None)
     start = entrypoint or document.get("entrypoint")
     if not start:
         raise UserError("spec.entrypoint", None, "is required: the template to start at")
     with hold(workdir):
+        metadata = workflow.get("metadata", {})
         session = Session(
-            name=str(
-                workflow.get("metadata", {}).get("name") or workflow["metadata"].get("generateName", "run-").rstrip("-")
-            ),
+            workflow={**workflow, "spec": document},
+            name=str(metadata.get("name") or metadata.get("generateName", "run-").rstrip("-")),
             templates={t["name"]: spec.merged(t, document.get("templateDefaults", {})) for t in known},
             parameters=parameters,
             workdir=workdir,
@@ -127,6 +128,7 @@ class Session:
     def __init__(
         self,
         *,
+        workflow: Mapping[str, Any],
         name: str,
         templates: Mapping[str, Mapping[str, Any]],
         parameters: Mapping[str, str],
@@ -143,15 +145,16 @@ class Session:
         self.name, self.templates, self.workdir, self.launcher = name, templates, workdir, launcher
         self.cwd, self.grace, self.ask = cwd, grace, ask
         self.parameters = dict(parameters)
-        self.scope = {
-            "workflow.name": name,
-            "workflow.namespace": "local",
-            "workflow.uid": hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:32],
-            **{f"workflow.parameters.{key}": value for key, value in parameters.items()},
-        }
+        self.begun = time.time()
+        self.status = "Running"
+        self._fixed = _workflow_tags(workflow, name, workdir, self.begun, self.parameters)
+        self._captured = set(
+            re.findall(r"(?:steps|tasks)\.([\w-]+)\.outputs\.result", json.dumps(list(templates.values())))
+        )
         self.stopping = threading.Event()
         self.nodes: dict[str, Node] = {}
         self.outputs: dict[str, str] = {}
+        self._published: dict[str, Any] = {}
         self._env, self._on_node, self._on_log = env, on_node, on_log
         self._slots = threading.BoundedSemaphore(parallelism)
         self._lock = threading.RLock()
@@ -161,40 +164,81 @@ class Session:
         self._signal: int | None = None
 
     def run(self, entrypoint: str, document: Mapping[str, Any], arguments: Mapping[str, str]) -> Outcome:
-        """Run to the end, exit handlers included."""
-        record = Workflow(self.name, started=time.time(), pid=os.getpid(), parameters=self.parameters)
+        """Run to the end, hooks and exit handler included."""
+        record = Workflow(self.name, started=self.begun, pid=os.getpid(), parameters=self.parameters)
         self._journal.write(record)
+        hooks = {k: v for k, v in (document.get("hooks") or {}).items() if k != "exit"}
         seconds = document.get("activeDeadlineSeconds")
-        late = threading.Timer(float(seconds), self.stopping.set) if seconds else None
-        if late:
-            late.daemon = True
-            late.start()
+        late = threading.Event()
+
+        def expire() -> None:
+            late.set()
+            self.stopping.set()
+
+        timer = threading.Timer(float(seconds or 0), expire)
+        timer.daemon = True
+        if seconds:
+            timer.start()
         try:
-            result = self._wait(lambda: graph.call(self, Call(entrypoint, self.name, "", 0, dict(arguments), {})))
-            if late and late.finished.is_set() and self.stopping.is_set() and self._signal is None:
+            given = self.parameters | dict(arguments)
+            call = Call(entrypoint, self.name, "", 0, given)
+            result = self._wait(lambda: self._entry(call, hooks))
+            timer.cancel()
+            if late.is_set() and self._signal is None:
                 result.phase, result.message = "Failed", f"exceeded its deadline of {seconds} s"
-            result = self._on_exit(document, result)
+                self.stopping.clear()
+            self.status = "Succeeded" if result.phase in ("Skipped", "Omitted") else result.phase
+            result = self._wait(lambda: self._ending(document, hooks, result))
         finally:
             self.launcher.close()
-        record.phase = "Succeeded" if result.phase in ("Running", "Skipped", "Omitted") else result.phase
-        record.message, record.finished, record.outputs = result.message, time.time(), self.outputs
+        record.phase, record.message = (
+            ("Succeeded" if result.phase in ("Skipped", "Omitted") else result.phase),
+            result.message,
+        )
         if self._signal is not None:
             record.phase, record.message = "Failed", f"stopped by {signal.Signals(self._signal).name}"
+        record.finished, record.outputs = time.time(), self.outputs
         self._journal.write(record)
         self._journal.close()
         code = outcome_code(record.phase, self.nodes, self._signal)
         return Outcome(record.phase, record.message, self.nodes, self.outputs, code)
 
+    def _entry(self, call: Call, hooks: dict[str, Any]) -> graph.Result:
+        self._run_hooks(hooks)
+        result = graph.call(self, call)
+        if result.daemon:  # nothing is left that it could serve
+            result.daemon.close()
+            result.phase = "Succeeded"
+        return result
+
+    def _ending(self, document: Mapping[str, Any], hooks: dict[str, Any], result: graph.Result) -> graph.Result:
+        if self._signal is not None:
+            return result
+        self._run_hooks(hooks)
+        hook = (document.get("hooks") or {}).get("exit") or graph.exit_hook(document.get("onExit"))
+        if hook is None:
+            return result
+        if "arguments" not in hook:
+            hook = {**hook, "arguments": {"parameters": [{"name": k, "value": v} for k, v in self.parameters.items()]}}
+        after = graph.run_hook(self, hook, f"{self.name}.onExit", "", 0, {})
+        return after if after and after.broken and not result.broken else result
+
+    def _run_hooks(self, hooks: dict[str, Any]) -> None:
+        """Run those workflow hooks whose expression holds now; each at most once."""
+        for event, hook in list(hooks.items()):
+            if graph.run_hook(self, hook, f"{self.name}.hooks.{event}", "", 0, {}):
+                del hooks[event]
+
     def _wait(self, work: Callable[[], graph.Result]) -> graph.Result:
         """Run `work` on another thread, so that signals reach this one."""
-        box: list[graph.Result] = []
-        thread = threading.Thread(target=lambda: box.append(work()), daemon=True)
+        results: list[graph.Result] = []
+        thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
         thread.start()
         while thread.is_alive():
-            thread.join(0.05 if not self.stopping.is_set() else 0.01)
+            thread.join(0.05)
             if self.stopping.is_set():
                 self._end_pods()
-        return box[0]
+        return results[0]
 
     def _end_pods(self) -> None:
         with self._lock:
@@ -202,30 +246,11 @@ class Session:
         for _, process, grace in running:
             threading.Thread(target=end, args=(process, grace), daemon=True).start()
 
-    def _on_exit(self, document: Mapping[str, Any], result: graph.Result) -> graph.Result:
-        hook = (document.get("hooks") or {}).get("exit")
-        hook = hook or ({"template": document["onExit"]} if document.get("onExit") else None)
-        if hook is None or self._signal is not None:
-            return result
-        self.stopping.clear()
-        failures = [
-            {"displayName": n.display_name, "message": n.message, "templateName": n.template, "phase": n.phase}
-            for n in self.nodes.values()
-            if n.phase in ("Failed", "Error") and n.type == "Pod"
-        ]
-        phase = "Succeeded" if result.phase == "Running" else result.phase
-        self.scope |= {"workflow.status": phase, "workflow.failures": text(failures)}
-        try:
-            after = self._wait(lambda: graph.run_hook(self, hook, f"{self.name}.onExit", "", 0, self.scope) or result)
-        except ExpressionError as error:
-            after = graph.Result("Error", str(error))
-        return after if after.broken and not result.broken else result
-
     # What graph and pod ask of a session
 
     def node(self, what: Call, kind: str) -> Node:
         """A new node; its id is the same in every execution of the same graph."""
-        display = what.name.rpartition(".")[2] if "(" not in what.name else what.name[_last_dot(what.name) + 1 :]
+        display = what.name[what.name.rindex("[") if kind == "StepGroup" else _last_dot(what.name) + 1 :]
         slug = re.sub(r"[^a-z0-9]+", "-", display.lower()).strip("-")[:40]
         identity = f"{slug}-{hashlib.sha256(what.name.encode()).hexdigest()[:10]}"
         node = Node(identity, what.name, display, what.template, kind, parent=what.parent)
@@ -252,15 +277,46 @@ class Session:
             if self._on_node:
                 self._on_node(dataclasses.replace(node))
 
-    def publish(self, name: str, value: str) -> None:
-        """Set a global output parameter."""
-        self.outputs[name] = value
-        self.scope[f"workflow.outputs.parameters.{name}"] = value
+    def say(self, node: Node, message: str) -> None:
+        """Change a node's message."""
+        node.message = message
+        self.tell(node)
 
-    def template_name(self, task: Mapping[str, Any]) -> str:
-        """The template a task names, by itself or by reference."""
-        reference = task.get("templateRef")
-        return f"{reference['name']}/{reference['template']}" if reference else str(task["template"])
+    def settle(self, node: Node, result: graph.Result) -> None:
+        """Write down what a node came to; a daemon that is ready goes on."""
+        node.outputs = result.parameters | {f"artifact:{k}": str(v) for k, v in result.artifacts.items()}
+        node.exit_code = result.exit_code
+        if result.daemon is None:
+            self.finish(node, result.phase, result.message)
+        elif node.phase not in DONE:
+            node.daemoned, node.message = True, ""
+            self.tell(node)
+
+    def globals(self) -> dict[str, Any]:
+        """The tags that every template may use."""
+        scope = self._fixed | self._published | {"workflow.duration": f"{time.time() - self.begun:f}"}
+        if self.status != "Running":
+            failures = [_failure(node) for node in self.nodes.values() if node.phase in BROKEN]
+            scope["workflow.failures"] = json.dumps(text(failures))  # text within text, as Argo has it
+        return scope | {"workflow.status": self.status}
+
+    def publish(self, kind: str, name: str, value: Any) -> None:
+        """Set a global output."""
+        with self._lock:
+            self._published = {**self._published, f"workflow.outputs.{kind}.{name}": value}
+            if kind == "parameters":
+                self.outputs[name] = value
+
+    def kind(self, template: str) -> str:
+        """What type of node a template's attempts are."""
+        kinds = {"dag": "DAG", "steps": "Steps", "suspend": "Suspend"}
+        return next((kind for key, kind in kinds.items() if key in self.templates[template]), "Pod")
+
+    def captures(self, node: Node) -> bool:
+        """Whether some tag asks for the standard output of this pod."""
+        path = node.name.rpartition("(")[0] if node.name.endswith(")") else node.name
+        path = path.rpartition("(")[0] if path.endswith(")") else path  # an attempt of an item
+        return path[_last_dot(path) + 1 :] in self._captured
 
     @contextlib.contextmanager
     def slot(self, daemon: bool) -> Iterator[None]:
@@ -276,6 +332,7 @@ class Session:
         """Have progress and log of a running pod followed, and the pod ended when the run is stopped."""
         with self._lock:
             self._running[node.id] = (node, process, grace)
+            self._read.setdefault(node.id, (self.workdir / node.log).stat().st_size)
         try:
             yield
         finally:
@@ -286,12 +343,13 @@ class Session:
         """A pod's environment: the machine's, then the container's."""
         progress = self.workdir / "nodes" / node.id / "progress"
         env = {**self._env, "ARGO_PROGRESS_FILE": str(progress)}
-        fields = {"metadata.name": node.id, "metadata.namespace": "local", "spec.nodeName": socket.gethostname()}
+        values = (node.id, "local", node.id, socket.gethostname(), "local", "127.0.0.1", "127.0.0.1")
+        fields = dict(zip(spec.FIELD_PATHS, values))
         for item in container.get("env", []):
             if "value" in item:
                 env[item["name"]] = box.translate(str(item["value"]))
             elif path := (item.get("valueFrom") or {}).get("fieldRef", {}).get("fieldPath"):
-                env[item["name"]] = fields.get(path, "")
+                env[item["name"]] = fields[path]
         return env
 
     @contextlib.contextmanager
@@ -370,6 +428,42 @@ def _resolve(
     for name, other in by_name.items():
         known += [{**template, "name": f"{name}/{template['name']}"} for template in other.get("templates", [])]
     return document, known
+
+
+def _workflow_tags(
+    workflow: Mapping[str, Any], name: str, workdir: Path, begun: float, parameters: Mapping[str, str]
+) -> dict[str, str]:
+    """``workflow.…``, but for what changes while it runs."""
+    metadata, document = workflow.get("metadata", {}), workflow["spec"]
+    created = time.gmtime(begun)
+    at = "workflow.creationTimestamp"
+    own = {f"workflow.{kind}": metadata.get(kind) or {} for kind in ("labels", "annotations")}
+    return {
+        "workflow.name": name,
+        "workflow.namespace": "local",
+        "workflow.uid": hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:32],
+        "workflow.mainEntrypoint": str(document.get("entrypoint", "")),
+        "workflow.serviceAccountName": str(document.get("serviceAccountName", "")),
+        "workflow.parameters": text([{"name": k, "value": v} for k, v in parameters.items()]),
+        **{f"workflow.parameters.{key}": value for key, value in parameters.items()},
+        **{f"{kind}.{key}": text(value) for kind, values in own.items() for key, value in values.items()},
+        **{f"{at}{suffix}": time.strftime("%Y-%m-%dT%H:%M:%SZ", created) for suffix in ("", ".RFC3339")},
+        **{f"{at}.{letter}": time.strftime(f"%{letter}", created) for letter in "YmdHMSjyBbAapIZ"},
+        f"{at}.s": str(int(begun)),
+    }
+
+
+def _failure(node: Node) -> dict[str, str]:
+    """A failed node as ``workflow.failures`` lists it."""
+    finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(node.finished))
+    return {
+        "displayName": node.display_name,
+        "message": node.message,
+        "templateName": node.template,
+        "phase": node.phase,
+        "podName": node.id,
+        "finishedAt": finished,
+    }
 
 
 def _is_stage(template: Mapping[str, Any]) -> bool:

@@ -204,12 +204,15 @@ class _Parser:
         return yes if chosen else no
 
     def binary(self, lowest: int) -> Any:
-        left = self.unary()
+        left, before = self.unary(), ""
         while True:
             kind, op = self.tokens[self.at]
             rank = _BINARY.get(op, 0) if kind in ("op", "name") else 0
             if rank < lowest:
                 return left
+            if before and (op == "??") != (before == "??"):
+                raise ExpressionError("'??' and other operators cannot be mixed; put one of them in parentheses")
+            before = op
             self.at += 1
             negated = op == "not"
             if negated:

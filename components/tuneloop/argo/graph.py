@@ -1,33 +1,35 @@
-"""Graphs of a local run: tasks and steps, conditions, loops over items, recursion, retries, exit hooks.
+"""Graphs of a local run: templates, DAGs, steps, loops over items, recursion, exit handlers.
 
-The semantics are those of the Argo controller (https://argo-workflows.readthedocs.io/en/latest/: enhanced depends
-logic, retries, loops, exit handlers). Each task runs on a thread of its own; what bounds the work is how many
-pods may run at a time.
+The semantics are those of the Argo controller 3.7 (https://argo-workflows.readthedocs.io/en/release-3.7/). Each task
+runs on a thread of its own; what bounds the work is how many pods may run at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo import expressions
 from tuneloop.argo.expressions import ExpressionError, substitute, text
-from tuneloop.argo.pod import Daemon, Result, run_pod, suspend
-from tuneloop.argo.spec import depends, seconds
+from tuneloop.argo.pod import Result, Server, run_pod, suspend
+from tuneloop.argo.retries import retried
+from tuneloop.argo.spec import depends, used_template
 from tuneloop.argo.state import Node
+from tuneloop.argo.values import Scope, arguments, inputs, items, label, outputs, results_scope
 
 if TYPE_CHECKING:
     from tuneloop.argo.executor import Session
 
-Scope = dict[str, Any]
 MAX_DEPTH = 100
-"""As the controller's maxAllowedStackDepth."""
-WORST = ("Succeeded", "Skipped", "Omitted", "Failed", "Error")
+"""The controller's maxAllowedStackDepth: what would be this deep is an error."""
+TOO_DEEP = "Maximum recursion depth exceeded: at most 99 templates within one another, as in Argo"
+UNMET = "omitted: depends condition not met"
+ENDED_EARLY = "template has failed or errored children and failFast enabled"
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,16 @@ class Call:
         parent: id of the node it belongs to.
         depth: templates entered above it.
         parameters, artifacts: arguments, substituted.
+        own: further names that its tags may use: ``tasks.name``, ``steps.name``.
     """
 
     template: str
     name: str
     parent: str
     depth: int
-    parameters: Mapping[str, str]
-    artifacts: Mapping[str, Path | str]
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    artifacts: Mapping[str, Path | str] = field(default_factory=dict)
+    own: Mapping[str, str] = field(default_factory=dict)
 
 
 def call(session: Session, what: Call) -> Result:
@@ -58,461 +62,349 @@ def call(session: Session, what: Call) -> Result:
         if template is None:
             raise ExpressionError(f"template {what.template} does not exist")
         if what.depth + 1 >= MAX_DEPTH:
-            raise ExpressionError("Maximum recursion depth exceeded. See Argo's DISABLE_MAX_RECURSION")
-        inputs, artifacts = _inputs(session, template, what)
-        node.inputs = {**inputs, **{f"artifact:{k}": str(v) for k, v in artifacts.items()}}
-        scope = session.scope | {f"inputs.parameters.{k}": v for k, v in inputs.items()}
-        scope |= {f"inputs.artifacts.{k}.path": str(v) for k, v in artifacts.items()} | {"node.name": node.name}
-        if "dag" in template or "steps" in template:
-            result = _graph(session, template, node, what, scope, artifacts)
-        elif "retryStrategy" in template:
-            result = _retried(session, template, node, what, scope, artifacts)
-        else:
-            result = _leaf(session, template, node, scope, artifacts)
+            raise ExpressionError(TOO_DEEP)
+        scope = session.globals() | {**what.own, "node.name": node.name}
+        given = inputs(template, what.parameters, what.artifacts, scope)
+        node.inputs = given.parameters | {f"artifact:{k}": str(v) for k, v in given.artifacts.items()}
+        scope |= given.scope
+
+        def attempt(node: Node, extra: Scope) -> Result:
+            return _attempt(session, template, node, what, scope | extra, given.artifacts)
+
+        strategy = template.get("retryStrategy")
+        result = retried(session, substitute(strategy, scope), node, what, attempt) if strategy else attempt(node, {})
     except ExpressionError as error:
         result = Result("Error", str(error))
     except Exception as error:  # the machine's fault (no disk, no such file): this node's error, not the run's end
         result = Result("Error", f"{type(error).__name__}: {error}")
-    _settle(session, template or {}, node, result)
+    _publish(session, template or {}, result)
+    session.settle(node, result)
     return result
 
 
 def _kind(template: Mapping[str, Any] | None) -> str:
-    template = template or {}
-    for key, kind in (("dag", "DAG"), ("steps", "Steps"), ("retryStrategy", "Retry"), ("suspend", "Suspend")):
-        if key in template:
-            return kind
-    return "Pod"
+    kinds = {"retryStrategy": "Retry", "dag": "DAG", "steps": "Steps", "suspend": "Suspend"}
+    return next((kind for key, kind in kinds.items() if key in (template or {})), "Pod")
 
 
-def _settle(session: Session, template: Mapping[str, Any], node: Node, result: Result) -> None:
+def _attempt(
+    session: Session,
+    template: Mapping[str, Any],
+    node: Node,
+    what: Call,
+    scope: Scope,
+    artifacts: Mapping[str, Path | str],
+) -> Result:
+    if "dag" in template or "steps" in template:
+        return Graph(session, template, node, what, scope, artifacts).run()
+    filled = substitute({k: v for k, v in template.items() if k != "retryStrategy"}, scope | {"pod.name": node.id})
+    return suspend(session, filled, node) if "suspend" in filled else run_pod(session, filled, node, artifacts)
+
+
+def _publish(session: Session, template: Mapping[str, Any], result: Result) -> None:
     for parameter in template.get("outputs", {}).get("parameters", []):
         if "globalName" in parameter and parameter["name"] in result.parameters:
-            session.publish(parameter["globalName"], result.parameters[parameter["name"]])
-    node.outputs = {**result.parameters, **{f"artifact:{k}": str(v) for k, v in result.artifacts.items()}}
-    node.exit_code = result.exit_code
-    if result.daemon is None or result.daemon.node is not node:
-        phase = "Succeeded" if result.phase == "Running" else result.phase
-        session.finish(node, phase, result.message)
+            session.publish("parameters", parameter["globalName"], result.parameters[parameter["name"]])
+    for artifact in template.get("outputs", {}).get("artifacts", []):
+        if "globalName" in artifact and artifact["name"] in result.artifacts:
+            session.publish("artifacts", artifact["globalName"], result.artifacts[artifact["name"]])
 
 
-def _inputs(session: Session, template: Mapping[str, Any], what: Call) -> tuple[dict[str, str], dict[str, Path | str]]:
-    declared = template.get("inputs", {})
-    parameters = {}
-    for parameter in declared.get("parameters", []):
-        name = parameter["name"]
-        value = what.parameters.get(name, parameter.get("value", parameter.get("default")))
-        if value is None:
-            raise ExpressionError(f"inputs.parameters.{name} of template {template['name']} was not supplied")
-        parameters[name] = text(substitute(value, session.scope))
-        if parameter.get("enum") and parameters[name] not in map(str, parameter["enum"]):
-            raise ExpressionError(f"inputs.parameters.{name}: {parameters[name]!r} is not one of {parameter['enum']}")
-    artifacts: dict[str, Path | str] = {}
-    for artifact in declared.get("artifacts", []):
-        name = artifact["name"]
-        if name in what.artifacts:
-            artifacts[name] = what.artifacts[name]
-        elif "raw" in artifact:
-            artifacts[name] = str(artifact["raw"]["data"])
-        elif not artifact.get("optional"):
-            raise ExpressionError(f"inputs.artifacts.{name} of template {template['name']} was not supplied")
-    return parameters, artifacts
+class Graph:
+    """A DAG or steps template at work: what its tasks share."""
 
+    def __init__(
+        self,
+        session: Session,
+        template: Mapping[str, Any],
+        node: Node,
+        what: Call,
+        scope: Scope,
+        artifacts: Mapping[str, Path | str],
+    ) -> None:
+        self.session, self.template, self.node, self.what = session, template, node, what
+        self.prefix = "tasks" if "dag" in template else "steps"
+        self.scope = scope | {f"inputs.artifacts.{name}": place for name, place in artifacts.items()}
+        self.daemons: list[Server] = []
+        self.fail_fast = str(template.get("failFast", False)).lower() == "true"
+        self.broken = False
+        limit = template.get("parallelism")
+        self.gate: Any = threading.BoundedSemaphore(int(limit)) if limit else contextlib.nullcontext()
 
-def _leaf(
-    session: Session, template: Mapping[str, Any], node: Node, scope: Scope, artifacts: Mapping[str, Path | str]
-) -> Result:
-    filled = substitute(dict(template), scope | {"pod.name": node.id})
-    result = suspend(session, filled, node) if "suspend" in filled else run_pod(session, filled, node, artifacts)
-    if node.started == 0.0:
-        session.start(node)
-    return result
-
-
-# Retries ------------------------------------------------------------------------------------------------------------
-
-
-def _retried(
-    session: Session,
-    template: Mapping[str, Any],
-    node: Node,
-    what: Call,
-    scope: Scope,
-    artifacts: Mapping[str, Path | str],
-) -> Result:
-    strategy = substitute(dict(template["retryStrategy"]), scope)
-    single = {key: value for key, value in template.items() if key != "retryStrategy"}
-    session.start(node)
-    began = time.monotonic()
-    attempt = 0
-    while True:
-        pod = session.node(Call(what.template, f"{what.name}({attempt})", node.id, what.depth, {}, {}), "Pod")
-        pod.inputs = node.inputs
+    def run(self) -> Result:
+        """Run all tasks, then end the daemons among them."""
+        self.session.start(self.node)
         try:
-            result = _leaf(session, single, pod, scope | {"retries": str(attempt)}, artifacts)
-        except ExpressionError as error:
-            result = Result("Error", str(error))
-        _settle(session, {}, pod, result)
-        if not result.broken or session.stopping.is_set():
+            result, scope = self._dag() if self.prefix == "tasks" else self._steps()
+            if self.broken and self.fail_fast:
+                return Result("Failed", ENDED_EARLY)
+            if not result.broken:
+                result.parameters, result.artifacts = outputs(self.template.get("outputs", {}), scope)
             return result
-        pause = _pause(strategy, attempt)
-        if not _again(strategy, scope, result, pod, attempt, time.monotonic() - began + pause):
-            return result
-        node.message = f"attempt {attempt + 1}: {result.message}; again in {pause:g} s"
-        session.tell(node)
-        if session.stopping.wait(pause):
-            return result
-        attempt += 1
+        finally:
+            threads = [_thread(daemon.close) for daemon in self.daemons]
+            for thread in threads:
+                thread.join()
 
+    # DAG
 
-def _again(strategy: Mapping[str, Any], scope: Scope, result: Result, pod: Node, attempt: int, elapsed: float) -> bool:
-    limit = strategy.get("limit")
-    if limit is not None and attempt >= int(limit):
-        return False
-    longest = (strategy.get("backoff") or {}).get("maxDuration")
-    if longest is not None and elapsed > seconds(longest):
-        return False
-    expression = strategy.get("expression")
-    policy = strategy.get("retryPolicy") or ("Always" if expression else "OnFailure")
-    allowed = {"Always": ("Failed", "Error"), "OnFailure": ("Failed",), "OnError": ("Error",)}.get(policy, ())
-    if result.phase not in allowed:
-        return False
-    if not expression:
-        return True
-    last = {
-        "lastRetry.status": result.phase,
-        "lastRetry.exitCode": str(-1 if result.exit_code is None else result.exit_code),
-        "lastRetry.message": result.message,
-        "lastRetry.duration": str(max(0.0, time.time() - pod.started)),
-        "retries": str(attempt),
-    }
-    return expressions.truth(expression, scope | last)
+    def _dag(self) -> tuple[Result, Scope]:
+        tasks = {task["name"]: task for task in self.template["dag"]["tasks"]}
+        logic = {name: depends(task, tasks) for name, task in tasks.items()}
+        leaves = [name for name in tasks if not any(name in names for names, _ in logic.values())]
+        targets = (self.template["dag"].get("target") or "").split() or leaves
+        wanted = {name for target in targets for name in (target, *_ancestors(target, logic))}
+        results = self._run_dag({name: tasks[name] for name in tasks if name in wanted}, logic)
+        branches = [_branch(target, tasks, logic, results) for target in targets]
+        scope = self.scope | _merged(results_scope("tasks", name, result) for name, result in results.items())
+        broken = next((result.phase for result in branches if result.broken), None)
+        return Result(broken, _blame(results)) if broken else Result("Succeeded"), scope
 
-
-def _pause(strategy: Mapping[str, Any], attempt: int) -> float:
-    backoff = strategy.get("backoff") or {}
-    if not backoff.get("duration"):
-        return 0.0
-    pause = seconds(backoff["duration"]) * float(backoff.get("factor") or 1) ** attempt
-    return min(pause, seconds(backoff["cap"])) if backoff.get("cap") else pause
-
-
-# DAG and steps ------------------------------------------------------------------------------------------------------
-
-
-def _graph(
-    session: Session,
-    template: Mapping[str, Any],
-    node: Node,
-    what: Call,
-    scope: Scope,
-    artifacts: Mapping[str, Path | str],
-) -> Result:
-    session.start(node)
-    daemons: list[Daemon] = []
-    held: Scope = dict(scope) | {f"inputs.artifacts.{k}": v for k, v in artifacts.items()}
-    try:
-        run = _dag if "dag" in template else _steps
-        phase, message, inner = run(session, template, node, what, held, daemons)
-        if phase in ("Failed", "Error"):
-            return Result(phase, message)
-        parameters, found = _outputs(template, inner)
-        return Result("Succeeded", parameters=parameters, artifacts=found)
-    finally:
-        for daemon in daemons:
-            daemon.close()
-
-
-Ran = tuple[str, str, Scope]
-
-
-def _dag(
-    session: Session, template: Mapping[str, Any], node: Node, what: Call, scope: Scope, daemons: list[Daemon]
-) -> Ran:
-    tasks = {task["name"]: task for task in template["dag"]["tasks"]}
-    logic = {name: depends(task, tasks) for name, task in tasks.items()}
-    ancestors = {name: _ancestors(name, logic) for name in tasks}
-    fail_fast = str(template["dag"].get("failFast", True)).lower() != "false"
-    results: dict[str, Result] = {}
-    done = threading.Condition()
-    running: set[str] = set()
-    gate = _Gate(template.get("parallelism"))
-
-    def visible(name: str) -> Scope:
-        found = dict(scope)
-        for other in tasks if not name else ancestors[name]:
-            if other in results:
-                found |= _task_scope("tasks", other, results[other])
-        return found
-
-    def work(name: str) -> None:
-        with gate:
-            result = _task(session, tasks[name], node, what, visible(name), daemons)
-        with done:
-            results[name] = result
-            running.discard(name)
-            done.notify()
-
-    with done:
-        while len(results) < len(tasks):
-            broken = any(results[n].broken and not _forgiven(tasks[n], results[n]) for n in results)
-            for name in tasks:
-                names, condition = logic[name]
-                if name in results or name in running or any(other not in results for other in names):
-                    continue
-                halted = session.stopping.is_set() or (broken and fail_fast and not _handles_failure(condition))
-                if halted:
-                    results[name] = Result("Omitted", "not started: the run is ending")
-                elif condition and not expressions.truth(condition, _depend_scope(names, results)):
-                    results[name] = _skip(
-                        session, node, what, name, tasks[name], "Omitted", "depends condition not met"
-                    )
-                else:
-                    running.add(name)
-                    threading.Thread(target=work, args=(name,), daemon=True).start()
-            if len(results) < len(tasks) and running:
-                done.wait()
-    targets = (template["dag"].get("target") or "").split() or [
-        name for name in tasks if not any(name in logic[other][0] for other in tasks)
-    ]
-    phase = max((_branch(name, tasks, logic, results) for name in targets), key=WORST.index)
-    return phase, _first_message(results), visible("")
-
-
-def _steps(
-    session: Session, template: Mapping[str, Any], node: Node, what: Call, scope: Scope, daemons: list[Daemon]
-) -> Ran:
-    for group in template["steps"]:
+    def _run_dag(
+        self, tasks: Mapping[str, Mapping[str, Any]], logic: Mapping[str, tuple[list[str], str]]
+    ) -> dict[str, Result]:
+        """Start each task as soon as what it depends on has settled."""
         results: dict[str, Result] = {}
-        gate = _Gate(template.get("parallelism"))
+        started: set[str] = set()
+        changed = threading.Condition()
 
-        def work(
-            step: Mapping[str, Any], results: dict[str, Result] = results, gate: _Gate = gate, scope: Scope = scope
-        ) -> None:
-            with gate:
-                results[step["name"]] = _task(session, step, node, what, scope, daemons)
+        def work(name: str) -> None:
+            above = _ancestors(name, logic)
+            with changed:
+                scope = self.scope | _merged(results_scope("tasks", other, results[other]) for other in above)
+            result = self.task(tasks[name], Place(self.node.name, self.node.id), scope)
+            with changed:
+                results[name] = result
+                changed.notify()
 
-        threads = [threading.Thread(target=work, args=(step,), daemon=True) for step in group]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for step in group:
-            result = results[step["name"]]
-            scope = scope | _task_scope("steps", step["name"], result)
-            if result.broken and not _forgiven(step, result):
-                return result.phase, _first_message(results), scope
-        if session.stopping.is_set():
-            return "Failed", "stopped", scope
-    return "Succeeded", "", scope
+        with changed:
+            while len(results) < len(tasks):
+                ready = [n for n in tasks if n not in started and all(other in results for other in logic[n][0])]
+                started |= set(ready)
+                for name in ready:
+                    names, condition = logic[name]
+                    if condition and not expressions.truth(condition, _facts(names, results)):
+                        place = Place(self.node.name, self.node.id)
+                        results[name] = self.skip(tasks[name], name, place, "Omitted", UNMET)
+                    else:
+                        _thread(work, name)
+                if not ready:
+                    changed.wait()
+        return results
 
+    # Steps
 
-def _task(
-    session: Session,
-    task: Mapping[str, Any],
-    node: Node,
-    what: Call,
-    scope: Scope,
-    daemons: list[Daemon],
-) -> Result:
-    """One task or step: its items or itself, then its exit hook."""
-    try:
-        items = _items(task, scope)
-        if items is None:
-            result = _once(session, task, node, what, scope, task["name"], daemons)
-        else:
-            result = _each(session, task, node, what, scope, items, daemons)
-        hook = (task.get("hooks") or {}).get("exit") or ({"template": task["onExit"]} if task.get("onExit") else None)
-        if hook and result.phase not in ("Skipped", "Omitted"):
-            own = scope | _task_scope(
-                "tasks" if "dag" in session.templates[what.template] else "steps", task["name"], result
+    def _steps(self) -> tuple[Result, Scope]:
+        scope = self.scope
+        for index, steps in enumerate(self.template["steps"]):
+            group = self.session.node(
+                Call("", f"{self.what.name}[{index}]", self.node.id, self.what.depth), "StepGroup"
             )
-            run_hook(session, hook, f"{what.name}.{task['name']}.onExit", node.id, what.depth + 1, own)
+            self.session.start(group)
+            results: list[Result] = [Result("Omitted")] * len(steps)
+
+            place = Place(group.name, group.id)
+
+            def work(
+                at: int, results: list[Result] = results, steps: Any = steps, place: Place = place, scope: Scope = scope
+            ) -> None:
+                results[at] = self.task(steps[at], place, scope)
+
+            for thread in [_thread(work, at) for at in range(len(steps))]:
+                thread.join()
+            named = {step["name"]: result for step, result in zip(steps, results)}
+            broken = any(result.broken and not _forgiven(step, result) for step, result in zip(steps, results))
+            outcome = Result("Failed", _blame(named)) if broken or self.halted else Result("Succeeded")
+            self.session.settle(group, outcome)
+            if outcome.broken:
+                return outcome, scope
+            scope = scope | _merged(results_scope("steps", name, result) for name, result in named.items())
+        return Result("Succeeded"), scope
+
+    # One task or step
+
+    @property
+    def halted(self) -> bool:
+        """Nothing new may start."""
+        return self.session.stopping.is_set() or (self.fail_fast and self.broken)
+
+    def task(self, task: Mapping[str, Any], place: Place, scope: Scope) -> Result:
+        """A task or step: itself, or each of its items."""
+        try:
+            many = items(task, scope)
+            if many is None:
+                result = self.single(task, task["name"], place, scope)
+            else:
+                result = self.loop(task, many, place, scope)
+        except Exception as error:  # whatever is wrong with it, the graph goes on
+            told = str(error) if isinstance(error, ExpressionError) else f"{type(error).__name__}: {error}"
+            result = self.skip(task, task["name"], place, "Error", told)
+        if result.broken and not _forgiven(task, result):
+            self.broken = True
         return result
-    except ExpressionError as error:
-        return _skip(session, node, what, task["name"], task, "Error", str(error))
 
+    def loop(self, task: Mapping[str, Any], many: Sequence[Any], place: Place, scope: Scope) -> Result:
+        """All items of a task at a time, but for ``parallelism``."""
+        if not many:
+            return self.skip(task, task["name"], place, "Skipped", "Skipped, empty params")
+        whole: Node | None = None
+        inside = place
+        if self.prefix == "tasks":
+            whole = self.session.node(self._called(task, task["name"], place), "TaskGroup")
+            self.session.start(whole)
+            inside = Place(place.path, whole.id)
+        results: list[Result] = [Result("Omitted")] * len(many)
 
-def _once(
-    session: Session,
-    task: Mapping[str, Any],
-    node: Node,
-    what: Call,
-    scope: Scope,
-    display: str,
-    daemons: list[Daemon],
-) -> Result:
-    if "when" in task:
-        when = substitute(task["when"], scope)
-        if not expressions.condition(when):
-            return _skip(session, node, what, display, task, "Skipped", f"when {when!r} evaluated false")
-    name = session.template_name(task)
-    parameters, artifacts = _arguments(task.get("arguments") or {}, scope)
-    result = call(session, Call(name, f"{what.name}.{display}", node.id, what.depth + 1, parameters, artifacts))
-    if result.daemon is not None:
-        daemons.append(result.daemon)
-        result = Result("Running", parameters={**result.parameters, "ip": "127.0.0.1"})
-    return result
-
-
-def _each(
-    session: Session,
-    task: Mapping[str, Any],
-    node: Node,
-    what: Call,
-    scope: Scope,
-    items: list[Any],
-    daemons: list[Daemon],
-) -> Result:
-    group = session.node(
-        Call(str(task.get("template")), f"{what.name}.{task['name']}", node.id, what.depth, {}, {}), "TaskGroup"
-    )
-    session.start(group)
-    results: list[Result | None] = [None] * len(items)
-    fail_fast = threading.Event()
-    gate = _Gate(session.templates[what.template].get("parallelism"))
-
-    def work(index: int, item: Any) -> None:
-        with gate:
-            if fail_fast.is_set():
-                results[index] = Result("Omitted", "an earlier item failed")
-                return
+        def work(index: int, item: Any) -> None:
             own = scope | {"item": text(item)}
             if isinstance(item, dict):
                 own |= {f"item.{key}": text(value) for key, value in item.items()}
-            display = f"{task['name']}({index}:{_label(item)})"
-            results[index] = _once(session, task, group, what, own, display, daemons)
-            if results[index].broken and not _forgiven(task, results[index]):  # type: ignore[union-attr,arg-type]
-                fail_fast.set()
+            results[index] = self.single(task, f"{task['name']}({index}:{label(item)})", inside, own)
 
-    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in enumerate(items)]
-    for thread in threads:
-        thread.start()
-        if gate.one_at_a_time:
-            thread.join()  # ascending order
-    for thread in threads:
-        thread.join()
-    finished = [result for result in results if result is not None]
-    phase = max(
-        (r.phase if r.phase != "Running" else "Succeeded" for r in finished), key=WORST.index, default="Skipped"
-    )
-    phase = "Succeeded" if phase in ("Skipped", "Omitted") and any(r.phase == "Succeeded" for r in finished) else phase
-    names = {name for result in finished for name in result.parameters}
-    gathered = {n: json.dumps([r.parameters[n] for r in finished if n in r.parameters]) for n in sorted(names)}
-    result = Result(phase, next((r.message for r in finished if r.broken), ""), parameters=gathered)
-    session.finish(group, phase, result.message)
-    return result
+        for thread in [_thread(work, index, item) for index, item in enumerate(many)]:
+            thread.join()
+        result = _gathered(results)
+        if whole:
+            self.session.settle(whole, Result(result.phase, result.message))
+        return result
+
+    def single(self, task: Mapping[str, Any], display: str, place: Place, scope: Scope) -> Result:
+        """A task or step without items, or one item of it: its condition, its template, its hooks."""
+        try:
+            when = substitute(task.get("when", ""), scope)
+            if not expressions.condition(when):
+                return self.skip(task, display, place, "Skipped", f"when '{when}' evaluated false")
+            parameters, artifacts = arguments(task.get("arguments") or {}, scope)
+        except ExpressionError as error:
+            return self.skip(task, display, place, "Error", str(error))
+        with self.gate:
+            if self.halted:
+                return Result("Omitted", "not started: the run is ending")
+            own = {f"{self.prefix}.name": display}
+            called = self._called(task, display, place)
+            hooks = Hooks(self, task, called.name, scope)
+            hooks.at(Result("Running"))
+            result = call(self.session, replace(called, parameters=parameters, artifacts=artifacts, own=own))
+            if result.daemon:
+                self.daemons.append(result.daemon)
+            hooks.at(result)
+            hooks.exit(result)
+        return result
+
+    def skip(self, task: Mapping[str, Any], display: str, place: Place, phase: str, message: str) -> Result:
+        """The node of a task that does not run."""
+        node = self.session.node(self._called(task, display, place), "Skipped")
+        result = Result(phase, message)
+        self.session.settle(node, result)
+        return result
+
+    def _called(self, task: Mapping[str, Any], display: str, place: Place) -> Call:
+        used = used_template(task)
+        return Call(used, f"{place.path}.{display}", place.parent, self.what.depth + 1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the graph a task's node goes: the path before its name, and the id of the node it belongs to."""
+
+    path: str
+    parent: str
+
+
+class Hooks:
+    """The hooks of one task: ``exit`` once it has completed, others when their expression holds."""
+
+    def __init__(self, graph: Graph, task: Mapping[str, Any], name: str, scope: Scope) -> None:
+        self.graph, self.task, self.name, self.scope = graph, task, name, scope
+        self.waiting = {k: v for k, v in (task.get("hooks") or {}).items() if k != "exit"}
+
+    def at(self, result: Result) -> None:
+        """Run those hooks whose expression holds now; each runs at most once."""
+        for event, hook in list(self.waiting.items()):
+            if run_hook(self.graph.session, hook, f"{self.name}.hooks.{event}", *self._place(result)):
+                del self.waiting[event]
+
+    def exit(self, result: Result) -> None:
+        """Run the exit handler; its own end does not change the task's."""
+        hook = (self.task.get("hooks") or {}).get("exit") or exit_hook(self.task.get("onExit"))
+        if hook and result.phase in ("Succeeded", "Failed", "Error"):
+            run_hook(self.graph.session, hook, f"{self.name}.onExit", *self._place(result))
+
+    def _place(self, result: Result) -> tuple[str, int, Scope]:
+        scope = self.scope | results_scope(self.graph.prefix, self.task["name"], result)
+        return self.graph.node.id, self.graph.what.depth + 1, scope
+
+
+def exit_hook(template: str | None) -> Mapping[str, Any] | None:
+    """``onExit: template`` as a hook."""
+    return {"template": template} if template else None
 
 
 def run_hook(
     session: Session, hook: Mapping[str, Any], name: str, parent: str, depth: int, scope: Scope
 ) -> Result | None:
-    """Run an exit hook if its expression holds."""
-    if hook.get("expression") and not expressions.truth(hook["expression"], scope):
+    """Run a hook if its expression holds; what it runs becomes a node ``<name>.onExit`` or ``<name>.hooks.<event>``."""
+    if session.stopping.is_set():
         return None
-    parameters, artifacts = _arguments(hook.get("arguments") or {}, scope)
-    return call(session, Call(hook["template"], name, parent, depth, parameters, artifacts))
+    try:
+        if hook.get("expression") and not expressions.truth(hook["expression"], session.globals() | scope):
+            return None
+        parameters, artifacts = arguments(hook.get("arguments") or {}, session.globals() | scope)
+    except ExpressionError as error:
+        node = session.node(Call(hook["template"], name, parent, depth), "Skipped")
+        result = Result("Error", str(error))
+        session.settle(node, result)
+        return result
+    result = call(session, Call(hook["template"], name, parent, depth, parameters, artifacts))
+    if result.daemon:
+        result.daemon.close()
+    return result
 
 
-def _items(task: Mapping[str, Any], scope: Scope) -> list[Any] | None:
-    if task.get("withItems") is not None:
-        return [substitute(item, scope) for item in task["withItems"]]
-    if task.get("withParam"):
-        value = substitute(task["withParam"], scope)
-        try:
-            items = json.loads(value)
-        except json.JSONDecodeError:
-            raise ExpressionError(f"withParam of {task['name']} is not a JSON list: {value[:80]!r}") from None
-        if not isinstance(items, list):
-            raise ExpressionError(f"withParam of {task['name']} is not a JSON list: {value[:80]!r}")
-        return items
-    if task.get("withSequence"):
-        given = {key: substitute(str(value), scope) for key, value in task["withSequence"].items()}
-        start = int(given.get("start", 0))
-        last = start + int(given["count"]) - 1 if "count" in given else int(given["end"])
-        if "count" in given and int(given["count"]) == 0:
-            return []
-        step = 1 if last >= start else -1
-        form = given.get("format", "%d")
-        return [form % number for number in range(start, last + step, step)]
-    return None
+def _gathered(results: Sequence[Result]) -> Result:
+    """What a loop comes to: failed if an item failed; the outputs of those that succeeded, in order, as JSON lists."""
+    phase = next((result.phase for result in reversed(results) if result.broken), "Succeeded")
+    good = [result for result in results if result.phase == "Succeeded"]
+    sets = [{k: v for k, v in r.parameters.items() if k != "result"} for r in good]
+    names = sorted({name for values in sets for name in values})
+    parameters = {name: _json_list([values[name] for values in sets if name in values]) for name in names}
+    parameters["result"] = expressions.text(
+        [_decoded(r.parameters["result"]) for r in good if "result" in r.parameters]
+    )
+    everything = expressions.text([values for values in sets if values])
+    message = next((result.message for result in results if result.broken), "")
+    return Result(phase, message, parameters, everything=everything, phases=tuple(r.phase for r in results))
 
 
-def _label(item: Any) -> str:
-    return ",".join(f"{k}:{text(v)}" for k, v in item.items()) if isinstance(item, dict) else text(item)
+def _json_list(values: Sequence[str]) -> str:
+    """Lists and maps stay what they are if all are; else every value is text."""
+    decoded = [_decoded(value) for value in values]
+    return text(decoded if all(isinstance(value, list | dict) for value in decoded) else list(values))
 
 
-def _arguments(arguments: Mapping[str, Any], scope: Scope) -> tuple[dict[str, str], dict[str, Path | str]]:
-    parameters = {}
-    for parameter in arguments.get("parameters", []):
-        source = parameter.get("valueFrom") or {}
-        if "expression" in source:
-            parameters[parameter["name"]] = text(expressions.evaluate(source["expression"], scope))
-        elif parameter.get("value") is not None:
-            parameters[parameter["name"]] = text(substitute(parameter["value"], scope))
-    artifacts: dict[str, Path | str] = {}
-    for artifact in arguments.get("artifacts", []):
-        found = _artifact(artifact, scope)
-        if found is not None:
-            artifacts[artifact["name"]] = found
-        elif not artifact.get("optional"):
-            raise ExpressionError(f"artifact {artifact['name']} has no source here")
-    return parameters, artifacts
+def _decoded(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
 
 
-def _artifact(artifact: Mapping[str, Any], scope: Scope) -> Path | str | None:
-    if "raw" in artifact:
-        return text(substitute(artifact["raw"]["data"], scope))
-    if "fromExpression" in artifact:
-        found = expressions.evaluate(artifact["fromExpression"], scope)
-    else:
-        tag = str(artifact.get("from", "")).strip().removeprefix("{{").removesuffix("}}").strip()
-        found = scope.get(tag)
-    if found is None:
-        return None
-    path = Path(found)
-    return path / artifact["subPath"] if artifact.get("subPath") else path
+def _merged(scopes: Iterator[Scope]) -> Scope:
+    whole: Scope = {}
+    for scope in scopes:
+        whole |= scope
+    return whole
 
 
-def _outputs(template: Mapping[str, Any], scope: Scope) -> tuple[dict[str, str], dict[str, Path | str]]:
-    declared = template.get("outputs", {})
-    parameters = {}
-    for parameter in declared.get("parameters", []):
-        source = parameter.get("valueFrom") or {}
-        try:
-            if "expression" in source:
-                parameters[parameter["name"]] = text(expressions.evaluate(source["expression"], scope))
-            else:
-                parameters[parameter["name"]] = text(substitute(source.get("parameter", parameter.get("value")), scope))
-        except ExpressionError:
-            if "default" not in source:
-                raise
-            parameters[parameter["name"]] = text(source["default"])
-    found = {a["name"]: _artifact(a, scope) for a in declared.get("artifacts", [])}
-    for artifact in declared.get("artifacts", []):
-        if found[artifact["name"]] is None and not artifact.get("optional"):
-            raise ExpressionError(f"output artifact {artifact['name']} has no source")
-    return parameters, {name: place for name, place in found.items() if place is not None}
-
-
-def _task_scope(prefix: str, name: str, result: Result) -> Scope:
-    at = f"{prefix}.{name}"
-    scope: Scope = {f"{at}.status": "Daemoned" if result.phase == "Running" else result.phase}
-    if result.exit_code is not None:
-        scope[f"{at}.exitCode"] = str(result.exit_code)
-    for key, value in result.parameters.items():
-        place = {"result": f"{at}.outputs.result", "ip": f"{at}.ip"}.get(key, f"{at}.outputs.parameters.{key}")
-        scope[place] = value
-    return scope | {f"{at}.outputs.artifacts.{k}": str(v) for k, v in result.artifacts.items()}
-
-
-def _depend_scope(names: list[str], results: Mapping[str, Result]) -> Scope:
+def _facts(names: Sequence[str], results: Mapping[str, Result]) -> Scope:
+    """What a ``depends`` may ask of the tasks `names`."""
     scope: Scope = {}
     for name in names:
-        phase = {"Running": "Daemoned", "Error": "Errored"}.get(results[name].phase, results[name].phase)
-        flags = dict.fromkeys(("Succeeded", "Failed", "Errored", "Skipped", "Omitted", "Daemoned"), False)
-        flags[phase] = True
-        flags["AnySucceeded"], flags["AllFailed"] = phase == "Succeeded", phase == "Failed"
+        result = results[name]
+        flags = {flag: result.phase == flag for flag in ("Succeeded", "Failed", "Skipped", "Omitted")}
+        flags |= {"Errored": result.phase == "Error", "Daemoned": result.daemon is not None}
+        flags |= {"AnySucceeded": "Succeeded" in result.phases}
+        flags |= {"AllFailed": bool(result.phases) and set(result.phases) == {"Failed"}}
         scope |= {f"{name.replace('-', '_')}.{flag}": value for flag, value in flags.items()}
     return scope
 
@@ -535,15 +427,13 @@ def _branch(
     tasks: Mapping[str, Mapping[str, Any]],
     logic: Mapping[str, tuple[list[str], str]],
     results: Mapping[str, Result],
-) -> str:
-    """A task's phase; one that did not run takes over what it was waiting for."""
-    phase = results[name].phase
-    if phase in ("Omitted", "Skipped"):
-        above = (_branch(other, tasks, logic, results) for other in logic[name][0])
-        return max((p for p in above if p in ("Failed", "Error")), key=WORST.index, default="Succeeded")
-    if results[name].broken and _forgiven(tasks[name], results[name]):
-        return "Succeeded"
-    return "Succeeded" if phase == "Running" else phase
+) -> Result:
+    """What a target's branch comes to: a task that did not complete takes over from those above it."""
+    result = results[name]
+    if result.phase in ("Succeeded", "Failed", "Error"):
+        return Result("Succeeded") if result.broken and _forgiven(tasks[name], result) else result
+    above = [_branch(other, tasks, logic, results) for other in logic[name][0]]
+    return next((each for each in above if each.broken), Result("Succeeded"))
 
 
 def _forgiven(task: Mapping[str, Any], result: Result) -> bool:
@@ -551,38 +441,14 @@ def _forgiven(task: Mapping[str, Any], result: Result) -> bool:
     return bool(allowed.get("failed") if result.phase == "Failed" else allowed.get("error"))
 
 
-def _handles_failure(condition: str) -> bool:
-    return ".Failed" in condition or ".Errored" in condition
+def _blame(results: Mapping[str, Result]) -> str:
+    return next((f"{name}: {r.message}" for name, r in results.items() if r.broken), "stopped")
 
 
-def _first_message(results: Mapping[str, Result]) -> str:
-    return next((f"{name}: {r.message}" for name, r in results.items() if r.broken), "")
+def _thread(work: Any, *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=work, args=args, daemon=True)
+    thread.start()
+    return thread
 
 
-def _skip(
-    session: Session, node: Node, what: Call, display: str, task: Mapping[str, Any], phase: str, message: str
-) -> Result:
-    skipped = session.node(
-        Call(session.template_name(task), f"{what.name}.{display}", node.id, what.depth, {}, {}), "Skipped"
-    )
-    session.finish(skipped, phase, message)
-    return Result(phase, message)
-
-
-class _Gate:
-    """At most so many at a time; None: any number."""
-
-    def __init__(self, limit: Any) -> None:
-        self._slots = threading.BoundedSemaphore(int(limit)) if limit else None
-        self.one_at_a_time = bool(limit) and int(limit) == 1
-
-    def __enter__(self) -> None:
-        if self._slots:
-            self._slots.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        if self._slots:
-            self._slots.release()
-
-
-__all__ = ["Call", "call", "run_hook"]
+__all__ = ["Call", "Result", "call", "exit_hook", "run_hook"]

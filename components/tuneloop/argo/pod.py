@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import socket
+import subprocess
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tuneloop.argo.box import Box
 from tuneloop.argo.expressions import text
 from tuneloop.argo.processes import Process
 from tuneloop.argo.spec import seconds
-from tuneloop.argo.state import Node
+from tuneloop.argo.state import BROKEN, Node
 
 if TYPE_CHECKING:
     from tuneloop.argo.executor import Session
 
 LIGHT = ("tuneloop.data_prep", "tuneloop.reward", "tuneloop.export")
 """Stages that import no torch: they do not wait for the warm process."""
-POLL = 0.02
+
+
+class Server(Protocol):
+    """What runs on behind a node that is ready."""
+
+    def close(self) -> None:
+        """End it, and wait for its end."""
 
 
 @dataclass
@@ -33,8 +41,10 @@ class Result:
 
     Attributes:
         phase: one of `tuneloop.argo.state.DONE`, or ``Running`` for a daemon that is ready.
-        parameters: output parameters; ``result`` is a script's standard output.
-        artifacts: output artifacts, where they lie.
+        parameters: output parameters; ``result`` is standard output, where a tag asks for it.
+        artifacts: output artifacts: where they lie, or their text.
+        everything: of a loop: all items' parameters, as a JSON list of maps.
+        phases: of a loop: its items'.
     """
 
     phase: str
@@ -42,39 +52,48 @@ class Result:
     parameters: dict[str, str] = field(default_factory=dict)
     artifacts: dict[str, Path | str] = field(default_factory=dict)
     exit_code: int | None = None
-    daemon: Daemon | None = None
+    daemon: Server | None = None
+    everything: str | None = None
+    phases: tuple[str, ...] = ()
 
     @property
     def broken(self) -> bool:
-        return self.phase in ("Failed", "Error")
+        return self.phase in BROKEN
 
 
-@dataclass
 class Daemon:
-    """A pod that outlives its node; it ends with the template that started it."""
+    """A pod that outlives its node's start; it ends with the graph that started it.
 
-    node: Node
-    process: Process
-    session: Session
-    grace: float
-    closing: bool = False
+    Attributes:
+        over: set when it has ended, whoever ended it; `result` says how.
+    """
 
-    def watch(self) -> None:
-        """Record the end of the process, whoever ends it."""
-        self.process.ended.wait()
-        self.node.exit_code = self.process.code
-        phase = "Succeeded" if self.closing or self.process.code == 0 else "Failed"
-        message = "" if self.closing else f"the daemon ended by itself (exit code {self.process.code})"
-        self.session.finish(self.node, phase, message)
+    def __init__(self, session: Session, node: Node, process: Process, grace: float) -> None:
+        self.over = threading.Event()
+        self.result = Result("Succeeded")
+        self._session, self._node, self._process, self._grace = session, node, process, grace
+        self._closing = False
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def close(self) -> None:
         """SIGTERM, then SIGKILL after the grace period."""
-        self.closing = True
-        end(self.process, self.grace)
+        self._closing = True
+        end(self._process, self._grace)
+        self.over.wait()
+
+    def _watch(self) -> None:
+        self._process.ended.wait()
+        self.result.exit_code = code = self._process.code
+        if not self._closing:
+            stopped = self._session.stopping.is_set()
+            message = "stopped" if stopped else f"the daemon ended by itself (exit code {code})"
+            self.result.phase, self.result.message = "Failed", message
+        self._session.settle(self._node, self.result)
+        self.over.set()
 
 
 def end(process: Process, grace: float) -> None:
-    """End a process group."""
+    """End a process group: SIGTERM, and SIGKILL after `grace` seconds."""
     process.signal(signal.SIGTERM)
     if not process.ended.wait(grace):
         process.signal(signal.SIGKILL)
@@ -90,45 +109,66 @@ def run_pod(session: Session, template: Mapping[str, Any], node: Node, artifacts
     node.log = f"logs/{node.id}.log"
     log = session.workdir / node.log
     log.parent.mkdir(exist_ok=True)
-    log.write_bytes(b"")
-    stdout = home / "stdout" if "script" in template else log
-    command = [box.translate(word) for word in [*container.get("command", []), *container.get("args", [])]]
+    log.touch()
+    env = session.environment(container, node, box)
+    command = [
+        _expand(box.translate(word), env) for word in (*container.get("command", []), *container.get("args", []))
+    ]
     if "script" in template:
         source = home / "source"
         source.write_text(box.translate(container["source"]))
         command.append(str(source))
-    env = session.environment(container, node, box)
-    with session.slot(template.get("daemon", False)):
+    captured = home / "stdout" if session.captures(node) else None
+    grace = _grace(template, session.grace)
+    with session.slot(bool(template.get("daemon"))):
         if session.stopping.is_set():
             return Result("Failed", "stopped before it started")
         session.start(node)
         patient = not set(command[:3]) & set(LIGHT)
-        process = session.launcher.start(command, env, session.cwd, stdout, log, patient)
-        grace = float(template.get("terminationGracePeriodSeconds") or session.grace)
+        process = session.launcher.start(command, env, session.cwd, captured or log, log, patient)
         with session.watched(node, process, grace):
             if template.get("daemon"):
-                return _become_daemon(session, container, node, process, grace)
+                return _become_daemon(session, container, node, process, grace, env)
             deadline = _deadline(template)
-            if not process.ended.wait(deadline):
+            late = not process.ended.wait(deadline)
+            if late:
                 end(process, grace)
-                return Result("Failed", f"exceeded its deadline of {deadline:g} s", exit_code=process.code)
-    if stdout != log and stdout.exists():
+    if captured and captured.exists():
         with log.open("ab") as file:
-            file.write(stdout.read_bytes())
-    return _collect(template, box, process.code, stdout if "script" in template else None)
+            file.write(captured.read_bytes())
+    result = _collect(box, process.code, captured)
+    if session.stopping.is_set() and result.broken:
+        result.message = "stopped"
+    elif late:
+        result.phase, result.message = "Failed", f"Pod was active on the node longer than {deadline:g} s"
+    elif result.phase == "Failed":
+        result.message = f"exit code {process.code}{_last_words(log)}"
+    return result
 
 
-def _collect(template: Mapping[str, Any], box: Box, code: int, stdout: Path | None) -> Result:
+def _collect(box: Box, code: int, captured: Path | None) -> Result:
     parameters, no_parameter = box.parameters()
     found, no_artifact = box.artifacts()
-    if stdout is not None and stdout.exists():
-        parameters["result"] = stdout.read_text(errors="replace").strip()
-    everything = Result("Succeeded", parameters=parameters, artifacts=dict(found), exit_code=code)
-    if code != 0:
-        everything.phase, everything.message = "Failed", f"exit code {code}"
-    elif no_parameter or no_artifact:
-        everything.phase, everything.message = "Error", f"did not write {', '.join(no_parameter + no_artifact)}"
-    return everything
+    if captured and captured.exists():
+        parameters["result"] = captured.read_text(errors="replace").removesuffix("\n")
+    result = Result("Succeeded" if code == 0 else "Failed", "", parameters, dict(found), code)
+    if code == 0 and (no_parameter or no_artifact):
+        result.phase, result.message = "Error", f"did not write its output {', '.join(no_parameter + no_artifact)}"
+    return result
+
+
+def _last_words(log: Path) -> str:
+    """The end of a log as the reason of a failure."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 2000))
+        lines = file.read().decode(errors="replace").split("\n")
+    words = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f": {words[-300:]}" if words else ""
+
+
+def _expand(word: str, env: Mapping[str, str]) -> str:
+    """Kubernetes' ``$(NAME)`` in commands and arguments; ``$$`` is a dollar; an unknown name stays."""
+    return re.sub(r"\$\$|\$\((\w+)\)", lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0]), word)
 
 
 def _deadline(template: Mapping[str, Any]) -> float | None:
@@ -136,55 +176,70 @@ def _deadline(template: Mapping[str, Any]) -> float | None:
     return min(map(seconds, given)) if given else None
 
 
+def _grace(template: Mapping[str, Any], default: float) -> float:
+    """terminationGracePeriodSeconds, which Argo has only in ``podSpecPatch``."""
+    try:
+        patch = json.loads(template.get("podSpecPatch") or "{}")
+    except json.JSONDecodeError:  # it may be YAML; a cluster's reader takes care of it
+        return default
+    return float(patch.get("terminationGracePeriodSeconds", default))
+
+
 def _become_daemon(
-    session: Session, container: Mapping[str, Any], node: Node, process: Process, grace: float
+    session: Session, container: Mapping[str, Any], node: Node, process: Process, grace: float, env: Mapping[str, str]
 ) -> Result:
-    probe = container.get("readinessProbe")
-    time.sleep(float((probe or {}).get("initialDelaySeconds", 0)))
-    while probe is not None and not _ready(probe):
-        if process.ended.wait(min(float(probe.get("periodSeconds", 1)), 0.2)):
-            return Result("Failed", f"ended before it was ready (exit code {process.code})", exit_code=process.code)
+    probe = container.get("readinessProbe") or {}
+    pause = min(float(probe.get("periodSeconds", 1)), 0.1)
+    over = process.ended.wait(float(probe.get("initialDelaySeconds", 0)))
+    while not over and not _ready(probe, container, session.cwd, env):
         if session.stopping.is_set():
             end(process, grace)
             return Result("Failed", "stopped", exit_code=process.code)
-    daemon = Daemon(node, process, session, grace)
-    node.daemoned = True
-    session.tell(node)
-    threading.Thread(target=daemon.watch, daemon=True).start()
-    return Result("Running", daemon=daemon)
+        over = process.ended.wait(pause)
+    if over:
+        words = _last_words(session.workdir / node.log)
+        message = f"ended before it was ready (exit code {process.code}{words})"
+        return Result("Failed", message, exit_code=process.code)
+    return Result("Running", daemon=Daemon(session, node, process, grace))
 
 
-def _ready(probe: Mapping[str, Any]) -> bool:
+def _ready(probe: Mapping[str, Any], container: Mapping[str, Any], cwd: Path, env: Mapping[str, str]) -> bool:
     patience = float(probe.get("timeoutSeconds", 1))
     try:
         if get := probe.get("httpGet"):
-            url = f"{str(get.get('scheme', 'http')).lower()}://127.0.0.1:{get['port']}{get.get('path', '/')}"
+            place = f"127.0.0.1:{_port(get['port'], container)}/{str(get.get('path', '')).removeprefix('/')}"
             headers = {h["name"]: h["value"] for h in get.get("httpHeaders", [])}
-            with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=patience) as answer:
-                return 200 <= answer.status < 400
+            request = urllib.request.Request(f"{str(get.get('scheme', 'http')).lower()}://{place}", headers=headers)
+            with urllib.request.urlopen(request, timeout=patience) as answer:
+                return bool(200 <= answer.status < 400)
         if tcp := probe.get("tcpSocket"):
-            socket.create_connection(("127.0.0.1", int(tcp["port"])), timeout=patience).close()
-            return True
-    except (OSError, urllib.error.URLError):
+            socket.create_connection(("127.0.0.1", _port(tcp["port"], container)), timeout=patience).close()
+        if command := probe.get("exec"):
+            subprocess.run(command["command"], check=True, capture_output=True, timeout=patience, cwd=cwd, env=env)
+    except (OSError, urllib.error.URLError, subprocess.SubprocessError):
         return False
-    import subprocess
+    return True
 
-    return subprocess.run(probe["exec"]["command"], capture_output=True).returncode == 0
+
+def _port(port: int | str, container: Mapping[str, Any]) -> int:
+    named = {p.get("name"): p["containerPort"] for p in container.get("ports", [])}
+    return int(named.get(port, port))
 
 
 def suspend(session: Session, template: Mapping[str, Any], node: Node) -> Result:
     """Wait for a duration, or for a person who supplies the template's ``valueFrom.supplied`` outputs."""
     session.start(node)
+    declared = {p["name"]: p for p in template.get("outputs", {}).get("parameters", [])}
+    supplied = [name for name, p in declared.items() if "supplied" in p.get("valueFrom", {})]
     duration = (template["suspend"] or {}).get("duration")
-    if duration is not None:
-        session.stopping.wait(seconds(duration))
-        return Result("Succeeded")
-    wanted = {
-        p["name"]: {key: p.get(key) for key in ("description", "enum", "default")}
-        for p in template.get("inputs", {}).get("parameters", [])
-    }
-    supplied = {
-        p["name"] for p in template.get("outputs", {}).get("parameters", []) if "supplied" in p.get("valueFrom", {})
-    }
-    answers = session.ask(node, {name: wanted.get(name, {}) for name in sorted(supplied)})
+    if duration:
+        if session.stopping.wait(seconds(duration)):
+            return Result("Failed", "stopped")
+        answers = {name: declared[name]["valueFrom"].get("default") for name in supplied}
+    else:
+        asked = {p["name"]: p for p in template.get("inputs", {}).get("parameters", [])}
+        facts = ("description", "enum", "default")
+        answers = dict(session.ask(node, {n: {f: asked.get(n, {}).get(f) for f in facts} for n in supplied}))
+    if missing := [name for name in supplied if answers.get(name) is None]:
+        return Result("Error", f"nobody supplied {', '.join(missing)}")
     return Result("Succeeded", parameters={name: text(value) for name, value in answers.items()})

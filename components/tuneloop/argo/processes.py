@@ -167,5 +167,9 @@ def base_environment(extra: Mapping[str, str]) -> dict[str, str]:
     spinning, because a server and a stage share the cores (SFT beside two busy processes was seen to gain tenfold).
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+    quiet = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OPENBLAS_NUM_THREADS": "1",
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    }
     return {**quiet, **os.environ, "PATH": path, **extra}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tuneloop.errors import UserError
@@ -118,31 +118,73 @@ _SPEC: Fields = {
 KINDS = ("container", "script", "dag", "steps", "suspend")
 
 
-def check(spec: Mapping[str, Any]) -> None:
-    """Refuse what has no meaning here.
+FIELD_PATHS = (
+    *("metadata.name", "metadata.namespace", "metadata.uid"),
+    *("spec.nodeName", "spec.serviceAccountName", "status.podIP", "status.hostIP"),
+)
+"""What ``env.valueFrom.fieldRef`` may name."""
+
+
+def check(spec: Mapping[str, Any], templates: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what has no meaning here, and graphs that can not run.
+
+    Args:
+        spec: of the workflow.
+        templates: all that it can name.
 
     Raises:
-        UserError: names the first field that the executor does not support.
+        UserError: names the first field that the executor does not support, or the first fault.
     """
     for path in _unknown(spec, _SPEC, "spec"):
         raise UserError(path, "…", "is not supported by the local executor; remove it, or submit to a cluster")
-    for template in spec.get("templates", []):
+    names = {template["name"] for template in templates}
+    for template in templates:
         kinds = [kind for kind in KINDS if kind in template]
         if len(kinds) != 1:
-            raise UserError(f"templates.{template.get('name')}", kinds, f"needs one of {', '.join(KINDS)}")
-        container = template.get("container") or template.get("script") or {}
-        for item in container.get("env", []):
-            _check_reference(template["name"], item)
-        for item in container.get("envFrom", []):
-            for reference in (item.get("secretRef"), item.get("configMapRef")):
-                if reference and not reference.get("optional"):
-                    field = f"templates.{template['name']}.envFrom"
-                    raise UserError(
-                        field, reference.get("name"), "secrets and config maps are a cluster's; make it optional"
-                    )
-        if "container" in template and not container.get("command"):
-            field = f"templates.{template['name']}.container.command"
-            raise UserError(field, None, "is needed: without the image, its entrypoint is not known")
+            raise UserError(f"templates.{template['name']}", kinds, f"needs one of {', '.join(KINDS)}")
+        _check_pod(template)
+        tasks = template.get("dag", {}).get("tasks") or [step for group in template.get("steps", []) for step in group]
+        for task in tasks:
+            used = used_template(task)
+            if used not in names:
+                raise UserError(f"templates.{template['name']}.{task['name']}.template", used, "no such template")
+        if "dag" in template:
+            _check_order(template)
+
+
+def used_template(task: Mapping[str, Any]) -> str:
+    """The template a task names: by itself, or as ``<WorkflowTemplate>/<template>`` by reference."""
+    reference = task.get("templateRef")
+    return f"{reference['name']}/{reference['template']}" if reference else str(task.get("template"))
+
+
+def _check_order(template: Mapping[str, Any]) -> None:
+    tasks = {task["name"]: task for task in template["dag"]["tasks"]}
+    waiting = {name: set(depends(task, tasks)[0]) for name, task in tasks.items()}
+    while waiting:
+        ready = {name for name, names in waiting.items() if not names & waiting.keys()}
+        if not ready:
+            raise UserError(f"templates.{template['name']}.dag", sorted(waiting), "these tasks wait for one another")
+        waiting = {name: names for name, names in waiting.items() if name not in ready}
+
+
+def _check_pod(template: Mapping[str, Any]) -> None:
+    container = template.get("container") or template.get("script")
+    if container is None:
+        return
+    at = f"templates.{template['name']}"
+    for item in container.get("env", []):
+        _check_reference(template["name"], item)
+        path = (item.get("valueFrom") or {}).get("fieldRef", {}).get("fieldPath")
+        if path and path not in FIELD_PATHS:
+            raise UserError(f"{at}.env.{item['name']}.fieldRef", path, f"known here: {', '.join(FIELD_PATHS)}")
+    for item in container.get("envFrom", []):
+        for reference in (item.get("secretRef"), item.get("configMapRef")):
+            if reference and not reference.get("optional"):
+                told = "secrets and config maps are a cluster's; make it optional"
+                raise UserError(f"{at}.envFrom", reference.get("name"), told)
+    if not container.get("command"):
+        raise UserError(f"{at}.command", None, "is needed: without the image, its entrypoint is not known")
 
 
 def _check_reference(template: str, item: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -165,13 +166,18 @@ def _held(workdir: Path) -> bool:
 
 
 def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) -> int:
-    """The exit code of a run: 0; 130 or 75 when a signal stopped it; 2 or 75 if that is how a pod failed; else 1."""
+    """The exit code of a run: 0; 130 or 75 when a signal stopped it; 2 or 75 if that is how a pod failed it; else 1."""
     if stopped_by is not None:
-        return 130 if stopped_by == 2 else 75
+        return 130 if stopped_by == signal.SIGINT else 75
     if phase == "Succeeded":
         return 0
-    codes = {node.exit_code for node in nodes.values() if node.phase in BROKEN}
+    codes = {node.exit_code for node in nodes.values() if node.type == "Pod" and _broke_the_run(node, nodes)}
     return next((code for code in (2, 75) if code in codes), 1)
+
+
+def _broke_the_run(node: Node, nodes: Mapping[str, Node]) -> bool:
+    """Whether all above a node are broken as well: neither another attempt nor ``continueOn`` made up for it."""
+    return node.phase in BROKEN and (node.parent not in nodes or _broke_the_run(nodes[node.parent], nodes))
 
 
 __all__ = ["BROKEN", "DONE", "Journal", "Node", "State", "Workflow", "hold", "outcome_code", "read"]

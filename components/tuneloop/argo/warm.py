@@ -137,7 +137,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> NoReturn:
 
 
 def _disown_exit_handlers() -> None:
-    """What the libraries registered cleans up after the warm process, slowly; a stage keeps what it registers itself."""
+    """What the libraries registered cleans up after the warm process, slowly; what a stage registers itself stays."""
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     atexit._clear()

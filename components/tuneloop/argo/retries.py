@@ -1,0 +1,162 @@
+"""Retries of a local run: policy, limit, backoff and expression, as the Argo controller reads them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tuneloop.argo import expressions
+from tuneloop.argo.expressions import ExpressionError
+from tuneloop.argo.pod import Daemon, Result, Server
+from tuneloop.argo.spec import seconds
+from tuneloop.argo.state import Node
+from tuneloop.argo.values import Scope
+
+if TYPE_CHECKING:
+    from tuneloop.argo.executor import Session
+    from tuneloop.argo.graph import Call
+
+FIRST: Scope = {
+    "lastRetry.exitCode": "0",
+    "lastRetry.status": "",
+    "lastRetry.duration": "0",
+    "lastRetry.message": "",
+}
+"""What a first attempt reads of the one before."""
+POLICIES = {
+    "Always": ("Failed", "Error"),
+    "OnFailure": ("Failed",),
+    "OnError": ("Error",),
+}
+
+
+def retried(
+    session: Session,
+    strategy: Mapping[str, Any],
+    node: Node,
+    what: Call,
+    attempt: Callable[[Node, Scope], Result],
+) -> Result:
+    """Attempts, each a node ``<name>(n)`` below `node`, until one does not fail or the strategy says so."""
+    session.start(node)
+    attempts = _Attempts(session, strategy, node, what, attempt)
+    result = attempts.run()
+    if result.daemon:
+        result.daemon = _Revived(attempts, result.daemon)
+    return result
+
+
+class _Attempts:
+    def __init__(
+        self,
+        session: Session,
+        strategy: Mapping[str, Any],
+        node: Node,
+        what: Call,
+        attempt: Callable[[Node, Scope], Result],
+    ) -> None:
+        self.session, self.node = session, node
+        self._strategy, self._what, self._attempt = strategy, what, attempt
+        self._began = time.monotonic()
+        self._number = 0
+        self._last = FIRST
+        self._child = node
+
+    def run(self) -> Result:
+        """Attempts until one succeeds, is ready (a daemon), or is the last."""
+        while True:
+            name = f"{self._what.name}({self._number})"
+            self._child = self.session.node(
+                replace(self._what, name=name, parent=self.node.id), self.session.kind(self._what.template)
+            )
+            self._child.inputs = self.node.inputs
+            try:
+                result = self._attempt(self._child, self._last | {"retries": str(self._number)})
+            except ExpressionError as error:
+                result = Result("Error", str(error))
+            self.session.settle(self._child, result)
+            if not result.broken or not self.another(result):
+                return result
+
+    def another(self, result: Result) -> bool:
+        """Whether there is to be another attempt after one that came to `result`; waits for its time."""
+        if self.session.stopping.is_set():
+            return False
+        self._last = _facts(result, self._child, self._number)
+        refusal, pause = _refusal(self._strategy, self._last, result, self._number, time.monotonic() - self._began)
+        if refusal is not None:
+            result.message = f"{refusal}: {result.message}" if refusal else result.message
+            return False
+        self._number += 1
+        self.session.say(self.node, f"attempt {self._number}: {result.message}; again in {pause:g} s")
+        return not self.session.stopping.wait(pause)
+
+
+class _Revived:
+    """A daemon under a retry strategy: when it ends by itself it is started again, at the same address."""
+
+    def __init__(self, attempts: _Attempts, daemon: Server) -> None:
+        self._attempts, self._daemon = attempts, daemon
+        self._closing = False
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing = True
+        self._daemon.close()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            assert isinstance(self._daemon, Daemon)
+            self._daemon.over.wait()
+            result = self._daemon.result
+            if self._closing or not self._attempts.another(result):
+                break
+            result = self._attempts.run()
+            if result.daemon is None:
+                break
+            self._daemon = result.daemon
+            if self._closing:  # it was asked to end while it started
+                self._daemon.close()
+        self._attempts.session.settle(self._attempts.node, result)
+
+
+def _facts(result: Result, child: Node, number: int) -> Scope:
+    return {
+        "lastRetry.status": result.phase,
+        "lastRetry.exitCode": str(-1 if result.exit_code is None else result.exit_code),
+        "lastRetry.message": result.message,
+        "lastRetry.duration": str(max(0.0, (child.finished or time.time()) - (child.started or time.time()))),
+        "retries": str(number),
+    }
+
+
+def _refusal(
+    strategy: Mapping[str, Any], last: Scope, result: Result, number: int, elapsed: float
+) -> tuple[str | None, float]:
+    """Why there is no further attempt (None: there is), and the pause before it."""
+    backoff = strategy.get("backoff") or {}
+    pause = _pause(backoff, number)
+    if backoff.get("maxDuration") and elapsed + pause > seconds(backoff["maxDuration"]):
+        return "Backoff would exceed max duration limit", pause
+    expression = strategy.get("expression")
+    policy = strategy.get("retryPolicy") or ("Always" if expression else "OnFailure")
+    if result.phase not in POLICIES.get(policy, ()):
+        return "", pause
+    if strategy.get("limit") is not None and number >= int(strategy["limit"]):
+        return "No more retries left", pause
+    if expression and not expressions.truth(expression, last):
+        return "", pause
+    return None, pause
+
+
+def _pause(backoff: Mapping[str, Any], number: int) -> float:
+    """Seconds before attempt `number` + 2: duration · factor^number, at most ``cap``."""
+    if not backoff.get("duration"):
+        return 0.0
+    pause = seconds(backoff["duration"]) * float(backoff.get("factor") or 1) ** number
+    return min(pause, seconds(backoff["cap"])) if backoff.get("cap") else pause
