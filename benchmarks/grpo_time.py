@@ -30,7 +30,7 @@ def main() -> None:
     if flags.trl_worker:
         return trl_worker(*flags.trl_worker)
     print(
-        f"{'seed':>4}  {'loop':<22} {'to 0.95: step':>14} {'seconds':>8} {'s/step':>7} {'last 10 mean':>13}   s incl. start-up"
+        f"{'seed':>4}  {'loop':<22} {'to 0.95: step':>14} {'seconds':>8} {'s/step':>7} {'last 10 mean':>13}   with start-up"
     )
     for seed in flags.seeds:
         with tempfile.TemporaryDirectory() as work:
