@@ -27,7 +27,7 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-ARGS = {"max_model_len": 256, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+ARGS = {"max_model_len": 256, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30, "dtype": "float32"}
 
 
 def main() -> None:
