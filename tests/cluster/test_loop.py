@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cluster
 SMALL = [
     *("engine.name=transformers", "engine.args={}", "loop.iterations=2", "evaluate.limit=16"),
     *("data.source_args={digits: 2}", "data.train=40", "data.eval=16", "data.sft=40"),
-    *("sft.max_steps=200", "sft.save_steps=20", "sft.per_device_train_batch_size=16"),
+    *("sft.max_steps=100", "sft.save_steps=20", "sft.per_device_train_batch_size=16"),
 ]
 
 
