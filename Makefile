@@ -7,6 +7,8 @@ INSTALLED := .venv/.installed
 RUN ?= demo
 SEED ?= 0
 export OMP_NUM_THREADS ?= 2
+# Threads that spin while they wait steal the cores of the process next door.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint test-unit test-local test-cluster test-notebooks bench golden requirements images clean
@@ -39,10 +41,10 @@ lint: $(INSTALLED) ## ruff, mypy, import rules, golden files of the requirements
 	$(BIN)/lint-imports
 
 test-unit: $(INSTALLED) ## the tests that take under two minutes
-	$(BIN)/pytest tests -m "not local and not cluster"
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -m "not local and not cluster" -n 2 --dist loadfile
 
 test-local: $(INSTALLED) ## whole loops, real vLLM, notebooks
-	$(BIN)/pytest tests -m local
+	$(BIN)/pytest tests -m local --durations=15
 
 test-cluster: $(INSTALLED) ## needs a cluster that KUBECONFIG names
 	$(BIN)/pytest tests -m cluster
