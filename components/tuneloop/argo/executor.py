@@ -154,7 +154,7 @@ class Session:
         self.stopping = threading.Event()
         self.nodes: dict[str, Node] = {}
         self.outputs: dict[str, str] = {}
-        self._published: dict[str, Any] = {}
+        self.published: dict[str, Any] = {}  # replaced, never changed: threads read it
         self._env, self._on_node, self._on_log = env, on_node, on_log
         self._slots = threading.BoundedSemaphore(parallelism)
         self._lock = threading.RLock()
@@ -250,7 +250,7 @@ class Session:
 
     def node(self, what: Call, kind: str) -> Node:
         """A new node; its id is the same in every execution of the same graph."""
-        display = what.name[what.name.rindex("[") if kind == "StepGroup" else _last_dot(what.name) + 1 :]
+        display = _display(what.name)
         slug = re.sub(r"[^a-z0-9]+", "-", display.lower()).strip("-")[:40]
         identity = f"{slug}-{hashlib.sha256(what.name.encode()).hexdigest()[:10]}"
         node = Node(identity, what.name, display, what.template, kind, parent=what.parent)
@@ -294,7 +294,7 @@ class Session:
 
     def globals(self) -> dict[str, Any]:
         """The tags that every template may use."""
-        scope = self._fixed | self._published | {"workflow.duration": f"{time.time() - self.begun:f}"}
+        scope = self._fixed | self.published | {"workflow.duration": f"{time.time() - self.begun:f}"}
         if self.status != "Running":
             failures = [_failure(node) for node in self.nodes.values() if node.phase in BROKEN]
             scope["workflow.failures"] = json.dumps(text(failures))  # text within text, as Argo has it
@@ -303,7 +303,7 @@ class Session:
     def publish(self, kind: str, name: str, value: Any) -> None:
         """Set a global output."""
         with self._lock:
-            self._published = {**self._published, f"workflow.outputs.{kind}.{name}": value}
+            self.published = {**self.published, f"workflow.outputs.{kind}.{name}": value}
             if kind == "parameters":
                 self.outputs[name] = value
 
@@ -499,6 +499,14 @@ def _prompt(node: Node, wanted: Mapping[str, Mapping[str, Any]]) -> Mapping[str,
         answer = input(f"{node.display_name}: {about.get('description') or name}{choices}: ")
         answers[name] = answer or str(about.get("default") or "")
     return answers
+
+
+def _display(path: str) -> str:
+    """A node's own part of its path; a hook has that of whose it is before it."""
+    hook = re.search(r"\.onExit$|\.hooks\.[\w-]+$", path)
+    base = path[: hook.start()] if hook else path
+    own = re.search(r"\[\d+\]$", base)  # a group of steps
+    return (own[0] if own else base[_last_dot(base) + 1 :]) + (hook[0] if hook else "")
 
 
 def _last_dot(name: str) -> int:

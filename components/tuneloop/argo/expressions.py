@@ -402,8 +402,9 @@ def _operate(op: str, left: Any, right: Any) -> Any:
             return left + right if op == "+" else _ORDER[op](left, right)
         if op != "+" and not (_is_number(left) and _is_number(right)):
             raise ExpressionError(f"cannot compare {_json(left)} {op} {_json(right)}")
+    a, b = _number(left, op), _number(right, op)
     try:
-        return {**_ORDER, **_ARITHMETIC}[op](_number(left, op), _number(right, op))
+        return {**_ORDER, **_ARITHMETIC}[op](a, b)
     except (ZeroDivisionError, ValueError):  # math.fmod raises the latter
         raise ExpressionError(f"{left} {op} {right}: division by zero") from None
 

@@ -6,7 +6,6 @@ runs on a thread of its own; what bounds the work is how many pods may run at a 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,8 +127,7 @@ class Graph:
         self.daemons: list[Server] = []
         self.fail_fast = str(template.get("failFast", False)).lower() == "true"
         self.broken = False
-        limit = template.get("parallelism")
-        self.gate: Any = threading.BoundedSemaphore(int(limit)) if limit else contextlib.nullcontext()
+        self.gate = threading.Semaphore(int(template.get("parallelism") or 1 << 30))
 
     def run(self) -> Result:
         """Run all tasks, then end the daemons among them."""
@@ -231,20 +229,20 @@ class Graph:
     def task(self, task: Mapping[str, Any], place: Place, scope: Scope) -> Result:
         """A task or step: itself, or each of its items."""
         try:
+            scope = scope | self.session.published
             many = items(task, scope)
             if many is None:
-                result = self.single(task, task["name"], place, scope)
+                with self.gate:
+                    result = self.single(task, task["name"], place, scope)
             else:
                 result = self.loop(task, many, place, scope)
         except Exception as error:  # whatever is wrong with it, the graph goes on
             told = str(error) if isinstance(error, ExpressionError) else f"{type(error).__name__}: {error}"
             result = self.skip(task, task["name"], place, "Error", told)
-        if result.broken and not _forgiven(task, result):
-            self.broken = True
         return result
 
     def loop(self, task: Mapping[str, Any], many: Sequence[Any], place: Place, scope: Scope) -> Result:
-        """All items of a task at a time, but for ``parallelism``."""
+        """All items of a task at a time, but for ``parallelism``, which takes them in order."""
         if not many:
             return self.skip(task, task["name"], place, "Skipped", "Skipped, empty params")
         whole: Node | None = None
@@ -259,9 +257,16 @@ class Graph:
             own = scope | {"item": text(item)}
             if isinstance(item, dict):
                 own |= {f"item.{key}": text(value) for key, value in item.items()}
-            results[index] = self.single(task, f"{task['name']}({index}:{label(item)})", inside, own)
+            try:
+                results[index] = self.single(task, f"{task['name']}({index}:{label(item)})", inside, own)
+            finally:
+                self.gate.release()
 
-        for thread in [_thread(work, index, item) for index, item in enumerate(many)]:
+        threads = []
+        for index, item in enumerate(many):
+            self.gate.acquire()
+            threads.append(_thread(work, index, item))
+        for thread in threads:
             thread.join()
         result = _gathered(results)
         if whole:
@@ -277,18 +282,19 @@ class Graph:
             parameters, artifacts = arguments(task.get("arguments") or {}, scope)
         except ExpressionError as error:
             return self.skip(task, display, place, "Error", str(error))
-        with self.gate:
-            if self.halted:
-                return Result("Omitted", "not started: the run is ending")
-            own = {f"{self.prefix}.name": display}
-            called = self._called(task, display, place)
-            hooks = Hooks(self, task, called.name, scope)
-            hooks.at(Result("Running"))
-            result = call(self.session, replace(called, parameters=parameters, artifacts=artifacts, own=own))
-            if result.daemon:
-                self.daemons.append(result.daemon)
-            hooks.at(result)
-            hooks.exit(result)
+        if self.halted:
+            return Result("Omitted", "not started: the run is ending")
+        own = {f"{self.prefix}.name": display}
+        called = self._called(task, display, place)
+        hooks = Hooks(self, task, called.name, scope)
+        hooks.at(Result("Running"))
+        result = call(self.session, replace(called, parameters=parameters, artifacts=artifacts, own=own))
+        if result.daemon:
+            self.daemons.append(result.daemon)
+        if result.broken and not _forgiven(task, result):
+            self.broken = True
+        hooks.at(result)
+        hooks.exit(result)
         return result
 
     def skip(self, task: Mapping[str, Any], display: str, place: Place, phase: str, message: str) -> Result:

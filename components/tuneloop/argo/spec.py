@@ -138,6 +138,9 @@ def check(spec: Mapping[str, Any], templates: Sequence[Mapping[str, Any]]) -> No
     for path in _unknown(spec, _SPEC, "spec"):
         raise UserError(path, "…", "is not supported by the local executor; remove it, or submit to a cluster")
     names = {template["name"] for template in templates}
+    for field in ("entrypoint", "onExit"):
+        if spec.get(field) and spec[field] not in names:
+            raise UserError(f"spec.{field}", spec[field], "no such template")
     for template in templates:
         kinds = [kind for kind in KINDS if kind in template]
         if len(kinds) != 1:

@@ -1,0 +1,434 @@
+"""Templates, values, failures and what a run leaves behind; `test_parity` has what the controller does in detail."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.argo.making import Template, dag, given, named, run, shell, task, workflow
+from tuneloop.argo import state
+from tuneloop.argo.executor import execute
+from tuneloop.argo.state import Node
+from tuneloop.errors import UserError
+
+ECHO = shell("echo", "printf '%s' '{{inputs.parameters.x}}' > /tmp/out/y", inputs=("x",), outputs=("y",))
+OK = shell("ok", "true")
+
+
+def loop(iterations: int, stop_at: int | None = None) -> list[Template]:
+    """A recursion of one pod an iteration, main → loop → loop → …"""
+    more = f"{{{{=asInt(inputs.parameters.i) < {iterations}}}}}"
+    early = f" && {{{{=tasks.work.outputs.parameters.y != '{stop_at}'}}}}" if stop_at else ""
+    body = dag(
+        task("work", "echo", arguments=given(x="{{inputs.parameters.i}}")),
+        task(
+            "next", "loop", depends="work", when=more + early, arguments=given(i="{{=asInt(inputs.parameters.i) + 1}}")
+        ),
+        name="loop",
+        inputs={"parameters": [{"name": "i"}]},
+        outputs={
+            "parameters": [
+                {
+                    "name": "last",
+                    "valueFrom": {
+                        "expression": "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters.last"
+                        " : tasks.work.outputs.parameters.y"
+                    },
+                }
+            ]
+        },
+    )
+    show = task("show", "echo", depends="loop", arguments=given(x="{{tasks.loop.outputs.parameters.last}}"))
+    return [ECHO, body, dag(task("loop", "loop", arguments=given(i="1")), show)]
+
+
+def test_recursion_stops_early_and_hands_its_last_output_up(tmp_path: Path) -> None:
+    nodes = named(run(tmp_path, *loop(20, stop_at=4)))
+    assert nodes["show"].outputs == {"y": "4"}
+    assert nodes["loop.next.next.next.next"].phase == "Skipped"
+
+
+@pytest.mark.parametrize(("iterations", "phase"), [(97, "Succeeded"), (98, "Error")])
+def test_recursion_ends_where_the_controller_ends_it(tmp_path: Path, iterations: int, phase: str) -> None:
+    outcome = run(tmp_path, *loop(iterations))
+    assert outcome.phase == phase
+    assert sum(node.type == "Pod" and node.phase == "Succeeded" for node in outcome.nodes.values()) == 97 + (
+        phase == "Succeeded"
+    )
+    assert ("Maximum recursion depth exceeded" in outcome.message) == (phase == "Error")
+
+
+def test_parameters_arguments_over_values_over_defaults(tmp_path: Path) -> None:
+    echo = {**ECHO, "inputs": {"parameters": [{"name": "x", "default": "{{workflow.parameters.b}}!"}]}}
+    templates = [
+        echo,
+        dag(task("given", "echo", arguments=given(x="{{workflow.parameters.a}}")), task("default", "echo")),
+    ]
+    outcome = run(tmp_path, *templates, parameters={"a": "1", "b": "2"}, options={"arguments": {"a": "one"}})
+    nodes = named(outcome)
+    assert (nodes["given"].outputs["y"], nodes["default"].outputs["y"]) == ("one", "2!")
+
+
+def test_entrypoint_and_its_inputs_can_be_chosen(tmp_path: Path) -> None:
+    """As a pod does that runs several stages in one."""
+    document = workflow(ECHO, dag(task("t", "missing-argument"), name="other"), OK, dag(task("x", "ok")))
+    document["spec"]["templates"][1]["dag"]["tasks"] = [task("t", "echo", arguments=given(x="{{inputs.parameters.p}}"))]
+    document["spec"]["templates"][1]["inputs"] = {"parameters": [{"name": "p"}]}
+    outcome = execute(document, workdir=tmp_path, warm=False, entrypoint="other", arguments={"p": "v"})
+    assert named(outcome)["t"].outputs == {"y": "v"}
+
+
+@pytest.mark.parametrize(
+    ("templates", "message"),
+    [
+        ([ECHO, dag(task("t", "echo"))], "inputs.parameters.x of template echo was not supplied"),
+        ([ECHO, dag(task("t", "echo", arguments=given(x="{{tasks.u.outputs.parameters.y}}")))], "failed to resolve"),
+        ([ECHO, OK, dag(task("u", "ok"), task("t", "echo", arguments=given(x="{{tasks.u.status}}")))], "failed to"),
+        ([OK, dag(task("t", "ok", when="a b"))], "invalid 'when'"),
+        ([OK, dag(task("t", "ok", withParam="{}"))], "could not be parsed as a JSON list"),
+        ([OK, dag(task("t", "ok", withSequence={"count": "many"}))], "withSequence"),
+        ([shell("ok", "true", outputs=("y",)), dag(task("t", "ok"))], "did not write its output y"),
+        (
+            [
+                {**ECHO, "inputs": {"parameters": [{"name": "x", "enum": ["a"]}]}},
+                dag(task("t", "echo", arguments=given(x="b"))),
+            ],
+            "is not one of",
+        ),
+    ],
+)
+def test_faults_are_errors_of_their_node(tmp_path: Path, templates: list[Template], message: str) -> None:
+    outcome = run(tmp_path, *templates)
+    assert outcome.phase == "Error"
+    assert outcome.exit_code == 1
+    assert message in named(outcome)["t"].message
+    assert message in outcome.message
+
+
+def test_tasks_run_at_the_same_time_up_to_parallelism(tmp_path: Path) -> None:
+    nap = shell("nap", "sleep 0.3")
+    four = [task(f"t{index}", "nap") for index in range(4)]
+
+    def took(**more: Any) -> float:
+        start = time.monotonic()
+        run(tmp_path, nap, dag(*four, **more.pop("on_dag", {})), **more)
+        return time.monotonic() - start
+
+    assert took() < 0.9
+    assert took(parallelism=1) > 1.2
+    assert took(on_dag={"parallelism": 1}) > 1.2
+
+
+def test_items_of_a_group_keep_to_the_templates_parallelism_and_fail_fast(tmp_path: Path) -> None:
+    item = shell("item", "[ {{inputs.parameters.x}} != bad ]", inputs=("x",))
+    many = task("many", "item", withItems=["bad", "a", "b", "c"], arguments=given(x="{{item}}"))
+    outcome = run(tmp_path, item, dag(many, parallelism=1, failFast=True))
+    pods = [node for node in outcome.nodes.values() if node.type == "Pod"]
+    assert outcome.phase == "Failed"
+    assert outcome.message == "template has failed or errored children and failFast enabled"
+    assert len(pods) < 4
+
+
+def test_items_from_another_tasks_output(tmp_path: Path) -> None:
+    listing = shell("listing", 'echo \'["a", 2, {"k": "v"}]\' > /tmp/out/items', outputs=("items",))
+    each = task(
+        "each",
+        "echo",
+        depends="list",
+        withParam="{{tasks.list.outputs.parameters.items}}",
+        arguments=given(x="{{item}}"),
+    )
+    join = task("join", "echo", depends="each", arguments=given(x="{{tasks.each.outputs.parameters.y}}"))
+    nodes = named(run(tmp_path, listing, ECHO, dag(task("list", "listing"), each, join)))
+    assert json.loads(nodes["join"].outputs["y"]) == ["a", "2", '{"k":"v"}']
+
+
+def test_depends_on_results(tmp_path: Path) -> None:
+    bad = shell("bad", "exit 3")
+    outcome = run(
+        tmp_path,
+        OK,
+        bad,
+        dag(
+            task("broken", "bad"),
+            task("fine", "ok"),
+            task("cleanup", "ok", depends="broken.Failed && fine"),
+            task("never", "ok", depends="broken.Succeeded || fine.Failed"),
+            task("skipped", "ok", when="false"),
+            task("after", "ok", depends="skipped && never.Omitted"),
+        ),
+    )
+    phases = {path: node.phase for path, node in named(outcome).items() if path}
+    assert phases == {
+        "broken": "Failed",
+        "fine": "Succeeded",
+        "cleanup": "Succeeded",
+        "never": "Omitted",
+        "skipped": "Skipped",
+        "after": "Succeeded",
+    }
+    assert outcome.phase == "Succeeded"
+
+
+def test_target_leaves_out_what_it_does_not_need(tmp_path: Path) -> None:
+    tasks = (task("a", "ok"), task("b", "ok", depends="a"), task("c", "ok", depends="b"))
+    outcome = run(tmp_path, OK, {"name": "main", "dag": {"target": "b", "tasks": list(tasks)}})
+    assert set(named(outcome)) == {"", "a", "b"}
+
+
+def test_defaults_of_outputs(tmp_path: Path) -> None:
+    silent = shell("silent", "true")
+    silent["outputs"] = {"parameters": [{"name": "y", "valueFrom": {"path": "/tmp/out/y", "default": "none"}}]}
+    declared = {"name": "z", "valueFrom": {"parameter": "{{tasks.skipped.outputs.parameters.y}}", "default": "kept"}}
+    inner = dag(
+        task("a", "silent"), task("skipped", "silent", when="false"), name="inner", outputs={"parameters": [declared]}
+    )
+    nodes = named(run(tmp_path, silent, inner, dag(task("i", "inner"))))
+    assert nodes["i.a"].outputs == {"y": "none"}
+    assert nodes["i"].outputs == {"z": "kept"}
+
+
+def test_global_outputs(tmp_path: Path) -> None:
+    public = shell("public", "echo 7 > /tmp/out/y", outputs=("y",))
+    public["outputs"]["parameters"][0]["globalName"] = "answer"
+    second = task("b", "echo", depends="a", arguments=given(x="{{workflow.outputs.parameters.answer}}"))
+    outcome = run(tmp_path, public, ECHO, dag(task("a", "public"), second))
+    assert outcome.outputs == {"answer": "7"}
+    assert named(outcome)["b"].outputs == {"y": "7"}
+
+
+def test_scripts_and_their_results(tmp_path: Path) -> None:
+    script = {"name": "py", "script": {"image": "none", "command": ["python"], "source": "print('a')\nprint('b')"}}
+    show = task("show", "echo", depends="s", arguments=given(x="{{tasks.s.outputs.result}}"))
+    nodes = named(run(tmp_path, script, ECHO, dag(task("s", "py"), show)))
+    assert nodes["show"].outputs == {"y": "a\nb"}
+    assert (tmp_path / nodes["s"].log).read_text() == "a\nb\n"
+
+
+def test_artifacts_are_passed_as_copies(tmp_path: Path) -> None:
+    made = {
+        "artifacts": [{"name": "dir", "path": "/work/dir"}, {"name": "maybe", "path": "/work/no", "optional": True}]
+    }
+    make = {**shell("make", "mkdir -p /work/dir && echo 1 > /work/dir/f"), "outputs": made}
+    use = shell("use", "cat /in/dir/f /in/text > /tmp/out/y; echo 2 > /in/dir/f; test ! -e /in/none", outputs=("y",))
+    use["inputs"] = {
+        "artifacts": [
+            {"name": "dir", "path": "/in/dir"},
+            {"name": "text", "path": "/in/text", "raw": {"data": "raw of {{workflow.name}}"}},
+            {"name": "none", "path": "/in/none", "optional": True},
+        ]
+    }
+    source = "tasks.make.outputs.artifacts.dir"
+    tags = {"name": "dir", "from": "{{%s}}" % source}
+    expression = {"name": "dir", "fromExpression": f"tasks.make.status == 'Succeeded' ? {source} : nil"}
+    outcome = run(
+        tmp_path,
+        make,
+        use,
+        dag(
+            task("make", "make"),
+            task("first", "use", depends="make", arguments={"artifacts": [tags]}),
+            task("second", "use", depends="first", arguments={"artifacts": [expression]}),
+        ),
+    )
+    nodes = named(outcome)
+    assert nodes["first"].outputs == nodes["second"].outputs == {"y": "1\nraw of w"}
+    assert set(nodes["make"].outputs) == {"artifact:dir"}
+
+
+def test_environment_of_a_pod(tmp_path: Path) -> None:
+    pod = shell("pod", "printf '%s' \"$OUT $A $B $NS $1\" > $OUT/y", outputs=("y",))
+    pod["container"]["env"] = [
+        {"name": "OUT", "value": "/tmp/out"},
+        {"name": "A", "value": "{{workflow.name}}"},
+        {"name": "NS", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
+        {"name": "SECRET", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k", "optional": True}}},
+    ]
+    pod["container"]["args"] = ["sh", "$(A)/$$(A)/$(UNKNOWN)"]
+    outcome = run(tmp_path, pod, dag(task("t", "pod")), options={"env": {"A": "no", "B": "machine"}})
+    out, *rest = named(outcome)["t"].outputs["y"].split()
+    assert rest == ["w", "machine", "local", "w/$(A)/$(UNKNOWN)"]
+    assert Path(out).is_relative_to(tmp_path)
+
+
+def test_retries_with_backoff_and_expression(tmp_path: Path) -> None:
+    strategy = {
+        "limit": "5",
+        "retryPolicy": "Always",
+        "expression": "lastRetry.status == 'Error' || asInt(lastRetry.exitCode) in [75, 137, 143]",
+        "backoff": {"duration": "100ms", "factor": 2},
+    }
+    script = (
+        "echo {{retries}} {{lastRetry.exitCode}} > /tmp/out/y; case {{retries}} in 0) exit 75;; 1) kill -9 $$$$;; esac"
+    )
+    flaky = shell("flaky", script, outputs=("y",), retryStrategy=strategy)
+    start = time.monotonic()
+    outcome = run(tmp_path, flaky, dag(task("t", "flaky")))
+    nodes = named(outcome)
+    assert time.monotonic() - start > 0.3
+    assert [nodes[f"t({n})"].exit_code for n in range(3)] == [75, 137, 0]
+    assert nodes["t"].type == "Retry"
+    assert nodes["t"].outputs == {"y": "2 137"}
+    assert outcome.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "attempts", "message"),
+    [
+        ({"limit": 2}, 3, "No more retries left: exit code 2"),
+        ({"limit": "2", "expression": "asInt(lastRetry.exitCode) == 75"}, 1, "exit code 2"),
+        ({"limit": 2, "retryPolicy": "OnError"}, 1, "exit code 2"),
+        (
+            {"backoff": {"duration": "1h", "maxDuration": "1m"}},
+            1,
+            "Backoff would exceed max duration limit: exit code 2",
+        ),
+    ],
+)
+def test_retries_end(tmp_path: Path, strategy: dict[str, Any], attempts: int, message: str) -> None:
+    outcome = run(tmp_path, shell("bad", "exit 2", retryStrategy=strategy), dag(task("t", "bad")))
+    nodes = named(outcome)
+    assert len([path for path in nodes if path.startswith("t(")]) == attempts
+    assert nodes["t"].message == message
+    assert outcome.exit_code == 2
+
+
+def test_retries_of_a_whole_graph(tmp_path: Path) -> None:
+    inner = dag(task("a", "once"), name="inner", retryStrategy={"limit": 1})
+    once = shell("once", f"test -e {tmp_path}/marker || {{ touch {tmp_path}/marker; exit 1; }}")
+    nodes = named(run(tmp_path, once, inner, dag(task("t", "inner"))))
+    assert (nodes["t(0)"].phase, nodes["t(1)"].phase, nodes["t"].phase) == ("Failed", "Succeeded", "Succeeded")
+
+
+def test_exit_handlers_see_how_it_ended(tmp_path: Path) -> None:
+    bye = shell("bye", "printf '%s' '{{workflow.status}} {{=len(workflow.failures) > 2}}' > /tmp/out/y", outputs=("y",))
+    hook = {"exit": {"template": "echo", "arguments": given(x="{{tasks.t.status}} {{tasks.t.exitCode}}")}}
+    outcome = run(tmp_path, shell("bad", "exit 3"), ECHO, bye, dag(task("t", "bad", hooks=hook)), onExit="bye")
+    nodes = named(outcome)
+    assert nodes["onExit"].outputs["y"] == "Failed true"
+    assert nodes["t.onExit"].outputs["y"] == "Failed 3"
+    assert outcome.phase == "Failed"
+
+
+def test_a_failing_exit_handler_fails_the_run(tmp_path: Path) -> None:
+    assert run(tmp_path, OK, shell("bad", "exit 3"), dag(task("t", "ok")), onExit="bad").phase == "Failed"
+
+
+def test_hooks_run_when_their_expression_holds(tmp_path: Path) -> None:
+    hooks = {
+        "running": {"template": "ok", "expression": "tasks.t.status == 'Running'"},
+        "failed": {"template": "ok", "expression": "tasks.t.status == 'Failed'"},
+    }
+    end = {"done": {"template": "ok", "expression": "workflow.status == 'Succeeded'"}}
+    nodes = named(run(tmp_path, OK, dag(task("t", "ok", hooks=hooks)), hooks=end))
+    assert set(nodes) == {"", "t", "t.hooks.running", "hooks.done"}
+
+
+def test_deadlines(tmp_path: Path) -> None:
+    slow = shell("slow", "sleep 30", timeout="200ms")
+    outcome = run(tmp_path, slow, OK, dag(task("t", "slow")), onExit="ok")
+    assert named(outcome)["t"].message == "Pod was active on the node longer than 0.2 s"
+    assert named(outcome)["onExit"].phase == "Succeeded"
+    outcome = run(tmp_path, shell("slow", "sleep 30"), OK, dag(task("t", "slow")), onExit="ok", activeDeadlineSeconds=1)
+    assert outcome.message == "exceeded its deadline of 1 s"
+    assert named(outcome)["onExit"].phase == "Succeeded"
+    assert outcome.phase == "Failed"
+
+
+def test_suspend_asks(tmp_path: Path) -> None:
+    gate = {
+        "name": "gate",
+        "suspend": {},
+        "inputs": {"parameters": [{"name": "ok", "default": "NO", "enum": ["YES", "NO"], "description": "promote?"}]},
+        "outputs": {"parameters": [{"name": "ok", "valueFrom": {"supplied": {}}}]},
+    }
+    asked: list[Any] = []
+
+    def ask(node: Node, wanted: Any) -> dict[str, str]:
+        asked.append((node.display_name, wanted))
+        return {"ok": "YES"}
+
+    then = task("then", "echo", depends="gate", arguments=given(x="{{tasks.gate.outputs.parameters.ok}}"))
+    outcome = run(tmp_path, gate, ECHO, dag(task("gate", "gate"), then), options={"ask": ask})
+    assert asked == [("gate", {"ok": {"description": "promote?", "enum": ["YES", "NO"], "default": "NO"}})]
+    assert named(outcome)["then"].outputs == {"y": "YES"}
+
+
+def test_suspend_for_a_while(tmp_path: Path) -> None:
+    start = time.monotonic()
+    assert run(tmp_path, {"name": "nap", "suspend": {"duration": "300ms"}}, dag(task("t", "nap"))).exit_code == 0
+    assert time.monotonic() - start > 0.3
+
+
+def test_templates_by_reference_and_defaults(tmp_path: Path) -> None:
+    library = {"metadata": {"name": "lib"}, "spec": {"templates": [ECHO]}}
+    step = {"name": "t", "templateRef": {"name": "lib", "template": "echo"}, "arguments": given(x="1")}
+    outcome = run(
+        tmp_path,
+        {"name": "main", "steps": [[step]]},
+        templateDefaults={"retryStrategy": {"limit": 1}},
+        options={"templates": [library]},
+    )
+    assert named(outcome)["[0].t"].outputs == {"y": "1"}
+    referring = {"metadata": {"generateName": "x-"}, "spec": {"workflowTemplateRef": {"name": "all"}}}
+    whole = {"metadata": {"name": "all"}, "spec": workflow(OK, dag(task("t", "ok")))["spec"]}
+    assert execute(referring, workdir=tmp_path, templates=[whole], warm=False).phase == "Succeeded"
+
+
+# What a run leaves behind
+
+
+def test_state_can_be_read_while_it_runs_and_after(tmp_path: Path) -> None:
+    seen: list[state.State] = []
+    slow = shell("slow", "echo 1/4 > $ARGO_PROGRESS_FILE; echo a line; sleep 1")
+    lines: list[tuple[str, str]] = []
+
+    def on_node(node: Node) -> None:
+        if node.progress and not seen:
+            now = state.read(tmp_path)
+            assert now is not None
+            seen.append(now)
+
+    options = {"on_node": on_node, "on_log": lambda node, line: lines.append((node.display_name, line))}
+    outcome = run(tmp_path, slow, dag(task("t", "slow")), options=options)
+    assert lines == [("t", "a line")]
+    assert seen[0].alive
+    assert seen[0].workflow.phase == "Running"
+    assert {node.progress for node in seen[0].nodes.values() if node.type == "Pod"} == {"1/4"}
+    after = state.read(tmp_path)
+    assert after is not None
+    assert not after.alive
+    assert after.nodes == outcome.nodes
+    assert after.workflow.phase == "Succeeded"
+
+
+def test_a_second_session_starts_anew_and_keeps_the_logs(tmp_path: Path) -> None:
+    pod = shell("pod", "echo once; echo x > /tmp/out/y; exit {{workflow.parameters.code}}", outputs=("y",))
+    templates = [pod, dag(task("t", "pod"))]
+    assert run(tmp_path, *templates, parameters={"code": "3"}).exit_code == 1
+    outcome = run(tmp_path, *templates, parameters={"code": "0"})
+    assert outcome.exit_code == 0
+    now = state.read(tmp_path)
+    assert now is not None
+    assert [node.phase for node in now.nodes.values()] == ["Succeeded", "Succeeded"]
+    assert (tmp_path / named(outcome)["t"].log).read_text() == "once\nonce\n"
+
+
+def test_the_reason_of_a_failure_is_the_last_line_of_the_log(tmp_path: Path) -> None:
+    outcome = run(tmp_path, shell("bad", "echo 'error: --n: 3: too many' >&2; exit 2"), dag(task("t", "bad")))
+    assert outcome.message == "t: exit code 2: error: --n: 3: too many"
+    assert outcome.exit_code == 2
+
+
+def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
+    template = {"name": "none", "container": {"image": "none", "command": ["no-such-program"]}}
+    outcome = run(tmp_path, template, dag(task("t", "none")))
+    assert named(outcome)["t"].exit_code == 127
+    assert "no-such-program: " in outcome.message
+
+
+def test_one_executor_a_directory(tmp_path: Path) -> None:
+    with state.hold(tmp_path), pytest.raises(UserError, match="is running already"):
+        run(tmp_path, OK, dag(task("t", "ok")))

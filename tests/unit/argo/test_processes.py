@@ -1,0 +1,243 @@
+"""Processes of a run: daemons, signals, and what is left when the executor is killed."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.argo.making import Template, dag, given, named, run, shell, task, workflow
+from tuneloop.argo import state
+from tuneloop.argo.warm import compatible, warmable
+
+OK = shell("ok", "true")
+ROOT = Path(__file__).parents[3]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def server(port: int, probe: dict[str, Any], **more: Any) -> Template:
+    """An HTTP server that takes a moment to be ready; asked for /end it ends."""
+    source = textwrap.dedent(
+        f"""
+        import http.server, os, time
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                if self.path == "/end":
+                    os._exit(9)
+                self.send_response(200); self.end_headers(); self.wfile.write(b"%d" % os.getpid())
+        time.sleep(0.3)
+        http.server.HTTPServer(("127.0.0.1", {port}), Handler).serve_forever()
+        """
+    )
+    ports = [{"name": "http", "containerPort": port}]
+    script = {"image": "none", "command": ["python"], "source": source, "readinessProbe": probe, "ports": ports}
+    return {"name": "serve", "daemon": True, "script": script, **more}
+
+
+def ask(port: int, path: str = "/") -> Template:
+    """Writes what the server at ``ip`` answers."""
+    source = f"""
+        import time, urllib.request
+        for attempt in range(50):
+            try:
+                answer = urllib.request.urlopen("http://{{{{inputs.parameters.ip}}}}:{port}{path}").read().decode()
+                break
+            except OSError:
+                if {path!r} == "/end":
+                    answer = "ended"
+                    break
+                time.sleep(0.1)
+        open("/tmp/out/y", "w").write(answer)
+    """
+    script = {"image": "none", "command": ["python"], "source": textwrap.dedent(source)}
+    outputs = {"parameters": [{"name": "y", "valueFrom": {"path": "/tmp/out/y"}}]}
+    return {
+        "name": "ask" + path.strip("/"),
+        "inputs": {"parameters": [{"name": "ip"}]},
+        "outputs": outputs,
+        "script": script,
+    }
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+IP = given(ip="{{tasks.serve.ip}}")
+
+
+@pytest.mark.parametrize(
+    "probe",
+    [
+        {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1},
+        {"tcpSocket": {"port": "PORT"}},
+        {
+            "exec": {
+                "command": ["sh", "-c", "python3 -c \"import socket; socket.create_connection(('127.0.0.1', PORT))\""]
+            }
+        },
+    ],
+    ids=lambda probe: next(iter(probe)),
+)
+def test_a_daemon_serves_until_its_graph_ends(tmp_path: Path, probe: dict[str, Any]) -> None:
+    port = free_port()
+    probe = json.loads(json.dumps(probe).replace("PORT", str(port))) | {"timeoutSeconds": 5}
+    inner = dag(task("serve", "serve"), task("ask", "ask", depends="serve", arguments=IP), name="inner")
+    outcome = run(
+        tmp_path, server(port, probe), ask(port), OK, inner, dag(task("i", "inner"), task("o", "ok", depends="i"))
+    )
+    nodes = named(outcome)
+    assert outcome.phase == "Succeeded"
+    assert gone(int(nodes["i.ask"].outputs["y"]))
+    assert (nodes["i.serve"].phase, nodes["i.serve"].daemoned) == ("Succeeded", True)
+    assert nodes["i.serve"].finished <= nodes["o"].started
+
+
+def test_a_daemon_that_ends_is_started_again(tmp_path: Path) -> None:
+    port = free_port()
+    serve = server(port, {"httpGet": {"port": port}}, retryStrategy={"limit": 1, "retryPolicy": "Always"})
+    tasks = (
+        task("serve", "serve"),
+        task("first", "ask", depends="serve", arguments=IP),
+        task("end", "askend", depends="first", arguments=IP),
+        task("second", "ask", depends="end", arguments=IP),
+    )
+    nodes = named(run(tmp_path, serve, ask(port), ask(port, "/end"), dag(*tasks)))
+    assert nodes["first"].outputs != nodes["second"].outputs
+    assert (nodes["serve(0)"].phase, nodes["serve(0)"].exit_code) == ("Failed", 9)
+    assert (nodes["serve(1)"].phase, nodes["serve"].phase) == ("Succeeded", "Succeeded")
+
+
+def test_a_daemon_that_never_gets_ready(tmp_path: Path) -> None:
+    template = shell("serve", "echo 'error: port 1: taken' >&2; exit 2", daemon=True)
+    template["container"]["readinessProbe"] = {"tcpSocket": {"port": free_port()}}
+    outcome = run(tmp_path, template, dag(task("serve", "serve"), task("t", "serve", depends="serve")))
+    assert outcome.phase == "Failed"
+    assert outcome.exit_code == 2
+    assert outcome.message == "serve: ended before it was ready (exit code 2: error: port 1: taken)"
+    assert named(outcome)["t"].phase == "Omitted"
+
+
+# Signals
+
+
+@contextmanager
+def executor(tmp_path: Path, document: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+    """An executor in a process of its own, with its run in ``tmp_path/run``; exits as the outcome says."""
+    (tmp_path / "w.json").write_text(json.dumps(document))
+    code = f"""
+        import json, pathlib, sys
+        from tuneloop.argo.executor import execute
+        document = json.load(open({str(tmp_path / "w.json")!r}))
+        sys.exit(execute(document, workdir=pathlib.Path({str(tmp_path / "run")!r}), warm=False, grace=2).exit_code)
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def long_run(tmp_path: Path) -> dict[str, Any]:
+    """A pod with a child in a session of its own; both write their process id."""
+    script = (
+        f"setsid sh -c 'echo $$$$ > {tmp_path}/b; sleep 60' & echo $$$$ > {tmp_path}/a; trap 'exit 75' TERM; wait; wait"
+    )
+    return workflow(shell("long", script), OK, dag(task("t", "long")), onExit="ok")
+
+
+def pids(tmp_path: Path) -> list[int]:
+    wait_for(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text().strip() for name in "ab"))
+    return [int((tmp_path / name).read_text()) for name in "ab"]
+
+
+def test_a_killed_executor_leaves_no_processes(tmp_path: Path) -> None:
+    with executor(tmp_path, long_run(tmp_path)) as process:
+        started = pids(tmp_path)
+        process.kill()
+        wait_for(lambda: all(map(gone, started)))
+    now = state.read(tmp_path / "run")
+    assert now is not None
+    assert (now.workflow.phase, now.alive) == ("Running", False)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_signals_end_the_pods_in_grace(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    with executor(tmp_path, long_run(tmp_path)) as process:
+        started = pids(tmp_path)
+        process.send_signal(number)
+        assert process.wait(20) == code
+        wait_for(lambda: all(map(gone, started)))
+    now = state.read(tmp_path / "run")
+    assert now is not None
+    assert (now.workflow.phase, now.workflow.message) == ("Failed", f"stopped by {number.name}")
+    (pod,) = [node for node in now.nodes.values() if node.type == "Pod"]
+    assert (pod.phase, pod.exit_code, pod.message) == ("Failed", 75, "stopped")
+
+
+def test_a_pod_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -> None:
+    stubborn = shell("stubborn", f"trap '' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done", timeout="500ms")
+    stubborn["podSpecPatch"] = json.dumps({"terminationGracePeriodSeconds": 0.3})
+    outcome = run(tmp_path / "run", stubborn, dag(task("t", "stubborn")))
+    assert named(outcome)["t"].exit_code == 137
+
+
+def test_it_runs_on_a_thread_too(tmp_path: Path) -> None:
+    outcomes: list[Any] = []
+    thread = threading.Thread(target=lambda: outcomes.append(run(tmp_path, OK, dag(task("t", "ok")))))
+    thread.start()
+    thread.join()
+    assert outcomes[0].exit_code == 0
+
+
+# The warm process itself is tested in tests/local: it needs torch
+
+
+@pytest.mark.parametrize(
+    ("argv", "is_stage"),
+    [
+        (["python", "-m", "tuneloop.sft", "--lr", "1"], True),
+        ([sys.executable, "-m", "tuneloop.sft"], True),
+        (["python", "-m", "tuneloop.serve"], False),
+        (["python", "-m", "torch.distributed.run", "-m", "tuneloop.sft"], False),
+        (["python", "-m", "tuneloop.argo.warm"], False),
+        (["python", "-m", "tuneloop"], False),
+        (["sh", "-c", "python -m tuneloop.sft"], False),
+        ([], False),
+    ],
+)
+def test_which_commands_can_be_forks(argv: list[str], is_stage: bool) -> None:
+    assert warmable(argv) is is_stage
+
+
+def test_environments_that_take_effect_at_import_must_agree() -> None:
+    assert compatible({"OMP_NUM_THREADS": "2", "A": "1"}, {"OMP_NUM_THREADS": "2", "A": "2"})
+    assert not compatible({"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "1"})
+    assert not compatible({}, {"HF_HOME": "/cache"})
