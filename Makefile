@@ -46,8 +46,9 @@ test-unit: $(INSTALLED) ## the tests that take under two minutes
 test-local: $(INSTALLED) ## whole loops, real vLLM, notebooks
 	$(BIN)/pytest tests -m local --durations=15
 
-test-cluster: $(INSTALLED) ## needs a cluster that KUBECONFIG names
-	$(BIN)/pytest tests -m cluster
+CLUSTER_TESTS ?= tests/cluster
+test-cluster: $(INSTALLED) ## needs a cluster that KUBECONFIG names, with `make images` done
+	$(BIN)/pytest $(CLUSTER_TESTS) -m cluster
 
 bench: $(INSTALLED) ## ours beside a peer, measured in the same run
 	for bench in benchmarks/*.py; do $(BIN)/python $$bench || exit 1; done
@@ -57,6 +58,9 @@ golden: $(INSTALLED) ## rewrite the golden files after a wanted change
 
 requirements: | $(UV) ## compile requirements/*.txt anew
 	requirements/compile.sh $(UV)
+
+images: ## container images, with docker, buildah, or what BUILDER names
+	images/build.sh
 
 clean: ## remove what make installed; runs stay
 	rm -rf .venv .tools

@@ -30,7 +30,7 @@ def main() -> None:
     if flags.trl_worker:
         return trl_worker(*flags.trl_worker)
     print(
-        f"{'seed':>4}  {'loop':<22} {'to 0.95: step':>14} {'seconds':>8} {'s/step':>7} {'last 10 mean':>13}   with start-up"
+        f"{'seed':>4}  {'loop':<22} {'to 0.95: step':>14} {'seconds':>8} {'s/step':>7} {'last 10':>8}   with start-up"
     )
     for seed in flags.seeds:
         with tempfile.TemporaryDirectory() as work:
@@ -116,7 +116,7 @@ def show(seed: int, name: str, rewards: list[float], seconds: list[float], start
     at = f"{reached + 1:>14} {seconds[reached]:>8.1f}" if reached is not None else f"{'not':>14} {'-':>8}"
     total = f"{startup + seconds[reached]:.1f}" if reached is not None else "-"
     last = sum(rewards[-10:]) / len(rewards[-10:])
-    print(f"{seed:>4}  {name:<22} {at} {seconds[-1] / len(seconds):>7.3f} {last:>13.3f}   {total}", flush=True)
+    print(f"{seed:>4}  {name:<22} {at} {seconds[-1] / len(seconds):>7.3f} {last:>8.3f}   {total}", flush=True)
 
 
 if __name__ == "__main__":
