@@ -10,6 +10,7 @@ slower and bit-for-bit reproducible.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -245,3 +246,7 @@ def build_rl(config: Config, stages: dict[str, Any], loop: DAG, model: Task, sta
     done = stages["export"](name="export", arguments={"policy": trained, "model": f"{RUN}/export"})
     # One after the other: a server holds one version at a time.
     before_all >> before >> train >> after >> done
+
+
+if "hera._cli" in sys.modules:  # `hera generate yaml` takes what it finds in the module
+    workflow = build_argo(Config())

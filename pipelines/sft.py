@@ -5,6 +5,7 @@ tuneloop run sft --set data.source=jsonl --set data.source_args.train=examples.j
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -81,3 +82,7 @@ def build_argo(config: Config) -> Workflow:
             done = save(name="export", arguments={"policy": CHECKPOINT % "sft", "model": f"{RUN}/export"})
             data >> model >> tuned >> [after, done]
     return built
+
+
+if "hera._cli" in sys.modules:  # `hera generate yaml` takes what it finds in the module
+    workflow = build_argo(Config())

@@ -8,6 +8,7 @@ copy them instead; the loop then sharpens the skill by reward alone. `grpo.py` h
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -56,3 +57,7 @@ def build_argo(config: Config) -> Workflow:
             model >> tuned
             grpo.build_rl(config, stages, loop, model, tuned, grpo.CHECKPOINT % "sft")
     return built
+
+
+if "hera._cli" in sys.modules:  # `hera generate yaml` takes what it finds in the module
+    workflow = build_argo(Config())

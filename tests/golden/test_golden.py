@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 HERE = Path(__file__).parent
 PIPELINES = sorted(HERE.parents[1].glob("pipelines/*.py"))
@@ -31,3 +32,10 @@ def test_rendered_yaml(pipeline: Path, form: str, request: pytest.FixtureRequest
 def test_every_golden_file_has_its_pipeline() -> None:
     known = {f"{p.stem}{form}" for p in PIPELINES for form in FORMS}
     assert {p.stem for p in (HERE / "argo").glob("*.yaml")} <= known
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: p.stem)
+def test_hera_generates_the_same(pipeline: Path) -> None:
+    command = [sys.executable, "-m", "hera", "generate", "yaml", str(pipeline)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert yaml.safe_load(text) == yaml.safe_load((HERE / "argo" / f"{pipeline.stem}.yaml").read_text())
