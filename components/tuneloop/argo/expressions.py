@@ -49,6 +49,20 @@ def evaluate(expression: str, scope: Scope) -> Any:
         raise ExpressionError(f"{expression!r}: {error}") from None
 
 
+def parse(expression: str) -> None:
+    """Check an expression's grammar and the functions it calls, without knowing any names.
+
+    Raises:
+        ExpressionError: as `evaluate` would whatever the names stand for.
+    """
+    parser = _Parser(_tokens(expression), {})
+    parser.live = False
+    try:
+        parser.whole()
+    except ExpressionError as error:
+        raise ExpressionError(f"{expression!r}: {error}") from None
+
+
 def truth(expression: str, scope: Scope) -> bool:
     """An expression that must be a boolean, as in ``retryStrategy.expression`` and hooks."""
     value = evaluate(expression, scope)

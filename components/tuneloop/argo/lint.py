@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tuneloop.argo.expressions import TAG
-from tuneloop.argo.spec import depends
+from tuneloop.argo.expressions import TAG, ExpressionError, parse
+from tuneloop.argo.spec import depends, used_template
 from tuneloop.errors import UserError
 
 QUEUE = "kueue.x-k8s.io/queue-name"
@@ -38,7 +38,7 @@ def lint(workflow: Mapping[str, Any]) -> list[Problem]:
     """All findings in a Workflow or WorkflowTemplate, as loaded from YAML."""
     spec = workflow.get("spec") or {}
     templates = {template.get("name"): template for template in spec.get("templates", [])}
-    found = list(_spec(spec, templates))
+    found = [*_spec(spec, templates), *_expressions(spec, "spec"), *_words(spec, "spec")]
     for name, template in templates.items():
         at = f"templates.{name}"
         if not NAME.match(str(name)):
@@ -47,7 +47,7 @@ def lint(workflow: Mapping[str, Any]) -> list[Problem]:
             found += _dag(at, template, templates)
         elif "steps" in template:
             tasks = [step for group in template["steps"] for step in group]
-            found += [problem for step in tasks for problem in _call(at, step, templates)]
+            found += [problem for step in tasks for problem in _call(f"{at}.steps.{step['name']}", step, templates)]
         elif "container" in template or "script" in template:
             found += _leaf(at, template)
     return found
@@ -62,8 +62,12 @@ def _spec(spec: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[Pro
     parameters = spec.get("arguments", {}).get("parameters", [])
     if len(parameters) > LIMITS["parameters"]:
         yield Problem("spec.arguments.parameters", len(parameters), f"Argo takes at most {LIMITS['parameters']}")
-    if (hook := spec.get("onExit")) and hook not in templates:
-        yield Problem("spec.onExit", hook, "no such template")
+    for field, hook in {"onExit": {"template": spec.get("onExit")}, **(spec.get("hooks") or {})}.items():
+        if hook["template"] and hook["template"] not in templates:
+            yield Problem(f"spec.{field}", hook["template"], "no such template")
+    daemons = [name for name, template in templates.items() if template.get("daemon")]
+    if daemons and int(spec.get("parallelism") or 0) == len(daemons):
+        yield Problem("spec.parallelism", spec["parallelism"], f"the daemon {daemons[0]} takes a place: add one")
 
 
 def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[Problem]:
@@ -95,6 +99,19 @@ def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> 
         if task.get("template") == template["name"] and not task.get("when"):
             yield Problem(f"{at}.tasks.{name}", task["template"], "a template that calls itself needs a when")
     yield from _skipped_outputs(at, tasks)
+    yield from _loop_status(at, tasks)
+
+
+def _loop_status(at: str, tasks: Mapping[str, Any]) -> Iterator[Problem]:
+    """The controller gives a loop over items outputs, but no status; the tag would stay as it is."""
+    loops = {name for name, task in tasks.items() if {"withItems", "withParam", "withSequence"} & task.keys()}
+    for name, task in tasks.items():
+        for other in sorted(loops):
+            if re.search(
+                rf"tasks(\.{other}|\['{other}'\])\.(status|exitCode)\b", f"{task.get('when')} {task.get('arguments')}"
+            ):
+                remedy = f"a loop has none; use depends: {other}.AnySucceeded or {other}.Failed"
+                yield Problem(f"{at}.tasks.{name}", f"tasks.{other}.status", remedy)
 
 
 def _skipped_outputs(at: str, tasks: Mapping[str, Any]) -> Iterator[Problem]:
@@ -110,9 +127,12 @@ def _skipped_outputs(at: str, tasks: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _call(at: str, task: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[Problem]:
+    for hook in [{"template": task.get("onExit")}, *(task.get("hooks") or {}).values()]:
+        if hook["template"] and hook["template"] not in templates:
+            yield Problem(f"{at}.hooks", hook["template"], "no such template")
     if "templateRef" in task:
         return
-    target = templates.get(task.get("template"))
+    target = templates.get(used_template(task))
     if target is None:
         yield Problem(f"{at}.template", task.get("template"), "no such template")
         return
@@ -138,9 +158,60 @@ def _leaf(at: str, template: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             f"{at}.retryStrategy", None, "an evicted or preempted pod would end the run; retry Error and exit 75"
         )
+    image = str(container.get("image", "")).rpartition("/")[2]
+    if "@" not in image and (":" not in image or image.endswith(":latest")):
+        yield Problem(f"{at}.image", container.get("image"), "name a version: a tag other than latest, or a digest")
     gpus = any("gpu" in name for name in (resources.get("limits") or {}))
     if gpus and QUEUE not in ((template.get("metadata") or {}).get("labels") or {}):
         yield Problem(f"{at}.metadata.labels", QUEUE, "an accelerator stage carries the queue's label")
+
+
+def _expressions(value: Any, at: str) -> Iterator[Problem]:
+    """Expressions, in tags and in the fields that are one, that the controller would refuse when it comes to them."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            field = f"{at}.{key}"
+            if key in ("expression", "fromExpression") and isinstance(item, str):
+                yield from _expression(item, field)
+                if at.endswith(".valueFrom") and ".outputs." in at and (match := _WORKFLOW.search(TAG.sub("", item))):
+                    remedy = f"is no name in an output's expression; write '{{{{{match[0]}}}}}'"
+                    yield Problem(field, match[0], remedy)
+            yield from _expressions(item, field)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            name = item.get("name", index) if isinstance(item, Mapping) else index
+            yield from _expressions(item, f"{at}.{name}")
+    elif isinstance(value, str):
+        for tag in TAG.findall(value):
+            if tag.strip().startswith("="):
+                yield from _expression(tag.strip()[1:], at)
+
+
+_WORKFLOW = re.compile(r"\bworkflow\.(?!outputs\b)[\w.]+")
+_TEXT_CODE = re.compile(r"(?<!asInt\()\blastRetry\.exitCode\s*(==|!=|<|>|in\b|not\b)\s*[\d\[]")
+
+
+def _expression(source: str, at: str) -> Iterator[Problem]:
+    plain = TAG.sub("'x'", source)  # tags in expressions are replaced by text first
+    try:
+        parse(plain)
+    except ExpressionError as error:
+        yield Problem(at, source, str(error).removeprefix(f"{plain!r}: "))
+    if _TEXT_CODE.search(source):
+        yield Problem(at, source, "lastRetry.exitCode is text; write asInt(lastRetry.exitCode)")
+
+
+def _words(value: Any, at: str) -> Iterator[Problem]:
+    """Go's YAML reader takes y and n for booleans, and PyYAML does not quote them."""
+    if isinstance(value, Mapping):
+        if value.get("name") in ("y", "n", "Y", "N"):
+            yield Problem(f"{at}.name", value["name"], "YAML 1.1 reads it as true or false; choose a longer name")
+        for key, item in value.items():
+            yield from _words(item, f"{at}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            name = item.get("name", index) if isinstance(item, Mapping) else index
+            yield from _words(item, f"{at}.{name}")
 
 
 def _above(name: str, waits: Mapping[str, list[str]]) -> set[str]:
