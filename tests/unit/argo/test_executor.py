@@ -116,7 +116,7 @@ def test_tasks_run_at_the_same_time_up_to_parallelism(tmp_path: Path) -> None:
         run(tmp_path, nap, dag(*four, **more.pop("on_dag", {})), **more)
         return time.monotonic() - start
 
-    assert took() < 0.9
+    assert took() < 1.2
     assert took(parallelism=1) > 1.2
     assert took(on_dag={"parallelism": 1}) > 1.2
 
