@@ -27,7 +27,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
 from tuneloop.errors import Corrupt, UserError
-from tuneloop.store import Conflict, Store, local_path, normalize
+from tuneloop.store import Conflict, Store, fsync, local_path, normalize
 
 MANIFEST = "manifest.json"
 DIGEST = "xxh3-128"
@@ -201,7 +201,7 @@ class Draft:
                 store.upload(f"{self.attempt}/{name}", self.path / name)
         else:
             for name in files:
-                _fsync(self.path / name)
+                fsync(self.path / name)
         try:
             store.create(MANIFEST, manifest.model_dump_json(indent=1).encode())
         except Conflict:
@@ -217,11 +217,6 @@ class Draft:
     def discard(self) -> None:
         """Forget what was written."""
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def canonical(value: Any) -> str:

@@ -222,7 +222,7 @@ class Component:
         refs = {name: arguments.pop(name) for name in self.inputs if arguments.get(name) is not None}
         missing = [name for name, required in self.inputs.items() if required and name not in refs]
         if missing:
-            raise UserError(f"--{_flag(missing[0])}", None, "is required: the reference of an artifact")
+            raise UserError(f"--{flag(missing[0])}", None, "is required: the reference of an artifact")
         params = self.validate({k: v for k, v in arguments.items() if k not in self.inputs})
         inputs = {name: Artifact(ref) for name, ref in refs.items()}
         stage = _open_stage(self, params, inputs, out)
@@ -294,15 +294,15 @@ class Component:
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         group = parser.add_argument_group("artifacts")
         for name, required in self.inputs.items():
-            group.add_argument(f"--{_flag(name)}", dest=name, required=required, metavar="REF")
+            group.add_argument(f"--{flag(name)}", dest=name, required=required, metavar="REF")
         about = "where the output is committed"
-        group.add_argument(f"--{_flag(self.output)}", dest=self.output, required=True, metavar="URL", help=about)
+        group.add_argument(f"--{flag(self.output)}", dest=self.output, required=True, metavar="URL", help=about)
         group = parser.add_argument_group("parameters")
         for name, field in self.Params.model_fields.items():
             about = (field.description or "").replace("%", "%%")
             default = "required" if field.is_required() else f"default: {field.default}".replace("%", "%%")
             group.add_argument(
-                f"--{_flag(name)}", dest=name, metavar=name.upper(), type=_decoder(field), help=f"{about} ({default})"
+                f"--{flag(name)}", dest=name, metavar=name.upper(), type=_decoder(field), help=f"{about} ({default})"
             )
         return parser
 
@@ -312,8 +312,8 @@ class Component:
             return None
         for what, ours, theirs in (
             ("stage", self.name, standing.stage),
-            *((f"--{_flag(k)}", v, standing.params.get(k)) for k, v in stage._tracked.items()),
-            *((f"--{_flag(k)}", v, standing.inputs.get(k)) for k, v in stage._inputs.items()),
+            *((f"--{flag(k)}", v, standing.params.get(k)) for k, v in stage._tracked.items()),
+            *((f"--{flag(k)}", v, standing.inputs.get(k)) for k, v in stage._inputs.items()),
         ):
             if canonical(_digest_only(ours)) != canonical(_digest_only(theirs)):
                 raise UserError(
@@ -468,7 +468,8 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(self.prog, message, "see --help")
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """A Python name in kebab-case: of a flag, an output file, a workflow parameter."""
     return name.replace("_", "-")
 
 

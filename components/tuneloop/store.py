@@ -108,7 +108,7 @@ class Store:
                 staged = self._staged(key, data)
                 try:
                     os.link(staged, self.root / key)  # fails where the name is taken: atomic create
-                    _fsync(self.root / key, directory=True)
+                    fsync(self.root / key, directory=True)
                 finally:
                     staged.unlink()
             except (FileExistsError, AlreadyExistsError, PreconditionError) as error:
@@ -146,7 +146,7 @@ class Store:
                 staged = self._staged(key, b"")
                 try:
                     shutil.copyfile(path, staged)
-                    _fsync(staged)
+                    fsync(staged)
                     os.replace(staged, self.root / key)
                 except BaseException:
                     staged.unlink(missing_ok=True)
@@ -256,8 +256,8 @@ def _short(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _fsync(path: Path, *, directory: bool = False) -> None:
-    """Make a rename or link durable: the name lives in the parent directory."""
+def fsync(path: Path, *, directory: bool = False) -> None:
+    """Make a file durable, or with `directory` its name, which lives in the parent directory."""
     fd = os.open(path.parent if directory else path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from tuneloop.argo.settings import Cluster
-from tuneloop.component import Component
+from tuneloop.component import Component, flag
 
 if TYPE_CHECKING:
     from hera.workflows import Container, Workflow
@@ -103,13 +103,13 @@ def stage_template(
     passed = [*component.inputs, component.output, *dynamic]
     optional = {name for name, required in component.inputs.items() if not required}
     optional |= {name for name in dynamic if not component.Params.model_fields[name].is_required()}
-    flags = [word for k, v in literal.items() for word in (f"--{_kebab(k)}", _text(v))]
-    flags += [word for k in passed for word in (f"--{_kebab(k)}", f"{{{{inputs.parameters.{_kebab(k)}}}}}")]
+    flags = [word for k, v in literal.items() for word in (f"--{flag(k)}", _text(v))]
+    flags += [word for k in passed for word in (f"--{flag(k)}", f"{{{{inputs.parameters.{flag(k)}}}}}")]
     outputs = [component.output, *component.results]
     return Container(
         name=component.template,
-        inputs=[Parameter(name=_kebab(k), default="") if k in optional else Parameter(name=_kebab(k)) for k in passed],
-        outputs=[Parameter(name=_kebab(k), value_from=ValueFrom(path=f"{OUTPUTS}/{_kebab(k)}")) for k in outputs],
+        inputs=[Parameter(name=flag(k), default="") if k in optional else Parameter(name=flag(k)) for k in passed],
+        outputs=[Parameter(name=flag(k), value_from=ValueFrom(path=f"{OUTPUTS}/{flag(k)}")) for k in outputs],
         command=component.command(processes),
         args=flags,
         **_pod(component.image, component.accelerator, cluster),
@@ -171,7 +171,7 @@ def _pod(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any]:
         "resources": Resources(
             cpu_request=cluster.cpu, memory_request=cluster.memory, memory_limit=cluster.memory, gpus=gpus or None
         ),
-        "security_context": models.SecurityContext(**_restricted()),
+        "security_context": models.SecurityContext.model_validate(RESTRICTED),
         "volumes": [EmptyDirVolume(name="scratch", mount_path=SCRATCH)],
     }
 
@@ -186,23 +186,9 @@ def _retry() -> dict[str, Any]:
     }
 
 
-def _restricted() -> dict[str, Any]:
-    from hera.workflows.models import Capabilities
-
-    return {
-        "allow_privilege_escalation": False,
-        "read_only_root_filesystem": True,
-        "capabilities": Capabilities(drop=["ALL"]),
-    }
-
-
 def _needed(component: Component, dynamic: Sequence[str]) -> dict[str, Any]:
     """Stand-ins for required parameters that the graph passes, so that the others can be validated here."""
     return {name: "0" for name in dynamic if component.Params.model_fields[name].is_required()}
-
-
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def _text(value: Any) -> str:
