@@ -14,6 +14,7 @@ from tuneloop.artifacts import Artifact
 from tuneloop.canary import write_canary
 from tuneloop.component import OptionalInput, Results, Stage, component
 from tuneloop.errors import Retryable, UserError
+from tuneloop.publication import Weights, publish_checkpoint
 
 TINY = ("tiny-qwen3", "tiny-llama")
 TINY_SHAPE = {
@@ -32,7 +33,7 @@ CHATML = (
 )
 
 
-@component("checkpoint", image="trainer", results={"parameters": int})
+@component("checkpoint", image="trainer", results={"parameters": int}, after=publish_checkpoint)
 def base_model(
     stage: Stage,
     prompts: OptionalInput,
@@ -43,6 +44,7 @@ def base_model(
     vocab_size: Annotated[int, Field(ge=260, description="of a tiny model, at most")] = 512,
     max_position_embeddings: Annotated[int, Field(ge=16, description="context length of a tiny model")] = 1024,
     save_dtype: Annotated[Literal["bfloat16", "float16", "float32"], Field(description="of the weights")] = "bfloat16",
+    weights: Weights = None,
     seed: int = 0,
 ) -> Results:
     """Write version 0 of the policy: weights, configuration, tokenizer and canary.

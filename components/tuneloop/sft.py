@@ -13,13 +13,16 @@ from tuneloop import checkpoint
 from tuneloop.artifacts import Artifact, canonical
 from tuneloop.component import Input, Results, Stage, component
 from tuneloop.errors import UserError
+from tuneloop.publication import Weights, publish_checkpoint
 
 if TYPE_CHECKING:
     from tuneloop.trainers._batch import Document
     from tuneloop.trainers.fsdp import Trainer
 
 
-@component("checkpoint", image="trainer", accelerator=True, results={"loss": float, "version": int})
+@component(
+    "checkpoint", image="trainer", accelerator=True, results={"loss": float, "version": int}, after=publish_checkpoint
+)
 def sft(
     stage: Stage,
     policy: Input,
@@ -51,6 +54,7 @@ def sft(
     save_steps: Annotated[int, Field(ge=0, description="a resume point each so many steps; 0: on SIGTERM only")] = 0,
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA where there is some")] = "auto",
     expected_world_size: Annotated[int | None, Field(ge=1, description="refuse to train with another")] = None,
+    weights: Weights = None,
     seed: int = 0,
 ) -> Results:
     """Fine-tune on demonstrations: cross-entropy of the completion's tokens and its end of sequence.

@@ -48,6 +48,7 @@ class Materialized:
         full: the full version that was copied; None where deltas were applied in place.
         deltas: versions applied, in order.
         read_bytes: from the store.
+        source: what the version was published from (a checkpoint's digest), if the publisher said so.
         timings: seconds: ``fetch``, ``apply`` (with the checks).
     """
 
@@ -57,6 +58,7 @@ class Materialized:
     full: int | None
     deltas: list[int]
     read_bytes: int
+    source: str | None = None
     timings: dict[str, float] = field(default_factory=dict)
 
 
@@ -140,7 +142,14 @@ def _result(plan: _Plan, timings: dict[str, float]) -> Materialized:
     done = [step.version for step in plan.steps]
     full = plan.full.version if plan.full else None
     return Materialized(
-        plan.target.version, versions.reference(plan.target), plan.held, full, done, _bytes(plan), timings
+        plan.target.version,
+        versions.reference(plan.target),
+        plan.held,
+        full,
+        done,
+        _bytes(plan),
+        plan.target.index.tuneloop.source,
+        timings,
     )
 
 
@@ -249,7 +258,6 @@ def _held(directory: Path, chain: Chain, target: int, threads: int) -> int | Non
         return None
     if marker.version not in chain.versions or chain.entry(marker.version).digest != marker.index:
         return None
-    entry = chain.entry(marker.version)
     entry = chain.entry(marker.version)
     try:
         if marker.boot != _boot() or marker.version == target:  # else the deltas' checks prove every tensor

@@ -66,6 +66,8 @@ def publish(
     directory: Path | str,
     *,
     base: Path | str | None = None,
+    base_version: int | None = None,
+    source: str | None = None,
     encoding: codec.Encoding | None = "gap8-xor",
     threads: int | None = None,
 ) -> Published:
@@ -82,6 +84,8 @@ def publish(
         directory: Hugging Face layout: ``*.safetensors`` and whatever lies beside them, hidden files left out.
         base: a directory with the base version's files (the export before), if it is at hand: checked tensor by tensor
             against the chain. None: the base is materialized from the chain, into the temporary directory.
+        base_version: the version that `base` holds; where another one is the base, `base` is left aside.
+        source: what the version was made from (a checkpoint's digest): replicas say that they serve it.
         encoding: of the delta; None publishes in full.
 
     Raises:
@@ -95,13 +99,14 @@ def publish(
         where = f"{chain.store.url} is at version {chain.pointed.version} already"
         raise PointerRewind("weights version", version, where)
     with tempfile.TemporaryDirectory(prefix="tuneloop-weights-") as scratch:
-        attempt = _Attempt(chain, version, Path(directory), threads, Path(scratch))
+        attempt = _Attempt(chain, version, Path(directory), threads, Path(scratch), source)
         if version in chain.versions:
             attempt.describe_full()
             return attempt.stand_by()
         below = [v for v in chain.versions if v < version]
         if below and encoding is not None:
-            attempt.encode(chain.entry(below[-1]), base, encoding)
+            at_hand = base if base_version in (None, below[-1]) else None
+            attempt.encode(chain.entry(below[-1]), at_hand, encoding)
         attempt.describe_full()
         clock = time.perf_counter()
         try:
@@ -117,8 +122,10 @@ def publish(
 class _Attempt:
     """One attempt to publish: what is to be uploaded under which key, and the indexes that will describe it."""
 
-    def __init__(self, chain: Chain, version: int, directory: Path, threads: int, scratch: Path) -> None:
-        self.chain, self.version, self.threads, self.scratch = chain, version, threads, scratch
+    def __init__(
+        self, chain: Chain, version: int, directory: Path, threads: int, scratch: Path, source: str | None
+    ) -> None:
+        self.chain, self.version, self.threads, self.scratch, self.source = chain, version, threads, scratch, source
         self.new = Checkpoint(directory)
         self.place = versions.directory(version)
         self.timings: dict[str, float] = {}
@@ -173,6 +180,7 @@ class _Attempt:
                 elements=done.elements,
                 changed=done.changed,
                 restore_cost=before.restore_cost + done.size / self.new.size + APPLY_COST,
+                source=self.source,
             ),
         )
 
@@ -185,7 +193,12 @@ class _Attempt:
         self.full = Index(
             metadata=Metadata(version=f"{self.version:06d}", total_size=self._total()),
             weight_map={name: stored[t.file] or "" for name, t in self.new.tensors.items()},
-            tuneloop=Extra(files=files, checksums=self.checksums, stored_bytes=sum(f.size for f in files.values())),
+            tuneloop=Extra(
+                files=files,
+                checksums=self.checksums,
+                stored_bytes=sum(f.size for f in files.values()),
+                source=self.source,
+            ),
         )
 
     def _files(self, checksums: dict[str, str]) -> dict[str, File]:

@@ -71,6 +71,7 @@ class Extra(BaseModel):
     elements: int = 0
     changed: int | None = Field(None, description="elements that differ from the base version")
     restore_cost: float = Field(0.0, description="of the deltas since the last full version; see publish.anchor_due")
+    source: str | None = Field(None, description="digest of the checkpoint that it was published from")
 
 
 class Index(BaseModel):

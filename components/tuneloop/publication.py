@@ -1,0 +1,113 @@
+"""What a stage that writes checkpoints does with weight versions: publish each once its checkpoint is committed.
+
+The committed artifact stays the truth. Publishing is an act after the commit that may be repeated: a stage that is
+run again ends at once, publishes what a crash left unpublished, and finds done what was done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from tuneloop.artifacts import Artifact, canonical, file_digest
+from tuneloop.component import UNTRACKED
+from tuneloop.errors import Corrupt
+from tuneloop.store import Store, local_path
+
+if TYPE_CHECKING:
+    from tuneloop.artifacts import Manifest
+    from tuneloop.component import Stage
+    from tuneloop.weights import Published
+    from tuneloop.weights.versions import Chain
+
+RECORDS = "published"
+"""Below the root: ``published/NNNNNN.json``, what publishing took. For people and reports; no reader needs it."""
+
+Weights = Annotated[
+    str | None,
+    Field(
+        description="publish the version below this URL once it is committed, for engines that pull; none: do not",
+        json_schema_extra=UNTRACKED,
+    ),
+]
+
+
+def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
+    """Publish ``model/`` of a committed checkpoint below the stage's parameter ``weights``, if it has one.
+
+    Raises:
+        PointerRewind: the root is ahead of a version that was made just now: another run publishes there.
+        PointerConflict: the version stands with other weights.
+    """
+    root = getattr(stage.params, "weights", None)
+    if root is None:
+        return
+    from tuneloop.weights import publish
+    from tuneloop.weights.versions import Chain
+
+    version = int(manifest.facts["version"])
+    ran = bool(stage.timings)  # else an earlier attempt committed it, and later versions may stand
+    chain = Chain(root)
+    if chain.pointed is not None and chain.pointed.version > version:
+        _accept_overtaken(chain, version, manifest, ran)
+        return
+    began = time.time()
+    with tempfile.TemporaryDirectory(prefix="tuneloop-publish-") as scratch:
+        model = _model(Artifact(stage.out_url), Path(scratch))
+        base_version, base = _base(manifest)
+        done = publish(root, version, model, base=base, base_version=base_version, source=manifest.digest)
+    if done.sent_bytes:
+        _record(chain.store, done, began)
+        stage.log(_line(done))
+
+
+def _accept_overtaken(chain: Chain, version: int, manifest: Manifest, ran: bool) -> None:
+    from tuneloop.weights import PointerConflict, PointerRewind
+
+    where = f"{chain.store.url} is at version {chain.latest} already"
+    if version in chain.versions:
+        if chain.entry(version).index.tuneloop.source != manifest.digest:
+            raise PointerConflict("weights version", version, f"{where}, and holds another one; use another root")
+    elif ran:
+        raise PointerRewind("weights version", version, f"{where}; give each run a root of its own")
+
+
+def _model(artifact: Artifact, scratch: Path) -> Path:
+    """``model/`` of a checkpoint, verified; fetched without the trainer's state where it lies elsewhere."""
+    local = local_path(artifact.url)
+    held = (local or scratch) / (artifact.manifest.root if local else "")
+    for name, want in artifact.manifest.files.items():
+        if not name.startswith("model/"):
+            continue
+        if local is None:
+            Store(artifact.url).download(f"{artifact.manifest.root}/{name}", held / name)
+        if file_digest(held / name) != want.digest:
+            raise Corrupt("checkpoint", f"{artifact.url}: {name}", "differs from its manifest; it is not published")
+    return held / "model"
+
+
+def _base(manifest: Manifest) -> tuple[int | None, Path | None]:
+    """The policy that the checkpoint follows: in an undisturbed run the base, which `publish` proves."""
+    ref = manifest.inputs.get("policy")
+    if ref is None:
+        return None, None
+    policy = Artifact(ref)
+    local = local_path(policy.url)
+    held = policy.path if local is None else local / policy.manifest.root
+    return int(policy.manifest.facts["version"]), held / "model"
+
+
+def _record(store: Store, done: Published, began: float) -> None:
+    about = {**dataclasses.asdict(done), "began": began, "at": time.time()}
+    store.put(f"{RECORDS}/{done.version:06d}.json", canonical(about).encode())
+
+
+def _line(done: Published) -> str:
+    how = f"{done.encoding}, {done.density or 0:.1%} of elements changed" if done.encoding else "full"
+    took = sum(done.timings.values()) * 1e3
+    return f"published version {done.version}: {done.sent_bytes / 1e6:.2f} MB ({how}) in {took:.0f} ms"
