@@ -2,63 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import pyarrow.parquet as pq
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from tuneloop import checkpoint, plugins
 from tuneloop.artifacts import Artifact
-from tuneloop.component import Input, OptionalInput, Results, Stage, component
+from tuneloop.component import Input, OptionalInput, Results, Stage, component, from_validation
 from tuneloop.errors import UserError
+from tuneloop.objective import Objective
+from tuneloop.publication import Weights, publish_checkpoint
+from tuneloop.samples import Sample, check_sampling, read_samples
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from tuneloop.algorithms._objective import PolicyGradient
+    from tuneloop.trainers.fsdp import Policy, Trainer
 
-    from tuneloop.trainers._batch import Document
-    from tuneloop.trainers.fsdp import Policy, Ranks, Trainer
 
-COLUMNS = (
-    "request_id",
-    "group",
-    "prompt_ids",
-    "completion_ids",
-    "logprobs",
-    "loss_mask",
-    "policy_versions",
-    "outcome",
-    "score",
+@component(
+    "checkpoint", image="trainer", accelerator=True, results={"loss": float, "version": int}, after=publish_checkpoint
 )
-
-
-@dataclass(slots=True)
-class Sample:
-    """One rollout; lists hold one value a target token, in order.
-
-    Attributes:
-        group: 0 … G-1.
-        score: None unless it was scored.
-        engine: log-probabilities under which it was sampled.
-        used: whether it goes through the model.
-        old: log-probabilities by the trainer before the first step, where there are several steps.
-        reference: log-probabilities of the reference policy, where there is one.
-    """
-
-    id: str
-    document: Document
-    group: int
-    score: float | None
-    engine: list[float]
-    advantage: float = 0.0
-    used: bool = False
-    old: list[float] = field(default_factory=list)
-    reference: list[float] = field(default_factory=list)
-
-
-@component("checkpoint", image="trainer", accelerator=True, results={"loss": float, "version": int})
 def policy_update(
     stage: Stage,
     policy: Input,
@@ -66,7 +30,8 @@ def policy_update(
     reference: OptionalInput,
     *,
     iteration: Annotated[int, Field(ge=0, description="of the loop; part of every random stream's name")] = 0,
-    algorithm: Annotated[str, Field(description="a module of the family algorithms, or pkg.mod:attr")] = "grpo",
+    algorithm: Annotated[str, Field(description="grpo, dr_grpo, dapo, gspo, cispo, rloo, …, or pkg.mod:attr")] = "grpo",
+    algorithm_args: Annotated[dict[str, Any], Field(description="the algorithm's own options")] = {},  # noqa: B006
     learning_rate: Annotated[float, Field(gt=0)] = 5e-4,
     warmup_steps: Annotated[int, Field(ge=0, description="counted over all iterations")] = 5,
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant",
@@ -79,18 +44,6 @@ def policy_update(
         int, Field(ge=1, description="optimizer steps: the groups are split into so many mini-batches, each used once")
     ] = 1,
     per_device_train_batch_size: Annotated[int, Field(ge=1, description="rollouts in a micro-batch")] = 128,
-    beta: Annotated[float, Field(ge=0, description="weight of the KL term (k3) to the reference; 0: none")] = 0.0,
-    use_bias_correction_kl: Annotated[
-        bool, Field(description="weigh the KL term by the ratio, so that its gradient is that of the divergence")
-    ] = True,
-    epsilon: Annotated[float, Field(gt=0, lt=1, description="the ratio is clipped below 1 - epsilon")] = 0.2,
-    epsilon_high: Annotated[float, Field(gt=0, description="the ratio is clipped above 1 + epsilon_high")] = 0.28,
-    scale_rewards: Annotated[
-        Literal["group", "batch", "none"], Field(description="whose standard deviation divides advantages")
-    ] = "group",
-    importance_sampling_cap: Annotated[
-        float, Field(ge=0, description="truncates the engine-to-trainer importance weight; 0: no correction")
-    ] = 2.0,
     max_staleness: Annotated[int, Field(ge=0, description="versions that rollouts may be older than the policy")] = 0,
     packing: Annotated[
         Literal["auto", "packed", "padded"], Field(description="auto: packed on CUDA, padded on CPU")
@@ -105,12 +58,13 @@ def policy_update(
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA where there is some")] = "auto",
     expected_world_size: Annotated[int | None, Field(ge=1, description="refuse to train with another")] = None,
     reset_optimizer: Annotated[bool, Field(description="forget moments and step count")] = False,
+    weights: Weights = None,
     seed: int = 0,
 ) -> Results:
-    """Take policy gradient steps on scored rollouts; the loss is the mean over the target tokens of a mini-batch.
+    """Take policy gradient steps on scored rollouts; docs/training.md has the algorithms and their options.
 
-    Only rollouts with the outcome ``score`` count: in baselines, in the loss and in its token count. Where no reward of
-    a group differs there is nothing to learn; its tokens count, but do not go through the model (unless `beta` is set).
+    Only rollouts with the outcome ``score`` count: in baselines, in the loss and in its mean. What has no advantage
+    has nothing to teach; it counts in the mean, but does not go through the model (unless `beta` is set).
     If that is so everywhere, no step is taken and the next version has the same parameters (``facts.skipped``).
 
     The optimizer goes on from the checkpoint's state if `policy_update` wrote that with the same betas;
@@ -124,14 +78,13 @@ def policy_update(
     from tuneloop.trainers.fsdp import Optimization, Trainer
 
     model = checkpoint.model_dir(policy)
-    plugin = plugins.load("algorithms", algorithm)
-    if beta and reference is None:
-        raise UserError("--beta", beta, "a KL term needs --reference, a checkpoint; or set beta to 0")
+    objective = open_algorithm(algorithm, algorithm_args)
+    if objective.beta and reference is None:
+        raise UserError("algorithm_args.beta", objective.beta, "needs --reference, a checkpoint; or set it to 0")
     if lr_scheduler_type != "constant" and not max_steps:
         raise UserError("--max-steps", max_steps, f"the schedule {lr_scheduler_type} must know where it ends")
     temperature = check_sampling(policy, rewards, max_staleness)
     samples = read_samples(rewards, int(policy.manifest.facts["version"]), max_staleness)
-    give_advantages(plugin, samples, scale_rewards)
     ranks = checkpoint.open_ranks(stage, device, expected_world_size)
     about: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, "packing": packing}
     about["max_length"] = max(len(sample.document.ids) for sample in samples)
@@ -152,109 +105,79 @@ def policy_update(
             **about,
         )
         stage.facts.update(trainer.chosen(), optimizer=_load_state(trainer, policy, reset_optimizer))
-    for sample in samples:
-        sample.used = bool(sample.score is not None and sample.document.target_count and (beta or sample.advantage))
-    used = [sample for sample in samples if sample.used]
-    terms: dict[str, Any] = {"epsilon": epsilon, "epsilon_high": epsilon_high, "beta": beta}
-    terms |= {"importance_sampling_cap": importance_sampling_cap, "use_bias_correction_kl": use_bias_correction_kl}
-    objective = Objective(stage, plugin.loss, terms, temperature, per_device_train_batch_size)
-    if beta and reference is not None:
+        stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
+    steps = Objective(stage, objective, temperature, per_device_train_batch_size)
+    scored = [sample for sample in samples if sample.score is not None and sample.document.target_count]
+    if objective.beta and reference is not None:
         with stage.timed("reference"):
-            other = _open_reference(reference, trainer, about)
-            objective.score(other, used, "reference")
-    if updates_per_batch > 1:
+            steps.score(_open_reference(reference, trainer, about), scored, "reference")
+    in_reward = bool(objective.beta) and objective.kl_in == "reward"
+    if in_reward:
         with stage.timed("old_logprobs"):
-            objective.score(trainer, used, "old")
+            steps.score(trainer, scored, "old")
+    give_advantages(objective, samples)
+    if updates_per_batch > 1 and not in_reward:
+        with stage.timed("old_logprobs"):
+            steps.score(trainer, [sample for sample in samples if sample.used], "old")
     losses = []
     with stage.timed("train"):
         for batch in mini_batches(stage, samples, updates_per_batch):
             if any(sample.used for sample in batch):
-                losses.append(objective.step(trainer, batch))
+                losses.append(steps.step(trainer, batch))
     _report(stage, samples, iteration, len(losses))
     version = checkpoint.write(stage, trainer, policy, save_dtype)
     return {"loss": sum(losses) / len(losses) if losses else 0.0, "version": version}
 
 
-def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> float:
-    """The temperature of the rollouts, once it is sure that they can teach this policy.
+def open_algorithm(name: str, options: dict[str, Any]) -> PolicyGradient:
+    """The policy gradient called `name`.
 
     Raises:
-        UserError: another policy, or one that is too old, sampled them, or it did so greedily.
+        UserError: unknown, none, or an option that is unknown or impossible.
     """
-    facts, version = rewards.manifest.facts, policy.manifest.facts["version"]
-    for name in ("version", "digest", "sampling"):
-        if name not in facts:
-            raise UserError("--rewards", rewards.url, f"does not say its {name}; give it what the stage reward commits")
-    age = version - facts["version"]
-    if facts["digest"] != policy.manifest.digest and not 0 < age <= max_staleness:
-        raise UserError(
-            "--rewards",
-            f"{rewards.url}, sampled by version {facts['version']} ({facts['digest']})",
-            f"--policy is version {version} ({policy.manifest.digest}); sample with it, or raise max_staleness",
-        )
-    temperature = float(facts["sampling"]["temperature"])
-    if temperature <= 0:
-        raise UserError(
-            "sampling.temperature", temperature, "greedy rollouts have no distribution to learn from; use 1.0"
-        )
-    return temperature
+    from tuneloop.algorithms._objective import PolicyGradient
+
+    found = plugins.load("algorithms", name, "Algorithm")
+    if not (isinstance(found, type) and issubclass(found, PolicyGradient)):
+        raise UserError("--algorithm", name, "is no policy gradient; preferences are for the stage preference")
+    try:
+        return found(**options)
+    except ValidationError as error:
+        raise from_validation(error, "algorithm_args.") from None
 
 
-def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sample]:
-    """The rollouts with their scores.
-
-    Raises:
-        UserError: none, a missing column, a token of a version that is too old or newer than `version`, or values
-            that can not be.
-    """
-    if "rewards.parquet" not in rewards.manifest.files:
-        raise UserError("--rewards", rewards.url, "holds no rewards.parquet; give it what the stage reward commits")
-    table = pq.ParquetFile(rewards.path / "rewards.parquet")
-    for column in COLUMNS:
-        if column not in table.schema_arrow.names:
-            raise UserError("--rewards", column, f"is no column of {rewards.url}/rewards.parquet; run reward again")
-    rows = table.read(list(COLUMNS)).to_pylist()
-    if not rows:
-        raise UserError("--rewards", rewards.url, "holds no rollouts; run the stage that makes them again")
-    groups: dict[str, int] = {}
-    return [_sample(row, groups.setdefault(row["group"], len(groups)), version, max_staleness) for row in rows]
-
-
-def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -> Sample:
-    from tuneloop.trainers._batch import Document
-
-    name, mask = row["request_id"], row["loss_mask"]
-    for column in ("logprobs", "loss_mask", "policy_versions"):
-        if len(row[column]) != len(row["completion_ids"]):
-            raise UserError(
-                f"{column} of {name}", len(row[column]), f"must be {len(row['completion_ids'])}, one a token"
-            )
-    engine = [value for value, wanted in zip(row["logprobs"], mask) if wanted]
-    if not all(math.isfinite(value) for value in engine):
-        raise UserError(f"logprobs of {name}", min(engine), "must be finite; sample with an engine that returns them")
-    for token_version in row["policy_versions"]:
-        if not version - max_staleness <= token_version <= version:
-            remedy = f"the policy is version {version} and max_staleness {max_staleness}; sample again"
-            raise UserError(f"policy_versions of {name}", token_version, remedy)
-    score = row["score"] if row["outcome"] == "score" else None
-    if row["outcome"] == "score" and (score is None or not math.isfinite(score)):
-        raise UserError(f"score of {name}", score, "must be a finite number where outcome is score; run reward again")
-    ids = row["prompt_ids"] + row["completion_ids"]
-    return Sample(name, Document(ids, [False] * len(row["prompt_ids"]) + mask), group, score, engine)
-
-
-def give_advantages(plugin: Any, samples: Sequence[Sample], scale_rewards: str) -> None:
-    """Set every sample's advantage."""
+def give_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None:
+    """Set the advantages of all samples, and with them which of them count and which are used."""
     import torch
 
-    values = plugin.advantages(
-        torch.tensor([0.0 if s.score is None else s.score for s in samples]),
-        torch.tensor([s.group for s in samples]),
-        torch.tensor([s.score is not None for s in samples]),
-        scale_rewards=scale_rewards,
+    from tuneloop.algorithms._objective import Completions
+    from tuneloop.algorithms._terms import divergence
+
+    targets = torch.tensor([s.document.target_count for s in samples])
+    kl = None
+    if algorithm.beta and algorithm.kl_in == "reward":
+        nothing = [[0.0] * s.document.target_count for s in samples]
+        old, reference = (
+            torch.tensor([v for s, zeros in zip(samples, nothing) for v in getattr(s, name) or zeros])
+            for name in ("old", "reference")
+        )
+        kl = divergence(old, reference, algorithm.kl_estimator)
+    values = algorithm.advantages(
+        Completions(
+            rewards=torch.tensor([0.0 if s.score is None else s.score for s in samples]),
+            groups=torch.tensor([s.group for s in samples]),
+            valid=torch.tensor([s.score is not None for s in samples]),
+            lengths=torch.tensor([s.length for s in samples]),
+            targets=targets,
+            kl=kl,
+        )
     )
-    for sample, value in zip(samples, values.tolist()):
-        sample.advantage = value
+    for sample, part in zip(samples, values.split(targets.tolist())):
+        sample.advantages = part.tolist()
+        teaches = bool(part.any()) or bool(algorithm.beta and algorithm.kl_in == "loss")
+        taken = sample.score is not None and not (algorithm.mask_truncated_completions and sample.truncated)
+        sample.counted = taken and (teaches or not algorithm.dynamic_sampling)
+        sample.used = taken and teaches and bool(sample.document.target_count)
 
 
 def mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[list[Sample]]:
@@ -271,117 +194,6 @@ def mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[li
     shuffle = torch.randperm(len(groups), generator=torch.Generator().manual_seed(stage.seed("mini_batches"))).tolist()
     part = {groups[place]: k % count for k, place in enumerate(shuffle)}
     return [[s for s in samples if part[s.group] == k and s.score is not None] for k in range(count)]
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is minimised: an algorithm's loss with its settings, over at most `limit` rollouts at once."""
-
-    stage: Stage
-    loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]
-    terms: dict[str, Any]
-    temperature: float
-    limit: int
-
-    def score(self, policy: Policy, samples: Sequence[Sample], name: Literal["old", "reference"]) -> None:
-        """Set `name` of all samples to the log-probabilities under `policy`, on every rank."""
-        found: dict[int, list[float]] = {}
-        with policy.frozen():
-            for micro in policy.plan([s.document for s in samples], self.limit):
-                self._check_stop(policy)
-                values, _ = policy.logprobs([samples[i].document for i in micro], self.temperature)
-                parts = values.split([samples[i].document.target_count for i in micro])
-                found |= {i: part.tolist() for i, part in zip(micro, parts)}
-        for i, logprobs in policy.ranks.merge(found).items():
-            setattr(samples[i], name, logprobs)
-
-    def step(self, trainer: Trainer, batch: Sequence[Sample]) -> float:
-        """One optimizer step on a mini-batch; its loss. Measures go to the stage's metrics."""
-        import torch
-
-        tokens = sum(sample.document.target_count for sample in batch)
-        used = [sample for sample in batch if sample.used]
-        torch.manual_seed(self.stage.seed("dropout", trainer.step, self.stage.rank))
-        tally = Tally(trainer.ranks)
-        for micro in trainer.plan([s.document for s in used], self.limit):
-            self._check_stop(trainer)
-            loss, measures = self._forward(trainer, [used[i] for i in micro])
-            (loss.sum() / tokens).backward()
-            tally.add(loss=loss.detach(), **measures)
-        norm, rate = trainer.update()
-        measured = tally.result()
-        loss = measured.pop("loss") * tally.count / tokens
-        self.stage.metric(
-            trainer.step,
-            loss=loss,
-            grad_norm=norm,
-            learning_rate=rate,
-            tokens=tokens,
-            used=len(used) / len(batch),
-            mean_reward=sum(s.score or 0.0 for s in batch) / len(batch),
-            **measured,
-        )
-        return loss
-
-    def _forward(self, trainer: Trainer, samples: Sequence[Sample]) -> tuple[Tensor, dict[str, Tensor]]:
-        import torch
-
-        def column(name: str) -> Tensor:
-            values = [value for sample in samples for value in getattr(sample, name)]
-            return torch.tensor(values, dtype=torch.float32, device=trainer.ranks.device)
-
-        logprobs, entropy = trainer.logprobs([s.document for s in samples], self.temperature)
-        several = any(sample.old for sample in samples)
-        each = [value for s in samples for value in [s.advantage] * s.document.target_count]
-        loss, measures = self.loss(
-            logprobs,
-            column("old") if several else logprobs.detach(),
-            torch.tensor(each, dtype=torch.float32, device=trainer.ranks.device),
-            engine_logprobs=column("engine"),
-            reference_logprobs=column("reference") if self.terms["beta"] else None,
-            **self.terms,
-        )
-        return loss, {**measures, "entropy": entropy}
-
-    def _check_stop(self, policy: Policy) -> None:
-        """Stop together: a rank that left alone would leave the others waiting."""
-        self.stage.stopping = bool(policy.ranks.max([float(self.stage.stopping)])[0])
-        self.stage.check_stop()
-
-
-class Tally:
-    """Gathers measures of tokens over micro-batches and ranks.
-
-    Attributes:
-        count: tokens, once `result` was called.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.count = ranks, 0
-        self.parts: dict[str, list[Tensor]] = {}
-
-    def add(self, **measures: Tensor) -> None:
-        """One value a token."""
-        for name, values in measures.items():
-            self.parts.setdefault(name, []).append(values.double().cpu())
-
-    def result(self) -> dict[str, float]:
-        """The mean of each, ``logprob_gap_max``, and ``importance_ess``: effective sample size over token count.
-
-        That is ``(Σw)² / (n Σw²)`` (Kish).
-        """
-        import torch
-
-        whole = {name: torch.cat(parts) for name, parts in self.parts.items()}
-        count, *sums = self.ranks.sum([float(len(whole["loss"])), *(float(values.sum()) for values in whole.values())])
-        self.count = round(count)
-        result = {name: total / count for name, total in zip(whole, sums)}
-        if "logprob_gap" in whole:
-            gap, weight = whole["logprob_gap"], whole["importance_weight"]
-            (result["logprob_gap_max"],) = self.ranks.max([float(gap.max()) if len(gap) else 0.0])
-            (squares,) = self.ranks.sum([float(weight.square().sum())])
-            result["importance_ess"] = (result["importance_weight"] * count) ** 2 / (count * squares)
-        return result
 
 
 def _load_state(trainer: Trainer, policy: Artifact, reset: bool) -> str:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.making import checkpoint_artifact, prompts_artifact, rewards_artifact, rollout_rows
-from tuneloop.algorithms import grpo
+from tuneloop.algorithms import _terms, dapo
 from tuneloop.artifacts import Artifact
 from tuneloop.errors import Interrupted, UserError
 from tuneloop.policy_update import policy_update
@@ -24,8 +24,12 @@ def policy(request, tmp_path_factory) -> Artifact:
     return checkpoint_artifact(tmp_path_factory.mktemp("policy") / request.param, request.param)
 
 
+TOKEN_MEAN = {"loss_agg_mode": "token-mean"}
+
+
 def run(out: Path, policy: Artifact, rewards: Artifact, **options) -> Artifact:
-    options = {"warmup_steps": 0, "device": "cpu", "save_dtype": "float32", **options}
+    """GRPO with the mean over tokens, which a dense computation is easily written for."""
+    options = {"warmup_steps": 0, "device": "cpu", "save_dtype": "float32", "algorithm_args": TOKEN_MEAN, **options}
     policy_update(out=str(out), policy=policy.ref, rewards=rewards.ref, **options)
     return Artifact(str(out))
 
@@ -46,10 +50,11 @@ def dense(
     other = reference and AutoModelForCausalLM.from_pretrained(reference.path / "model", dtype=torch.float32)
     scored = [s for s in samples if s["outcome"] == "score"]
     groups = sorted({s["group"] for s in scored})
-    advantages = grpo.advantages(
+    advantages = _terms.group_relative(
         torch.tensor([s["score"] for s in scored]),
         torch.tensor([groups.index(s["group"]) for s in scored]),
         torch.ones(len(scored), dtype=torch.bool),
+        "group",
     )
     total, count = torch.tensor(0.0), 0
     for s, advantage in zip(scored, advantages):
@@ -92,7 +97,7 @@ def test_kl_term_equals_a_dense_computation(policy, tmp_path):
         policy,
         rewards_artifact(tmp_path / "rewards", policy, samples),
         reference=reference.ref,
-        beta=0.3,
+        algorithm_args={**TOKEN_MEAN, "beta": 0.3},
     )
     (row,) = rows(found)
     assert (row["loss"], row["grad_norm"]) == pytest.approx(dense(policy, samples, reference, beta=0.3), rel=1e-4)
@@ -240,12 +245,14 @@ def test_rows_that_can_not_be(policy, tmp_path, change, match):
 def test_bad_input(policy, tmp_path):
     rewards, out = rewards_artifact(tmp_path / "rewards", policy), tmp_path / "out"
     for options, match in [
-        ({"beta": 0.1}, "needs --reference"),
+        ({"algorithm_args": {"beta": 0.1}}, "needs --reference"),
         ({"updates_per_batch": 9}, "4 groups"),
-        ({"algorithm": "nonsense"}, "unknown; known: grpo"),
+        ({"algorithm": "nonsense"}, "unknown; known: cispo"),
+        ({"algorithm_args": {"epsilon": -1}}, "algorithm_args.epsilon"),
+        ({"algorithm_args": {"nonsense": 1}}, "algorithm_args.nonsense.*unknown key"),
+        ({"algorithm": "dr_grpo", "algorithm_args": {}}, "max_completion_length must be set"),
         ({"lr_scheduler_type": "cosine"}, "must know where it ends"),
         ({"expected_world_size": 2}, "1 processes are training"),
-        ({"epsilon": 1.5}, "policy_update.epsilon"),
     ]:
         with pytest.raises(UserError, match=match):
             run(out, policy, rewards, **options)
@@ -261,20 +268,24 @@ def test_bad_input(policy, tmp_path):
     assert not out.exists() or not any(out.iterdir())
 
 
-class Stopped:
-    """GRPO in whose first loss SIGTERM arrives."""
+class Stopped(dapo.Algorithm):
+    """DAPO in whose first loss SIGTERM arrives."""
 
-    advantages = staticmethod(grpo.advantages)
-
-    @staticmethod
-    def loss(*args: Any, **terms: Any) -> Any:
+    def loss(self, tokens: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return grpo.loss(*args, **terms)
+        return super().loss(tokens)
 
 
 def test_a_signal_leaves_nothing_behind(policy, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "stopped", SimpleNamespace(Stopped=Stopped))
     rewards = rewards_artifact(tmp_path / "rewards", policy)
     with pytest.raises(Interrupted):
-        run(tmp_path / "out", policy, rewards, algorithm="stopped:Stopped", per_device_train_batch_size=2)
+        run(
+            tmp_path / "out",
+            policy,
+            rewards,
+            algorithm="stopped:Stopped",
+            algorithm_args={},
+            per_device_train_batch_size=2,
+        )
     assert not any((tmp_path / "out").iterdir())

@@ -1,9 +1,12 @@
-"""Objectives: advantages and losses, one file an algorithm.
+"""Objectives: what training maximises, one file an algorithm, found by name.
 
-An algorithm is a module of two pure functions::
+A policy gradient (for `policy_update`) is a module with a class ``Algorithm``, a `_objective.PolicyGradient`: a
+pydantic model of the options, under TRL's names where TRL has them, with three methods::
 
-    advantages(rewards, groups, valid, *, scale_rewards) -> Tensor
-    loss(logprobs, old_logprobs, advantages, *, engine_logprobs, reference_logprobs, …) -> (Tensor, dict[str, Tensor])
+    advantages(completions) -> float32 [targets]          how much better each token is than its baseline
+    loss(tokens) -> (float32 [targets], measures)         one value a token, before it is weighed
+    token_weights(targets) -> float32 [completions]       what each token of a completion counts
 
-`loss` gives one value a token; the caller divides their sum by the token count of the whole batch.
+The step is taken on the sum of ``loss * weight`` over a whole mini-batch, however that is cut into micro-batches and
+dealt to ranks. Preference objectives (`preference`) are in `_preference`, shared mathematics in `_terms`.
 """

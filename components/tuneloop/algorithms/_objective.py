@@ -1,0 +1,163 @@
+"""What every policy gradient has: options, an importance weight, a KL term, and how tokens are weighed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
+
+from tuneloop.algorithms import _terms
+
+
+@dataclass(frozen=True, slots=True)
+class Completions:
+    """A batch to give advantages to.
+
+    Attributes:
+        rewards: float32 ``[completions]``; anything where not valid.
+        groups: int64 ``[completions]``, 0 … G-1: completions of one prompt.
+        valid: bool ``[completions]``, whether the reward is a score.
+        lengths: int64 ``[completions]``, tokens sampled.
+        targets: int64 ``[completions]``, tokens that the loss sees.
+        kl: float32 ``[targets]``, an estimate a token of the divergence from the reference; None without one.
+    """
+
+    rewards: Tensor
+    groups: Tensor
+    valid: Tensor
+    lengths: Tensor
+    targets: Tensor
+    kl: Tensor | None = None
+
+    def spread(self, values: Tensor) -> Tensor:
+        """``[completions]`` → ``[targets]``."""
+        return values.repeat_interleave(self.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A micro-batch of whole completions; float32 ``[targets]`` each but `sequence`.
+
+    Attributes:
+        logprobs: of the policy being trained, with gradient.
+        old: of the policy before the first step on these completions, by the trainer.
+        advantages: what `PolicyGradient.advantages` gave.
+        sequence: int64, 0 … n-1, the completion a token belongs to.
+        engine: as sampled, each by the version that sampled it; None leaves the correction and its measures out.
+        reference: None leaves the KL term out.
+    """
+
+    logprobs: Tensor
+    old: Tensor
+    advantages: Tensor
+    sequence: Tensor
+    engine: Tensor | None = None
+    reference: Tensor | None = None
+
+
+class PolicyGradient(BaseModel):
+    """``Σ weight · (-w · surrogate + β · ratio · KL)`` with the options that all algorithms share."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    epsilon: float = Field(0.2, gt=0, description="the ratio is clipped below 1 - epsilon")
+    epsilon_high: float | None = Field(None, gt=0, description="and above 1 + epsilon_high; None: as epsilon")
+    delta: float | None = Field(None, gt=1, description="bounds the ratio where the advantage is negative")
+    importance_sampling_level: Literal["token", "sequence"] = Field(
+        "token", description="sequence: the ratio is the geometric mean over a completion (GSPO)"
+    )
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = Field(
+        "token-mean", description="verl's names; TRL's loss_type dapo, grpo and dr_grpo"
+    )
+    max_completion_length: int = Field(0, ge=0, description="the divisor of seq-mean-token-sum-norm, in tokens")
+    beta: float = Field(0.0, ge=0, description="weight of the KL divergence to the reference; 0: none")
+    kl_estimator: _terms.Estimator = "k3"
+    kl_in: Literal["loss", "reward"] = Field("loss", description="where the divergence enters")
+    use_bias_correction_kl: bool = Field(
+        True, description="in the loss: weigh it by the ratio, so that its gradient is that of KL (arXiv 2512.02556)"
+    )
+    vllm_importance_sampling_mode: _terms.Correction = Field(
+        "token_truncate", description="how the gap between engine and trainer is corrected"
+    )
+    vllm_importance_sampling_clip_min: float | None = Field(None, ge=0)
+    vllm_importance_sampling_clip_max: float | None = Field(2.0, gt=0)
+    off_policy_mask_threshold: float | None = Field(
+        None, ge=0, description="drop bad completions that drifted further than this KL (OPSM, arXiv 2512.02556)"
+    )
+    mask_truncated_completions: bool = Field(False, description="completions that ran into the limit teach nothing")
+    dynamic_sampling: bool = Field(False, description="completions that teach nothing do not count in the mean either")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PolicyGradient:
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"vllm_importance_sampling_clip_min {low} must be below …_clip_max {high}")
+        if self.loss_agg_mode == "seq-mean-token-sum-norm" and not self.max_completion_length:
+            raise ValueError("max_completion_length must be set: it divides the loss")
+        return self
+
+    def advantages(self, batch: Completions) -> Tensor:
+        """Float32 ``[targets]``, exactly 0 where there is nothing to learn."""
+        raise NotImplementedError
+
+    def surrogate(self, ratio: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """What is maximised a token, and whether its gradient is clipped."""
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        return _terms.clipped(ratio, tokens.advantages, self.epsilon, high, self.delta)
+
+    def ratio(self, tokens: Tokens) -> Tensor:
+        """``π/π_old`` of each token, or its geometric mean over the completion."""
+        log_ratio = tokens.logprobs - tokens.old
+        if self.importance_sampling_level == "sequence":
+            log_ratio = _terms.sequence_mean(log_ratio, tokens.sequence)
+        return log_ratio.exp()
+
+    def loss(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of each token before `token_weights`.
+
+        Returns:
+            Float32 ``[targets]``, and measures of each token, detached: ``ratio``, ``clip_fraction`` (0 or 1), and
+            where their inputs are given ``kl``, ``logprob_gap`` (absolute difference of engine and trainer),
+            ``importance_weight`` (the ratio before its bounds) and ``rejected`` (0 or 1).
+        """
+        ratio = self.ratio(tokens)
+        gain, outside = self.surrogate(ratio, tokens)
+        values = -gain
+        measures = {"ratio": ratio.detach(), "clip_fraction": outside.float()}
+        if self.off_policy_mask_threshold is not None:
+            behaviour = tokens.old if tokens.engine is None else tokens.engine
+            drift = _terms.sequence_mean(behaviour - tokens.logprobs.detach(), tokens.sequence)
+            values = values * ((tokens.advantages >= 0) | (drift <= self.off_policy_mask_threshold))
+        if tokens.engine is not None:
+            gap = tokens.old - tokens.engine
+            bounds = (self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max)
+            weight, raw = _terms.importance(gap, tokens.sequence, self.vllm_importance_sampling_mode, *bounds)
+            values = values * weight
+            measures |= {"logprob_gap": gap.abs(), "importance_weight": raw, "rejected": (weight == 0).float()}
+        if tokens.reference is not None:
+            kl = _terms.divergence(tokens.logprobs, tokens.reference, self.kl_estimator)
+            measures["kl"] = kl.detach()
+            if self.kl_in == "loss":
+                values = values + self.beta * kl * (ratio if self.use_bias_correction_kl else 1.0)
+        return values, measures
+
+    def token_weights(self, targets: Tensor) -> Tensor:
+        """What each token of a completion counts in a mini-batch; in all they make a mean.
+
+        Args:
+            targets: int64 ``[completions]``: target tokens of every completion of the mini-batch, on all ranks.
+        """
+        ones = torch.ones_like(targets, dtype=torch.float32)
+        if self.loss_agg_mode == "token-mean":
+            return ones / targets.sum()
+        by = targets if self.loss_agg_mode == "seq-mean-token-mean" else self.max_completion_length * ones
+        return ones / (by * len(targets))
+
+    def shaped(self, batch: Completions) -> Tensor:
+        """The rewards, less ``β Σ KL`` over the completion where the divergence enters there."""
+        if batch.kl is None or self.kl_in != "reward":
+            return batch.rewards
+        owner = torch.arange(len(batch.targets)).repeat_interleave(batch.targets)
+        return batch.rewards - self.beta * torch.zeros_like(batch.rewards).index_add(0, owner, batch.kl)

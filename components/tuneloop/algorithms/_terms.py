@@ -1,0 +1,137 @@
+"""The mathematics that objectives share. Tensors are float32 over target tokens, ``[targets]``, unless said otherwise.
+
+`sequence`, int64 ``[targets]``, is the completion that each token belongs to.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-4  # added to a standard deviation, as TRL does
+LOG_LIMIT = 20.0  # log-ratios beyond this are clamped before exp
+
+Estimator = Literal["k1", "k2", "k3"]
+Correction = Literal[
+    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
+]
+Scale = Literal["group", "batch", "none"]
+
+
+def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
+    """Each token gets the sum over its completion."""
+    count = int(sequence.max()) + 1 if len(sequence) else 0
+    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, sequence, values)[sequence]
+
+
+def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
+    """Each token gets the mean over its completion's target tokens."""
+    return sequence_sum(values, sequence) / sequence_sum(torch.ones_like(values), sequence)
+
+
+def group_relative(rewards: Tensor, groups: Tensor, valid: Tensor, scale: Scale) -> Tensor:
+    """``(R - mean of the group) / (std + 1e-4)``: the unbiased deviation over the group, over the batch, or none.
+
+    Groups whose rewards are all equal give exact zeros, and so do groups of one.
+
+    Args:
+        rewards: float32 ``[completions]``; ignored where not valid, so anything may stand there.
+        groups: int64 ``[completions]``, 0 … G-1.
+        valid: bool ``[completions]``: whether the reward is a score; only these enter means and deviations.
+        scale: GRPO (arXiv 2402.03300) by ``group``; ``batch`` is arXiv 2508.08221; ``none`` Dr. GRPO, arXiv 2503.20783.
+
+    Returns:
+        Float32 ``[completions]``, 0 where not valid.
+    """
+    result = torch.zeros_like(rewards)
+    overall = rewards[valid].std() if int(valid.sum()) > 1 else torch.tensor(0.0)
+    for members in _groups(rewards, groups, valid):
+        own = rewards[members]
+        by = {"group": own.std() + EPSILON, "batch": overall + EPSILON, "none": 1.0}[scale]
+        result[members] = (own - own.mean()) / by
+    return result
+
+
+def leave_one_out(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
+    """``R_i - mean of the group's others`` (RLOO, arXiv 2402.14740); arguments and zeros as of `group_relative`."""
+    result = torch.zeros_like(rewards)
+    for members in _groups(rewards, groups, valid):
+        own = rewards[members]
+        result[members] = own - (own.sum() - own) / (len(own) - 1)
+    return result
+
+
+def _groups(rewards: Tensor, groups: Tensor, valid: Tensor) -> list[Tensor]:
+    """Masks of the groups whose valid rewards differ."""
+    masks = (valid & (groups == group) for group in groups[valid].unique())
+    return [mask for mask in masks if rewards[mask].min() != rewards[mask].max()]
+
+
+def divergence(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
+    """An estimate of KL(π, π_ref) from tokens that π sampled (Schulman); with ``x = log π - log π_ref``:
+
+    k1 is ``x``, without bias and of high variance; k2 is ``x²/2``, whose gradient is that of KL; k3 is
+    ``exp(-x) - 1 + x``, without bias, never negative, with another gradient (that of KL(π_ref, π)).
+    """
+    x = logprobs - reference
+    return {"k1": lambda: x, "k2": lambda: x.square() / 2, "k3": lambda: (-x).exp() - 1 + x}[estimator]()
+
+
+def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, delta: float | None) -> tuple[Tensor, Tensor]:
+    """``min(r A, clip(r, 1 - low, 1 + high) A)`` of PPO, and whether the clip holds the gradient back.
+
+    `delta` bounds r itself, for A < 0, where the minimum does not (two-sided clipping, arXiv 2505.07291).
+    """
+    outside = ((ratio < 1 - low) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    return torch.min(bounded * advantages, ratio.clamp(1 - low, 1 + high) * advantages), outside
+
+
+def importance(
+    gap: Tensor, sequence: Tensor, mode: Correction, low: float | None, high: float | None
+) -> tuple[Tensor, Tensor]:
+    """Weights that correct for an engine μ which is not the trainer's policy π_old.
+
+    ``gap = log π_old - log μ``; each token's μ is the version that sampled it, so completions of several versions need
+    nothing else. The ratio is the token's ``exp(gap)``, the completion's ``exp(Σ gap)``, or its geometric mean
+    ``exp(mean gap)``. ``*_truncate`` clamps it to [low, high] (TIS, arXiv 2505.24298); ``token_mask`` and
+    ``sequence_mask`` keep it inside and give 0 outside (IcePop, MIS); ``geometric_mask`` gives 1 inside, 0 outside:
+    it rejects and does not weigh.
+
+    Returns:
+        The weights, detached, and the ratio before bounds.
+    """
+    gap = gap.detach()
+    if mode.startswith("sequence"):
+        gap = sequence_sum(gap, sequence)
+    elif mode.startswith("geometric"):
+        gap = sequence_mean(gap, sequence)
+    ratio = gap.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
+    if mode == "none":
+        return torch.ones_like(ratio), ratio
+    if mode.endswith("truncate"):
+        return ratio.clamp(min=low, max=high), ratio
+    inside = torch.ones_like(ratio, dtype=torch.bool)
+    inside = inside if low is None else inside & (ratio >= low)
+    inside = inside if high is None else inside & (ratio <= high)
+    return torch.where(inside, torch.ones_like(ratio) if mode == "geometric_mask" else ratio, 0.0), ratio
+
+
+def soft_overlong(lengths: Tensor, limit: int, cache: int) -> Tensor:
+    """DAPO's punishment of length (arXiv 2503.14476, eq. 13): 0 up to ``limit - cache`` tokens, then falling to -1.
+
+    Args:
+        lengths: int64 ``[completions]``, tokens.
+        limit: from where on it is -1.
+        cache: over how many tokens it falls.
+    """
+    return -((lengths - (limit - cache)) / cache).clamp(0.0, 1.0)
+
+
+def whiten(values: Tensor) -> Tensor:
+    """To mean 0 and variance 1 over all values, the biased variance (REINFORCE++, arXiv 2501.03262)."""
+    if not len(values):
+        return values
+    return (values - values.mean()) * (values.var(correction=0) + 1e-8).rsqrt()

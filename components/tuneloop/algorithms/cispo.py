@@ -1,0 +1,23 @@
+"""CISPO (arXiv 2506.13585): the ratio is a clipped weight, and every token keeps its gradient."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from tuneloop.algorithms import grpo
+from tuneloop.algorithms._objective import Tokens
+
+
+class Algorithm(grpo.Algorithm):
+    """``min(r, epsilon_high) A log π`` with a detached ratio. TRL: ``loss_type="cispo"``; there as here
+    `epsilon_high` is the bound itself (ScaleRL, arXiv 2510.13786, takes 5) and nothing bounds it below."""
+
+    epsilon_high: float | None = Field(5.0, gt=0, description="bounds the ratio")
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+
+    def surrogate(self, ratio: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        bounded = ratio.detach().clamp(max=self.epsilon_high)
+        return bounded * tokens.advantages * tokens.logprobs, (bounded < ratio) & (tokens.advantages > 0)

@@ -1,0 +1,39 @@
+"""DAPO (arXiv 2503.14476): clipped higher above than below, token-mean, dynamic sampling, soft overlong punishment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from tuneloop.algorithms import _terms, grpo
+from tuneloop.algorithms._objective import Completions
+
+
+class Algorithm(grpo.Algorithm):
+    """TRL: ``loss_type="dapo"``, and `max_completion_len`, `soft_punish_cache` of its `get_soft_overlong_punishment`.
+
+    Dynamic sampling leaves groups whose rewards are all equal out of the loss and of its mean. It does not sample
+    others in their place: ask `rollout` for as many prompts more as the share of such groups (a metric) suggests.
+    The punishment is added to rewards here, not in `reward`, which sees text and knows no tokens.
+    """
+
+    epsilon_high: float | None = Field(0.28, gt=0)
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    dynamic_sampling: bool = True
+    max_completion_len: int = Field(0, ge=0, description="tokens from which on the punishment is -1; 0: none")
+    soft_punish_cache: int = Field(0, ge=0, description="tokens before that over which it grows from 0")
+
+    @model_validator(mode="after")
+    def _overlong(self) -> Algorithm:
+        if bool(self.max_completion_len) != bool(self.soft_punish_cache):
+            raise ValueError("max_completion_len and soft_punish_cache must be set together")
+        return self
+
+    def advantages(self, batch: Completions) -> Tensor:
+        if self.max_completion_len:
+            punishment = _terms.soft_overlong(batch.lengths, self.max_completion_len, self.soft_punish_cache)
+            batch = replace(batch, rewards=batch.rewards + punishment)
+        return super().advantages(batch)

@@ -1,0 +1,14 @@
+"""Dr. GRPO (arXiv 2503.20783): GRPO without the two divisions that bias it, by deviation and by length."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tuneloop.algorithms import _terms, grpo
+
+
+class Algorithm(grpo.Algorithm):
+    """Advantages are not scaled; token losses are divided by a constant. TRL: ``loss_type="dr_grpo"``."""
+
+    scale_rewards: _terms.Scale = "none"
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "seq-mean-token-sum-norm"

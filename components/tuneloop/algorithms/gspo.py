@@ -1,0 +1,17 @@
+"""GSPO (arXiv 2507.18071): ratio and clip belong to the completion, as the reward does."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from tuneloop.algorithms import grpo
+
+
+class Algorithm(grpo.Algorithm):
+    """The ratio is the geometric mean over the completion. TRL: ``importance_sampling_level="sequence"``, loss grpo."""
+
+    importance_sampling_level: Literal["token", "sequence"] = "sequence"
+    epsilon: float = Field(3e-4, gt=0)
+    epsilon_high: float | None = Field(4e-4, gt=0)

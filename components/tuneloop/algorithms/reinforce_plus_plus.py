@@ -1,0 +1,37 @@
+"""REINFORCE++ (arXiv 2501.03262): no critic and no group; advantages are whitened over all tokens of the batch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from tuneloop.algorithms import _terms
+from tuneloop.algorithms._objective import Completions, PolicyGradient
+
+
+class Algorithm(PolicyGradient):
+    """A token's return is the reward less β times the KL from this token on. OpenRLHF: ``reinforce``.
+
+    With ``baseline="group"`` it is REINFORCE++-baseline: the group's mean is taken off first, and then the paper has
+    the divergence in the loss: ``kl_in="loss", kl_estimator="k2"``.
+    """
+
+    kl_estimator: _terms.Estimator = "k1"
+    kl_in: Literal["loss", "reward"] = "reward"
+    baseline: Literal["none", "group"] = Field("none", description="group: rewards less their group's mean")
+
+    def advantages(self, batch: Completions) -> Tensor:
+        rewards = batch.rewards
+        if self.baseline == "group":
+            rewards = _terms.group_relative(rewards, batch.groups, batch.valid, "none")
+        values = batch.spread(rewards.where(batch.valid, 0.0))
+        if batch.kl is not None and self.kl_in == "reward":
+            parts = batch.kl.split(batch.targets.tolist())
+            values = values - self.beta * torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])
+        scored = batch.spread(batch.valid)
+        result = values.new_zeros(len(values))
+        result[scored] = _terms.whiten(values[scored])
+        return result

@@ -1,0 +1,30 @@
+"""RLOO (arXiv 2402.14740): REINFORCE on whole completions, the group's others as baseline."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from tuneloop.algorithms import _terms
+from tuneloop.algorithms._objective import Completions, PolicyGradient, Tokens
+
+
+class Algorithm(PolicyGradient):
+    """The ratio is that of the completion, the product over its tokens. TRL: RLOOTrainer."""
+
+    kl_estimator: _terms.Estimator = "k1"
+    kl_in: Literal["loss", "reward"] = "reward"
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "seq-mean-token-mean"
+    normalize_advantages: bool = False
+
+    def advantages(self, batch: Completions) -> Tensor:
+        values = _terms.leave_one_out(self.shaped(batch), batch.groups, batch.valid)
+        scored = values[batch.valid]
+        if self.normalize_advantages and len(scored) > 1:
+            values = ((values - scored.mean()) / (scored.std() + _terms.EPSILON)).where(batch.valid, 0.0)
+        return batch.spread(values)
+
+    def ratio(self, tokens: Tokens) -> Tensor:
+        """``π/π_old`` of the completion."""
+        return _terms.sequence_sum(tokens.logprobs - tokens.old, tokens.sequence).exp()

@@ -1,0 +1,136 @@
+"""Scored rollouts, read and checked for `policy_update`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+
+from tuneloop.artifacts import Artifact
+from tuneloop.errors import UserError
+
+if TYPE_CHECKING:
+    from tuneloop.trainers._batch import Document
+
+COLUMNS = (
+    "request_id",
+    "group",
+    "prompt_ids",
+    "completion_ids",
+    "logprobs",
+    "loss_mask",
+    "policy_versions",
+    "finish_reason",
+    "outcome",
+    "score",
+)
+
+
+@dataclass(slots=True)
+class Sample:
+    """One rollout; lists hold one value a target token, in order.
+
+    Attributes:
+        group: 0 … G-1.
+        score: None unless it was scored.
+        length: tokens sampled, targets or not.
+        truncated: whether sampling ended at the token limit.
+        age: versions that its oldest token lies behind the policy.
+        engine: log-probabilities under which it was sampled.
+        counted: whether it counts in the mean that the loss is.
+        used: whether it goes through the model.
+        old: log-probabilities by the trainer before the first step, where there are several steps.
+        reference: log-probabilities of the reference policy, where there is one.
+    """
+
+    id: str
+    document: Document
+    group: int
+    score: float | None
+    length: int
+    truncated: bool
+    age: int
+    engine: list[float]
+    advantages: list[float] = field(default_factory=list)
+    counted: bool = False
+    used: bool = False
+    old: list[float] = field(default_factory=list)
+    reference: list[float] = field(default_factory=list)
+
+
+def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> float:
+    """The temperature of the rollouts, once it is sure that they can teach this policy.
+
+    Raises:
+        UserError: another policy, or one that is too old, sampled them, or it did so greedily.
+    """
+    facts, version = rewards.manifest.facts, policy.manifest.facts["version"]
+    for name in ("version", "digest", "sampling"):
+        if name not in facts:
+            raise UserError("--rewards", rewards.url, f"does not say its {name}; give it what the stage reward commits")
+    age = version - facts["version"]
+    if facts["digest"] != policy.manifest.digest and not 0 < age <= max_staleness:
+        raise UserError(
+            "--rewards",
+            f"{rewards.url}, sampled by version {facts['version']} ({facts['digest']})",
+            f"--policy is version {version} ({policy.manifest.digest}); sample with it, or raise max_staleness",
+        )
+    temperature = float(facts["sampling"]["temperature"])
+    if temperature <= 0:
+        raise UserError(
+            "sampling.temperature", temperature, "greedy rollouts have no distribution to learn from; use 1.0"
+        )
+    return temperature
+
+
+def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sample]:
+    """The rollouts with their scores.
+
+    Raises:
+        UserError: none, a missing column, a token of a version that is too old or newer than `version`, or values
+            that can not be.
+    """
+    if "rewards.parquet" not in rewards.manifest.files:
+        raise UserError("--rewards", rewards.url, "holds no rewards.parquet; give it what the stage reward commits")
+    table = pq.ParquetFile(rewards.path / "rewards.parquet")
+    for column in COLUMNS:
+        if column not in table.schema_arrow.names:
+            raise UserError("--rewards", column, f"is no column of {rewards.url}/rewards.parquet; run reward again")
+    rows = table.read(list(COLUMNS)).to_pylist()
+    if not rows:
+        raise UserError("--rewards", rewards.url, "holds no rollouts; run the stage that makes them again")
+    groups: dict[str, int] = {}
+    return [_sample(row, groups.setdefault(row["group"], len(groups)), version, max_staleness) for row in rows]
+
+
+def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -> Sample:
+    from tuneloop.trainers._batch import Document
+
+    name, mask = row["request_id"], row["loss_mask"]
+    for column in ("logprobs", "loss_mask", "policy_versions"):
+        if len(row[column]) != len(row["completion_ids"]):
+            raise UserError(
+                f"{column} of {name}", len(row[column]), f"must be {len(row['completion_ids'])}, one a token"
+            )
+    engine = [value for value, wanted in zip(row["logprobs"], mask) if wanted]
+    if not all(math.isfinite(value) for value in engine):
+        raise UserError(f"logprobs of {name}", min(engine), "must be finite; sample with an engine that returns them")
+    for token_version in row["policy_versions"]:
+        if not version - max_staleness <= token_version <= version:
+            remedy = f"the policy is version {version} and max_staleness {max_staleness}; sample again"
+            raise UserError(f"policy_versions of {name}", token_version, remedy)
+    score = row["score"] if row["outcome"] == "score" else None
+    if row["outcome"] == "score" and (score is None or not math.isfinite(score)):
+        raise UserError(f"score of {name}", score, "must be a finite number where outcome is score; run reward again")
+    return Sample(
+        name,
+        Document(row["prompt_ids"] + row["completion_ids"], [False] * len(row["prompt_ids"]) + mask),
+        group,
+        score,
+        length=len(mask),
+        truncated=row["finish_reason"] == "length",
+        age=max((version - token_version for token_version in row["policy_versions"]), default=0),
+        engine=engine,
+    )

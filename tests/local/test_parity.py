@@ -1,0 +1,197 @@
+"""Losses and gradients beside TRL's own code, on one batch with prompts and completions of all lengths."""
+
+import importlib
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.making import tiny_model
+from tuneloop.algorithms._objective import Completions, Tokens
+from tuneloop.trainers._batch import Document
+from tuneloop.trainers.fsdp import Policy, Ranks
+
+pytestmark = pytest.mark.local
+COMMON = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": [], "disable_dropout": True}
+
+
+class Case(NamedTuple):
+    """A batch of eight completions, and what several models said of their tokens."""
+
+    policy: Policy
+    prompts: list[list[int]]
+    completions: list[list[int]]
+    old: torch.Tensor
+    engine: torch.Tensor
+    reference: torch.Tensor
+    rewards: torch.Tensor
+    groups: torch.Tensor
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        return torch.tensor([len(c) for c in self.completions])
+
+    def logprobs(self) -> torch.Tensor:
+        self.policy.model.zero_grad()
+        documents = [
+            Document(p + c, [False] * len(p) + [True] * len(c)) for p, c in zip(self.prompts, self.completions)
+        ]
+        return self.policy.logprobs(documents)[0]
+
+    def rows(self, values: torch.Tensor) -> torch.Tensor:
+        """By completion, padded on the right."""
+        return right(list(values.split(self.lengths.tolist())))
+
+
+def right(values: list[Any]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(v) for v in values], True)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def case(request, tmp_path_factory) -> Case:
+    """Ratios away from 1 so that some are clipped, and an engine that disagrees."""
+    model = tiny_model(tmp_path_factory.mktemp("model") / request.param, request.param, dtype=torch.float32)
+    rng = random.Random(0)
+    prompts, completions = (
+        [[rng.randrange(3, 41) for _ in range(rng.randint(1, most))] for _ in range(8)] for most in (9, 7)
+    )
+    made = Case(Policy(model, Ranks("cpu")), prompts, completions, *[torch.zeros(0)] * 5)
+    now, noise = made.logprobs().detach(), torch.Generator().manual_seed(0)
+    old, reference = (now + scale * torch.randn(len(now), generator=noise) for scale in (0.3, 0.2))
+    engine = old + 0.5 * torch.randn(len(now), generator=noise)
+    rewards, groups = torch.tensor([1.0, 0, 0, 0, 0.5, 1, 0, 1]), torch.tensor([0] * 4 + [1] * 4)
+    return made._replace(old=old, engine=engine, reference=reference, rewards=rewards, groups=groups)
+
+
+@pytest.fixture(scope="module")
+def trainers(case, tmp_path_factory) -> dict[str, Any]:
+    """TRL's trainers, in evaluation mode: the same gradient, and the normalizer of one whole batch."""
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+    source = case.policy.model.config.name_or_path
+    made = {}
+    for name, trainer, config in (("grpo", GRPOTrainer, GRPOConfig), ("rloo", RLOOTrainer, RLOOConfig)):
+        made[name] = trainer(
+            model=AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=config(
+                output_dir=str(tmp_path_factory.mktemp("trl")),
+                num_generations=4,
+                per_device_train_batch_size=8,
+                max_completion_length=12,
+                temperature=1.0,
+                beta=0.0,
+                **COMMON,
+            ),
+            train_dataset=Dataset.from_list([{"prompt": "say 1 ="}] * 8),
+            processing_class=AutoTokenizer.from_pretrained(source),
+        )
+        made[name].model.eval()
+    made["grpo"].current_gradient_accumulation_steps = 1
+    return made
+
+
+def ours(case: Case, algorithm: Any, *, engine: bool) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss, advantages of completions, measures; gradients stay on the model."""
+    kl = case.old - case.reference if algorithm.beta and algorithm.kl_in == "reward" else None
+    valid = torch.ones(8, dtype=torch.bool)
+    each = algorithm.advantages(Completions(case.rewards, case.groups, valid, case.lengths, case.lengths, kl))
+    sequence = torch.arange(8).repeat_interleave(case.lengths)
+    tokens = Tokens(
+        case.logprobs(),
+        case.old,
+        each,
+        sequence,
+        engine=case.engine if engine else None,
+        reference=case.reference if algorithm.beta else None,
+    )
+    values, measures = algorithm.loss(tokens)
+    loss = (values * algorithm.token_weights(case.lengths)[sequence]).sum()
+    loss.backward()
+    return float(loss.detach()), case.rows(each)[:, 0], measures
+
+
+def assert_same(case: Case, loss: float, theirs: torch.Tensor, model: torch.nn.Module) -> None:
+    model.zero_grad()
+    theirs.backward()
+    assert loss == pytest.approx(float(theirs.detach()), rel=2e-5, abs=1e-7)
+    found = dict(case.policy.model.named_parameters())
+    assert any(parameter.grad.abs().max() > 1e-3 for parameter in found.values())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def trl_inputs(case: Case, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
+    width = max(map(len, case.prompts))
+    return {
+        "prompt_ids": torch.tensor([[0] * (width - len(p)) + p for p in case.prompts]),
+        "prompt_mask": torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in case.prompts]),
+        "completion_ids": right(case.completions),
+        "completion_mask": right([[1] * len(c) for c in case.completions]),
+        "advantages": advantages,
+        "num_items_in_batch": case.lengths.sum().float(),
+    }
+
+
+GRPO: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("grpo", {}, {"loss_type": "grpo"}),
+    ("grpo", {"beta": 0.2}, {"loss_type": "grpo"}),
+    ("grpo", {"delta": 1.5, "epsilon": 0.1}, {"loss_type": "grpo"}),
+    ("grpo", {"loss_agg_mode": "token-mean", "off_policy_mask_threshold": 0.05}, {"loss_type": "bnpo"}),
+    ("dr_grpo", {"max_completion_length": 12}, {"loss_type": "dr_grpo"}),
+    ("dapo", {}, {"loss_type": "dapo"}),
+    ("dapo", {"beta": 0.2, "use_bias_correction_kl": False}, {"loss_type": "dapo"}),
+    ("dapo", {"beta": 0.2}, {"loss_type": "dapo"}),
+    ("gspo", {"epsilon": 0.1, "epsilon_high": 0.15}, {"loss_type": "grpo"}),
+    ("gspo", {"beta": 0.2}, {"loss_type": "grpo"}),
+    ("cispo", {"epsilon_high": 1.2}, {"loss_type": "cispo"}),
+]
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", None])
+@pytest.mark.parametrize(("name", "options", "theirs"), GRPO, ids=lambda v: str(v))
+def test_policy_gradients_equal_trl(case, trainers, name, options, theirs, mode):
+    bounds = {"vllm_importance_sampling_clip_min": 0.3, "vllm_importance_sampling_clip_max": 2.0}
+    correction = {} if mode is None else {"vllm_importance_sampling_mode": mode, **bounds}
+    algorithm = importlib.import_module(f"tuneloop.algorithms.{name}").Algorithm(**options, **correction)
+    loss, advantages, measures = ours(case, algorithm, engine=mode is not None)
+    if mode is None:
+        assert 0 < float(measures["clip_fraction"].mean()) < 1
+    trainer = trainers["grpo"]
+    trainer.loss_type, trainer.beta = theirs["loss_type"], algorithm.beta
+    trainer.importance_sampling_level = algorithm.importance_sampling_level
+    trainer.epsilon_low, trainer.epsilon_high = algorithm.epsilon, algorithm.epsilon_high or algorithm.epsilon
+    trainer.args.delta, trainer.args.use_bias_correction_kl = algorithm.delta, algorithm.use_bias_correction_kl
+    trainer.off_policy_mask_threshold = algorithm.off_policy_mask_threshold
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = mode is not None
+    inputs = trl_inputs(case, advantages) | {
+        "old_per_token_logps": case.rows(case.old),
+        "ref_per_token_logps": case.rows(case.reference),
+    }
+    if mode is not None:  # as in GRPOTrainer._generate_and_score_completions, which needs an engine to run
+        inputs["sampling_per_token_logps"] = case.rows(case.engine)
+        gap = case.rows(case.old - case.engine)
+        ratio = (gap.sum(-1, keepdim=True) if mode.startswith("sequence") else gap).exp()
+        outside = (ratio < 0.3) | (ratio > 2.0)
+        bounded = ratio.clamp(0.3, 2.0) if mode.endswith("truncate") else ratio.masked_fill(outside, 0.0)
+        inputs["importance_sampling_ratio"] = bounded
+    assert_same(case, loss, trainer._compute_loss(trainer.model, inputs), trainer.model)
+
+
+@pytest.mark.parametrize("options", [{}, {"beta": 0.05}, {"normalize_advantages": True, "epsilon_high": 0.4}])
+def test_rloo_equals_trl(case, trainers, options):
+    algorithm = importlib.import_module("tuneloop.algorithms.rloo").Algorithm(**options)
+    loss, advantages, _ = ours(case, algorithm, engine=False)
+    sums = case.rows(case.old - case.reference).sum(-1)
+    rewards = (case.rewards - algorithm.beta * sums).view(2, 4)  # as RLOOTrainer._generate_and_score_completions
+    wanted = (rewards - (rewards.sum(1, keepdim=True) - rewards) / 3).flatten()
+    if algorithm.normalize_advantages:
+        wanted = (wanted - wanted.mean()) / (wanted.std() + 1e-4)
+    torch.testing.assert_close(advantages, wanted)
+    trainer = trainers["rloo"]
+    trainer.epsilon_low, trainer.epsilon_high = algorithm.epsilon, algorithm.epsilon_high or algorithm.epsilon
+    inputs = trl_inputs(case, advantages) | {"old_logps": case.rows(case.old).sum(-1)}
+    assert_same(case, loss, trainer._compute_loss(trainer.model, inputs), trainer.model)
