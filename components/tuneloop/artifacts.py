@@ -30,6 +30,7 @@ from tuneloop.errors import Corrupt, UserError
 from tuneloop.store import Conflict, Store, fsync, local_path, normalize
 
 MANIFEST = "manifest.json"
+PARTS = ".parts"
 DIGEST = "xxh3-128"
 ROLES = ("prompts", "rollouts", "checkpoint", "metrics", "model", "report")
 
@@ -187,21 +188,46 @@ class Draft:
         except OSError as error:
             raise UserError("store", self.url, f"{error.strerror}; choose a place that can be written") from error
 
+    def contribute(self, part: int) -> None:
+        """Hand this machine's files to the one that commits, where the store is not a volume that they share.
+
+        Args:
+            part: a number that no other machine of the attempt has.
+        """
+        store = Store(self.url)
+        if store.root is None:
+            files = self._upload(store)
+            listing = {name: file.model_dump() for name, file in files.items()}
+            store.put(f"{self.attempt}/{PARTS}/{part}", canonical(listing).encode())
+            self.discard()
+
+    def _upload(self, store: Store) -> dict[str, File]:
+        files = scan(self.path)
+        for name in files:
+            store.upload(f"{self.attempt}/{name}", self.path / name)
+        return files
+
+    def _parts(self, store: Store) -> dict[str, File]:
+        """The files that other machines contributed."""
+        listings = [json.loads(store.get(key) or b"{}") for key in store.keys(f"{self.attempt}/{PARTS}")]
+        return {name: File(**about) for listing in listings for name, about in listing.items()}
+
     def commit(self, **about: Any) -> Manifest:
         """Digest the files, move them, create the manifest if absent.
+
+        Those that other machines have contributed belong to it, too.
 
         `about` are the Manifest's other fields. Returns the manifest that now stands at the URL: ours, or that
         of a duplicate which was faster; ours is dropped then.
         """
-        files = scan(self.path)
-        manifest = Manifest(root=self.attempt, files=files, digest=digest_of(files), **about)
         store = Store(self.url)
         if store.root is None:
-            for name in files:
-                store.upload(f"{self.attempt}/{name}", self.path / name)
+            files = self._parts(store) | self._upload(store)
         else:
+            files = scan(self.path)
             for name in files:
                 fsync(self.path / name)
+        manifest = Manifest(root=self.attempt, files=files, digest=digest_of(files), **about)
         try:
             store.create(MANIFEST, manifest.model_dump_json(indent=1).encode())
         except Conflict:
@@ -211,6 +237,7 @@ class Draft:
             assert standing is not None
             return standing
         if store.root is None:
+            store.delete(f"{self.attempt}/{PARTS}")
             self.discard()
         return manifest
 

@@ -73,7 +73,8 @@ class Stage:
     Attributes:
         name: of the stage.
         params: validated parameters.
-        out: the directory to write output files to; on several ranks of one machine, the same directory.
+        out: the directory to write output files to; the same for all ranks of one machine, and for all machines where
+            the store is a volume that they share.
         out_url: where it will be committed.
         rank, local_rank, world_size: as torchrun sets them.
         facts: what the manifest will say of the output (JSON).
@@ -143,7 +144,7 @@ class Stage:
         """
         draft = Draft(f"{self.out_url}/resume/{step:08d}", attempt=self.attempt)
         write(draft.path)
-        self.barrier()
+        self._bring(draft)
         if self.leader:
             draft.commit(stage=self.name, **self._identity(), facts={"step": step})
             for name in self._resume_points()[:-1]:
@@ -161,6 +162,13 @@ class Stage:
     def _resume_points(self) -> list[str]:
         keys = Store(self.out_url).keys("resume")
         return sorted(key.split("/")[1] for key in keys if key.endswith("/manifest.json"))
+
+    def _bring(self, draft: Draft) -> None:
+        """Before the leader commits: what every machine has written is where the leader finds it."""
+        self.barrier()
+        if self.local_rank == 0 and not self.leader:
+            draft.contribute(self.rank)
+        self.barrier()
 
     def _identity(self) -> dict[str, Any]:
         return {"params": self._tracked, "inputs": self._inputs}
@@ -202,12 +210,17 @@ class Component:
         self.__doc__ = function.__doc__
         self.__module__ = function.__module__
 
-    def command(self, processes: int = 1) -> list[str]:
-        """How a container starts the stage: ``python -m``, or torchrun for several processes."""
+    def command(self, processes: int = 1, rendezvous: Sequence[str] = ("--standalone",)) -> list[str]:
+        """How a container starts the stage: ``python -m``, or torchrun for several processes.
+
+        Args:
+            processes: ranks in the container.
+            rendezvous: torchrun's options that name the other containers of the stage.
+        """
         module = f"tuneloop.{self.name}" if self.__module__ == "__main__" else self.__module__
-        if processes == 1:
+        if processes == 1 and "--standalone" in rendezvous:
             return ["python", "-m", module]
-        return ["python", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", module]
+        return ["python", "-m", "tuneloop.torchrun", *rendezvous, f"--nproc-per-node={processes}", "-m", module]
 
     def __call__(self, *, out: str, **arguments: Any) -> Manifest:
         """Run the stage in this process: references and parameters in, the committed manifest out.
@@ -285,7 +298,9 @@ class Component:
                 return _say(f"interrupted: disk full ({error.filename}); free space, then run it again", EXIT_RETRY)
             traceback.print_exc()
             return 1
-        except Exception:
+        except Exception as error:
+            if _lost_peer(error):
+                return _say(f"interrupted: another process of this stage has ended ({error})", EXIT_RETRY)
             traceback.print_exc()
             return 1
 
@@ -328,8 +343,8 @@ class Component:
         arguments: dict[str, Any] = {name: inputs.get(name) for name in self.inputs}
         results = dict(self.function(stage, **arguments, **stage.params.__dict__) or {})
         assert results.keys() == self.results.keys(), f"{self.name} must return {sorted(self.results)}"
-        stage.barrier()
         draft = Draft(stage.out_url, attempt=stage.attempt)
+        stage._bring(draft)
         if not stage.leader:
             return Manifest(stage=self.name, root=stage.attempt, files={}, digest="")
         stage.timings["total"] = time.perf_counter() - clock
@@ -531,7 +546,18 @@ def _signals(stage: Stage) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _lost_peer(error: Exception) -> bool:
+    """Whether a collective failed because a process at its other end did; that one says why."""
+    torch = sys.modules.get("torch")
+    if torch is None or "RANK" not in os.environ:
+        return False
+    own = (torch.distributed.DistBackendError, torch.distributed.DistNetworkError)
+    return isinstance(error, own) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
 def _say(line: str, code: int) -> int:
+    rank = int(os.environ.get("RANK", "0"))
+    line = f"rank {rank}: {line}" if rank else line
     print(" ".join(line.split()), file=sys.stderr, flush=True)
     return code
 

@@ -124,7 +124,13 @@ def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:
     templates = {template["name"]: template for template in workflow["spec"]["templates"]}
     counts: Counter[str] = Counter()
     _count(workflow, templates, workflow["spec"]["entrypoint"], 1, (), counts)
-    return counts
+    later = -(-_parameter(workflow, "iterations") // _parameter(workflow, "per-workflow")) - 1
+    for name in counts:  # each workflow of a long run has a server, and each but the last starts the next
+        if "tuneloop.argo.proceed" in templates[name].get("container", {}).get("command", ()):
+            counts[name] = later
+        elif templates[name].get("daemon"):
+            counts[name] *= 1 + later
+    return +counts
 
 
 def read_stage(template: Mapping[str, Any]) -> Stage:
@@ -137,7 +143,7 @@ def read_stage(template: Mapping[str, Any]) -> Stage:
             key, equals, value = word[2:].partition("=")
             following = words[index + 1] if index + 1 < len(words) else ""
             flags[key.replace("-", "_")] = value if equals else following
-    module = next((w for w in words if w.startswith("tuneloop.")), None)
+    module = next((w for w in words if w.startswith("tuneloop.") and w != "tuneloop.torchrun"), None)
     limits = body.get("resources", {}).get("limits", {})
     accelerators = sum(int(count) for name, count in limits.items() if "/" in name)
     ranks = int(flags.get("nproc_per_node", "1"))
@@ -308,18 +314,19 @@ def _count(
         counts[name] += times
         return
     if any(task.get("template") == name for task in tasks):
-        times *= _bound(workflow)
+        times *= _parameter(workflow, "iterations")
     for task in tasks:
         if task["template"] not in (*above, name):
             _count(workflow, templates, task["template"], times * _fan_out(task), (*above, name), counts)
 
 
-def _bound(workflow: Mapping[str, Any]) -> int:
-    """How often a template that calls itself runs at most: the workflow's parameter ``iterations``."""
+def _parameter(workflow: Mapping[str, Any], name: str) -> int:
+    """A parameter of the workflow: ``iterations`` is how often a template that calls itself runs at most,
+    ``per-workflow`` how often in one workflow; where there is none, once and all of them."""
     for parameter in workflow["spec"].get("arguments", {}).get("parameters", ()):
-        if parameter["name"] == "iterations" and "value" in parameter:
+        if parameter["name"] == name and "value" in parameter:
             return int(parameter["value"])
-    return 1
+    return 1 if name == "iterations" else 1 << 30
 
 
 def _fan_out(task: Mapping[str, Any]) -> int:
@@ -336,7 +343,7 @@ def _grow(
         target = task["template"]
         note = " (while its condition holds)" if "when" in task and target not in above and target != name else ""
         if target == name or target in above:
-            tree.add(f"↺ {target} again, at most {_bound(workflow)} times in all")
+            tree.add(f"↺ {target} again, at most {_parameter(workflow, 'iterations')} times in all")
             continue
         template = templates[target]
         if template.get("daemon"):

@@ -70,7 +70,7 @@ def warmable(argv: Sequence[str]) -> bool:
     return (
         Path(program).name in ("python", "python3", Path(sys.executable).name)
         and flag == "-m"
-        and (name != module and name.isidentifier() and name != "serve")
+        and (name != module and name.isidentifier() and name not in ("serve", "torchrun"))
     )
 
 

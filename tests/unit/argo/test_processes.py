@@ -226,7 +226,7 @@ def test_it_runs_on_a_thread_too(tmp_path: Path) -> None:
         (["python", "-m", "tuneloop.sft", "--lr", "1"], True),
         ([sys.executable, "-m", "tuneloop.sft"], True),
         (["python", "-m", "tuneloop.serve"], False),
-        (["python", "-m", "torch.distributed.run", "-m", "tuneloop.sft"], False),
+        (["python", "-m", "tuneloop.torchrun", "-m", "tuneloop.sft"], False),
         (["python", "-m", "tuneloop.argo.warm"], False),
         (["python", "-m", "tuneloop"], False),
         (["sh", "-c", "python -m tuneloop.sft"], False),

@@ -1,0 +1,58 @@
+"""Two ranks under torchrun: the exit code of a rank is the exit code of the stage."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.making import checkpoint_artifact, prompts_artifact
+from tuneloop.sft import sft
+
+pytestmark = pytest.mark.local
+
+
+def start(work: Path, **arguments: object) -> "subprocess.Popen[str]":
+    base, prompts = checkpoint_artifact(work / "base"), prompts_artifact(work / "prompts")
+    words = [sys.executable, *sft.command(2)[1:], "--policy", base.ref, "--prompts", prompts.ref]
+    words += ["--checkpoint", str(work / "out"), "--device", "cpu"]
+    words += [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return subprocess.Popen(words, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def begun(work: Path, child: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 120
+    while not any((work / "out").glob("data-*/metrics.jsonl")):
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_mistake_is_2_and_one_line(tmp_path: Path) -> None:
+    child = start(tmp_path, expected_world_size=3)
+    said = child.communicate(timeout=120)[1]
+    assert child.returncode == 2, said
+    assert "error: --expected-world-size: 3: 2 processes are training; mend the launcher\n" in said
+    assert "Traceback" not in said
+
+
+def test_an_interruption_is_75(tmp_path: Path) -> None:
+    child = start(tmp_path, max_steps=100000)
+    begun(tmp_path, child)
+    child.send_signal(signal.SIGTERM)
+    said = child.communicate(timeout=120)[1]
+    assert child.returncode == 75, said
+    assert list((tmp_path / "out" / "resume").glob("*/manifest.json"))
+
+
+def test_a_rank_that_is_killed_is_137_and_the_other_says_why_it_ended(tmp_path: Path) -> None:
+    child = start(tmp_path, max_steps=100000)
+    begun(tmp_path, child)
+    ranks = [int(p) for p in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
+    second = next(p for p in ranks if b"\0RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes())
+    os.kill(second, signal.SIGKILL)
+    said = child.communicate(timeout=120)[1]
+    assert child.returncode == 137, said
+    assert "another process of this stage has ended" in said
