@@ -3,7 +3,8 @@
     tuneloop run grpo --set base_model=path/to/a/hugging-face-model
 
 The loop is an Argo template that calls itself: iteration k+1 starts from the checkpoint of iteration k, until the
-iterations are used up or a batch of rollouts earns `target_reward`. With the engine `vllm` one server lives as long as
+iterations are used up or a batch of rollouts earns `target_reward`. After `per_workflow` iterations the run goes on in
+another workflow, so that it may be as long as it likes. With the engine `vllm` one server lives as long as
 the run and loads each new version in place; with `transformers` every rollout generates in its own process, which is
 slower and bit-for-bit reproducible.
 """
@@ -42,7 +43,10 @@ class Loop(BaseModel):
     """When the loop ends."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    iterations: int = Field(60, ge=1, le=90, description="at most so many; Argo's recursion ends at depth 100")
+    iterations: int = Field(60, ge=1, description="at most so many")
+    per_workflow: int = Field(
+        60, ge=1, le=90, description="so many in one workflow, then the run goes on in another; Argo ends at depth 100"
+    )
     target_reward: float = Field(0.98, description="stop once a batch of rollouts earns this mean reward")
     evaluate_every: int = Field(0, ge=0, description="evaluate each so many iterations; 0: only before and after")
 
@@ -84,6 +88,12 @@ class Config(BaseModel):
 
 RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
 IN = "{{inputs.parameters.%s}}"
+CARRIED = ("prompts", "reference")
+"""References that every iteration needs, and so every workflow of the loop."""
+MORE = (
+    "asInt(%s) < asInt(workflow.parameters.iterations) && asFloat(%s) < asFloat(workflow.parameters['target-reward'])"
+)
+"""Whether there is an iteration after this one, of which it takes the number and the mean reward."""
 CHECKPOINT = "{{tasks.%s.outputs.parameters.checkpoint}}"
 PROMPTS = "{{tasks.data-prep.outputs.parameters.prompts}}"
 
@@ -94,13 +104,13 @@ def build_argo(config: Config) -> Workflow:
 
     from tuneloop.argo.template import workflow
 
-    with workflow("grpo", config.loop.model_dump(include={"iterations", "target_reward"})) as built:
+    with workflow("grpo", config.loop.model_dump(include={"iterations", "per_workflow", "target_reward"})) as built:
         stages = templates(config)
-        loop = build_loop(config, stages)
+        part = build_part(config, stages, build_loop(config, stages))
         with DAG(name="main") as main:
             data = stages["data-prep"](name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
             model = base_model_task(stages, data)
-            build_rl(config, stages, loop, model, model, CHECKPOINT % "base-model")
+            build_rl(config, stages, part, model, model, CHECKPOINT % "base-model")
     built.entrypoint = main.name
     return built
 
@@ -156,21 +166,23 @@ def build_loop(config: Config, stages: dict[str, Any]) -> DAG:
     from hera.workflows.models import ValueFrom
 
     at = f"{RUN}/iterations/{IN % 'iteration'}"
-    more = (
-        "asInt(inputs.parameters.iteration) < asInt(workflow.parameters.iterations)"
-        " && asFloat(tasks.reward.outputs.parameters['mean-reward']) < asFloat(workflow.parameters['target-reward'])"
-    )
+    more = MORE % ("inputs.parameters.iteration", "tasks.reward.outputs.parameters['mean-reward']")
+    here = "asInt(inputs.parameters.iteration) % asInt(workflow.parameters['per-workflow']) != 0"
+    own = {
+        "policy": "tasks['policy-update'].outputs.parameters.checkpoint",
+        "iteration": f"string({IN % 'iteration'})",
+        "mean-reward": "tasks.reward.outputs.parameters['mean-reward']",
+    }
     # Only a recursion that ran has outputs; Argo says so by its status.
-    last = (
-        "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters.policy"
-        " : tasks['policy-update'].outputs.parameters.checkpoint"
-    )
+    last = "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters['%s'] : %s"
     sampling = {name: IN % name for name in ("prompts", "endpoint", "iteration")}
-    carried = {name: IN % name for name in ("prompts", "reference", "endpoint")}
+    carried = {name: IN % name for name in (*CARRIED, "endpoint")}
     with DAG(
         name="loop",
         inputs=[Parameter(name=name) for name in ("iteration", "policy", *carried)],
-        outputs=[Parameter(name="policy", value_from=ValueFrom(expression=last))],
+        outputs=[
+            Parameter(name=name, value_from=ValueFrom(expression=last % (name, mine))) for name, mine in own.items()
+        ],
     ) as loop:
         sample = stages["rollout"](
             name="rollout",
@@ -197,7 +209,7 @@ def build_loop(config: Config, stages: dict[str, Any]) -> DAG:
                 "policy": CHECKPOINT % "policy-update",
                 **carried,
             },
-            when="{{=%s}}" % more,
+            when="{{=%s && %s}}" % (here, more),
         )
         sample >> score >> update
         if config.loop.evaluate_every:
@@ -217,35 +229,72 @@ def build_loop(config: Config, stages: dict[str, Any]) -> DAG:
     return loop
 
 
-def build_rl(config: Config, stages: dict[str, Any], loop: DAG, model: Task, start: Task, policy: str) -> None:
-    """Evaluate the policy, loop, evaluate again, export; to be called inside the main DAG.
+def build_part(config: Config, stages: dict[str, Any], loop: DAG) -> DAG:
+    """One workflow's part of the loop, then either the next workflow, or evaluation and export.
 
     Args:
         loop: what `build_loop` made.
+    """
+    from hera.workflows import DAG, Parameter
+
+    from tuneloop.argo.proceed import proceed_template
+
+    passed = ("iteration", "policy", *CARRIED)
+    proceed = proceed_template("continued", passed, config.cluster)
+    ended = "tasks.loop.outputs.parameters"
+    more = MORE % (f"{ended}.iteration", f"{ended}['mean-reward']")
+    trained, over = "{{%s.policy}}" % ended, "{{=!(%s)}}" % more
+    with DAG(name="part", inputs=[Parameter(name=name) for name in (*passed, "endpoint")]) as part:
+        train = loop(name="loop", arguments={name: IN % name for name in (*passed, "endpoint")})
+        following = {"iteration": "{{=asInt(%s.iteration) + 1}}" % ended, "policy": trained}
+        onward = proceed(
+            name="continue", arguments={**{name: IN % name for name in CARRIED}, **following}, when="{{=%s}}" % more
+        )
+        after = stages["evaluate"](
+            name="evaluate-after",
+            arguments={
+                **{name: IN % name for name in ("prompts", "endpoint")},
+                **{"policy": trained, "iteration": "0", "metrics": f"{RUN}/evaluate-after"},
+            },
+            when=over,
+        )
+        done = stages["export"](name="export", arguments={"policy": trained, "model": f"{RUN}/export"}, when=over)
+        train >> onward
+        # One after the other: a server holds one version at a time.
+        train >> after >> done
+    with DAG(name="continued", inputs=[Parameter(name=name) for name in passed]):
+        server, endpoint = serve_task(config, stages, IN % "policy")
+        again = part(name="part", arguments={**{name: IN % name for name in passed}, "endpoint": endpoint})
+        server >> again
+    return part
+
+
+def serve_task(config: Config, stages: dict[str, Any], policy: str) -> tuple[list[Task], str]:
+    """The rollout server that boots with `policy`, if the engine has one, and its endpoint; inside a DAG."""
+    if config.engine.name != "vllm":
+        return [], ""
+    serve = stages["serve"](name="serve", arguments={"policy": policy})
+    return [serve], f"http://{{{{tasks.serve.ip}}}}:{config.engine.port}"
+
+
+def build_rl(config: Config, stages: dict[str, Any], part: DAG, model: Task, start: Task, policy: str) -> None:
+    """Evaluate the policy, then loop; to be called inside the main DAG.
+
+    Args:
+        part: what `build_part` made.
         model: the task whose checkpoint the server boots with, while `start` may still be training.
         start: the task that makes `policy`.
         policy: the tag of its checkpoint: where the loop starts, and what a KL term refers to.
     """
-    shared = {"prompts": PROMPTS, "endpoint": ""}
-    before_all = [start]
-    if config.engine.name == "vllm":
-        serve = stages["serve"](name="serve", arguments={"policy": CHECKPOINT % "base-model"})
-        model >> serve
-        before_all.append(serve)
-        shared["endpoint"] = f"http://{{{{tasks.serve.ip}}}}:{config.engine.port}"
+    server, endpoint = serve_task(config, stages, CHECKPOINT % "base-model")
+    shared = {"prompts": PROMPTS, "endpoint": endpoint}
     before = stages["evaluate"](
         name="evaluate-before",
         arguments={**shared, "policy": policy, "iteration": "0", "metrics": f"{RUN}/evaluate-before"},
     )
-    train = loop(name="loop", arguments={**shared, "iteration": "1", "policy": policy, "reference": policy})
-    trained = "{{tasks.loop.outputs.parameters.policy}}"
-    after = stages["evaluate"](
-        name="evaluate-after",
-        arguments={**shared, "policy": trained, "iteration": "0", "metrics": f"{RUN}/evaluate-after"},
-    )
-    done = stages["export"](name="export", arguments={"policy": trained, "model": f"{RUN}/export"})
-    # One after the other: a server holds one version at a time.
-    before_all >> before >> train >> after >> done
+    train = part(name="part", arguments={**shared, "iteration": "1", "policy": policy, "reference": policy})
+    model >> server
+    [start, *server] >> before >> train
 
 
 if "hera._cli" in sys.modules:  # `hera generate yaml` takes what it finds in the module

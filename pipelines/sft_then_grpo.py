@@ -37,12 +37,13 @@ def build_argo(config: Config) -> Workflow:
 
     from tuneloop.argo.template import stage_template, workflow
 
-    with workflow("sft-then-grpo", config.loop.model_dump(include={"iterations", "target_reward"})) as built:
+    parameters = config.loop.model_dump(include={"iterations", "per_workflow", "target_reward"})
+    with workflow("sft-then-grpo", parameters) as built:
         stages = grpo.templates(config)
         train = stage_template(
             sft, {**config.sft.model_dump(), "seed": config.seed}, processes=config.processes, cluster=config.cluster
         )
-        loop = grpo.build_loop(config, stages)
+        part = grpo.build_part(config, stages, grpo.build_loop(config, stages))
         with DAG(name="main"):
             data = stages["data-prep"](name="data-prep", arguments={"prompts": f"{grpo.RUN}/data-prep"})
             model = grpo.base_model_task(stages, data)
@@ -55,7 +56,7 @@ def build_argo(config: Config) -> Workflow:
                 },
             )
             model >> tuned
-            grpo.build_rl(config, stages, loop, model, tuned, grpo.CHECKPOINT % "sft")
+            grpo.build_rl(config, stages, part, model, tuned, grpo.CHECKPOINT % "sft")
     return built
 
 

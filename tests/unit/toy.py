@@ -126,7 +126,8 @@ class Config(BaseModel):
     """Configuration of the toy."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    iterations: int = Field(2, ge=1, le=90, description="at most so many")
+    iterations: int = Field(2, ge=1, description="at most so many")
+    per_workflow: int = Field(90, ge=1, le=90, description="so many in one workflow")
     sft: Sft = Sft()
     broken: bool = Field(False, description="let the export fail by a wrong flag")
 
@@ -141,13 +142,19 @@ def build_argo(config: Config) -> Any:
     from hera.workflows import DAG, Parameter
     from hera.workflows.models import ValueFrom
 
+    from tuneloop.argo.proceed import proceed_template
+    from tuneloop.argo.settings import Cluster
     from tuneloop.argo.template import stage_template, workflow
 
     at = f"{RUN}/iterations/{IN % 'iteration'}"
     more = "asInt(inputs.parameters.iteration) < asInt(workflow.parameters.iterations)"
-    last = "tasks['next'].status == 'Succeeded' ? tasks['next'].outputs.parameters.policy : "
-    last += "tasks['policy-update'].outputs.parameters.checkpoint"
-    with workflow("toy", {"iterations": config.iterations}) as built:
+    here = "asInt(inputs.parameters.iteration) % asInt(workflow.parameters['per-workflow']) != 0"
+    last = "tasks['next'].status == 'Succeeded' ? tasks['next'].outputs.parameters.%s : %s"
+    own = {
+        "policy": "tasks['policy-update'].outputs.parameters.checkpoint",
+        "iteration": f"string({IN % 'iteration'})",
+    }
+    with workflow("toy", config.model_dump(include={"iterations", "per_workflow"})) as built:
         make_sft = stage_template(sft, config.sft.model_dump())
         sample = stage_template(rollout, {}, dynamic=["iteration"])
         score = stage_template(reward, {})
@@ -157,7 +164,7 @@ def build_argo(config: Config) -> Any:
         with DAG(
             name="loop",
             inputs=[Parameter(name="iteration"), Parameter(name="policy")],
-            outputs=[Parameter(name="policy", value_from=ValueFrom(expression=last))],
+            outputs=[Parameter(name=k, value_from=ValueFrom(expression=last % (k, v))) for k, v in own.items()],
         ) as loop:
             one = {"policy": IN % "policy", "iteration": IN % "iteration"}
             a = sample(name="rollout", arguments={**one, "rollouts": f"{at}/rollout"})
@@ -169,18 +176,26 @@ def build_argo(config: Config) -> Any:
                 "iteration": "{{=asInt(inputs.parameters.iteration) + 1}}",
                 "policy": OUT % ("policy-update", "checkpoint"),
             }
-            d = loop(name="next", arguments=following, when="{{=%s}}" % more)
+            d = loop(name="next", arguments=following, when="{{=%s && %s}}" % (here, more))
             a >> b >> c >> d
+        proceed = proceed_template("part", ("iteration", "policy"), Cluster())
+        with DAG(name="part", inputs=[Parameter(name="iteration"), Parameter(name="policy")]) as part:
+            train = loop(name="loop", arguments={"iteration": IN % "iteration", "policy": IN % "policy"})
+            trained, reached = OUT % ("loop", "policy"), "asInt(tasks.loop.outputs.parameters.iteration)"
+            more = f"{reached} < asInt(workflow.parameters.iterations)"
+            onward = {"iteration": "{{=%s + 1}}" % reached, "policy": trained}
+            over = "{{=!(%s)}}" % more
+            judged = {"policy": trained, "metrics": f"{RUN}/evaluate-after"}
+            after = check(name="evaluate-after", arguments=judged, when=over)
+            lost = f"{RUN}/nowhere" if config.broken else trained
+            done = save(name="export", arguments={"policy": lost, "model": f"{RUN}/export"}, when=over)
+            train >> proceed(name="continue", arguments=onward, when="{{=%s}}" % more)
+            train >> after >> done
         with DAG(name="main") as main:
             policy = OUT % ("sft", "checkpoint")
             start = make_sft(name="sft", arguments={"checkpoint": f"{RUN}/sft"})
             before = check(name="evaluate-before", arguments={"policy": policy, "metrics": f"{RUN}/evaluate-before"})
-            train = loop(name="loop", arguments={"iteration": "1", "policy": policy})
-            trained = OUT % ("loop", "policy")
-            after = check(name="evaluate-after", arguments={"policy": trained, "metrics": f"{RUN}/evaluate-after"})
-            lost = f"{RUN}/nowhere" if config.broken else trained
-            done = save(name="export", arguments={"policy": lost, "model": f"{RUN}/export"})
-            start >> before >> train >> after >> done
+            start >> before >> part(name="part", arguments={"iteration": "1", "policy": policy})
     built.entrypoint = main.name
     return built
 

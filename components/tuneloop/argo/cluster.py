@@ -26,6 +26,8 @@ PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
 DONE = ("Succeeded", "Failed", "Error")
 NAMESPACE = "tuneloop"
+CONTINUES = "tuneloop.dev/continues"
+"""Annotation: the workflow of the same run that this one follows."""
 
 
 @dataclass(frozen=True)
@@ -197,26 +199,68 @@ def submit(cluster: Cluster, workflow: Mapping[str, Any], *, run: str, store: st
 
 
 def create(cluster: Cluster, made: Mapping[str, Any], run: str) -> str:
-    """Create a prepared workflow, and return its name. A run that ended is resumed: committed stages end at once.
+    """Create a prepared workflow, and return its name. A run that ended is resumed: committed stages end at once, and
+    a long loop goes on at its newest workflow.
 
     Raises:
-        UserError: the run is under way.
+        UserError: the run is under way, or another one has a workflow of this name.
     """
     with faults(cluster):
         earlier = cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
     if active := [w["metadata"]["name"] for w in earlier if phase(w) not in DONE]:
         remedy = f"is under way as workflow {active[0]}; `tuneloop cluster stop` it, or choose another name"
         raise UserError("run", run, remedy)
-    name = _next_name(run, [w["metadata"]["name"] for w in earlier]) if earlier else run
+    if not earlier:
+        return _create(cluster, made, run)
+    newest = earlier[-1]["spec"]
+    if newest.get("entrypoint") and newest["entrypoint"] != made["spec"].get("entrypoint"):
+        known = {p["name"] for p in made["spec"]["arguments"]["parameters"]}
+        carried = {p["name"]: p["value"] for p in newest["arguments"]["parameters"] if p["name"] not in known}
+        made = started_at(made, newest["entrypoint"], carried)
+    return create_numbered(cluster, made, run, max(number(run, w["metadata"]["name"]) for w in earlier) + 1)
+
+
+def started_at(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
+    """`workflow` from another template on, which gets `arguments`."""
+    spec = workflow["spec"]
+    given = {p["name"]: p for p in spec.get("arguments", {}).get("parameters", ())}
+    given |= {name: {"name": name, "value": value} for name, value in arguments.items()}
+    arguments_of = {**spec.get("arguments", {}), "parameters": list(given.values())}
+    return {**workflow, "spec": {**spec, "entrypoint": entrypoint, "arguments": arguments_of}}
+
+
+def number(run: str, name: str) -> int:
+    """Which workflow of the run `name` is: ``demo`` is 1, ``demo-2`` 2."""
+    rest = name.removeprefix(f"{run}-")
+    return int(rest) if rest.isdigit() else 1
+
+
+def create_numbered(cluster: Cluster, made: Mapping[str, Any], run: str, at: int) -> str:
+    """Create ``<run>-<at>``, or with the next number that is free; what follows the same workflow is there already."""
+    from kubernetes.client import ApiException
+
+    while True:
+        name = f"{run}-{at}"
+        try:
+            return _create(cluster, made, name)
+        except UserError as error:
+            cause = error.__cause__
+            if not isinstance(cause, ApiException) or cause.status != 409:
+                raise
+        with faults(cluster):
+            found = cluster.get(*WORKFLOWS, name)["metadata"].get("annotations", {})
+        follows = made["metadata"].get("annotations", {}).get(CONTINUES)
+        if follows and found.get(CONTINUES) == follows:
+            return name
+        at += 1
+
+
+def _create(cluster: Cluster, made: Mapping[str, Any], name: str) -> str:
     group, version, plural = WORKFLOWS
     body = {**made, "metadata": {**made["metadata"], "name": name}}
     with faults(cluster):
         cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, plural, body)
     return name
-
-
-def _next_name(run: str, taken: list[str]) -> str:
-    return next(name for n in range(2, len(taken) + 3) if (name := f"{run}-{n}") not in taken)
 
 
 def stop(cluster: Cluster, run: str, *, timeout: float = 120.0) -> int:
@@ -231,16 +275,22 @@ def stop(cluster: Cluster, run: str, *, timeout: float = 120.0) -> int:
     Raises:
         Retryable: they did not end in time.
     """
-    active = [w["metadata"]["name"] for w in workflows(cluster, run) if phase(w) not in DONE]
-    for name in active:
-        with faults(cluster):
-            cluster.custom.patch_namespaced_custom_object(
-                *WORKFLOWS[:2], cluster.namespace, WORKFLOWS[2], name, {"spec": {"shutdown": "Stop"}}
-            )
-    _until(lambda: all(phase(w) in DONE for w in workflows(cluster, run)), timeout, f"{run}: workflow has not ended")
+    stopped: set[str] = set()
+
+    def ended() -> bool:
+        active = {w["metadata"]["name"] for w in workflows(cluster, run) if phase(w) not in DONE}
+        for name in active - stopped:  # one that goes on in another may create it just now
+            with faults(cluster):
+                cluster.custom.patch_namespaced_custom_object(
+                    *WORKFLOWS[:2], cluster.namespace, WORKFLOWS[2], name, {"spec": {"shutdown": "Stop"}}
+                )
+            stopped.add(name)
+        return not active
+
+    _until(ended, timeout, f"{run}: workflow has not ended")
     _delete_jobs(cluster, run)
     _until(lambda: not _alive(cluster, run), timeout, f"{run}: pods have not ended")
-    return len(active)
+    return len(stopped)
 
 
 def _delete_jobs(cluster: Cluster, run: str) -> None:

@@ -6,6 +6,7 @@ Files below the work directory (``workdir``):
     One JSON object a line, appended. ``{"kind": "workflow", …}`` (see `Workflow`) opens a session (phase ``Running``)
     and closes it; ``{"kind": "node", …}`` (see `Node`) is a whole node as it is at that moment.
     The newest line of an id counts. A resumed run appends a new session: node lines of earlier sessions are history.
+    A run of several workflows has a session of each; those that ended well and go on (output ``next``) count, too.
 ``logs/<node id>.log``
     Standard output and error of a pod, raw.
 ``nodes/<node id>/``
@@ -95,11 +96,13 @@ class State:
         workflow: of the newest session.
         nodes: id → node of the newest session, in the order they appeared.
         alive: an executor holds the work directory; a ``Running`` workflow that is not alive was killed.
+        parts: of a run of several workflows (`tuneloop.argo.parts`), where each that ended well goes on, as JSON.
     """
 
     workflow: Workflow
     nodes: dict[str, Node]
     alive: bool
+    parts: list[str] = field(default_factory=list)
 
 
 def read(workdir: Path) -> State | None:
@@ -108,6 +111,8 @@ def read(workdir: Path) -> State | None:
     if not path.exists():
         return None
     workflow, nodes = None, {}
+    parts: list[str] = []
+    kept: dict[str, Node] = {}
     for line in path.read_bytes().splitlines():
         try:
             record = json.loads(line)
@@ -118,8 +123,11 @@ def read(workdir: Path) -> State | None:
         else:
             workflow = Workflow(**record)
             if workflow.phase == "Running":
-                nodes = {}
-    return State(workflow, nodes, _held(workdir)) if workflow else None
+                nodes = dict(kept)
+            elif workflow.phase == "Succeeded" and "next" in workflow.outputs:
+                parts.append(workflow.outputs["next"])
+                kept = dict(nodes)
+    return State(workflow, nodes, _held(workdir), parts) if workflow else None
 
 
 class Journal:

@@ -131,7 +131,7 @@ def _carry_out(run: Run, parallelism: int | None, track: bool, warm: bool) -> in
     """Execute the run's own workflow.yaml, show it, and say how it ended."""
     import yaml
 
-    from tuneloop.argo.executor import execute
+    from tuneloop.argo.parts import execute_parts
     from tuneloop.cli.live import Display
     from tuneloop.cli.show import failure
     from tuneloop.cli.show import report as write_report
@@ -141,7 +141,7 @@ def _carry_out(run: Run, parallelism: int | None, track: bool, warm: bool) -> in
     workflow = yaml.safe_load((run.directory / "workflow.yaml").read_bytes())
     start = time.monotonic()
     with follower(run, enabled=track) as tracker, Display(run.name, workflow) as display:
-        outcome = execute(
+        outcome = execute_parts(
             workflow,
             workdir=run.directory,
             arguments={"run": run.name, "store": run.store_url},

@@ -1,0 +1,128 @@
+"""Seconds and bytes of Workflow status that an iteration costs on Argo, beside a bare loop of as many empty pods.
+
+Both loops run on the cluster that KUBECONFIG names, one after the other: ours (retries, outputs, parts that continue
+one another), and the least that Argo can do: the same recursion over the same empty containers in one workflow.
+
+    python benchmarks/argo_loop.py [--iterations 6] [--per-workflow 2] [--stages 1] [--image tuneloop/base:dev]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import uuid
+from typing import Any
+
+from hera.workflows import DAG, Container, Parameter
+from hera.workflows.models import ValueFrom
+
+from tuneloop.argo import cluster as argo
+from tuneloop.argo.proceed import proceed_template
+from tuneloop.argo.settings import Cluster
+from tuneloop.argo.template import OUTPUTS, _pod, _retry, workflow
+
+IN = "{{inputs.parameters.%s}}"
+MORE = "asInt(%s) < asInt(workflow.parameters.iterations)"
+STAGE = f"mkdir -p {OUTPUTS} && printf %s $0 > {OUTPUTS}/told"
+
+
+def build(iterations: int, per_workflow: int, stages: int = 1, image: str = "tuneloop/base:dev") -> dict[str, Any]:
+    """A loop of empty stages, in parts of `per_workflow` iterations; each passes on what the one before has told."""
+    place = Cluster(cpu="20m", memory="64Mi", queue="")
+    pod = {**_pod("base", False, place), "image": image}
+    with workflow("empty", {"iterations": iterations, "per_workflow": per_workflow}) as built:
+        stage = Container(
+            name="stage",
+            inputs=[Parameter(name="told")],
+            outputs=[Parameter(name="told", value_from=ValueFrom(path=f"{OUTPUTS}/told"))],
+            command=["sh", "-c", STAGE],
+            args=[IN % "told"],
+            **pod,
+            **_retry(),
+        )
+        loop = _loop(
+            stage, stages, "asInt(inputs.parameters.iteration) % asInt(workflow.parameters['per-workflow']) != 0 && "
+        )
+        proceed = proceed_template("main", ("iteration", "told"), place)
+        proceed.image = image
+        inputs = [Parameter(name="iteration", default="1"), Parameter(name="told", default="0")]
+        with DAG(name="main", inputs=inputs):
+            work = loop(name="loop", arguments={name: IN % name for name in ("iteration", "told")})
+            reached = "asInt(tasks.loop.outputs.parameters.iteration)"
+            onward = {"iteration": "{{=%s + 1}}" % reached, "told": "{{tasks.loop.outputs.parameters.told}}"}
+            work >> proceed(name="continue", arguments=onward, when="{{=%s}}" % (MORE % reached))
+    made: dict[str, Any] = built.to_dict()
+    return made
+
+
+def bare(iterations: int, stages: int, image: str) -> dict[str, Any]:
+    """The same recursion, without retries, outputs or parts."""
+    with workflow("bare", {"iterations": iterations}) as built:
+        pod = _pod("base", False, Cluster(cpu="20m", memory="64Mi", queue=""))
+        kept = {k: pod[k] for k in ("image_pull_policy", "resources", "security_context")}
+        stage = Container(name="stage", image=image, command=["true"], **kept)
+        loop = _loop(stage, stages, "", told=False)
+        with DAG(name="main"):
+            loop(name="loop", arguments={"iteration": "1"})
+    made: dict[str, Any] = built.to_dict()
+    return made
+
+
+def _loop(stage: Container, stages: int, here: str, told: bool = True) -> DAG:
+    """`stages` of them one after the other, then the next iteration."""
+    names = ("iteration", "told") if told else ("iteration",)
+    last = "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters.%s : %s"
+    own = {"iteration": f"string({IN % 'iteration'})", "told": f"tasks['s{stages}'].outputs.parameters.told"}
+    outputs = [Parameter(name=k, value_from=ValueFrom(expression=last % (k, own[k]))) for k in names]
+    with DAG(name="loop", inputs=[Parameter(name=n) for n in names], outputs=outputs if told else None) as loop:
+        before = None
+        for index in range(1, stages + 1):
+            task = stage(name=f"s{index}", arguments={"told": IN % "iteration"} if told else {})
+            before = before >> task if before else task
+        arguments = {"iteration": "{{=asInt(inputs.parameters.iteration) + 1}}"}
+        if told:
+            arguments["told"] = "{{tasks.s%d.outputs.parameters.told}}" % stages
+        before >> loop(
+            name="next", arguments=arguments, when="{{=%s%s}}" % (here, MORE % "inputs.parameters.iteration")
+        )
+    return loop
+
+
+def measure(cluster: argo.Cluster, made: dict[str, Any], iterations: int) -> None:
+    """Run it to its end, and print seconds an iteration and the size of each workflow's status."""
+    run = f"b{uuid.uuid4().hex[:8]}"
+    name = made["metadata"]["generateName"].rstrip("-")
+    begun = time.monotonic()
+    argo.create(cluster, argo.prepare(made, run=run, store="memory://", namespace=cluster.namespace), run)
+    try:
+        code = argo.wait(cluster, run)
+        seconds = time.monotonic() - begun
+        found = argo.workflows(cluster, run)
+        sizes = [len(json.dumps(w["status"], separators=(",", ":"))) for w in found]
+        print(
+            f"{name:6} exit {code}  {len(found)} workflows  {seconds:7.1f} s, {seconds / iterations:.2f} s an iteration"
+            f"  status {max(sizes) / 1000:.1f} kB at most, all {', '.join(f'{s / 1000:.1f}' for s in sizes)}"
+        )
+    finally:
+        argo.stop(cluster, run)
+        group, version, plural = argo.WORKFLOWS
+        cluster.custom.delete_collection_namespaced_custom_object(
+            group, version, cluster.namespace, plural, label_selector=f"{argo.RUN_LABEL}={run}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--per-workflow", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=1, help="pods an iteration")
+    parser.add_argument("--image", default="tuneloop/base:dev")
+    given = parser.parse_args()
+    cluster = argo.connect()
+    measure(cluster, build(given.iterations, given.per_workflow, given.stages, given.image), given.iterations)
+    measure(cluster, bare(given.iterations, given.stages, given.image), given.iterations)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""A run of several workflows on this machine: what `tuneloop.argo.proceed` does on a cluster, by the local executor.
+
+    outcome = execute_parts(workflow, workdir=Path("runs/a"), arguments={"run": "a", "store": "runs"})
+
+Each part is executed by itself, under the name it would have on a cluster; one work directory holds them all, and
+`tuneloop.argo.state.read` shows them as one run. A resumed run starts at the part that did not end well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tuneloop.argo.executor import Outcome, execute
+from tuneloop.argo.proceed import LOCAL, NEXT
+from tuneloop.argo.state import read
+
+
+def execute_parts(
+    workflow: Mapping[str, Any],
+    *,
+    workdir: Path,
+    arguments: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Outcome:
+    """Run `workflow`, and those that it goes on in, to the end.
+
+    Args:
+        workdir, arguments, env, options: as `tuneloop.argo.executor.execute` takes them.
+
+    Returns:
+        that of the last part.
+
+    Raises:
+        UserError: as `execute`.
+    """
+    found = read(workdir)
+    done = list(found.parts) if found else []
+    metadata = workflow.get("metadata", {})
+    run = str(metadata.get("name") or metadata.get("generateName", "run-").rstrip("-"))
+    while True:
+        start = json.loads(done[-1]) if done else {"entrypoint": None, "arguments": {}}
+        name = f"{run}-{len(done) + 1}" if done else run
+        outcome = execute(
+            {**workflow, "metadata": {**metadata, "name": name}},
+            workdir=workdir,
+            arguments={**(arguments or {}), **start["arguments"]},
+            entrypoint=start["entrypoint"],
+            env={**(env or {}), LOCAL: "1"},
+            **options,
+        )
+        if outcome.phase != "Succeeded" or NEXT not in outcome.outputs:
+            return outcome
+        done.append(outcome.outputs[NEXT])

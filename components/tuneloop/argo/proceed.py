@@ -1,0 +1,109 @@
+"""The step that ends one workflow of a long loop and starts the next: a run of any length in workflows of bounded size.
+
+    python -m tuneloop.argo.proceed --workflow demo --namespace tuneloop --entrypoint continued iteration=51 policy=…
+
+On a cluster it creates a copy of its own workflow, numbered one further, that starts at another template with these
+arguments. The other workflow exists before this one ends, so that a run under way never looks finished. A repeated
+attempt finds what the first has created. On one machine (`tuneloop.argo.parts`) it only says what follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuneloop.argo import cluster as argo
+from tuneloop.errors import Retryable, UserError
+
+if TYPE_CHECKING:
+    from hera.workflows import Container
+
+    from tuneloop.argo.settings import Cluster
+
+NEXT = "next"
+"""The output that says where a run goes on: ``{"entrypoint": …, "arguments": {…}}``; of the last part there is none."""
+LOCAL = "TUNELOOP_LOCAL"
+"""Set in the environment of pods on this machine."""
+
+
+def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster) -> Container:
+    """A step ``continue`` that starts the run's next workflow at the template `entrypoint`.
+
+    Args:
+        arguments: the inputs of that template, and of this one.
+        cluster: whose base image it uses.
+    """
+    from hera.workflows import Container, Parameter
+    from hera.workflows.models import ValueFrom
+
+    from tuneloop.argo.template import OUTPUTS, _pod, _retry
+
+    passed = [f"{name}={{{{inputs.parameters.{name}}}}}" for name in arguments]
+    own = ["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}", "--entrypoint", entrypoint]
+    pod = _pod("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"}))
+    return Container(
+        name="continue",
+        inputs=[Parameter(name=name) for name in arguments],
+        outputs=[Parameter(name=NEXT, global_name=NEXT, value_from=ValueFrom(path=f"{OUTPUTS}/{NEXT}"))],
+        command=["python", "-m", "tuneloop.argo.proceed"],
+        args=[*own, *passed],
+        service_account_name="tuneloop-continue",
+        automount_service_account_token=True,
+        **pod,
+        **_retry(),
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start the next workflow, or say on this machine what it is."""
+    parser = argparse.ArgumentParser(prog="tuneloop.argo.proceed")
+    for flag in ("--workflow", "--namespace", "--entrypoint"):
+        parser.add_argument(flag, required=True)
+    parser.add_argument("arguments", nargs="*", metavar="NAME=VALUE")
+    given = parser.parse_args(argv)
+    arguments = dict(item.split("=", 1) for item in given.arguments)
+    try:
+        if LOCAL not in os.environ:
+            name = proceed(argo.connect(given.namespace), given.workflow, given.entrypoint, arguments)
+            print(f"continue: {name} goes on", flush=True)
+    except (UserError, Retryable) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UserError) else 75
+    path = Path(os.environ["TUNELOOP_OUTPUTS"], NEXT)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"entrypoint": given.entrypoint, "arguments": arguments}))
+    return 0
+
+
+def proceed(cluster: argo.Cluster, name: str, entrypoint: str, arguments: Mapping[str, str]) -> str:
+    """Create the workflow after `name`, unless it is there already, and return its name.
+
+    Raises:
+        UserError: the account may not.
+        Retryable: the API server is in trouble.
+    """
+    with argo.faults(cluster):
+        own = cluster.get(*argo.WORKFLOWS, name)
+    run = own["metadata"]["labels"][argo.RUN_LABEL]
+    return argo.create_numbered(cluster, following(own, entrypoint, arguments), run, argo.number(run, name) + 1)
+
+
+def following(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
+    """The workflow that goes on where `workflow` ends: the same, but for where it starts and with what."""
+    metadata = workflow["metadata"]
+    kept = {
+        kind: {k: v for k, v in metadata.get(kind, {}).items() if "workflows.argoproj.io/" not in k}
+        for kind in ("labels", "annotations")
+    }
+    kept["annotations"][argo.CONTINUES] = metadata["name"]
+    made = {"apiVersion": workflow["apiVersion"], "kind": "Workflow", "metadata": kept, "spec": workflow["spec"]}
+    return argo.started_at(made, entrypoint, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""A run of several workflows, executed here; `tests/cluster/test_continue.py` has the same on a cluster."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.argo_loop import build
+from tuneloop.argo.executor import Outcome
+from tuneloop.argo.parts import execute_parts
+from tuneloop.argo.proceed import following
+from tuneloop.argo.state import Node, read
+
+
+def run(workdir: Path, iterations: int, per_workflow: int, script: str | None = None) -> Outcome:
+    workflow = build(iterations, per_workflow)
+    if script:
+        stage = next(t for t in workflow["spec"]["templates"] if t["name"] == "stage")
+        stage["container"]["command"][-1] = script + stage["container"]["command"][-1]
+    return execute_parts(workflow, workdir=workdir, arguments={"run": "x", "store": "memory://"})
+
+
+def stages(nodes: dict[str, Node]) -> list[Node]:
+    return [node for node in nodes.values() if node.type == "Pod" and node.template == "stage"]
+
+
+def test_parts_are_one_run(tmp_path: Path) -> None:
+    assert run(tmp_path, 7, 3).phase == "Succeeded"
+    found = read(tmp_path)
+    assert found is not None
+    assert [json.loads(part)["arguments"] for part in found.parts] == [
+        {"iteration": "4", "told": "3"},
+        {"iteration": "7", "told": "6"},
+    ]
+    assert [node.outputs["told"] for node in stages(found.nodes)] == ["1", "2", "3", "4", "5", "6", "7"]
+    assert {node.name.partition(".")[0] for node in found.nodes.values()} == {"empty", "empty-2", "empty-3"}
+
+
+def test_a_resumed_run_starts_at_the_part_that_failed(tmp_path: Path) -> None:
+    fails_once = f"[ $0 != 5 ] || [ -e {tmp_path}/again ] || {{ touch {tmp_path}/again; exit 1; }}; "
+    assert run(tmp_path / "x", 7, 3, fails_once).phase == "Failed"
+    assert run(tmp_path / "x", 7, 3, fails_once).phase == "Succeeded"
+    found = read(tmp_path / "x")
+    assert found is not None
+    assert [node.outputs["told"] for node in stages(found.nodes)] == ["1", "2", "3", "4", "5", "6", "7"]
+    text = (tmp_path / "x" / "nodes.jsonl").read_text()
+    begun = re.findall(r'"kind": "workflow", "name": "([\w-]+)", "phase": "Running"', text)
+    assert begun == ["empty", "empty-2", "empty-2", "empty-3"]
+
+
+@pytest.mark.local
+def test_a_thousand_iterations_in_parts_of_bounded_size(tmp_path: Path) -> None:
+    outcome = run(tmp_path, 1000, 50)
+    assert outcome.phase == "Succeeded"
+    assert len(outcome.nodes) < 200  # of the last part
+    found = read(tmp_path)
+    assert found is not None and len(found.parts) == 19
+    assert [int(node.outputs["told"]) for node in stages(found.nodes)] == list(range(1, 1001))
+
+
+def test_the_following_workflow_is_the_same_but_for_where_it_starts() -> None:
+    labels = {"tuneloop.dev/run": "x", "workflows.argoproj.io/phase": "Running"}
+    before = {"apiVersion": "argoproj.io/v1alpha1", **build(7, 3)}
+    before["metadata"] = {"name": "x-2", "uid": "1", "resourceVersion": "9", "labels": labels}
+    after = following(before, "main", {"iteration": "7"})
+    assert after["metadata"] == {"labels": {"tuneloop.dev/run": "x"}, "annotations": {"tuneloop.dev/continues": "x-2"}}
+    assert after["spec"]["templates"] == before["spec"]["templates"]
+    given = {p["name"]: p["value"] for p in after["spec"]["arguments"]["parameters"]}
+    assert (given["iteration"], given["iterations"]) == ("7", "7")
