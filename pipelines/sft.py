@@ -15,6 +15,7 @@ from tuneloop.base_model import base_model
 from tuneloop.data_prep import data_prep
 from tuneloop.evaluate import evaluate
 from tuneloop.export import export
+from tuneloop.kfp.settings import Kfp
 from tuneloop.sft import sft
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Config(BaseModel):
     base_model: str = Field("tiny-qwen3", description="tiny-qwen3, tiny-llama, a Hugging Face directory or hub name")
     processes: int = Field(1, ge=1, description="ranks of torchrun in the sft stage")
     cluster: Cluster = Cluster()
+    kfp: Kfp = Kfp()
     data: DataPrep = DataPrep()
     model: BaseModelSettings = BaseModelSettings()
     sft: Sft = Sft()
@@ -81,6 +83,41 @@ def build_argo(config: Config) -> Workflow:
             )
             done = save(name="export", arguments={"policy": CHECKPOINT % "sft", "model": f"{RUN}/export"})
             data >> model >> tuned >> [after, done]
+    return built
+
+
+def build_kfp(config: Config) -> Any:
+    """The pipeline for Kubeflow Pipelines."""
+    from kfp import dsl
+
+    from tuneloop.kfp.template import pipeline, report_step, stage_step
+
+    pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
+    prepare = stage_step(data_prep, config.data, dynamic=["seed"], **pods)
+    bring = stage_step(base_model, {**config.model.model_dump(), "model": config.base_model}, dynamic=["seed"], **pods)
+    train = stage_step(sft, config.sft, dynamic=["seed"], processes=config.processes, **pods)
+    engine = {"engine": "transformers"}
+    check = stage_step(evaluate, {**config.evaluate.model_dump(), **engine}, dynamic=["seed"], **pods)
+    save = stage_step(export, config.export, **pods)
+    report = report_step(**pods)
+
+    @pipeline("sft")
+    def built(store: str, run: str = "sft", seed: int = config.seed) -> None:
+        """Supervised fine-tuning, evaluated and exported.
+
+        Args:
+            store: URL of the store, as pods reach it: s3://bucket/prefix
+            run: name of the run; its artifacts lie at store/run, and the same name again resumes it
+            seed: every random stream of the run is derived from it
+        """
+        at = f"{store}/{run}"
+        with dsl.ExitHandler(report("report", run=run, store=store)):
+            prompts = prepare("data-prep", url=f"{at}/data-prep", seed=seed).outputs["prompts"]
+            model = bring("base-model", url=f"{at}/base-model", prompts=prompts, seed=seed).outputs["checkpoint"]
+            tuned = train("sft", url=f"{at}/sft", policy=model, prompts=prompts, seed=seed).outputs["checkpoint"]
+            check("evaluate-after", url=f"{at}/evaluate-after", policy=tuned, prompts=prompts, seed=seed)
+            save("export", url=f"{at}/export", policy=tuned)
+
     return built
 
 

@@ -1,0 +1,125 @@
+"""What the UI of Kubeflow Pipelines shows of a committed artifact: a page of facts and rows, curves, a ROC curve."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tuneloop.artifacts import Manifest
+from tuneloop.kfp.io import Task
+from tuneloop.store import Store
+
+ROWS, WIDTH = 8, 160
+"""Rows of a preview, and characters of a cell."""
+COLUMNS = ("id", "request_id", "prompt", "completion", "answer", "score", "outcome", "finish_reason", "policy_versions")
+POINTS = 200
+"""Most points of a ROC curve: KFP keeps them in its metadata."""
+
+
+def page(task: Task, name: str, url: str, manifest: Manifest) -> None:
+    """Markdown: the reference, results, place and time, and the first rows of each table."""
+    facts = {
+        "reference": f"{url}@{manifest.digest}",
+        **manifest.results,
+        "files": f"{len(manifest.files)}, {sum(file.size for file in manifest.files.values())} bytes",
+        "seconds": round(manifest.timings.get("total", 0.0), 2),
+        "device": manifest.provenance.get("device"),
+        "image": manifest.provenance.get("image"),
+    }
+    parts = [f"## {manifest.stage}", markdown(("", ""), facts.items())]
+    for file in sorted(manifest.files):
+        if file.endswith(".parquet"):
+            rows = _rows(url, manifest, file)[:ROWS]
+            shown = [column for column in COLUMNS if rows and column in rows[0]]
+            parts += [f"### {file}", markdown(shown, ([row[column] for column in shown] for row in rows))]
+    task.write(name, "\n\n".join(parts) + "\n")
+
+
+def curves(task: Task, name: str, url: str, manifest: Manifest) -> None:
+    """HTML: one line chart for each quantity of ``metrics.jsonl`` over the optimizer steps."""
+    data = Store(url).get(f"{manifest.root}/metrics.jsonl") or b""
+    rows = [json.loads(line) for line in data.splitlines()]
+    names = dict.fromkeys(column for row in rows for column in row if column != "step")
+    charts = [chart(each, [(row["step"], row[each]) for row in rows if each in row]) for each in names]
+    style = "body{font:14px sans-serif}svg{width:420px;height:180px;margin:8px;background:#f7f7f7}"
+    task.write(name, f"<!doctype html><meta charset=utf-8><style>{style}</style>{''.join(charts)}\n")
+
+
+def confidence(task: Task, name: str, url: str, manifest: Manifest) -> None:
+    """Metadata of ``ClassificationMetrics``: does the policy's own confidence tell right completions from wrong?
+
+    A completion counts as right with full marks, and its confidence is the mean probability of its sampled tokens.
+    """
+    rows = [row for row in _rows(url, manifest, "rewards.parquet") if row["score"] is not None and row["logprobs"]]
+    top = max((row["score"] for row in rows), default=0.0)
+    judged = [(_mean_probability(row["logprobs"]), row["score"] == top) for row in rows]
+    task.describe(name, {"confidenceMetrics": {"confidenceMetrics": roc(judged)}} if roc(judged) else {})
+
+
+def roc(judged: Sequence[tuple[float, bool]]) -> list[dict[str, float]]:
+    """Threshold, true positive rate (recall) and false positive rate of (confidence, right) pairs.
+
+    Empty where all are right or all are wrong: no curve is defined there. (Fawcett 2006, *An introduction to ROC
+    analysis*, algorithm 1.)
+    """
+    right = sum(good for _, good in judged)
+    wrong = len(judged) - right
+    if not right or not wrong:
+        return []
+    points = []
+    for threshold in sorted({sure for sure, _ in judged}, reverse=True):
+        above = [good for sure, good in judged if sure >= threshold]
+        points.append((threshold, sum(above) / right, (len(above) - sum(above)) / wrong))
+    every = -(-len(points) // POINTS)
+    kept = [(1.0, 0.0, 0.0), *points[::every], points[-1]]
+    return [{"confidenceThreshold": c, "recall": tpr, "falsePositiveRate": fpr} for c, tpr, fpr in kept]
+
+
+def markdown(head: Sequence[str], rows: Any) -> str:
+    """A table; a cell is cut after `WIDTH` characters."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def chart(title: str, points: Sequence[tuple[float, float]]) -> str:
+    """An SVG line through (x, y) points, its range in its title."""
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    x0, y0, y1 = min(xs), min(ys), max(ys)
+    across, up = (max(xs) - x0) or 1, (y1 - y0) or 1
+    at = [(20 + 380 * (x - x0) / across, 160 - 120 * (y - y0) / up) for x, y in points]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+    said = html.escape(f"{title}: {ys[0]:.4g} → {ys[-1]:.4g} (from {y0:.4g} to {y1:.4g}, {len(points)} steps)")
+    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2"/>' for x, y in at) if len(at) <= 20 else ""
+    body = f'<text x="20" y="22" font-size="13">{said}</text><polyline points="{line}" fill="none" stroke="#06c"/>'
+    return f'<svg viewBox="0 0 420 180">{body}{dots}</svg>'
+
+
+PREVIEWS: Mapping[str, Callable[[Task, str, str, Manifest], None]] = {
+    "preview": page,
+    "curves": curves,
+    "confidence": confidence,
+}
+"""Output artifact → what fills it."""
+
+
+def _rows(url: str, manifest: Manifest, file: str) -> list[dict[str, Any]]:
+    import pyarrow.parquet
+
+    data = Store(url).get(f"{manifest.root}/{file}")
+    assert data is not None, f"{url} names {file} in its manifest"
+    rows: list[dict[str, Any]] = pyarrow.parquet.ParquetFile(io.BytesIO(data)).read().to_pylist()
+    return rows
+
+
+def _mean_probability(logprobs: Sequence[float]) -> float:
+    from math import exp
+
+    return sum(map(exp, logprobs)) / len(logprobs)
+
+
+def _cell(value: Any) -> str:
+    text = " ".join(str(value).split()).replace("|", "\\|").replace("<", "&lt;")
+    return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"

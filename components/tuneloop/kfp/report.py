@@ -1,0 +1,25 @@
+"""The report of a run, as a task of Kubeflow Pipelines: ``python -m tuneloop.kfp.report --executor-input …``"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tuneloop.kfp.io import Task
+from tuneloop.report import page
+from tuneloop.runs import Run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the report of whatever the run has committed; also of one that failed."""
+    task = Task.read(argv[1])
+    run = Run(task.parameters["run"], task.parameters["store"])
+    task.write("report", page(run))
+    scores = {f"{score.how} (version {score.version})": score.value for score in run.evaluations()}
+    task.describe("rewards", scores)
+    task.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,23 @@
+"""What a pipeline says of Kubeflow Pipelines alone; nothing of it matters to Argo or on one machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Kfp(BaseModel):
+    """Settings of Kubeflow Pipelines, in the words of Kubernetes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    unroll: int = Field(
+        8, ge=0, description="a loop of at most so many iterations is written out; a longer one is a ParallelFor"
+    )
+    retries: int = Field(3, ge=0, description="attempts after the first, whatever the exit code was")
+    timeout_s: int = Field(0, ge=0, description="seconds that a stage may take once its pod runs; 0: no limit")
+    shm: str = Field("", description="of an in-memory /dev/shm for accelerator stages; empty: the runtime's 64 MiB")
+    node_selector: dict[str, str] = Field({}, description="labels of the nodes for accelerator stages")
+    tolerations: list[dict[str, Any]] = Field([], description="key, operator, value, effect, of accelerator stages")
+    volumes: dict[str, str] = Field({}, description="PersistentVolumeClaim → path, mounted in every stage")
+    image_pull_secrets: list[str] = Field([], description="Secrets of the images' registry")

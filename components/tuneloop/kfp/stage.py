@@ -1,0 +1,127 @@
+"""Run a stage as a task of Kubeflow Pipelines: ``python -m tuneloop.kfp.stage tuneloop.sft:sft --executor-input …``
+
+The stage's own program runs, with the flags that the executor input stands for, and ends with its own exit code.
+Then what was committed is told to KFP: a *handle* (the reference, digest, version and results, as the metadata of an
+artifact that holds the manifest), scalars, a preview, curves. The weights stay in the store; KFP carries handles.
+
+**The end of a loop.** A graph of KFP cannot leave a loop, so the stages of iterations after the last one run as empty
+tasks: the `policy_update` of the iteration whose rewards reach ``target_reward`` marks its handle ``stopped``, a stage
+of a later iteration that is given such a handle does nothing and gives none on, and `policy_update` passes the policy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tuneloop import plugins
+from tuneloop.artifacts import Manifest, find, split_ref
+from tuneloop.component import Component, flag
+from tuneloop.kfp import previews
+from tuneloop.kfp.io import Task
+
+URL, TARGET = "url", "target_reward"
+"""Parameters of the adapter's own: where the output is committed; the mean reward that ends a loop."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the stage ``argv[0]`` (``module:attribute``) for the executor input ``argv[2]``; returns the exit code."""
+    target, option, text = argv
+    assert option == "--executor-input", argv
+    stage: Component = plugins.load("stages", target)
+    task = Task.read(text)
+    if (iteration := ended(stage, task)) is not None:
+        print(f"{stage.name}: nothing to do, the loop ended with iteration {iteration}", file=sys.stderr)
+        skip(stage, task, iteration)
+        return 0
+    if code := stage.run(flags(stage, task)):
+        return code
+    if int(os.environ.get("RANK", "0")) == 0:
+        manifest = find(task.parameters[URL])
+        assert manifest is not None, "the stage has just committed it"
+        tell(stage, task, manifest)
+    return 0
+
+
+def flags(stage: Component, task: Task) -> list[str]:
+    """The command line of the stage's program."""
+    given: dict[str, Any] = {name: task.inputs[name]["ref"] for name in stage.inputs if name in task.inputs}
+    given[stage.output] = task.parameters[URL]
+    given |= {k: v for k, v in task.parameters.items() if k in stage.Params.model_fields and v is not None}
+    return [word for name, value in given.items() for word in (f"--{flag(name)}", _text(value))]
+
+
+def ended(stage: Component, task: Task) -> int | None:
+    """The iteration with which the loop ended, if this task belongs to a later one."""
+    for handle in task.inputs.values():
+        stopped = handle.get("stopped")
+        if stopped is not None and ("ref" not in handle or stopped < task.parameters.get("iteration", 0)):
+            return int(stopped)
+    return None
+
+
+def skip(stage: Component, task: Task, iteration: int) -> None:
+    """Tell KFP that nothing was done: no reference goes on, but for a policy, which stays what it was."""
+    policy = task.inputs.get("policy", {}) if stage.output == "checkpoint" else {}
+    task.describe(stage.output, {**policy, "stopped": iteration})
+    said = f"Nothing was done here: the loop ended with iteration {iteration}."
+    for name in task.outputs:
+        task.write(name, said)
+    task.results = {result(stage, name): kind() for name, kind in stage.results.items()}
+    task.finish()
+
+
+def tell(stage: Component, task: Task, manifest: Manifest) -> None:
+    """Tell KFP what was committed."""
+    url = split_ref(task.parameters[URL])[0]
+    made = handle(url, manifest)
+    reached = task.inputs.get("rewards", {}).get("mean_reward")
+    if TARGET in task.parameters and reached is not None and reached >= task.parameters[TARGET]:
+        made["stopped"] = int(task.parameters["iteration"])
+    task.describe(stage.output, made)
+    task.write(stage.output, manifest.model_dump_json(indent=1))
+    if "results" in task.outputs:
+        task.describe("results", {k: v for k, v in manifest.results.items() if isinstance(v, int | float)})
+    for name, draw in previews.PREVIEWS.items():
+        if name in task.outputs:
+            draw(task, name, url, manifest)
+    task.results = {result(stage, name): value for name, value in manifest.results.items()}
+    task.finish()
+
+
+def handle(url: str, manifest: Manifest) -> dict[str, Any]:
+    """What one task tells the next of an artifact."""
+    version = {"version": manifest.facts["version"]} if "version" in manifest.facts else {}
+    return {
+        "ref": f"{url}@{manifest.digest}",
+        "digest": manifest.digest,
+        "stage": manifest.stage,
+        **version,
+        **manifest.results,
+    }
+
+
+def result(stage: Component, name: str) -> str:
+    """The output parameter of a result: its name, or another where a parameter has it (KFP keeps one for both)."""
+    return f"{name}_result" if name in stage.Params.model_fields else name
+
+
+def _text(value: Any) -> str:
+    value = _whole(value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _whole(value: Any) -> Any:
+    """KFP's numbers have no integers: 3.0 is 3, also inside of lists and maps."""
+    if isinstance(value, dict):
+        return {key: _whole(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,259 @@
+"""A stage as a KFP component, and what its pods ask for; nothing about graphs. The twin of `tuneloop.argo.template`.
+
+Every stage is a container component: its image, its program (`tuneloop.kfp.stage`) and the executor input. Inputs are
+the stage's input artifacts, the URL of its output, and all its parameters; the outputs are a typed handle of what it
+committed, its results, and what the UI shows of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import UnionType
+from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origin
+
+from kfp import dsl, kubernetes
+from kfp.dsl import HTML, ClassificationMetrics, Dataset, Input, Markdown, Metrics, Model, Output
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from tuneloop.argo.settings import Cluster
+from tuneloop.argo.template import STORE
+from tuneloop.component import Component
+from tuneloop.kfp.settings import Kfp
+from tuneloop.kfp.stage import TARGET, URL, result
+
+TYPES = {"checkpoint": Model, "policy": Model, "reference": Model, "model": Model, "metrics": Metrics}
+"""Input or output → artifact type; any other is a Dataset."""
+AWS = ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+QUEUE = "kueue.x-k8s.io/queue-name"
+PRIORITY = "kueue.x-k8s.io/priority-class"
+GPU = "nvidia.com/gpu"
+REQUIRED = inspect.Parameter.empty
+Step = Callable[..., dsl.PipelineTask]
+
+
+def pipeline(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """`kfp.dsl.pipeline` for a function whose annotations are text (``from __future__ import annotations``)."""
+
+    def make(function: Callable[..., Any]) -> Any:
+        function.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
+        return dsl.pipeline(name=name)(function)
+
+    return make
+
+
+def stage_step(
+    component: Component,
+    params: BaseModel | Mapping[str, Any],
+    *,
+    dynamic: Iterable[str] = (),
+    processes: int = 1,
+    cluster: Cluster | None = None,
+    kfp: Kfp | None = None,
+) -> Step:
+    """The stage as a function to be called in a pipeline: ``step("sft", url=…, policy=…) -> task``.
+
+    Its first argument is the task's name in the UI; the others are the stage's input artifacts, ``url`` (where its
+    output is committed) and the `dynamic` parameters.
+
+    Args:
+        component: the stage.
+        params: its parameters; they are resolved here, once, and each of them is an argument of the task.
+        dynamic: parameters that the graph passes.
+        processes: ranks of torchrun in the one pod.
+        cluster, kfp: what the pod asks for.
+
+    Raises:
+        UserError: a parameter that the stage refuses.
+    """
+    cluster, kfp = cluster or Cluster(), kfp or Kfp()
+    given = params.model_dump() if isinstance(params, BaseModel) else dict(params)
+    needed = {name: "0" for name in dynamic if component.Params.model_fields[name].is_required()}
+    resolved = component.validate({k: v for k, v in given.items() if k not in dynamic} | needed)
+    fixed = {k: v for k, v in resolved.model_dump(mode="json").items() if k not in dynamic and v is not None}
+    image = cluster.images.format(image=component.image)
+    made = stage_component(component, image, processes, passed={*fixed, *dynamic})
+
+    def step(name: str, **arguments: Any) -> dsl.PipelineTask:
+        task = made(**fixed, **arguments).set_display_name(name)
+        task.set_env_variable("TUNELOOP_NODE_NAME", name)
+        place(task, image, cluster, kfp, component.accelerator)
+        return task
+
+    return step
+
+
+def position_step(*, cluster: Cluster | None = None, kfp: Kfp | None = None) -> Step:
+    """`tuneloop.kfp.position` as a step: where the loop of a run stands."""
+    signature = {
+        "policy": (Input[Model], REQUIRED),
+        "run": (str, REQUIRED),
+        "iteration": (int, REQUIRED),
+        "iterations": (int, REQUIRED),
+        TARGET: (float, REQUIRED),
+        "start": (Output[Model], REQUIRED),
+        "todo": (dsl.OutputPath(list[int]), REQUIRED),
+    }
+    about = {"run": "URL of the run", "iteration": "which asks; 0: after the last", "policy": "before the first"}
+    summary = "Where the loop stands: the policy an iteration starts from, and what is left to do."
+    return _uncached("position", summary, signature, about, cluster or Cluster(), kfp or Kfp())
+
+
+def report_step(*, cluster: Cluster | None = None, kfp: Kfp | None = None) -> Step:
+    """`tuneloop.kfp.report` as a step: the page of a run, and its rewards."""
+    signature = {
+        "run": (str, REQUIRED),
+        "store": (str, REQUIRED),
+        "report": (Output[HTML], REQUIRED),
+        "rewards": (Output[Metrics], REQUIRED),
+    }
+    about = {"run": "name of the run", "store": "URL of the store"}
+    return _uncached(
+        "report", "Report on a run, however it ended.", signature, about, cluster or Cluster(), kfp or Kfp()
+    )
+
+
+def _uncached(
+    name: str,
+    summary: str,
+    signature: Mapping[str, tuple[Any, Any]],
+    about: Mapping[str, str],
+    cluster: Cluster,
+    kfp: Kfp,
+) -> Step:
+    """A program of ours that reads what the run has committed by now: never from KFP's cache."""
+    image = cluster.images.format(image="base")
+    made = container(name, summary, signature, about, image, ["python3", "-m", f"tuneloop.kfp.{name}"])
+
+    def step(name: str, **arguments: Any) -> dsl.PipelineTask:
+        task = made(**arguments).set_display_name(name).set_caching_options(False)
+        place(task, image, cluster, kfp, False)
+        return task
+
+    return step
+
+
+def stage_component(component: Component, image: str, processes: int = 1, passed: Iterable[str] = ()) -> Any:
+    """The stage as a `kfp.dsl` container component.
+
+    Args:
+        component: the stage.
+        image: in full.
+        processes: ranks of torchrun in the one pod.
+        passed: parameters that it must have though their default is None (kfp.local cannot leave out an integer).
+    """
+    signature, about = stage_signature(component, {*passed})
+    _, *start, module = component.command(processes)
+    command = ["python3", *start, "tuneloop.kfp.stage", f"{module}:{component.name}"]
+    return container(component.name, component.summary, signature, about, image, command)
+
+
+def stage_signature(component: Component, passed: set[str]) -> tuple[dict[str, tuple[Any, Any]], dict[str, str]]:
+    """Name → (kfp type, default) of a stage's inputs and outputs, and name → description."""
+    fields = {k: f for k, f in component.Params.model_fields.items() if k in passed or f.default is not None}
+    ends_loop = "iteration" in fields and "rewards" in component.inputs
+    inputs = {name: Input[TYPES.get(name, Dataset)] for name in component.inputs}
+    signature: dict[str, tuple[Any, Any]] = {
+        **{k: (inputs[k], REQUIRED) if need else (Optional[inputs[k]], None) for k, need in component.inputs.items()},
+        URL: (str, REQUIRED),
+        **{name: _parameter(field) for name, field in fields.items()},
+        **({TARGET: (Optional[float], None)} if ends_loop else {}),
+        **{name: (Output[kind], REQUIRED) for name, kind in _artifacts(component).items()},
+        **{result(component, name): (dsl.OutputPath(kind), REQUIRED) for name, kind in component.results.items()},
+    }
+    about = {name: field.description or "" for name, field in fields.items()}
+    return signature, {URL: "where the output is committed", TARGET: "rewards of this mean end the loop", **about}
+
+
+def container(
+    name: str,
+    summary: str,
+    signature: Mapping[str, tuple[Any, Any]],
+    about: Mapping[str, str],
+    image: str,
+    command: list[str],
+) -> Any:
+    """A container component whose program gets the executor input, and nothing else.
+
+    Its program starts with ``python3``: kfp.local puts its own interpreter there.
+    """
+
+    def program(*_: Any) -> dsl.ContainerSpec:
+        arguments = ["--executor-input", dsl.PIPELINE_TASK_EXECUTOR_INPUT_PLACEHOLDER]
+        return dsl.ContainerSpec(image=image, command=command, args=arguments)
+
+    # kfp reads a component's interface from a function's signature and docstring.
+    kind = inspect.Parameter.KEYWORD_ONLY
+    program.__name__ = name
+    program.__doc__ = "\n".join([summary, "", "Args:", *(f"    {k}: {about[k]}" for k in signature if about.get(k))])
+    program.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(k, kind, annotation=each, default=default) for k, (each, default) in signature.items()]
+    )
+    return dsl.container_component(program)
+
+
+def place(task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, accelerator: bool) -> None:
+    """What the task's pod asks for: resources, its queue, a way to its store, no rights."""
+    task.set_cpu_request(cluster.cpu).set_memory_request(cluster.memory).set_memory_limit(cluster.memory)
+    task.set_retry(kfp.retries, backoff_duration="5s", backoff_factor=2, backoff_max_duration="600s")
+    task.set_env_variable("TUNELOOP_IMAGE", image)
+    kubernetes.set_image_pull_policy(task, "IfNotPresent")
+    kubernetes.set_security_context(task, run_as_user=1000, run_as_group=1000, run_as_non_root=True)
+    kubernetes.use_config_map_as_env(task, STORE, {key: key for key in AWS}, optional=True)
+    kubernetes.use_secret_as_env(task, STORE, {key: key for key in AWS}, optional=True)
+    if kfp.image_pull_secrets:
+        kubernetes.set_image_pull_secrets(task, kfp.image_pull_secrets)
+    if kfp.timeout_s:
+        kubernetes.set_timeout(task, kfp.timeout_s)
+    for claim, path in kfp.volumes.items():
+        kubernetes.mount_pvc(task, claim, path)
+    if accelerator:
+        _accelerate(task, cluster, kfp)
+
+
+def _accelerate(task: dsl.PipelineTask, cluster: Cluster, kfp: Kfp) -> None:
+    if cluster.gpus:
+        task.set_accelerator_type(GPU).set_accelerator_limit(cluster.gpus)
+    if cluster.queue:
+        kubernetes.add_pod_label(task, QUEUE, cluster.queue)
+        if cluster.priority:
+            kubernetes.add_pod_label(task, PRIORITY, cluster.priority)
+    if kfp.shm:
+        kubernetes.empty_dir_mount(task, "shm", "/dev/shm", medium="Memory", size_limit=kfp.shm)
+    for label, value in kfp.node_selector.items():
+        kubernetes.add_node_selector(task, label, value)
+    for toleration in kfp.tolerations:
+        kubernetes.add_toleration(task, **toleration)
+
+
+def _artifacts(component: Component) -> dict[str, Any]:
+    """The stage's output artifacts: the handle first, then what the UI shows."""
+    outputs: dict[str, Any] = {component.output: TYPES.get(component.output, Dataset)}
+    if component.output != "metrics":
+        outputs["results"] = Metrics
+    outputs["preview"] = Markdown
+    if component.output == "checkpoint" and "loss" in component.results:
+        outputs["curves"] = HTML
+    if component.output == "rewards":
+        outputs["confidence"] = ClassificationMetrics
+    return outputs
+
+
+def _parameter(field: FieldInfo) -> tuple[Any, Any]:
+    """The kfp type and default of a parameter; one that may be None may be left out."""
+    kind = _kind(field.annotation)
+    if field.is_required():
+        return kind, REQUIRED
+    return (Optional[kind], None) if field.default is None else (kind, field.default)
+
+
+def _kind(annotation: Any) -> type:
+    origin = get_origin(annotation) or annotation
+    if origin is Annotated:
+        return _kind(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return _kind(next(part for part in get_args(annotation) if part is not type(None)))
+    if origin is Literal:
+        return type(get_args(annotation)[0])
+    return list if origin is tuple else origin
