@@ -21,6 +21,7 @@ from tuneloop.base_model import base_model
 from tuneloop.data_prep import data_prep
 from tuneloop.evaluate import evaluate
 from tuneloop.export import export
+from tuneloop.kfp.settings import Kfp
 from tuneloop.policy_update import policy_update
 from tuneloop.reward import reward
 from tuneloop.rollout import rollout
@@ -77,6 +78,7 @@ class Config(BaseModel):
     engine: Engine = Engine()
     loop: Loop = Loop()
     cluster: Cluster = Cluster()
+    kfp: Kfp = Kfp()
     data: DataPrep = DataPrep()
     model: BaseModelSettings = BaseModelSettings()
     rollout: Rollout = Rollout()
@@ -295,6 +297,103 @@ def build_rl(config: Config, stages: dict[str, Any], part: DAG, model: Task, sta
     train = part(name="part", arguments={**shared, "iteration": "1", "policy": policy, "reference": policy})
     model >> server
     [start, *server] >> before >> train
+
+
+def build_kfp(config: Config) -> Any:
+    """The loop for Kubeflow Pipelines: written out if it is short, else a ParallelFor over committed state."""
+    from kfp import dsl
+
+    from tuneloop.kfp.template import pipeline
+
+    steps = kfp_steps(config)
+
+    @pipeline("grpo")
+    def built(
+        store: str, run: str = "grpo", seed: int = config.seed, target_reward: float = config.loop.target_reward
+    ) -> None:
+        """GRPO on prompts with verifiable rewards, evaluated before and after, and exported.
+
+        Args:
+            store: URL of the store, as pods reach it: s3://bucket/prefix
+            run: name of the run; its artifacts lie at store/run, and the same name again resumes it
+            seed: every random stream of the run is derived from it
+            target_reward: the loop ends once a batch of rollouts earns this mean reward
+        """
+        at = f"{store}/{run}"
+        with dsl.ExitHandler(steps["report"]("report", run=run, store=store)):
+            prompts = steps["data-prep"]("data-prep", url=f"{at}/data-prep", seed=seed).outputs["prompts"]
+            model = steps["base-model"]("base-model", url=f"{at}/base-model", prompts=prompts, seed=seed)
+            kfp_rl(config, steps, at, prompts, model.outputs["checkpoint"], seed, target_reward)
+
+    return built
+
+
+def kfp_steps(config: Config) -> dict[str, Any]:
+    """Every stage of the loop as a function that makes its KFP task, by name."""
+    from tuneloop.kfp.template import position_step, report_step, stage_step
+
+    pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
+    engine = {"engine": config.engine.name, "engine_args": config.engine.options}
+    model = {**config.model.model_dump(), "model": config.base_model}
+    seed, turn = ["seed"], ["seed", "iteration"]
+    return {
+        "data-prep": stage_step(data_prep, config.data, dynamic=seed, **pods),
+        "base-model": stage_step(base_model, model, dynamic=seed, **pods),
+        "rollout": stage_step(rollout, {**config.rollout.model_dump(), **engine}, dynamic=turn, **pods),
+        "reward": stage_step(reward, config.reward, **pods),
+        "policy-update": stage_step(policy_update, config.update, dynamic=turn, **pods),
+        "evaluate": stage_step(evaluate, {**config.evaluate.model_dump(), **engine}, dynamic=turn, **pods),
+        "export": stage_step(export, config.export, **pods),
+        "position": position_step(**pods),
+        "report": report_step(**pods),
+    }
+
+
+def kfp_rl(config: Config, steps: dict[str, Any], at: str, prompts: Any, policy: Any, seed: Any, target: Any) -> None:
+    """Evaluate the policy, loop, evaluate again, export; to be called inside a pipeline.
+
+    Args:
+        at: URL of the run.
+        prompts, policy: artifacts: what is sampled, and where the loop starts.
+        seed, target: parameters of the pipeline.
+    """
+    from kfp import dsl
+
+    def check(name: str, where: str, policy: Any, iteration: Any = 0) -> Any:
+        return steps["evaluate"](
+            name, url=f"{where}/{name}", policy=policy, prompts=prompts, seed=seed, iteration=iteration
+        )
+
+    def turn(i: Any, start: Any) -> Any:
+        """Iteration `i` from the policy `start`: its policy_update."""
+        here = {"seed": seed, "iteration": i}
+        base = f"{at}/iterations/{i}"
+        sample = steps["rollout"]("rollout", url=f"{base}/rollout", policy=start, prompts=prompts, **here)
+        score = steps["reward"]("reward", url=f"{base}/reward", rollouts=sample.outputs["rollouts"])
+        rewards = score.outputs["rewards"]
+        given = {"policy": start, "rewards": rewards, "reference": policy, "target_reward": target}
+        return steps["policy-update"]("policy-update", url=f"{base}/policy-update", **given, **here)
+
+    every, count = config.loop.evaluate_every, config.loop.iterations
+    check("evaluate-before", at, policy)
+    if count <= config.kfp.unroll:
+        trained = policy
+        for i in range(1, count + 1):
+            trained = turn(i, trained).outputs["checkpoint"]
+            if every and i % every == 0:
+                check("evaluate", f"{at}/iterations/{i}", trained, i)
+    else:
+        asked = {"policy": policy, "run": at, "iterations": count, "evaluate_every": every, "target_reward": target}
+        plan = steps["position"]("plan", iteration=0, **asked)
+        with dsl.ParallelFor(plan.outputs["todo"], parallelism=1) as i:
+            start = steps["position"]("turn", iteration=i, **asked)
+            update = turn(i, start.outputs["start"])
+            if every:
+                with dsl.If(start.outputs["evaluate"] == True):  # noqa: E712 - kfp reads the comparison
+                    check("evaluate", f"{at}/iterations/{i}", update.outputs["checkpoint"], i)
+        trained = steps["position"]("last", iteration=0, **asked).after(update).outputs["start"]
+    check("evaluate-after", at, trained)
+    steps["export"]("export", url=f"{at}/export", policy=trained)
 
 
 if "hera._cli" in sys.modules:  # `hera generate yaml` takes what it finds in the module

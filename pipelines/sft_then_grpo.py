@@ -60,5 +60,41 @@ def build_argo(config: Config) -> Workflow:
     return built
 
 
+def build_kfp(config: Config) -> Any:
+    """SFT, then the loop, for Kubeflow Pipelines."""
+    from kfp import dsl
+
+    from tuneloop.kfp.template import pipeline, stage_step
+
+    steps = grpo.kfp_steps(config)
+    pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
+    train = stage_step(sft, config.sft, dynamic=["seed"], processes=config.processes, **pods)
+
+    @pipeline("sft-then-grpo")
+    def built(
+        store: str,
+        run: str = "sft-then-grpo",
+        seed: int = config.seed,
+        target_reward: float = config.loop.target_reward,
+    ) -> None:
+        """Supervised fine-tuning, then GRPO, evaluated before and after the loop, and exported.
+
+        Args:
+            store: URL of the store, as pods reach it: s3://bucket/prefix
+            run: name of the run; its artifacts lie at store/run, and the same name again resumes it
+            seed: every random stream of the run is derived from it
+            target_reward: the loop ends once a batch of rollouts earns this mean reward
+        """
+        at = f"{store}/{run}"
+        with dsl.ExitHandler(steps["report"]("report", run=run, store=store)):
+            prompts = steps["data-prep"]("data-prep", url=f"{at}/data-prep", seed=seed).outputs["prompts"]
+            model = steps["base-model"]("base-model", url=f"{at}/base-model", prompts=prompts, seed=seed)
+            start = model.outputs["checkpoint"]
+            tuned = train("sft", url=f"{at}/sft", policy=start, prompts=prompts, seed=seed).outputs["checkpoint"]
+            grpo.kfp_rl(config, steps, at, prompts, tuned, seed, target_reward)
+
+    return built
+
+
 if "hera._cli" in sys.modules:  # `hera generate yaml` takes what it finds in the module
     workflow = build_argo(Config())
