@@ -6,7 +6,8 @@ The loop is an Argo template that calls itself: iteration k+1 starts from the ch
 iterations are used up or a batch of rollouts earns `target_reward`. After `per_workflow` iterations the run goes on in
 another workflow, so that it may be as long as it likes. With the engine `vllm` one server lives as long as
 the run and loads each new version in place; with `transformers` every rollout generates in its own process, which is
-slower and bit-for-bit reproducible.
+slower and bit-for-bit reproducible. With `engine.pull` every version is published as a delta, and the server pulls
+it; with the engine `endpoint` a fleet that somebody else owns does, and is asked for rollouts by URL alone.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tuneloop.argo.settings import Cluster
 from tuneloop.base_model import base_model
 from tuneloop.data_prep import data_prep
+from tuneloop.engines.endpoint import check_url
+from tuneloop.errors import UserError
 from tuneloop.evaluate import evaluate
 from tuneloop.export import export
 from tuneloop.kfp.settings import Kfp
@@ -29,7 +32,7 @@ from tuneloop.rollout import rollout
 if TYPE_CHECKING:
     from hera.workflows import DAG, Task, Workflow
 
-SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "model"}
+SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "model", "weights"}
 
 DataPrep: Any = data_prep.settings(without=SET_BY_PIPELINE)
 BaseModelSettings: Any = base_model.settings(without=SET_BY_PIPELINE)
@@ -56,11 +59,32 @@ class Engine(BaseModel):
     """What samples completions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    name: Literal["vllm", "transformers"] = Field("vllm", description="vllm: one server for the run")
+    name: Literal["vllm", "transformers", "endpoint"] = Field(
+        "vllm", description="vllm: one server for the run; endpoint: somebody else's, at rollout_endpoint_url"
+    )
     port: int = Field(8765, ge=1, le=65535, description="where the vLLM server listens")
     args: dict[str, Any] | None = Field(
         None, description="the engine's own options; default: for vllm a short context without graph capture"
     )
+    pull: bool = Field(
+        False, description="publish each version as a delta, for whoever serves to pull; else servers load checkpoints"
+    )
+    weights: str | None = Field(None, description="URL to publish versions below; default: <store>/<run>/weights")
+    rollout_endpoint_url: str | None = Field(None, description="of the engine `endpoint`; needs pull")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Engine:
+        if (self.name == "endpoint") != (self.rollout_endpoint_url is not None):
+            raise ValueError("name endpoint and rollout_endpoint_url go together: set both, or neither")
+        if self.rollout_endpoint_url is not None:
+            check_url(self.rollout_endpoint_url)
+        if self.name == "endpoint" and not self.pull:
+            raise ValueError("an endpoint gets new weights by pulling them: set pull")
+        if self.name == "transformers" and self.pull:
+            raise ValueError("transformers loads each checkpoint itself and pulls nothing: unset pull")
+        if self.weights is not None and not self.pull:
+            raise ValueError("weights says where to publish: set pull")
+        return self
 
     @property
     def options(self) -> dict[str, Any]:
@@ -122,11 +146,12 @@ def templates(config: Config) -> dict[str, Any]:
     from tuneloop.argo.template import server_template, stage_template
 
     engine = {"engine": config.engine.name, "engine_args": config.engine.options, "seed": config.seed}
+    published = publishing(config)
     made = [
         stage_template(data_prep, {**config.data.model_dump(), "seed": config.seed}, cluster=config.cluster),
         stage_template(
             base_model,
-            {**config.model.model_dump(), "model": config.base_model, "seed": config.seed},
+            {**config.model.model_dump(), "model": config.base_model, "seed": config.seed, **published},
             cluster=config.cluster,
         ),
         stage_template(
@@ -138,7 +163,7 @@ def templates(config: Config) -> dict[str, Any]:
         stage_template(reward, config.reward.model_dump(), cluster=config.cluster),
         stage_template(
             policy_update,
-            {**config.update.model_dump(), "seed": config.seed},
+            {**config.update.model_dump(), "seed": config.seed, **published},
             dynamic=["iteration"],
             cluster=config.cluster,
         ),
@@ -151,8 +176,17 @@ def templates(config: Config) -> dict[str, Any]:
         stage_template(export, config.export.model_dump(), cluster=config.cluster),
     ]
     if config.engine.name == "vllm":
-        made.append(server_template(port=config.engine.port, engine_args=config.engine.options, cluster=config.cluster))
+        made.append(
+            server_template(
+                port=config.engine.port, engine_args=config.engine.options, cluster=config.cluster, **published
+            )
+        )
     return {template.name: template for template in made}
+
+
+def publishing(config: Config) -> dict[str, Any]:
+    """Where stages that write checkpoints publish them as weight versions, if they do."""
+    return {"weights": config.engine.weights or f"{RUN}/weights"} if config.engine.pull else {}
 
 
 def base_model_task(stages: dict[str, Any], data: Task) -> Task:
@@ -272,10 +306,13 @@ def build_part(config: Config, stages: dict[str, Any], loop: DAG) -> DAG:
 
 
 def serve_task(config: Config, stages: dict[str, Any], policy: str) -> tuple[list[Task], str]:
-    """The rollout server that boots with `policy`, if the engine has one, and its endpoint; inside a DAG."""
+    """The rollout server that boots with `policy`, if the engine has one, and the endpoint; inside a DAG.
+
+    A server that pulls needs no policy: it finds the latest version.
+    """
     if config.engine.name != "vllm":
-        return [], ""
-    serve = stages["serve"](name="serve", arguments={"policy": policy})
+        return [], config.engine.rollout_endpoint_url or ""
+    serve = stages["serve"](name="serve", arguments={} if config.engine.pull else {"policy": policy})
     return [serve], f"http://{{{{tasks.serve.ip}}}}:{config.engine.port}"
 
 
@@ -332,6 +369,8 @@ def kfp_steps(config: Config) -> dict[str, Any]:
     """Every stage of the loop as a function that makes its KFP task, by name."""
     from tuneloop.kfp.template import position_step, report_step, stage_step
 
+    if config.engine.pull:
+        raise UserError("engine.pull", True, "is built for Argo only; unset it: servers load checkpoints then")
     pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
     engine = {"engine": config.engine.name, "engine_args": config.engine.options}
     model = {**config.model.model_dump(), "model": config.base_model}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 grpo = load_pipeline("grpo", beside=__file__)
 
-Sft: Any = sft.settings(without={"seed"})
+Sft: Any = sft.settings(without={"seed", "weights"})
 
 
 class Config(grpo.Config):  # type: ignore[name-defined,misc]
@@ -41,7 +41,10 @@ def build_argo(config: Config) -> Workflow:
     with workflow("sft-then-grpo", parameters) as built:
         stages = grpo.templates(config)
         train = stage_template(
-            sft, {**config.sft.model_dump(), "seed": config.seed}, processes=config.processes, cluster=config.cluster
+            sft,
+            {**config.sft.model_dump(), "seed": config.seed, **grpo.publishing(config)},
+            processes=config.processes,
+            cluster=config.cluster,
         )
         part = grpo.build_part(config, stages, grpo.build_loop(config, stages))
         with DAG(name="main"):

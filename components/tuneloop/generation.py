@@ -101,7 +101,9 @@ def generate(
 
     with stage.timed("generate"):
         completions = engine.generate(requests, sampling, done)
-    _check_versions(policy, completions)
+    stage.facts["staleness"] = staleness(policy, completions, getattr(engine, "max_staleness", 0))
+    if pulled := getattr(engine, "pulled", None):
+        stage.facts["pulled"] = pulled
     tokens = sum(len(c.ids) for group in completions for c in group)
     stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
     stage.facts.update(
@@ -197,11 +199,17 @@ def _check_room(job: Job, requests: Sequence[Request], engine: Engine) -> None:
             raise UserError(f"prompts row {row['id']}", length, remedy)
 
 
-def _check_versions(policy: Artifact, completions: Sequence[Sequence[Completion]]) -> None:
+def staleness(policy: Artifact, completions: Sequence[Sequence[Completion]], bound: int) -> dict[str, float]:
+    """How many versions the tokens are older than the policy: ``max``, ``mean``, and the `bound`.
+
+    Raises:
+        StaleWeights: some are older than the bound, or newer than the policy.
+    """
     want = policy.manifest.facts["version"]
-    seen = {version for group in completions for c in group for version in (c.start_version, c.end_version)}
-    if seen != {want}:
+    each = [v for group in completions for c in group for v in c.versions or [c.start_version] * len(c.ids)]
+    if not each or not want - bound <= min(each) <= max(each) <= want:
         raise StaleWeights(
-            f"completions were made by versions {sorted(seen)} instead of {want}: the weights changed during the "
+            f"completions were made by versions {sorted(set(each))} instead of {want}: the weights changed during the "
             "batch; let one loop at a time use the server"
         )
+    return {"max": want - min(each), "mean": want - sum(each) / len(each), "bound": bound}

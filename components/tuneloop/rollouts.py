@@ -51,7 +51,7 @@ def make_rows(
             "completion_ids": said.ids,
             "logprobs": said.logprobs,
             "loss_mask": [True] * len(said.ids),
-            "policy_versions": [said.start_version] * len(said.ids),
+            "policy_versions": said.versions or [said.start_version] * len(said.ids),
             "finish_reason": said.finish_reason,
             "prompt": row["prompt"],
             "completion": decode(tokenizer, said.ids),

@@ -3,21 +3,32 @@
 ::
 
     python -m tuneloop.serve --policy REF --host 0.0.0.0 --port 8000 --engine-args '{"max_model_len": 1024}'
+    python -m tuneloop.serve --weights URL
 
-One process: the engine on a thread of its own, HTTP on the main one. Token ids in and out, no text.
+One process: the engine on a thread of its own, HTTP on the main one. Token ids in and out, no text. With ``--weights``
+a third thread follows the versions that a trainer publishes (docs/weights.md).
 
 =====================  =================================================================================================
 ``GET /health``        200 while a version is served whole, else 503 with the reason
-``GET /version``       ``{"version", "digest", "engine", "context"}``; version -1 while nothing is served
-``POST /load``         ``{"ref", "force"}``: fetch a checkpoint, verify every byte, let what runs finish, apply it in
-                       place, drop the prefix cache; answers like ``/version``
+``GET /version``       ``{"version", "digest", "engine", "context"}``; version -1 while nothing is served. A server that
+                       follows adds ``follows``, ``trouble`` (why it is behind), ``pulled`` (the last pull)
+``POST /load``         ``{"ref", "version", "force"}``: fetch a checkpoint, verify every byte, let what runs finish,
+                       apply it in place, drop the prefix cache; answers like ``/version``. A server that follows pulls
+                       the version instead: 409 until it is published
 ``POST /generate``     ``{"requests": [{"id", "prompt_ids", "seeds"}], "sampling": {"temperature", "max_tokens",
-                       "stop_token_ids"}, "version", "min_version"}``: a stream of lines ``{"index", "completions":
-                       [{"ids", "logprobs", "finish_reason", "start_version", "end_version"}]}`` in the order that
-                       requests finish; an empty line each second means alive; ``{"error"}`` ends it. Closing the
-                       connection drops what still runs
+                       "stop_token_ids"}, "version", "min_version", "prompt_logprobs", "stream"}``: a stream of lines
+                       ``{"index", "completions": [{"ids", "logprobs", "finish_reason", "start_version",
+                       "end_version"}]}`` in the order that requests finish; an empty line each second means alive;
+                       ``{"error"}`` ends it. Completions have ``versions``, one a token, where these differ; with
+                       ``prompt_logprobs`` those of the prompt at temperature 1. With ``stream``, lines ``{"index",
+                       "sample", "ids", "logprobs", "version"}`` come before, as tokens are made. Closing the connection
+                       drops what still runs
 ``POST /score``        ``{"ids", "version"}`` → ``{"logprobs", "version", "digest"}``: of each id but the first, given
                        those before it, at temperature 1
+``POST /verify``       compares all that the engine holds with the version it says it serves: ``{"version", "tensors",
+                       "identical", "different", "unread"}``; of a server that follows
+``POST /sleep``        ``{"level"}``: give back the device's memory once what runs has finished; CUDA and ROCm only
+``POST /wake_up``      take it again
 =====================  =================================================================================================
 
 Refusals are ``{"error": reason}``: 400 what was asked can not be done; 409 another version is served than the
@@ -35,20 +46,26 @@ import os
 import signal
 import socket
 import sys
+import tempfile
+import time
 import typing
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from tuneloop.artifacts import Artifact
+from tuneloop.artifacts import Artifact, split_ref
 from tuneloop.component import from_validation
-from tuneloop.engines import Request, Sampling
+from tuneloop.engines import Completion, Request, Sampling
+from tuneloop.engines._follow import Follower
 from tuneloop.engines._loop import EngineLoop, Refused, Ticket
 from tuneloop.engines.vllm import Vllm
 from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 
+SAID = ("ids", "logprobs")
 GRACE_S = 2
 """How long running answers may take after SIGTERM: their clients try again, the pod's grace period is short."""
 
@@ -76,12 +93,15 @@ class GenerateBody(BaseModel):
     sampling: SamplingBody = SamplingBody()
     version: int | None = None
     min_version: int | None = None
+    prompt_logprobs: bool = False
+    stream: bool = False
 
 
 class LoadBody(BaseModel):
     """Which checkpoint to serve."""
 
     ref: str
+    version: int | None = None
     force: bool = False
 
 
@@ -92,11 +112,17 @@ class ScoreBody(BaseModel):
     version: int | None = None
 
 
-class Server:
-    """The HTTP side of an `EngineLoop`."""
+class SleepBody(BaseModel):
+    """How deep: 1 keeps the weights on the host, 2 drops them."""
 
-    def __init__(self, loop: EngineLoop) -> None:
-        self.loop = loop
+    level: Annotated[int, Field(ge=1, le=2)] = 1
+
+
+class Server:
+    """The HTTP side of an `EngineLoop`, which may have a follower."""
+
+    def __init__(self, loop: EngineLoop, follower: Follower | None = None) -> None:
+        self.loop, self.follower = loop, follower
 
     def app(self) -> Any:
         """The ASGI application."""
@@ -109,6 +135,9 @@ class Server:
             Route("/load", self.load, methods=["POST"]),
             Route("/generate", self.generate, methods=["POST"]),
             Route("/score", self.score, methods=["POST"]),
+            Route("/verify", self.verify, methods=["POST"]),
+            Route("/sleep", self.sleep, methods=["POST"]),
+            Route("/wake_up", self.wake_up, methods=["POST"]),
         ]
         handlers = dict.fromkeys((Refused, UserError, Retryable, ValidationError), _refuse)
         return Starlette(routes=routes, exception_handlers=handlers)
@@ -116,7 +145,11 @@ class Server:
     def served(self) -> dict[str, Any]:
         """What is served now."""
         engine = self.loop.engine
-        return {"version": engine.version, "digest": engine.digest, "engine": engine.name, "context": engine.context}
+        said = {"version": engine.version, "digest": engine.digest, "engine": engine.name, "context": engine.context}
+        if self.follower:
+            pulled = self.follower.pulled and {**self.follower.pulled, "converged_s": self.follower.converged_s()}
+            said |= {"follows": self.follower.store.url, "trouble": self.follower.trouble, "pulled": pulled}
+        return said
 
     async def health(self, request: Any) -> Any:
         """Readiness."""
@@ -131,32 +164,95 @@ class Server:
     async def load(self, request: Any) -> Any:
         """Fetch and verify beside what is running, then apply."""
         body = LoadBody.model_validate_json(await request.body())
-        policy = await asyncio.to_thread(_fetch, body.ref)
-        await asyncio.wrap_future(self.loop.load(policy, force=body.force))
-        return _json(self.served())
+        if self.follower:
+            digest = split_ref(body.ref)[1]
+            if body.version is None or digest is None:
+                raise UserError("ref", body.ref, "a server that follows needs the version, and a ref with a digest")
+            await asyncio.to_thread(self.follower.reach, body.version, digest, force=body.force)
+        else:
+            policy = await asyncio.to_thread(_fetch, body.ref)
+            if body.force or policy.manifest.digest != self.loop.engine.digest:
+                await asyncio.wrap_future(_change(self.loop, policy))
+        return _json(await asyncio.to_thread(self.served))
 
     async def generate(self, request: Any) -> Any:
         """Admit, then stream."""
         from starlette.responses import StreamingResponse
 
         body = GenerateBody.model_validate_json(await request.body())
+        if body.stream and body.prompt_logprobs:
+            raise UserError("stream", True, "can not be had with prompt_logprobs; ask for one of them")
         here, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Any]]()
 
         def emit(index: int, said: Any) -> None:
             here.call_soon_threadsafe(events.put_nowait, (index, said))
 
-        requests = [Request(r.id, r.prompt_ids, r.seeds) for r in body.requests]
-        sampling = Sampling(**body.sampling.model_dump())
-        admitted = self.loop.generate(requests, sampling, body.version, body.min_version, emit)
-        ticket = await asyncio.wrap_future(admitted)
-        lines = self._stream(ticket, events, len(requests))
+        ticket = await self._admit(body, emit)
+        lines = self._stream(ticket, events, len(body.requests))
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
     async def score(self, request: Any) -> Any:
         """Score ids with the weights that are served."""
         body = ScoreBody.model_validate_json(await request.body())
-        logprobs = await asyncio.wrap_future(self.loop.score(body.ids, body.version))
-        return _json({"logprobs": logprobs, **self.served()})
+        asked = GenerateBody(
+            requests=[RequestBody(id="score", prompt_ids=body.ids, seeds=[0])],
+            sampling=SamplingBody(temperature=0.0, max_tokens=1),
+            version=body.version,
+            prompt_logprobs=True,
+        )
+        here = asyncio.get_running_loop()
+        scored: asyncio.Future[Any] = here.create_future()
+
+        def emit(index: int, said: Any) -> None:
+            here.call_soon_threadsafe(scored.set_result, (index, said))
+
+        await self._admit(asked, emit)
+        index, said = await scored
+        if index < 0:
+            raise Refused(503, said)
+        served = {"version": said[0].end_version, "digest": self.loop.engine.digest}
+        return _json({"logprobs": said[0].prompt_logprobs, **served})
+
+    async def verify(self, request: Any) -> Any:
+        """Read back every tensor."""
+        if self.follower is None:
+            raise UserError("verify", "--policy", "only a server with --weights keeps the files to compare with")
+        version, held = await asyncio.to_thread(self.follower.verify)
+        return _json({"version": version, **asdict(held)})
+
+    async def sleep(self, request: Any) -> Any:
+        """Give back the device's memory."""
+        body = SleepBody.model_validate_json(await request.body() or "{}")
+        await asyncio.wrap_future(self.loop.sleep(body.level))
+        return _json({"status": "asleep"})
+
+    async def wake_up(self, request: Any) -> Any:
+        """Take the device's memory again."""
+        await asyncio.wrap_future(self.loop.wake_up())
+        if self.follower:
+            self.follower.wake()
+        return _json({"status": "awake"})
+
+    async def _admit(self, body: GenerateBody, emit: Callable[[int, Any], None]) -> Ticket:
+        requests = [Request(r.id, r.prompt_ids, r.seeds) for r in body.requests]
+        sampling = Sampling(**body.sampling.model_dump())
+        admitted = self.loop.generate(
+            requests,
+            sampling,
+            body.version,
+            body.min_version,
+            emit,
+            prompt_logprobs=body.prompt_logprobs,
+            stream=body.stream,
+        )
+        try:
+            return await asyncio.wrap_future(admitted)
+        except Refused as refused:
+            if refused.status == 409 and self.follower:
+                self.follower.wake()
+                if self.follower.trouble:
+                    raise Refused(409, f"{refused}; it can not be pulled: {self.follower.trouble}") from refused
+            raise
 
     async def _stream(self, ticket: Ticket, events: asyncio.Queue[tuple[int, Any]], left: int) -> AsyncIterator[bytes]:
         try:
@@ -166,11 +262,14 @@ class Server:
                 except TimeoutError:
                     yield b"\n"
                     continue
-                left -= 1
                 if index < 0:
-                    yield json.dumps({"error": said}).encode() + b"\n"
+                    yield _line({"error": said})
                     return
-                yield json.dumps({"index": index, "completions": [asdict(c) for c in said]}).encode() + b"\n"
+                if isinstance(said, tuple):
+                    yield _line({"index": index, "sample": said[0], **asdict(said[1])})
+                    continue
+                left -= 1
+                yield _line({"index": index, "completions": [_said(c) for c in said]})
         finally:
             self.loop.cancel(ticket)
 
@@ -179,23 +278,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM; returns the exit code."""
     try:
         options = _parse(sys.argv[1:] if argv is None else argv)
-        with _bind(options.host, options.port) as listener:
-            _serve(listener, Artifact(options.policy), options.engine_args)
+        with _bind(options.host, options.port) as listener, tempfile.TemporaryDirectory(prefix="tuneloop-") as scratch:
+            _serve(listener, options, Path(options.weights_dir or f"{scratch}/model"))
         return 0
     except UserError as error:
         return _say(f"error: {error}", EXIT_USER)
-    except Retryable as error:
+    except (Retryable, Refused) as error:
         return _say(f"interrupted: {error}", EXIT_RETRY)
 
 
-def _serve(listener: socket.socket, policy: Artifact, engine_args: dict[str, Any]) -> None:
-    policy.path  # noqa: B018 - verified before seconds go into starting vLLM
-    loop = EngineLoop(Vllm(engine_args))
+def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path) -> None:
+    loop = EngineLoop(Vllm(options.engine_args))
+    follower = None
+    if options.weights:
+        follower = Follower(loop, options.weights, directory, options.poll_interval, options.pause)
+    policy = Artifact(options.policy) if options.policy else None
+    if policy:
+        policy.path  # noqa: B018 - verified before seconds go into starting vLLM
     loop.start()
-    loop.load(policy, force=False).result()
+    if policy:
+        _change(loop, policy).result()
+    if follower:
+        follower.start()
+    _wait_for_a_version(loop, follower)
     import uvicorn
 
-    config = uvicorn.Config(Server(loop).app(), log_level="warning", timeout_graceful_shutdown=GRACE_S)
+    config = uvicorn.Config(Server(loop, follower).app(), log_level="warning", timeout_graceful_shutdown=GRACE_S)
     host, port = listener.getsockname()[:2]
     _say(f"serve: version {loop.engine.version} at http://{host}:{port}", 0)
     # uvicorn shuts down on these and then raises them again, for whom it found in charge: us, who return.
@@ -204,6 +312,20 @@ def _serve(listener: socket.socket, policy: Artifact, engine_args: dict[str, Any
     uvicorn.Server(config).run(sockets=[listener])
     loop.stop()
     loop.join(GRACE_S)
+
+
+def _wait_for_a_version(loop: EngineLoop, follower: Follower | None) -> None:
+    """A server that only follows can not start before something is published."""
+    if follower and not loop.engine.digest:
+        _say(f"serve: waits for a version below {follower.store.url}", 0)
+    while loop.trouble:
+        if loop.broken:
+            raise Retryable(loop.trouble)
+        time.sleep(0.05)
+
+
+def _change(loop: EngineLoop, policy: Artifact) -> Future[float]:
+    return loop.change(policy.path / "model", policy.manifest.facts["version"], policy.manifest.digest)
 
 
 def _fetch(ref: str) -> Artifact:
@@ -228,11 +350,20 @@ def _bind(host: str, port: int) -> socket.socket:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="python -m tuneloop.serve", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--policy", required=True, metavar="REF", help="the checkpoint to start with")
+    parser.add_argument("--policy", metavar="REF", help="the checkpoint to start with")
+    parser.add_argument("--weights", metavar="URL", help="follow the versions published below this URL")
+    parser.add_argument("--weights-dir", metavar="DIR", help="assemble them here (default: a temporary directory)")
+    about = "seconds between looks at the pointer; who asks for a version makes it look at once (default: 1)"
+    parser.add_argument("--poll-interval", type=float, default=1.0, help=about)
+    about = "when weights change, running requests finish first, or go on with the new ones (default: wait)"
+    parser.add_argument("--pause", choices=["wait", "keep"], default="wait", help=about)
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)")
     parser.add_argument("--engine-args", type=_object, default={}, help="vLLM's EngineArgs, a JSON object")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if not (options.policy or options.weights):
+        raise UserError("--policy", None, "give a checkpoint to serve, or --weights to follow")
+    return options
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -245,6 +376,15 @@ def _object(text: str) -> dict[str, Any]:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(self.prog, message, "see --help")
+
+
+def _said(completion: Completion) -> dict[str, Any]:
+    """As JSON, without what was not asked for."""
+    return {name: value for name, value in asdict(completion).items() if value not in ([], None) or name in SAID}
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value).encode() + b"\n"
 
 
 def _json(value: Any, status: int = 200) -> Any:

@@ -117,12 +117,15 @@ def stage_template(
     )
 
 
-def server_template(port: int, engine_args: Mapping[str, Any], *, cluster: Cluster | None = None) -> Container:
+def server_template(
+    port: int, engine_args: Mapping[str, Any], *, weights: str | None = None, cluster: Cluster | None = None
+) -> Container:
     """The vLLM server as a daemon: it lives as long as the graph that started it.
 
     Args:
         port: where it listens.
         engine_args: vLLM's own options.
+        weights: URL of published versions to follow; none: it boots from `policy`, and loads what it is told to.
         cluster: what the pod asks for.
     """
     from hera.workflows import Container, Parameter
@@ -131,10 +134,11 @@ def server_template(port: int, engine_args: Mapping[str, Any], *, cluster: Clust
     return Container(
         name="serve",
         daemon=True,
-        inputs=[Parameter(name="policy")],
+        inputs=[] if weights else [Parameter(name="policy")],
         command=["python", "-m", "tuneloop.serve"],
         args=[
-            *("--policy", "{{inputs.parameters.policy}}", "--host", "0.0.0.0", "--port", str(port)),
+            *(("--weights", weights) if weights else ("--policy", "{{inputs.parameters.policy}}")),
+            *("--host", "0.0.0.0", "--port", str(port)),
             *("--engine-args", _text(dict(engine_args))),
         ],
         ports=[ContainerPort(container_port=port)],

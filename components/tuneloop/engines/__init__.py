@@ -7,7 +7,7 @@ A variant is a module with ``create(endpoint, args, timeout_s) -> Engine``. `rol
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tuneloop.artifacts import Artifact
@@ -47,6 +47,8 @@ class Completion:
             distribution at temperature 1), one for each of `ids`.
         finish_reason: ``stop``, ``length`` or ``abort``.
         start_version, end_version: of the weights that made the first and the last token.
+        versions: of each token, where they differ; else empty.
+        prompt_logprobs: at temperature 1, of each id of the prompt but the first, where they were asked for.
     """
 
     ids: list[int]
@@ -54,6 +56,8 @@ class Completion:
     finish_reason: str
     start_version: int
     end_version: int
+    versions: list[int] = field(default_factory=list)
+    prompt_logprobs: list[float] | None = None
 
 
 class Engine(Protocol):

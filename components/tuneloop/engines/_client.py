@@ -29,6 +29,9 @@ class Client:
         timeout_s: seconds without a byte after which the server counts as dead; also how long to wait for it to
             load a version.
 
+    Attributes:
+        pulled: where the server follows published versions, what the last pull took.
+
     Every call raises `Retryable` where the server can not be reached, breaks off or is not ready in time, and
     `UserError` where it refuses what was asked.
     """
@@ -41,12 +44,15 @@ class Client:
             raise UserError("--endpoint", endpoint, "must be an absolute URL: http://host:port")
         self.endpoint, self.timeout_s, self._parts = endpoint.rstrip("/"), timeout_s, parts
         self.context, self.version, self.digest = 0, -1, ""
+        self.pulled: dict[str, Any] = {}
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
         served = self._json("GET", "/version")
         if force or served["digest"] != policy.manifest.digest:
-            served = self._json("POST", "/load", {"ref": policy.ref, "force": force})
+            asked = {"ref": policy.ref, "version": policy.manifest.facts["version"], "force": force}
+            served = self._json("POST", "/load", asked)
         self.context, self.version, self.digest = served["context"], served["version"], served["digest"]
+        self.pulled = served.get("pulled") or {}
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]

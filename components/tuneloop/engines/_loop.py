@@ -1,24 +1,29 @@
 """The one thread that owns a vLLM engine in a server: requests that come at the same time share its batches.
 
-Commands run in the order they came. A load finishes what runs before it touches a weight, and nothing is admitted
-meanwhile because the thread that admits is the one that loads; whatever becomes of the load, it then goes on with
-the commands that waited. An idle loop sleeps.
+Commands run in the order they came. A change of weights happens between two steps: it finishes what runs first
+(``wait``) or lets it go on with the new weights afterwards (``keep``). Nothing is admitted or stepped meanwhile,
+because the thread that does so is the one that changes them; whatever becomes of the change, it then goes on with
+the commands that waited: there is no pause that could be forgotten. An idle loop sleeps.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from tuneloop.artifacts import Artifact
-from tuneloop.engines import Request, Sampling
-from tuneloop.engines.vllm import Answer, Vllm
+from tuneloop.engines import Completion, Request, Sampling
+from tuneloop.engines.vllm import Answer, Tokens, Vllm
 from tuneloop.errors import UserError
+
+Mode = Literal["wait", "keep"]
+"""What becomes of running requests when weights change, in vLLM's words."""
 
 
 class Refused(RuntimeError):
@@ -34,12 +39,13 @@ class Ticket:
     """An admitted group of requests.
 
     Attributes:
-        emit: called on the engine's thread with (index of a request, its completions), or (-1, what went wrong).
+        emit: called on the engine's thread with (index of a request, its completions), with (index, (number of a
+            completion, `Tokens`)) for what is streamed, or with (-1, what went wrong).
     """
 
     number: int
     emit: Callable[[int, Any], None]
-    waiting: dict[int, list[Any]] = field(default_factory=dict)
+    waiting: dict[int, list[Completion | None]] = field(default_factory=dict)
 
     @property
     def keys(self) -> list[str]:
@@ -53,10 +59,10 @@ class EngineLoop(threading.Thread):
         super().__init__(name="engine", daemon=True)
         self.engine = engine
         self.broken = ""
+        self.asleep = False
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._cancelled: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
-        self._scores: dict[str, Future[list[float]]] = {}
         self._numbers = count()
         self._stopping = False
 
@@ -65,11 +71,22 @@ class EngineLoop(threading.Thread):
         """Why nothing can be served; empty where all is well."""
         if self.broken:
             return f"the engine failed ({self.broken}); restart the server"
+        if self.asleep:
+            return "the engine sleeps; POST /wake_up"
         return "" if self.engine.digest else "no version is loaded whole; load one"
 
-    def load(self, policy: Artifact, *, force: bool) -> Future[None]:
-        """Change to the weights of `policy` once all that runs has finished."""
-        return self._command(lambda: self._load(policy, force))
+    def change(
+        self, model: Path, version: int, digest: str, mode: Mode = "wait", check: Callable[[Vllm], None] | None = None
+    ) -> Future[float]:
+        """Change to the weights of a model directory.
+
+        Args:
+            check: runs after the change, before a request sees the new weights; what it raises poisons the engine
+                until a later change succeeds.
+
+        The future holds the seconds for which nothing was stepped.
+        """
+        return self._command(lambda: self._change(model, version, digest, mode, check))
 
     def generate(
         self,
@@ -78,19 +95,28 @@ class EngineLoop(threading.Thread):
         version: int | None,
         min_version: int | None,
         emit: Callable[[int, Any], None],
+        *,
+        prompt_logprobs: bool = False,
+        stream: bool = False,
     ) -> Future[Ticket]:
         """Admit requests, if the version that is served then satisfies the caller.
 
         The future raises `Refused`: 409 for another version, 503 where nothing is served, 400 for bad requests.
         """
-        return self._command(lambda: self._admit(requests, sampling, version, min_version, emit))
+        how = {"prompt_logprobs": prompt_logprobs, "stream": stream}
+        return self._command(lambda: self._admit(requests, sampling, version, min_version, emit, how))
 
-    def score(self, ids: Sequence[int], version: int | None) -> Future[list[float]]:
-        """Log-probabilities of `ids`, as `Engine.score`; refused as in `generate`."""
-        scored: Future[list[float]] = Future()
-        asked = self._command(lambda: self._start_score(ids, version, scored))
-        asked.add_done_callback(lambda done: scored.set_exception(e) if (e := done.exception()) else None)
-        return scored
+    def sleep(self, level: int) -> Future[None]:
+        """Give back the device's memory once all that runs has finished, as `Vllm.sleep` says."""
+        return self._command(lambda: self._sleep(level))
+
+    def wake_up(self) -> Future[None]:
+        """Take the device's memory again; where the weights are gone, nothing is served until they are loaded."""
+        return self._command(self._wake_up)
+
+    def call(self, work: Callable[[Vllm], Any]) -> Future[Any]:
+        """Run `work` on the engine's thread, between two steps."""
+        return self._command(lambda: work(self.engine))
 
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits for these any more: drop what is still running."""
@@ -112,7 +138,7 @@ class EngineLoop(threading.Thread):
 
     @property
     def _busy(self) -> bool:
-        return bool(self._tickets or self._scores)
+        return bool(self._tickets)
 
     def _command(self, work: Callable[[], Any]) -> Future[Any]:
         answer: Future[Any] = Future()
@@ -126,17 +152,37 @@ class EngineLoop(threading.Thread):
         self._inbox.put(execute)
         return answer
 
-    def _load(self, policy: Artifact, force: bool) -> None:
-        while self._busy:
-            self._step()
+    def _change(
+        self, model: Path, version: int, digest: str, mode: Mode, check: Callable[[Vllm], None] | None
+    ) -> float:
+        if mode == "wait":
+            self._drain()
         if self.broken:
             raise Refused(503, self.trouble)
+        clock = time.perf_counter()
         try:
-            self.engine.load(policy, force=force)
+            self.engine.change(model, version, digest)
+            if check is not None:
+                check(self.engine)
         except UserError:
             raise
         except Exception as error:
-            raise Refused(503, f"loading {policy.ref} failed ({error}); load a version again") from error
+            self.engine.poison()
+            raise Refused(503, f"loading version {version} failed ({error}); load a version again") from error
+        return time.perf_counter() - clock
+
+    def _drain(self) -> None:
+        while self._busy:
+            self._step()
+
+    def _sleep(self, level: int) -> None:
+        self._drain()
+        self.engine.sleep(level)
+        self.asleep = True
+
+    def _wake_up(self) -> None:
+        self.engine.wake_up()
+        self.asleep = False
 
     def _admit(
         self,
@@ -145,6 +191,7 @@ class EngineLoop(threading.Thread):
         version: int | None,
         min_version: int | None,
         emit: Callable[[int, Any], None],
+        how: dict[str, bool],
     ) -> Ticket:
         self._check(version, min_version)
         ticket = Ticket(next(self._numbers), emit)
@@ -152,21 +199,12 @@ class EngineLoop(threading.Thread):
             for i, request in enumerate(requests):
                 ticket.waiting[i] = [None] * len(request.seeds)
                 for j, seed in enumerate(request.seeds):
-                    self.engine.submit(f"{ticket.number}-{i}-{j}", request.prompt_ids, seed, sampling)
+                    self.engine.submit(f"{ticket.number}-{i}-{j}", request.prompt_ids, seed, sampling, **how)
         except ValueError as error:
             self.engine.abort(ticket.keys)
             raise Refused(400, f"request {i}: {error}") from error
         self._tickets[ticket.number] = ticket
         return ticket
-
-    def _start_score(self, ids: Sequence[int], version: int | None, scored: Future[list[float]]) -> None:
-        self._check(version, None)
-        key = f"score-{next(self._numbers)}"
-        try:
-            self.engine.submit_score(key, ids)
-        except ValueError as error:
-            raise Refused(400, str(error)) from error
-        self._scores[key] = scored
 
     def _check(self, version: int | None, min_version: int | None) -> None:
         served = self.engine.version
@@ -191,11 +229,11 @@ class EngineLoop(threading.Thread):
             self._fail(error)
 
     def _finish(self, key: str, answer: Answer) -> None:
-        if key in self._scores:
-            self._scores.pop(key).set_result(answer)  # type: ignore[arg-type]
-            return
         number, i, j = map(int, key.split("-"))
         ticket = self._tickets[number]
+        if isinstance(answer, Tokens):
+            ticket.emit(i, (j, answer))
+            return
         group = ticket.waiting[i]
         group[j] = answer
         if all(group):
@@ -208,7 +246,4 @@ class EngineLoop(threading.Thread):
         self.broken = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         for ticket in self._tickets.values():
             ticket.emit(-1, self.trouble)
-        for future in self._scores.values():
-            future.set_exception(Refused(503, self.trouble))
         self._tickets.clear()
-        self._scores.clear()

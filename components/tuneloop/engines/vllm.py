@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,9 +22,20 @@ from tuneloop.errors import UserError
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
 """Engine arguments that tuneloop sets: another value would break what a rollout promises."""
 VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
-Answer = Completion | list[float]
-"""What a finished request yields: a completion, or the log-probabilities that `submit_score` asked for."""
 INSTALL = "is not installed here; pip install 'tuneloop[rollout]', on a machine without GPU 'tuneloop[rollout-cpu]'"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The newest tokens of a request that is streamed, and the version that made them."""
+
+    ids: list[int]
+    logprobs: list[float]
+    version: int
+
+
+Answer = Completion | Tokens
+"""What a step yields of a request: the completion at its end, and before it, where it is streamed, new tokens."""
 
 
 def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
@@ -55,32 +67,50 @@ class Vllm:
         self.args = dict(args)
         self.engine: Any = None
         self.context, self.version, self.digest = 0, -1, ""
+        self._spans: dict[str, list[int]] = {}
+        self._streamed: dict[str, Tokens] = {}
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
-        """Start on, or change in place to, the weights of `policy`; no request may be running.
+        """Start on, or change in place to, the weights of `policy`.
 
         Raises:
             UserError: vLLM is absent, refuses an argument, or runs a model of another shape.
         """
-        if self.digest == policy.manifest.digest and not force:
-            return
-        model = policy.path / "model"
+        if self.digest != policy.manifest.digest or force:
+            self.change(policy.path / "model", policy.manifest.facts["version"], policy.manifest.digest)
+
+    def change(self, model: Path, version: int, digest: str) -> None:
+        """Start on, or change in place to, the weights in a model directory.
+
+        Requests that run go on with the new weights: what they have cached is computed again, and their completions
+        say which version made which token.
+
+        Raises:
+            UserError: it is a model of another shape.
+        """
         shape = _shape(model)
         if self.engine is None:
             self.engine = _start(model, self.args)
             self.shape, self.context = shape, self.engine.model_config.max_model_len
         elif shape != self.shape:
-            raise UserError("policy", policy.ref, "is a model of another shape; start another engine for it")
+            raise UserError("policy", str(model), "is a model of another shape; start another engine for it")
         else:
-            self.version, self.digest = -1, ""  # neither the old nor the new weights, until all is done
+            before, self.version, self.digest = self.version, -1, ""  # neither the old nor the new, until all is done
+            self._note_versions(before)
             apply(self.engine, model)
-        self.version, self.digest = policy.manifest.facts["version"], policy.manifest.digest
+        self.version, self.digest = version, digest
+
+    def _note_versions(self, version: int) -> None:
+        """Remember how many tokens of each running request `version` made, with those before it."""
+        for state in self.engine.output_processor.request_states.values():
+            spans = self._spans.setdefault(state.external_req_id, [])
+            spans += [version] * (state.detokenizer.num_output_tokens() - len(spans))
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
     ) -> list[list[Completion]]:
         keys = [[f"{i}-{j}" for j in range(len(r.seeds))] for i, r in enumerate(requests)]
-        completions: dict[str, Answer] = {}
+        completions: dict[str, Completion] = {}
         left = [len(names) for names in keys]
         try:
             for request, names in zip(requests, keys):
@@ -88,18 +118,18 @@ class Vllm:
                     self.submit(key, request.prompt_ids, seed, sampling)
             while len(completions) < sum(map(len, keys)):
                 for key, completion in self.step():
-                    completions[key] = completion
+                    completions[key] = cast(Completion, completion)
                     left[int(key.partition("-")[0])] -= 1
                 done(left.count(0))
         finally:
             self.abort([key for names in keys for key in names if key not in completions])
-        return [[cast(Completion, completions[key]) for key in names] for names in keys]
+        return [[completions[key] for key in names] for names in keys]
 
     def score(self, ids: Sequence[int]) -> list[float]:
-        self.submit_score("score", ids)
+        self.submit("score", ids, 0, Sampling(0.0, 1, ()), prompt_logprobs=True)
         while not (finished := list(self.step())):
             pass
-        return cast(list[float], finished[0][1])
+        return cast(Completion, finished[0][1]).prompt_logprobs or []
 
     def close(self) -> None:
         """End the engine, and with it what vLLM keeps once a process: other engines in it end, too."""
@@ -107,13 +137,56 @@ class Vllm:
             self.engine.engine_core.shutdown()
         self.engine, self.version, self.digest = None, -1, ""
 
-    def submit(self, key: str, prompt_ids: Sequence[int], seed: int, sampling: Sampling) -> None:
+    def poison(self) -> None:
+        """Nothing is served until the next change succeeds."""
+        self.version, self.digest = -1, ""
+
+    def sleep(self, level: int) -> None:
+        """Give back the device's memory; no request may be running. Level 1 keeps weights on the host, 2 drops them.
+
+        Raises:
+            UserError: the device can not, or the engine was not started for it.
+        """
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_sleep_mode_available():
+            remedy = "vLLM's sleep mode gives back memory of CUDA and ROCm devices only; stop the server instead"
+            raise UserError("sleep", current_platform.device_type, remedy)
+        if not self.engine.model_config.enable_sleep_mode:
+            raise UserError("sleep", level, "start the engine with --engine-args '{\"enable_sleep_mode\": true}'")
+        self.engine.sleep(level)
+        if level > 1:
+            self.poison()
+
+    def wake_up(self) -> None:
+        """Undo `sleep`. After level 2 weights have to be loaded again. Raises as `sleep`."""
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_sleep_mode_available():
+            raise UserError("wake_up", current_platform.device_type, "nothing sleeps on this device")
+        self.engine.wake_up()
+
+    def submit(
+        self,
+        key: str,
+        prompt_ids: Sequence[int],
+        seed: int,
+        sampling: Sampling,
+        *,
+        prompt_logprobs: bool = False,
+        stream: bool = False,
+    ) -> None:
         """Queue one completion under a name of the caller's.
+
+        Args:
+            prompt_logprobs: score the prompt, too; these never come from the prefix cache, but from the weights.
+            stream: yield tokens as they are made.
 
         Raises:
             ValueError: vLLM refuses it (too long), or an id is not in the vocabulary.
         """
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -121,37 +194,54 @@ class Vllm:
             stop_token_ids=list(sampling.stop_token_ids),
             seed=seed,
             logprobs=0,
+            prompt_logprobs=0 if prompt_logprobs else None,
             flat_logprobs=True,
             detokenize=False,
+            output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
         )
         self._add(key, prompt_ids, params)
-
-    def submit_score(self, key: str, ids: Sequence[int]) -> None:
-        """Queue the scoring of `ids`; its answer in `step` is what `score` returns. Raises as `submit`."""
-        from vllm import SamplingParams
-
-        # A request for prompt log-probabilities never reads the prefix cache: these come from the weights.
-        self._add(key, ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False))
+        if stream:
+            self._streamed[key] = Tokens([], [], self.version)
 
     def step(self) -> Iterator[tuple[str, Answer]]:
-        """One forward of all that is queued; names and answers of what it finished."""
+        """One forward of all that is queued; names and answers of what it finished, and of what is streamed."""
         for out in self.engine.step():
+            key, said = out.request_id, out.outputs[0]
+            new = Tokens(list(said.token_ids), list(map(float, said.logprobs.logprobs)), self.version)
+            if key in self._streamed:
+                whole = self._streamed[key]
+                whole.ids.extend(new.ids)
+                whole.logprobs.extend(new.logprobs)
+                yield key, new
+                new = whole
             if out.finished:
-                yield out.request_id, self._answer(out)
+                yield key, self._completion(key, out, new)
 
     def abort(self, keys: Sequence[str]) -> None:
         """Drop what was queued under these names; unknown ones are passed over."""
         if keys and self.engine is not None:
             self.engine.abort_request(list(keys))
+        for key in keys:
+            self._forget(key)
 
-    def _answer(self, out: Any) -> Answer:
-        if out.prompt_logprobs is not None:
-            return [
-                float(entry[token].logprob) for token, entry in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:])
-            ]
-        said = out.outputs[0]
-        logprobs = list(map(float, said.logprobs.logprobs))
-        return Completion(list(said.token_ids), logprobs, said.finish_reason or "abort", self.version, self.version)
+    def _completion(self, key: str, out: Any, made: Tokens) -> Completion:
+        versions = self._spans.get(key, [])
+        versions = [*versions, *[self.version] * (len(made.ids) - len(versions))]
+        scored = None if out.prompt_logprobs is None else list(map(float, out.prompt_logprobs.logprobs))
+        self._forget(key)
+        return Completion(
+            made.ids,
+            made.logprobs,
+            out.outputs[0].finish_reason or "abort",
+            versions[0],
+            versions[-1],
+            versions if versions[0] != versions[-1] else [],
+            scored,
+        )
+
+    def _forget(self, key: str) -> None:
+        self._spans.pop(key, None)
+        self._streamed.pop(key, None)
 
     def _add(self, key: str, ids: Sequence[int], params: Any) -> None:
         vocabulary = self.engine.model_config.get_vocab_size()
@@ -167,16 +257,16 @@ class Vllm:
 
 
 def apply(engine: Any, model: Path) -> None:
-    """Change a running vLLM engine to the weights below `model`, in place; no request may be running.
+    """Change a running vLLM engine to the weights below `model`, in place, between two of its steps.
 
     On a CPU vLLM multiplies by packed copies of its weights. Its own reload renews those of the layers it
     reloads, but not that of an output head tied to the embedding; and it leaves the prefix cache, which holds
-    keys and values of the old weights. Both are mended here.
+    keys and values of the old weights. Both are mended here; requests that run are computed again from their tokens.
     """
     engine.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
     engine.collective_rpc(repack)
-    if not engine.reset_prefix_cache():
-        raise RuntimeError("vLLM did not drop its prefix cache: requests are still running")
+    if not engine.reset_prefix_cache(reset_running_requests=True):
+        raise RuntimeError("vLLM did not drop its prefix cache")
 
 
 def repack(worker: Any) -> None:

@@ -1,0 +1,154 @@
+"""A replica follows a root of weight versions (docs/weights.md): pulls while it serves, proves before it changes.
+
+The pointer is polled, or asked at once when somebody wants a version that is not there yet. A version is fetched,
+its lineage checked and its bytes proved in a directory beside the engine; only then does the engine pause, change in
+place and, once what it holds has been read back, go on. Whatever fails before that leaves the old version served; what
+fails in the change poisons the engine, and the directory is then made anew from a full version.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tuneloop.engines._loop import EngineLoop, Mode, Refused
+from tuneloop.engines._readback import Readback, read_back
+from tuneloop.engines.vllm import Vllm
+from tuneloop.errors import Retryable, UserError
+from tuneloop.store import Store
+from tuneloop.weights import Materialized, materialize, pointer
+from tuneloop.weights.materialize import MARKER
+from tuneloop.weights.versions import Chain
+
+PROBE = 16
+"""After each change, one column in so many of layers that are packed is read back."""
+
+
+class Follower(threading.Thread):
+    """Keeps an engine at the latest version below a root.
+
+    Args:
+        root: URL of the weights.
+        directory: where versions are assembled; emptied by nobody, so that a restart has to fetch deltas only.
+        poll_s: seconds between looks at the pointer.
+        mode: what becomes of running requests when weights change.
+
+    Attributes:
+        trouble: why the latest version is not served; empty where all is well.
+        pulled: what the last pull took: seconds, bytes, and how many tensors the engine was found to hold.
+    """
+
+    def __init__(self, loop: EngineLoop, root: str, directory: Path, poll_s: float = 1.0, mode: Mode = "wait") -> None:
+        super().__init__(name="follower", daemon=True)
+        self.loop, self.store, self.directory, self.poll_s, self.mode = loop, Store(root), directory, poll_s, mode
+        self.trouble = ""
+        self.pulled: dict[str, Any] = {}
+        self._wake = threading.Event()
+        self._one = threading.Lock()
+        self._seen = ""
+        self._stopping = False
+
+    def run(self) -> None:
+        while not self._stopping:
+            try:
+                self._look()
+                self.trouble = ""
+            except (UserError, Retryable, Refused) as error:
+                if str(error) != self.trouble:
+                    print(f"serve: {error}", file=sys.stderr, flush=True)
+                self.trouble = str(error)
+            self._wake.wait(self.poll_s)
+            self._wake.clear()
+
+    def wake(self) -> None:
+        """Look at the pointer now."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End after the pull at hand."""
+        self._stopping = True
+        self.wake()
+
+    def reach(self, version: int, digest: str, *, force: bool = False) -> None:
+        """Serve `version`, published from the checkpoint `digest`, before returning.
+
+        Raises:
+            Refused: 409 where it is not published yet.
+            UserError: another checkpoint was published under this number.
+        """
+        chain = Chain(self.store)
+        if version not in chain.versions:
+            raise Refused(409, f"version {version} is not published below {self.store.url} yet")
+        entry = chain.entry(version)
+        if entry.index.tuneloop.source not in (None, digest):
+            where = f"of {self.store.url} was published from {entry.index.tuneloop.source}, not {digest}"
+            raise UserError("version", version, f"{where}; follow the root of this run")
+        self._pull(version, force=force)
+
+    def verify(self) -> tuple[int, Readback]:
+        """The version that is served, and all that the engine holds compared with its files."""
+        with self._one:
+            asked = self.loop.call(lambda engine: (engine.version, read_back(engine.engine, self.directory)))
+            return asked.result()  # type: ignore[no-any-return]
+
+    def _look(self) -> None:
+        latest = pointer.read(self.store)
+        healthy = not self.loop.trouble or self.loop.broken or self.loop.asleep
+        if latest is not None and (latest.ref != self._seen or not healthy):
+            self._pull(latest.version)
+            self._seen = latest.ref
+
+    def _pull(self, version: int, *, force: bool = False) -> None:
+        with self._one:
+            if force:
+                (self.directory / MARKER).unlink(missing_ok=True)  # from a full version, whatever is held
+            done = materialize(self.store, version, self.directory)
+            digest = done.source or done.ref
+            if self.loop.engine.digest == digest and not force:
+                return
+            self.pulled = {}
+            held: list[Readback] = []
+            change = self.loop.change(
+                self.directory, version, digest, self.mode, lambda e: held.append(prove(e, self.directory))
+            )
+            try:
+                pause = change.result()
+            except Refused:
+                (self.directory / MARKER).unlink(missing_ok=True)
+                raise
+            self.pulled = _about(done, pause, held[0])
+
+    def converged_s(self) -> float | None:
+        """Seconds from the publication of the version last pulled until it was served; None where nobody said when."""
+        record = self.store.get(f"published/{self.pulled['version']:06d}.json") if self.pulled else None
+        return None if record is None else max(0.0, self.pulled["served_at"] - json.loads(record)["at"])
+
+
+def prove(engine: Vllm, model: Path) -> Readback:
+    """What the engine holds is what lies in `model`.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    held = read_back(engine.engine, model, PROBE)
+    if held.different:
+        raise RuntimeError(f"{len(held.different)} of {held.tensors} tensors differ, {held.different[0]} among them")
+    return held
+
+
+def _about(done: Materialized, pause: float, held: Readback) -> dict[str, Any]:
+    return {
+        "version": done.version,
+        "deltas": done.deltas,
+        "full": done.full,
+        "read_bytes": done.read_bytes,
+        **{f"{name}_s": seconds for name, seconds in done.timings.items()},
+        "pause_s": pause,
+        "tensors": held.tensors,
+        "identical": held.identical,
+        "served_at": time.time(),
+    }
