@@ -210,17 +210,12 @@ class Component:
         self.__doc__ = function.__doc__
         self.__module__ = function.__module__
 
-    def command(self, processes: int = 1, rendezvous: Sequence[str] = ("--standalone",)) -> list[str]:
-        """How a container starts the stage: ``python -m``, or torchrun for several processes.
-
-        Args:
-            processes: ranks in the container.
-            rendezvous: torchrun's options that name the other containers of the stage.
-        """
+    def command(self, processes: int = 1) -> list[str]:
+        """How a container starts the stage: ``python -m``, or torchrun for several processes."""
         module = f"tuneloop.{self.name}" if self.__module__ == "__main__" else self.__module__
-        if processes == 1 and "--standalone" in rendezvous:
+        if processes == 1:
             return ["python", "-m", module]
-        return ["python", "-m", "tuneloop.torchrun", *rendezvous, f"--nproc-per-node={processes}", "-m", module]
+        return ["python", "-m", "tuneloop.torchrun", "--standalone", f"--nproc-per-node={processes}", "-m", module]
 
     def __call__(self, *, out: str, **arguments: Any) -> Manifest:
         """Run the stage in this process: references and parameters in, the committed manifest out.

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from tuneloop import checkpoint
 from tuneloop.artifacts import Artifact, canonical
-from tuneloop.component import Input, Results, Stage, component
+from tuneloop.component import UNTRACKED, Input, Results, Stage, component
 from tuneloop.errors import UserError
 from tuneloop.publication import Weights, publish_checkpoint
 
@@ -53,7 +53,9 @@ def sft(
     save_dtype: Annotated[Literal["bfloat16", "float16", "float32"], Field(description="of model/")] = "bfloat16",
     save_steps: Annotated[int, Field(ge=0, description="a resume point each so many steps; 0: on SIGTERM only")] = 0,
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA where there is some")] = "auto",
-    expected_world_size: Annotated[int | None, Field(ge=1, description="refuse to train with another")] = None,
+    expected_world_size: Annotated[
+        int | None, Field(ge=1, description="refuse to train with another", json_schema_extra=UNTRACKED)
+    ] = None,
     weights: Weights = None,
     seed: int = 0,
 ) -> Results:

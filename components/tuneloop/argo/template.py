@@ -16,7 +16,7 @@ from tuneloop.argo.settings import Cluster
 from tuneloop.component import Component, flag
 
 if TYPE_CHECKING:
-    from hera.workflows import Container, Workflow
+    from hera.workflows import Container, Steps, Workflow
 
 SCRATCH = "/tmp"
 OUTPUTS = f"{SCRATCH}/tuneloop/outputs"
@@ -76,9 +76,10 @@ def stage_template(
     *,
     dynamic: Sequence[str] = (),
     processes: int = 1,
+    nodes: int = 1,
     cluster: Cluster | None = None,
-) -> Container:
-    """The stage as a container template named after it.
+) -> Container | Steps:
+    """The stage as a template named after it: a container, or a JobSet for several nodes.
 
     Its input parameters are the stage's input artifacts (references), the output's URL and the `dynamic` parameters;
     its output parameters are the output's reference (under the output's name) and the stage's results.
@@ -87,8 +88,9 @@ def stage_template(
         component: the stage.
         params: its parameters; they are resolved here, once, and all of them are written into the command.
         dynamic: parameters that the graph passes; optional ones may be left out or empty.
-        processes: ranks of torchrun in the one pod.
-        cluster: what the pod asks for.
+        processes: ranks of torchrun in a pod.
+        nodes: pods.
+        cluster: what a pod asks for.
 
     Raises:
         UserError: a parameter that the stage refuses.
@@ -98,6 +100,8 @@ def stage_template(
 
     cluster = cluster or Cluster()
     given = params.model_dump() if isinstance(params, BaseModel) else dict(params)
+    if nodes > 1:
+        given["expected_world_size"] = nodes * processes
     resolved = component.validate({k: v for k, v in given.items() if k not in dynamic} | _needed(component, dynamic))
     literal = {k: v for k, v in resolved.model_dump(mode="json").items() if k not in dynamic and v is not None}
     passed = [*component.inputs, component.output, *dynamic]
@@ -106,15 +110,20 @@ def stage_template(
     flags = [word for k, v in literal.items() for word in (f"--{flag(k)}", _text(v))]
     flags += [word for k in passed for word in (f"--{flag(k)}", f"{{{{inputs.parameters.{flag(k)}}}}}")]
     outputs = [component.output, *component.results]
-    return Container(
+    made = Container(
         name=component.template,
         inputs=[Parameter(name=flag(k), default="") if k in optional else Parameter(name=flag(k)) for k in passed],
         outputs=[Parameter(name=flag(k), value_from=ValueFrom(path=f"{OUTPUTS}/{flag(k)}")) for k in outputs],
-        command=component.command(processes),
+        command=component.command(processes if nodes == 1 else 1),
         args=flags,
-        **_pod(component.image, component.accelerator, cluster),
+        **_pod(component.image, component.accelerator and nodes == 1, cluster),
         **_retry(),
     )
+    if nodes == 1:
+        return made
+    from tuneloop.argo.jobset import jobset_steps
+
+    return jobset_steps(component, made, processes, nodes, cluster, numbered="iteration" in dynamic)
 
 
 def server_template(

@@ -167,7 +167,7 @@ def logs(cluster: Cluster, run: str, *, stage: str | None = None, follow: bool =
         for pod in _started(cluster, run):
             name = label(pod)
             if pod.metadata.uid not in read and stage in (None, name):
-                reader = threading.Thread(target=_read, args=(cluster, pod, name, follow, lines), daemon=True)
+                reader = threading.Thread(target=follow_pod, args=(cluster, pod, name, follow, lines), daemon=True)
                 read[pod.metadata.uid] = reader
                 reader.start()
                 if not follow:
@@ -204,7 +204,8 @@ def _mains(pod: Any) -> list[Any]:
     return [s for s in pod.status.container_statuses or () if s.name not in ("wait", "init")]
 
 
-def _read(cluster: Cluster, pod: Any, name: str, follow: bool, lines: queue.SimpleQueue[tuple[str, str]]) -> None:
+def follow_pod(cluster: Cluster, pod: Any, name: str, follow: bool, lines: queue.SimpleQueue[tuple[str, str]]) -> None:
+    """Put (`name`, line) into `lines` for all that the pod's main container prints."""
     from kubernetes.client import ApiException
 
     container = _mains(pod)[0].name

@@ -1,0 +1,236 @@
+"""A stage of several pods: a JobSet that Argo applies and watches, and a step that reads what it committed.
+
+Every pod is what the stage's pod would be, under torchrun with a fixed rendezvous at the first one: pod i of the
+JobSet's only job is node i. The pods live and die together. One that is interrupted, evicted or killed (exit codes 75,
+137, 143) ends them all, and all start again from the last resume point; any other failure ends the JobSet.
+
+An Argo resource template gets neither exit codes nor outputs from what it watches. So the stage runs once more, in one
+process that finds its output committed and only says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tuneloop.argo.settings import Cluster
+from tuneloop.argo.template import RESTRICTED
+from tuneloop.component import Component
+
+if TYPE_CHECKING:
+    from hera.workflows import Container, Steps
+
+PORT = 29500
+RETRIED = [75, 137, 143]
+RESTARTS = 20
+"""As many as a stage of one pod is given; what counts is `RETRIED`."""
+GRACE = 300
+"""Seconds between SIGTERM and SIGKILL: the last step, and the resume point."""
+PATCH = {
+    "containers": [
+        {"name": "wait", "$patch": "delete"},
+        {
+            "name": "main",
+            "securityContext": RESTRICTED,
+            "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
+        },
+    ],
+    "initContainers": [{"name": "init", "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}]}],
+}
+"""Of the pod that watches: Argo runs it without the sidecar that the workflow's own patch names, and writes to /tmp."""
+JOB = "node"
+CONTAINER = "main"
+SHM = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+"""Where the ranks of a pod exchange tensors; a container's own has 64 MiB."""
+SHM_MOUNT = {"name": "shm", "mountPath": "/dev/shm"}
+ATTEMPT = {
+    "name": "PET_RDZV_ID",
+    "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}},
+}
+"""The same for all pods, and another one at each restart: names the data of an attempt."""
+
+
+def jobset_steps(
+    component: Component, result: Container, processes: int, nodes: int, cluster: Cluster, numbered: bool
+) -> Steps:
+    """The stage as a template of the same name, inputs and outputs as the one for a single pod.
+
+    Args:
+        result: the stage in one process; it becomes the step that reads the output.
+        processes: ranks of torchrun in a pod.
+        nodes: pods.
+        numbered: the stage runs more than once in a workflow, told apart by its ``iteration``.
+    """
+    from hera.workflows import Parameter, Resource, Steps
+    from hera.workflows.models import ExecutorConfig, ValueFrom
+
+    from tuneloop.argo.template import _retry
+
+    result.name = f"{component.template}-result"
+    name = "{{workflow.name}}-%s" % component.template + ("-{{inputs.parameters.iteration}}" if numbered else "")
+    command = ["python", "-m", "tuneloop.torchrun", *component.command()[1:]]
+    args: Any = result.args
+    ranks = ranks_env(name, nodes, processes)
+    manifest = jobset(
+        name,
+        pod_spec(component.image, component.accelerator, command, args, cluster, ranks),
+        nodes,
+        labels={
+            "tuneloop.dev/run": "{{workflow.parameters.run}}",
+            "app.kubernetes.io/part-of": "tuneloop",
+            "app.kubernetes.io/component": component.image,
+            "workflows.argoproj.io/workflow": "{{workflow.name}}",  # `argo logs` goes by it
+        },
+        queue=queue_labels(cluster) if component.accelerator else {},
+        stage=component.template,
+    )
+    inputs: Any = result.inputs
+    start = Resource(
+        name=f"{component.template}-job",
+        inputs=inputs,
+        action="apply",
+        set_owner_reference=True,
+        success_condition="status.terminalState = Completed",
+        failure_condition="status.terminalState = Failed",
+        manifest=_text(manifest),
+        executor=ExecutorConfig(service_account_name="tuneloop-launcher"),
+        pod_spec_patch=json.dumps(PATCH, separators=(",", ":")),
+        **_retry(),
+    )
+    passed = {p.name: "{{inputs.parameters.%s}}" % p.name for p in inputs}
+    outputs: Any = result.outputs
+    with Steps(
+        name=component.template,
+        inputs=inputs,
+        outputs=[
+            Parameter(name=p.name, value_from=ValueFrom(parameter="{{steps.result.outputs.parameters.%s}}" % p.name))
+            for p in outputs
+        ],
+    ) as steps:
+        start(name="job", arguments=passed)
+        result(name="result", arguments=passed)
+    return steps
+
+
+def jobset(
+    name: str,
+    pod: Mapping[str, Any],
+    nodes: int,
+    *,
+    labels: Mapping[str, str] | None = None,
+    queue: Mapping[str, str] | None = None,
+    stage: str = "",
+) -> dict[str, Any]:
+    """A JobSet: one Indexed Job of `nodes` pods that end and start again together.
+
+    Args:
+        name: of the object; with ``-node-0-0`` at its end at most 63 characters.
+        pod: the spec of each.
+        labels: of the JobSet and its pods.
+        queue: Kueue's labels, see `queue_labels`.
+        stage: what `tuneloop cluster logs` calls the pods.
+    """
+    about = {"labels": dict(labels or {}), "annotations": {"workflows.argoproj.io/node-name": stage or name}}
+    bug = {"containerName": CONTAINER, "operator": "NotIn", "values": RETRIED}
+    job = {
+        **{"parallelism": nodes, "completions": nodes, "completionMode": "Indexed", "backoffLimit": 0},
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": bug}]},
+        "template": {"metadata": about, "spec": pod},
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name, "labels": {**(labels or {}), **(queue or {})}},
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {
+                "maxRestarts": RESTARTS,
+                # No pod of an attempt is left when the next one starts.
+                "restartStrategy": "BlockingRecreate",
+                "rules": [{"name": "bug", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+            },
+            "ttlSecondsAfterFinished": 3600,
+            "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
+def ranks_env(name: str, nodes: int, processes: int) -> list[dict[str, Any]]:
+    """torchrun's ``PET_*`` variables in the pods of the JobSet `name`: a rendezvous at the first."""
+    rank = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    return [
+        {"name": "PET_NNODES", "value": str(nodes)},
+        {"name": "PET_NPROC_PER_NODE", "value": str(processes)},
+        {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": rank}}},
+        {"name": "PET_MASTER_ADDR", "value": f"{name}-{JOB}-0-0.{name}"},
+        {"name": "PET_MASTER_PORT", "value": str(PORT)},
+        ATTEMPT,
+    ]
+
+
+def queue_labels(cluster: Cluster) -> dict[str, str]:
+    """What makes Kueue admit a job; nothing where there is no queue."""
+    labels = {"kueue.x-k8s.io/queue-name": cluster.queue, "kueue.x-k8s.io/priority-class": cluster.priority}
+    return {name: value for name, value in labels.items() if value and cluster.queue}
+
+
+def pod_spec(
+    image: str,
+    accelerator: bool,
+    command: Sequence[str],
+    args: Sequence[str],
+    cluster: Cluster,
+    env: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """A pod as Kubernetes takes it: what `tuneloop.argo.template` says of a stage's, in one object.
+
+    Args:
+        image: logical name.
+        accelerator: whether it asks for the cluster's GPUs.
+        env: beside what every stage has.
+    """
+    from tuneloop.argo.template import _pod
+
+    about = _pod(image, accelerator, cluster)
+    container = {
+        "name": CONTAINER,
+        "image": about["image"],
+        "imagePullPolicy": about["image_pull_policy"],
+        "command": list(command),
+        "args": list(args),
+        "env": [*map(_plain, about["env"]), *env],
+        "envFrom": [_plain(source.build()) for source in about["env_from"]],
+        "resources": _plain(about["resources"].build()),
+        "securityContext": RESTRICTED,
+        "volumeMounts": [_plain(volume._build_volume_mount()) for volume in about["volumes"]] + [SHM_MOUNT],
+    }
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": GRACE,
+        "serviceAccountName": "tuneloop-stage",
+        "automountServiceAccountToken": False,
+        "securityContext": {
+            **{"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": [_plain(volume._build_volume()) for volume in about["volumes"]] + [SHM],
+    }
+
+
+def _plain(model: Any) -> dict[str, Any]:
+    made: dict[str, Any] = model.model_dump(by_alias=True, exclude_none=True)
+    return made
+
+
+def _text(manifest: dict[str, Any]) -> str:
+    import yaml
+
+    class Plain(yaml.SafeDumper):
+        """Writes equal parts in full, where YAML would refer from one to the other."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    return yaml.dump(manifest, Dumper=Plain, sort_keys=False, width=10**6)
