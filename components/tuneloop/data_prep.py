@@ -18,7 +18,7 @@ from tuneloop.data import Example, Splits
 from tuneloop.errors import UserError
 from tuneloop.scoring import Outcome, full_marks, parse_spec, score_all
 
-Split = Literal["train", "eval", "sft"]
+Split = Literal["train", "eval", "sft", "preference", "preference_eval"]
 
 PROMPTS = pa.schema(
     {
@@ -31,6 +31,17 @@ PROMPTS = pa.schema(
     }
 )
 DEMONSTRATIONS = pa.schema({"id": pa.string(), "prompt": pa.string(), "chat": pa.bool_(), "completion": pa.string()})
+PAIRS = pa.schema(
+    {"id": pa.string(), "prompt": pa.string(), "chat": pa.bool_(), "chosen": pa.string(), "rejected": pa.string()}
+)
+SCHEMAS: dict[Split, pa.Schema] = {
+    "eval": PROMPTS,
+    "sft": DEMONSTRATIONS,
+    "preference_eval": PAIRS,
+    "preference": PAIRS,
+    "train": PROMPTS,
+}
+"""In the order in which splits take from a source that they share."""
 
 
 @component("prompts", image="base", results={"train": int, "eval": int, "sft": int})
@@ -39,9 +50,11 @@ def data_prep(
     *,
     source: Annotated[str, Field(description="digits, reasoning_gym, jsonl, huggingface, or a dotted path")] = "digits",
     source_args: Annotated[dict[str, Any], Field(description="the source's own arguments")] = {},  # noqa: B006
-    train: Annotated[int, Field(ge=1, description="training prompts, at most: what the others leave")] = 10_000,
-    eval: Annotated[int, Field(ge=1, description="held-out prompts")] = 256,
+    train: Annotated[int, Field(ge=0, description="training prompts, at most: what the others leave")] = 10_000,
+    eval: Annotated[int, Field(ge=0, description="held-out prompts")] = 256,
     sft: Annotated[int, Field(ge=0, description="demonstrations")] = 2000,
+    preference: Annotated[int, Field(ge=0, description="pairs of a chosen and a rejected completion")] = 0,
+    preference_eval: Annotated[int, Field(ge=0, description="held-out pairs")] = 0,
     rewards: Annotated[dict[str, float], Field(description="reward → weight")] = {"exact": 1.0},  # noqa: B006
     reward_args: Annotated[dict[str, Any], Field(description="reward → what it finds in metadata")] = {},  # noqa: B006
     chat: Annotated[bool, Field(description="make plain prompts the user's message of a chat")] = False,
@@ -51,8 +64,9 @@ def data_prep(
 ) -> Results:
     """Read a source, split it, and prove that every gold answer earns full marks.
 
-    No prompt is in two splits or twice in one: `eval` is filled first, then `sft`, then `train` takes what is left,
-    up to its number. Each example's solution is scored by the very rewards that will judge the policy.
+    No prompt is in two splits or twice in one: `eval` is filled first, then `sft`, then the pairs, then `train` takes
+    what is left, up to its number. Each example's solution is scored by the very rewards that will judge the policy;
+    what has no answer (prompts, demonstrations or pairs only) can not be checked, and ``facts.unchecked`` counts it.
 
     Raises:
         UserError: an unknown source, argument or reward; too few examples; a gold answer that its reward rejects.
@@ -61,27 +75,40 @@ def data_prep(
     parse_spec(spec)
     if system is not None and not chat:
         raise UserError("data_prep.system", system, "needs --chat true")
-    splits = load_source(source, source_args, train + eval + sft, stage.seed("data"))
+    wanted: dict[Split, int] = {
+        "eval": eval,
+        "sft": sft,
+        "preference_eval": preference_eval,
+        "preference": preference,
+        "train": train,
+    }
+    splits = load_source(source, source_args, sum(wanted.values()), stage.seed("data"))
+    pairs = iter(splits.train if splits.preference is None else splits.preference)
+    streams = {"eval": splits.eval, "sft": splits.sft, "preference_eval": pairs, "preference": pairs}
     seen: set[str] = set()
     rows: dict[Split, list[dict[str, Any]]] = {}
-    wanted: dict[Split, int] = {"eval": eval, "sft": sft, "train": train}
     with stage.timed("read"):
         for name, number in wanted.items():
-            messages = _rows(getattr(splits, name), name, number, seen, spec, reward_args, chat, system)
-            rows[name] = list(messages)
+            examples = streams.get(name, splits.train)
+            rows[name] = list(_rows(examples, name, number, seen, spec, reward_args, chat, system))
             least = min(number, 1) if name == "train" else number
             if len(rows[name]) < least:
                 asked = "one is needed" if name == "train" else "ask for fewer, or give it more data"
                 raise UserError(f"data_prep.{name}", number, f"{source} has only {len(rows[name])} left; {asked}")
+    whole = [row for part in rows.values() for row in part]
+    checked = [row for row in whole if row["answer"] is not None]
     with stage.timed("check"):
-        _check_gold(stage, [row for part in rows.values() for row in part], timeout_s)
-    for name, part in rows.items():
-        schema = DEMONSTRATIONS if name == "sft" else PROMPTS
-        pq.write_table(pa.Table.from_pylist(part, schema=schema), stage.out / f"{name}.parquet")
-    counts: dict[str, int] = {name: len(part) for name, part in rows.items()}
+        _check_gold(stage, checked, timeout_s)
+    if len(checked) < len(whole):
+        stage.facts["unchecked"] = len(whole) - len(checked)
+    kept = {name: part for name, part in rows.items() if part or SCHEMAS[name] is not PAIRS}
+    for name, part in kept.items():
+        texts = [{**row, "answer": row["answer"] or ""} for row in part]
+        pq.write_table(pa.Table.from_pylist(texts, schema=SCHEMAS[name]), stage.out / f"{name}.parquet")
+    counts: dict[str, int] = {name: len(part) for name, part in kept.items()}
     stage.facts.update(rows=counts, source=source, rewards=rewards)
     stage.log(", ".join(f"{name} {number}" for name, number in counts.items()))
-    return counts
+    return {name: counts[name] for name in ("train", "eval", "sft")}
 
 
 def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) -> Splits:
@@ -127,9 +154,18 @@ def _rows(
         prompt = _prompt(example.prompt, chat, system)
         if prompt in seen:
             continue
-        seen.add(prompt)
         name = f"{split}-{made:06d}"
         solution = example.answer if example.solution is None else example.solution
+        completion = solution if example.demonstration is None else example.demonstration
+        if SCHEMAS[split] is PAIRS:
+            if completion is None or example.rejected is None:
+                raise UserError(
+                    f"data_prep.{split}", prompt[:60], "needs a chosen and a rejected completion; name both"
+                )
+            if completion == example.rejected:  # nothing to prefer
+                continue
+        _check_form(split, example, completion)
+        seen.add(prompt)
         yield {
             "id": name,
             "prompt": prompt,
@@ -138,9 +174,24 @@ def _rows(
             "reward": spec,
             "metadata": _json({**example.metadata, **reward_args}, name),
             "solution": solution,
-            "completion": solution if example.demonstration is None else example.demonstration,
+            "completion": completion,
+            "chosen": completion,
+            "rejected": example.rejected,
         }
         made += 1
+
+
+def _check_form(split: Split, example: Example, completion: str | None) -> None:
+    """Whether a split can use an example of this form.
+
+    Raises:
+        UserError: a demonstration without a completion, or a conversation that leaves nothing to say.
+    """
+    whole = isinstance(example.prompt, list) and example.prompt[-1]["role"] == "assistant"
+    if split == "sft" and completion is None and not whole:
+        raise UserError("data_prep.sft", example.prompt, "has no completion; name its column, or set sft to 0")
+    if whole and (split != "sft" or completion is not None):
+        raise UserError(f"data_prep.{split}", example.prompt, "ends with the assistant's message; only sft takes that")
 
 
 def _prompt(prompt: str | list[dict[str, Any]], chat: bool, system: str | None) -> str:
@@ -165,6 +216,8 @@ def _check_gold(stage: Stage, rows: list[dict[str, Any]], timeout_s: float) -> N
     Raises:
         UserError: one earns less than full marks; the first ones are named.
     """
+    if not rows:
+        return
     asked = [{**row, "completion": row["solution"], "reward_spec": row["reward"]} for row in rows]
     spec = parse_spec(rows[0]["reward"])
     best = full_marks(spec)

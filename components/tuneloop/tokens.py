@@ -67,6 +67,40 @@ def encode_completion(tokenizer: Any, text: str) -> list[int]:
     return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
 
 
+def encode_conversation(tokenizer: Any, messages: str) -> tuple[list[int], list[bool]]:
+    """The ids of a whole conversation, and which of them the assistant says.
+
+    Of every turn of the assistant all is a target up to its end of sequence, that one included. What the template
+    puts after that is not, nor are the others' messages, tools' results among them.
+
+    Args:
+        tokenizer: of the policy.
+        messages: JSON list of chat messages.
+
+    Raises:
+        UserError: no turn of the assistant; or a template that rewrites earlier turns (one that strips reasoning
+            does), so that what is trained would not be what is sampled.
+    """
+    turns = json.loads(messages)
+    ids: list[int] = []
+    targets: list[bool] = []
+    for number, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            continue
+        before = _encode_chat(tokenizer, json.dumps(turns[:number]))
+        whole = list(tokenizer.apply_chat_template(turns[: number + 1], return_dict=False))
+        if before[: len(ids)] != ids or whole[: len(before)] != before:
+            remedy = "the chat template rewrites what was said before it; give each turn as a demonstration of its own"
+            raise UserError(f"message {number}", turn["content"][:60], remedy)
+        said = whole[len(before) :]
+        end = said.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in said else len(said)
+        targets += [False] * (len(before) - len(ids)) + [True] * end + [False] * (len(said) - end)
+        ids = whole
+    if not ids:
+        raise UserError("prompt", messages[:80], "has no message of the assistant to learn")
+    return ids, targets
+
+
 def stop_ids(tokenizer: Any, model: Path) -> tuple[int, ...]:
     """The ids that end a completion: the tokenizer's end of sequence and those of generation_config.json, sorted."""
     config = model / "generation_config.json"

@@ -92,6 +92,62 @@ def test_reasoning_gym_with_its_verifier(tmp_path: Path) -> None:
     assert about["task"] == "spell_backward" and about["entry"]["question"] == made["train"][0]["prompt"]
 
 
+def test_pairs(tmp_path: Path) -> None:
+    made = prepare(tmp_path / "a", preference=40, preference_eval=10)
+    root = Artifact(str(tmp_path / "a")).path
+    pairs = [pq.read_table(root / f"{n}.parquet").to_pylist() for n in ("preference", "preference_eval")]
+    assert [len(part) for part in pairs] == [40, 10]
+    found = [row["prompt"] for rows in (*made.values(), *pairs) for row in rows]
+    assert len(set(found)) == len(found)
+    for row in pairs[0]:
+        digits = row["prompt"].split()[1]
+        assert (row["chosen"], row["rejected"]) == (f" {digits[::-1]}", f" {digits}")
+        assert digits != digits[::-1]  # nothing to prefer
+
+
+def test_forms_without_answers(tmp_path: Path) -> None:
+    """Preference data as TRL has it, an instruction with its input, whole conversations, prompts only."""
+    ask = [{"role": "user", "content": "hi"}]
+    yes, no = ([{"role": "assistant", "content": text}] for text in ("yes", "no"))
+    forms: list[tuple[dict[str, Any], dict[str, Any], dict[str, int], str, dict[str, Any]]] = [
+        (
+            {"prompt": ask, "chosen": yes, "rejected": no},
+            {"completion": "chosen", "rejected": "rejected"},
+            {"preference": 1},
+            "preference",
+            {"prompt": json.dumps(ask), "chat": True, "chosen": "yes", "rejected": "no"},
+        ),
+        (
+            {"instruction": "Add.", "input": "1 1", "output": "2"},
+            {"prompt": "instruction", "input": "input", "completion": "output"},
+            {"sft": 1},
+            "sft",
+            {"prompt": "Add.\n\n1 1", "chat": False, "completion": "2"},
+        ),
+        (
+            {"messages": ask + yes},
+            {"prompt": "messages"},
+            {"sft": 1},
+            "sft",
+            {"prompt": json.dumps(ask + yes), "chat": True, "completion": None},
+        ),
+        ({"prompt": "hi"}, {}, {"train": 1}, "train", {"prompt": "hi", "answer": "", "chat": False}),
+    ]
+    for number, (row, columns, sizes, split, wanted) in enumerate(forms):
+        about = jsonl(tmp_path / f"{number}.jsonl", [row])
+        about["source_args"]["columns"] = {"answer": None, **columns}
+        path = tmp_path / str(number)
+        prepare(path, **about, **{"train": 0, "eval": 0, "sft": 0, **sizes})
+        (found,) = pq.read_table(Artifact(str(path)).path / f"{split}.parquet").to_pylist()
+        assert wanted.items() <= found.items()
+        assert Artifact(str(path)).manifest.facts["unchecked"] == 1
+    about["source_args"]["columns"] = {"answer": None}
+    with pytest.raises(UserError, match=r"data_prep.preference: 'hi': needs a chosen and a rejected"):
+        prepare(tmp_path / "x", **about, train=0, eval=0, sft=0, preference=1)
+    with pytest.raises(UserError, match=r"data_prep.sft: 'hi': has no completion"):
+        prepare(tmp_path / "x", **about, train=0, eval=0, sft=1)
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -102,7 +158,7 @@ def test_reasoning_gym_with_its_verifier(tmp_path: Path) -> None:
             {"rewards": {"format": 1.0}},
             r"data_prep.rewards: .*60 of 60 gold answers.*eval-000000: answer '\d{4}'.*judge",
         ),
-        ({"train": 0}, "data_prep.train: 0: Input should be greater"),
+        ({"train": -1}, "data_prep.train: -1: Input should be greater"),
         ({"colour": 1}, "data_prep.colour: 1: unknown key"),
         ({"system": "Be brief."}, "data_prep.system: 'Be brief.': needs --chat true"),
         ({"source_args": {"digits": 1}, "eval": 11}, "data_prep.eval: 11: digits has only 10 left; ask for fewer"),

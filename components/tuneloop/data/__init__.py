@@ -22,28 +22,32 @@ class Example:
     """One prompt and what is known of its answer.
 
     Attributes:
-        prompt: text, or chat messages (``role``, ``content``).
-        answer: the gold answer, as rewards get it.
+        prompt: text, or chat messages (``role``, ``content``). Messages that end with the assistant's are a whole
+            conversation: SFT learns every turn of the assistant, and RL nothing from it.
+        answer: the gold answer, as rewards get it; None where there is none, so that nothing can be checked.
         solution: a completion that must earn full marks; None: the answer itself.
-        demonstration: a completion for SFT to imitate; None: the solution.
+        demonstration: a completion for SFT to imitate, and the chosen one of a pair; None: the solution.
+        rejected: a completion that is worse than the demonstration.
         metadata: JSON, for the rewards; what is meant for one reward stands under its name.
     """
 
     prompt: str | list[dict[str, Any]]
-    answer: str
+    answer: str | None
     solution: str | None = None
     demonstration: str | None = None
+    rejected: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Examples for each split. Each is read as far as is needed, `eval` first, then `sft`, then `train`: splits that
-    share one iterator share nothing else."""
+    """Examples for each split. Each is read as far as is needed, `eval` first, then `sft`, then pairs, then `train`:
+    splits that share one iterator share nothing else. Pairs come from `train` where `preference` is None."""
 
     train: Iterable[Example]
     eval: Iterable[Example]
     sft: Iterable[Example]
+    preference: Iterable[Example] | None = None
 
     @classmethod
     def of(cls, stream: Iterable[Example]) -> Splits:
@@ -57,16 +61,22 @@ class Columns(BaseModel):
 
     Attributes:
         prompt: text or a list of chat messages.
-        answer: text or a number.
-        completion: a worked solution that ends in the answer; None: there is none.
+        input: text that follows an instruction after an empty line, where it is not empty (Alpaca).
+        answer: text or a number; None: prompts only, or with a `completion` demonstrations only.
+        completion: a worked solution that ends in the answer, or the chosen one of a pair; None: there is none.
+        rejected: the worse completion of a pair; None: there are no pairs.
         metadata: columns that the rewards want to see.
         answer_regex: cuts the answer out of its column: the first group of the first match (GSM8K: ``#### (.+)``).
+
+    Completions of pairs may be chat messages as TRL has them: one message of the assistant's.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     prompt: str = "prompt"
-    answer: str = "answer"
+    input: str | None = None
+    answer: str | None = "answer"
     completion: str | None = None
+    rejected: str | None = None
     metadata: tuple[str, ...] = ()
     answer_regex: str | None = None
 
@@ -93,22 +103,28 @@ class Columns(BaseModel):
         return (self._example(rows[index], f"{where} row {index}") for index in order)
 
     def _columns(self) -> Iterator[tuple[str, str]]:
-        yield from (("prompt", self.prompt), ("answer", self.answer))
-        if self.completion:
-            yield "completion", self.completion
+        for role in ("prompt", "input", "answer", "completion", "rejected"):
+            if (column := getattr(self, role)) is not None:
+                yield role, column
         yield from (("metadata", column) for column in self.metadata)
 
     def _example(self, row: Mapping[str, Any], where: str) -> Example:
-        prompt, answer = row.get(self.prompt), row.get(self.answer)
+        prompt = row.get(self.prompt)
         if not prompt or not (isinstance(prompt, str) or _is_chat(prompt)):
             raise UserError(where, prompt, f"column {self.prompt!r} must hold text or chat messages")
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-            raise UserError(where, answer, f"column {self.answer!r} must hold text or a number")
-        solution = row.get(self.completion) if self.completion else None
-        if self.completion and not isinstance(solution, str):
-            raise UserError(where, solution, f"column {self.completion!r} must hold text")
+        if self.input and row.get(self.input):
+            prompt = f"{prompt}\n\n{row[self.input]}"
+        answer = None
+        if self.answer is not None:
+            answer = row.get(self.answer)
+            if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+                raise UserError(where, answer, f"column {self.answer!r} must hold text or a number")
+            answer = self._cut(str(answer), where)
+        completion, rejected = (_text(row, column, where) for column in (self.completion, self.rejected))
         metadata = {column: row.get(column) for column in self.metadata}
-        return Example(prompt, self._cut(str(answer), where), solution, metadata=metadata)
+        if answer is None:
+            return Example(prompt, None, demonstration=completion, rejected=rejected, metadata=metadata)
+        return Example(prompt, answer, completion, rejected=rejected, metadata=metadata)
 
     def _cut(self, answer: str, where: str) -> str:
         if self.answer_regex is None:
@@ -122,4 +138,19 @@ class Columns(BaseModel):
 
 
 def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    )
+
+
+def _text(row: Mapping[str, Any], column: str | None, where: str) -> str | None:
+    if column is None:
+        return None
+    value: Any = row.get(column)
+    if _is_chat(value) and len(value) == 1 and value[0]["role"] == "assistant":
+        value = value[0]["content"]
+    if not isinstance(value, str):
+        raise UserError(where, value, f"column {column!r} must hold text, or one message of the assistant's")
+    return value

@@ -23,8 +23,10 @@ def load(
     train_split: str = "train",
     eval_split: str | None = None,
     sft_split: str | None = None,
+    preference_split: str | None = None,
     columns: Columns = Columns(),  # noqa: B008
     sft_columns: Columns | None = None,
+    preference_columns: Columns | None = None,
     shuffle: bool = True,
 ) -> Splits:
     """Rows of a data set; without splits of their own, `eval` and `sft` are cut from `train_split`.
@@ -38,8 +40,9 @@ def load(
         train_split: split of the training prompts; slices such as ``train[:1000]`` work for what is loaded by name.
         eval_split: split of the held-out prompts.
         sft_split: split of the demonstrations.
+        preference_split: split of the pairs.
         columns: which columns hold what.
-        sft_columns: the same for the demonstrations; None: as `columns`.
+        sft_columns, preference_columns: the same for demonstrations and pairs; None: as `columns`.
         shuffle: whether to take rows in random order.
 
     Raises:
@@ -54,7 +57,8 @@ def load(
     main = stream(train_split)
     held_out = stream(eval_split) if eval_split else main
     shown = stream(sft_split, sft_columns or columns) if sft_split else main
-    return Splits(train=main, eval=held_out, sft=shown)
+    pairs = stream(preference_split, preference_columns or columns) if preference_split else None
+    return Splits(train=main, eval=held_out, sft=shown, preference=pairs)
 
 
 def read(path: str, name: str | None, revision: str | None, split: str) -> Any:

@@ -23,8 +23,10 @@ def load(
     train: str,
     eval: str | None = None,
     sft: str | None = None,
+    preference: str | None = None,
     columns: Columns = Columns(),  # noqa: B008
     sft_columns: Columns | None = None,
+    preference_columns: Columns | None = None,
     shuffle: bool = True,
 ) -> Splits:
     """Rows of a file; without files of their own, `eval` and `sft` are cut from the same one.
@@ -35,8 +37,9 @@ def load(
         train: file of the training prompts.
         eval: file of the held-out prompts.
         sft: file of the demonstrations.
+        preference: file of the pairs.
         columns: which columns hold what.
-        sft_columns: the same for the demonstrations; None: as `columns`.
+        sft_columns, preference_columns: the same for demonstrations and pairs; None: as `columns`.
         shuffle: whether to take rows in random order.
 
     Raises:
@@ -49,7 +52,8 @@ def load(
     main = stream("train", train)
     held_out = stream("eval", eval) if eval else main
     shown = stream("sft", sft, sft_columns or columns) if sft else main
-    return Splits(train=main, eval=held_out, sft=shown)
+    pairs = stream("preference", preference, preference_columns or columns) if preference else None
+    return Splits(train=main, eval=held_out, sft=shown, preference=pairs)
 
 
 def read(argument: str, path: str) -> list[dict[str, Any]]:

@@ -1,0 +1,54 @@
+"""What every preference objective has: it sees completions by their log-ratio to the reference alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A micro-batch of pairs, chosen and rejected in turn: ``[2 pairs]`` each.
+
+    Attributes:
+        ratios: float32, ``log π(y|x) - log π_ref(y|x)``, summed over the completion's tokens, with gradient.
+        lengths: int64, the completions' tokens.
+        kl: float32 ``[]``, an estimate of KL(π, π_ref) for the whole batch, at least 0; 0 where it is not asked for.
+    """
+
+    ratios: Tensor
+    lengths: Tensor
+    kl: Tensor
+
+    def pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """``[2 pairs]`` → chosen and rejected, ``[pairs]`` each."""
+        chosen, rejected = values.view(-1, 2).unbind(1)
+        return chosen, rejected
+
+
+class Preference(BaseModel):
+    """A loss of pairs; implicit rewards are ``β · ratio``."""
+
+    needs_kl: ClassVar[bool] = False
+    """Whether `Judged.kl` must be estimated, from completions of other prompts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    beta: float = Field(0.1, gt=0, description="how dear it is to leave the reference")
+
+    def loss(self, judged: Judged) -> Tensor:
+        """Float32 ``[pairs]``; a step is taken on the mean over its pairs."""
+        raise NotImplementedError
+
+    def measures(self, judged: Judged) -> dict[str, Tensor]:
+        """``[pairs]`` each, detached, under TRL's names."""
+        chosen, rejected = judged.pairs(self.beta * judged.ratios.detach())
+        return {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).to(torch.float32),
+        }

@@ -1,0 +1,20 @@
+"""Direct preference optimization (arXiv 2305.18290)."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from tuneloop.algorithms._preference import Judged, Preference
+
+
+class Algorithm(Preference):
+    """``-log σ(β (ratio chosen - ratio rejected))``. TRL: DPOTrainer, ``loss_type="sigmoid"``."""
+
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of pairs that are the wrong way round (cDPO)")
+
+    def loss(self, judged: Judged) -> Tensor:
+        chosen, rejected = judged.pairs(judged.ratios)
+        margin = self.beta * (chosen - rejected)
+        return -(1 - self.label_smoothing) * logsigmoid(margin) - self.label_smoothing * logsigmoid(-margin)

@@ -1,0 +1,15 @@
+"""Identity preference optimization (arXiv 2310.12036): a margin to reach, not to exceed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tuneloop.algorithms._preference import Judged, Preference
+
+
+class Algorithm(Preference):
+    """``(h - 1/(2β))²``, h the difference of the ratios' means over tokens. TRL: DPOTrainer, ``loss_type="ipo"``."""
+
+    def loss(self, judged: Judged) -> Tensor:
+        chosen, rejected = judged.pairs(judged.ratios / judged.lengths)
+        return (chosen - rejected - 1 / (2 * self.beta)).square()

@@ -1,0 +1,26 @@
+"""Kahneman-Tversky optimization (arXiv 2402.01306): completions are good or bad each for itself, not in pairs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from tuneloop.algorithms._preference import Judged, Preference
+
+
+class Algorithm(Preference):
+    """``w (1 - σ(±β (ratio - KL)))``, the mean over completions. TRL: KTOTrainer, ``loss_type="kto"``."""
+
+    needs_kl: ClassVar[bool] = True
+    desirable_weight: float = Field(1.0, ge=0)
+    undesirable_weight: float = Field(1.0, ge=0)
+
+    def loss(self, judged: Judged) -> Tensor:
+        chosen, rejected = judged.pairs(self.beta * (judged.ratios - judged.kl))
+        good, bad = (
+            self.desirable_weight * (1 - chosen.sigmoid()),
+            self.undesirable_weight * (1 - (-rejected).sigmoid()),
+        )
+        return (good + bad) / 2
