@@ -13,7 +13,7 @@ from collections.abc import Callable
 import typer
 
 import tuneloop
-from tuneloop.cli import author, cluster, execute, inspect
+from tuneloop.cli import author, cluster, execute, inspect, kfp
 from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 
 app = typer.Typer(
@@ -55,6 +55,7 @@ for command in COMMANDS:
     app.command()(command)
 app.add_typer(weights, name="weights")
 app.add_typer(cluster.app, name="cluster")
+app.add_typer(kfp.app, name="kfp")
 weights.command("ls")(inspect.weights_ls)
 weights.command("verify")(inspect.weights_verify)
 
@@ -67,7 +68,7 @@ def main() -> None:
 def invoke(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
     try:
-        return app(arguments, prog_name="tuneloop", standalone_mode=False) or 0
+        return app(kfp.route(arguments), prog_name="tuneloop", standalone_mode=False) or 0
     except UserError as error:
         return _say(f"error: {error}", EXIT_USER)
     except Retryable as error:

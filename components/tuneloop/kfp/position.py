@@ -56,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
     print(f"policy {policy['ref']}; to do: {todo or 'nothing'}", file=sys.stderr)
     task.describe("start", policy)
     task.write("start", f"{policy}\n")
-    task.results = {"todo": todo}
+    every = int(given["evaluate_every"])
+    task.results = {"todo": todo, "evaluate": bool(every and given["iteration"] % every == 0)}
     task.finish()
     return 0
 

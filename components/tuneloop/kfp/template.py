@@ -91,9 +91,11 @@ def position_step(*, cluster: Cluster | None = None, kfp: Kfp | None = None) -> 
         "run": (str, REQUIRED),
         "iteration": (int, REQUIRED),
         "iterations": (int, REQUIRED),
+        "evaluate_every": (int, REQUIRED),
         TARGET: (float, REQUIRED),
         "start": (Output[Model], REQUIRED),
         "todo": (dsl.OutputPath(list[int]), REQUIRED),
+        "evaluate": (dsl.OutputPath(bool), REQUIRED),
     }
     about = {"run": "URL of the run", "iteration": "which asks; 0: after the last", "policy": "before the first"}
     summary = "Where the loop stands: the policy an iteration starts from, and what is left to do."

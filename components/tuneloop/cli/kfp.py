@@ -1,0 +1,186 @@
+"""Commands for Kubeflow Pipelines: render, submit, schedule, and look at runs there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tuneloop.cli.author import CONFIG, PIPELINE, SETS
+from tuneloop.cli.execute import RUN
+
+ENDPOINT = Annotated[
+    str | None, typer.Option("--endpoint", envvar="KF_PIPELINES_ENDPOINT", help="URL of the KFP API, or of its UI.")
+]
+STORE = Annotated[str, typer.Option("--store", help="Where artifacts lie, as the pods reach it: s3://bucket/prefix.")]
+ROOT = Annotated[
+    str | None, typer.Option("--pipeline-root", help="Where KFP keeps handles and previews; default: the backend's.")
+]
+EXPERIMENT = Annotated[str, typer.Option("--experiment", help="Under which the run is listed.")]
+
+app = typer.Typer(no_args_is_help=True, help="Runs on Kubeflow Pipelines.")
+
+
+@app.command()
+def render(
+    pipeline: PIPELINE,
+    config: CONFIG = None,
+    sets: SETS = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write here, not to standard output.")] = None,
+    manifest: Annotated[
+        bool, typer.Option("--manifest", help="Kubernetes objects (Pipeline, PipelineVersion), as for GitOps.")
+    ] = False,
+) -> None:
+    """Print the compiled pipeline as YAML. It is what the UI takes as an upload; equal settings, equal bytes."""
+    import tempfile
+
+    from tuneloop.errors import UserError
+    from tuneloop.kfp.client import compile_to
+
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "pipeline.yaml"
+        compile_to(build(pipeline, config, sets), path, manifest=manifest)
+        text = path.read_text()
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise UserError("--output", str(output), f"cannot be written ({error.strerror})") from error
+
+
+@app.command()
+def submit(
+    pipeline: PIPELINE,
+    run: Annotated[str, typer.Option("--run", help="Name of the run; the same again resumes it once it has ended.")],
+    store: STORE,
+    config: CONFIG = None,
+    sets: SETS = None,
+    endpoint: ENDPOINT = None,
+    root: ROOT = None,
+    experiment: EXPERIMENT = "tuneloop",
+    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Let KFP skip tasks that it has seen.")] = True,
+) -> None:
+    """Start a run, or resume the one of that name."""
+    from tuneloop.kfp import client
+
+    built = build(pipeline, config, sets)
+    run_id = client.submit(
+        client.connect(endpoint), built, run=run, store=store, root=root, cache=cache, experiment=experiment
+    )
+    typer.echo(f"{run}: submitted as {run_id}; see `tuneloop kfp status {run}`")
+
+
+@app.command()
+def schedule(
+    pipeline: PIPELINE,
+    name: Annotated[str, typer.Option("--name", help="Of the schedule; each run adds the time of its tick.")],
+    store: STORE,
+    cron: Annotated[str, typer.Option("--cron", help="Five fields, as in '0 3 * * *'; KFP's seconds are 0.")],
+    config: CONFIG = None,
+    sets: SETS = None,
+    endpoint: ENDPOINT = None,
+    root: ROOT = None,
+    experiment: EXPERIMENT = "tuneloop",
+) -> None:
+    """Run a pipeline at each tick of the clock, one run at a time."""
+    from tuneloop.kfp import client
+
+    built = build(pipeline, config, sets)
+    client.schedule(
+        client.connect(endpoint), built, name=name, store=store, cron=cron, root=root, experiment=experiment
+    )
+    typer.echo(f"{name}: runs at {cron}; `tuneloop kfp unschedule {name}` ends that")
+
+
+@app.command()
+def unschedule(
+    name: Annotated[str, typer.Argument(help="Of the schedule.")],
+    endpoint: ENDPOINT = None,
+) -> None:
+    """End a schedule; its runs stay."""
+    from tuneloop.kfp import client
+
+    client.unschedule(client.connect(endpoint), name)
+    typer.echo(f"{name}: no longer scheduled")
+
+
+@app.command()
+def status(run: RUN, endpoint: ENDPOINT = None) -> int:
+    """Show the tasks of a run. Ends with 1 if the run has failed."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from tuneloop.kfp import client
+
+    found = client.find(client.connect(endpoint), run)
+    typer.echo(f"{run}  {found.state}  {found.run_id}")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("task", "state", "seconds", "message"):
+        table.add_column(column, justify="right" if column == "seconds" else "left", no_wrap=True)
+    for task in client.tasks(found):
+        table.add_row(task.name, task.state, f"{task.seconds:.0f}", task.error)
+    Console(highlight=False, width=None if typer.get_text_stream("stdout").isatty() else 200).print(table)
+    return 1 if found.state == "FAILED" else 0
+
+
+@app.command()
+def logs(
+    run: RUN,
+    task: Annotated[str | None, typer.Argument(help="A task's name in the graph.")] = None,
+    endpoint: ENDPOINT = None,
+) -> None:
+    """Print what the tasks of a run wrote, each line behind its task; that of pods already deleted is gone."""
+    from tuneloop.kfp import client
+
+    for name, line in client.logs(client.connect(endpoint), run, task):
+        typer.echo(f"{name} | {line}")
+
+
+@app.command()
+def stop(run: RUN, endpoint: ENDPOINT = None) -> None:
+    """End a run; submitting it again goes on where it stopped."""
+    from tuneloop.kfp import client
+
+    ended = client.stop(client.connect(endpoint), run)
+    typer.echo(f"{run}: stopped" if ended else f"{run}: was not under way")
+
+
+def build(pipeline: str, config: Path | None, sets: list[str] | None) -> Any:
+    """The compiled pipeline of a name, with its settings.
+
+    Raises:
+        UserError: the pipeline has no form for KFP, or kfp is not installed.
+    """
+    from importlib.util import find_spec
+
+    from tuneloop.config import find
+    from tuneloop.errors import UserError
+
+    found = find(pipeline)
+    if not hasattr(found.module, "build_kfp"):
+        raise UserError("pipeline", pipeline, "has no build_kfp(config): it cannot run on Kubeflow Pipelines")
+    if find_spec("kfp") is None:
+        raise UserError("kfp", None, "needs Kubeflow Pipelines' SDK: pip install 'tuneloop[kfp]'")
+    return found.module.build_kfp(found.configure(config, sets or ()))
+
+
+def route(arguments: list[str]) -> list[str]:
+    """``submit … --to kfp …`` is ``kfp submit …``: what one target takes, another does not. ``--to argo`` is the default.
+
+    Raises:
+        UserError: another target.
+    """
+    from tuneloop.errors import UserError
+
+    words = [word for each in arguments for word in (each.split("=", 1) if each.startswith("--to=") else [each])]
+    if "--to" not in words:
+        return arguments
+    at = words.index("--to")
+    target, rest = "".join(words[at + 1 : at + 2]), words[:at] + words[at + 2 :]
+    if target not in ("argo", "kfp"):
+        raise UserError("--to", target, "argo or kfp")
+    return ["kfp", *rest] if target == "kfp" else rest

@@ -1,0 +1,301 @@
+"""Runs of compiled pipelines on a Kubeflow Pipelines backend, through its API.
+
+    api = connect("http://localhost:8888")
+    run_id = submit(api, pipeline, run="demo", store="s3://artifacts/runs")
+
+A run is known by its name: submitting the name again resumes it, for what it has committed ends at once. What goes
+wrong is one line (`UserError`, `Retryable`), whatever the client library raised.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuneloop.errors import Retryable, UserError
+
+DONE = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
+EXPERIMENT = "tuneloop"
+INNER = ("executor", "root", "-driver")
+"""Nodes that KFP adds to each task: of no interest to people."""
+
+
+@dataclass(frozen=True)
+class TaskStatus:
+    """One task of a run: its name in the graph, KFP's state, seconds from start to end (or 0 before the end)."""
+
+    name: str
+    state: str
+    seconds: float
+    error: str
+
+
+def connect(endpoint: str | None = None) -> Any:
+    """A client of the API at `endpoint` (default: ``KF_PIPELINES_ENDPOINT``, else as kfp finds it by kubeconfig).
+
+    Raises:
+        UserError: kfp is not installed, or nothing answers there.
+    """
+    try:
+        from kfp import Client
+    except ImportError:
+        raise UserError("kfp", None, "needs Kubeflow Pipelines' SDK: pip install 'tuneloop[kfp]'") from None
+    with warnings.catch_warnings(), faults(endpoint):
+        warnings.simplefilter("ignore", FutureWarning)
+        client = Client(host=endpoint)
+        client.get_kfp_healthz(sleep_duration=0)
+    return client
+
+
+@contextmanager
+def faults(endpoint: str | None) -> Iterator[None]:
+    """Say in one line what a refusal of the API means."""
+    from kfp_server_api import ApiException
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except ApiException as error:
+        message = _told(error)
+        if error.status in (429, 502, 503, 504):
+            raise Retryable(f"kfp: {message}") from error
+        raise UserError("kfp", endpoint, f"refused ({error.status}): {message}") from error
+    except (HTTPError, TimeoutError) as error:
+        remedy = f"does not answer ({type(error).__name__}); is this the API's address? (--endpoint)"
+        raise UserError("kfp", endpoint, remedy) from error
+
+
+def compile_to(built: Any, path: Path, *, manifest: bool = False) -> None:
+    """Write a pipeline's YAML.
+
+    Args:
+        built: what a pipeline's ``build_kfp`` returned.
+        path: of the file, ending in ``.yaml``.
+        manifest: as Kubernetes objects (Pipeline and PipelineVersion) rather than a package to upload.
+    """
+    from kfp import compiler
+    from kfp.compiler.compiler_utils import KubernetesManifestOptions
+
+    options: dict[str, Any] = {}
+    if manifest:
+        named = KubernetesManifestOptions(pipeline_name=built.name, include_pipeline_manifest=True)
+        options = {"kubernetes_manifest_format": True, "kubernetes_manifest_options": named}
+    compiler.Compiler().compile(built, str(path), **options)
+
+
+def submit(
+    client: Any,
+    built: Any,
+    *,
+    run: str,
+    store: str,
+    root: str | None = None,
+    cache: bool = True,
+    experiment: str = EXPERIMENT,
+) -> str:
+    """Start a run, or resume the one of that name.
+
+    Args:
+        store: URL of the store, as pods reach it.
+        root: KFP's pipeline root, where handles and previews lie; default: the backend's.
+        cache: let KFP skip tasks that it has seen; what is committed is skipped in any case.
+
+    Returns:
+        the run's id.
+
+    Raises:
+        UserError: a run of that name is under way.
+    """
+    if active := [each for each in _named(client, run) if each.state not in DONE]:
+        remedy = f"is under way as {active[0].run_id}; `tuneloop kfp stop {run}` it, or choose another name"
+        raise UserError("run", run, remedy)
+    with _package(built) as package, faults(run):
+        made = client.create_run_from_pipeline_package(
+            package,
+            arguments={"run": run, "store": store},
+            run_name=run,
+            experiment_name=experiment,
+            pipeline_root=root,
+            enable_caching=None if cache else False,
+        )
+    return str(made.run_id)
+
+
+def schedule(
+    client: Any, built: Any, *, name: str, store: str, cron: str, root: str | None = None, experiment: str = EXPERIMENT
+) -> str:
+    """Start a run at each tick of `cron`, one at a time and none for ticks that were missed.
+
+    Args:
+        name: of the schedule; its runs are ``<name>-<time of the tick>``.
+        cron: five fields, as for Argo; KFP's sixth, the seconds, is 0.
+
+    Returns:
+        the id of the recurring run.
+
+    Raises:
+        UserError: not five fields.
+    """
+    with _package(built) as package, faults(name):
+        made = client.create_recurring_run(
+            client.create_experiment(experiment).experiment_id,
+            name,
+            cron_expression=six_fields(cron),
+            max_concurrency=1,
+            no_catchup=True,
+            params={"run": f"{name}-[[ScheduledTime]]", "store": store},
+            pipeline_package_path=package,
+            pipeline_root=root,
+        )
+    return str(made.recurring_run_id)
+
+
+def six_fields(cron: str) -> str:
+    """The schedule in KFP's form, which begins with the seconds."""
+    if len(cron.split()) != 5:
+        raise UserError("--cron", cron, "write five fields, as in '0 3 * * *': minute, hour, day, month, day of week")
+    return f"0 {cron}"
+
+
+def unschedule(client: Any, name: str) -> None:
+    """Delete the recurring runs of that name; the runs they started stay.
+
+    Raises:
+        UserError: there is none.
+    """
+    with faults(name):
+        found = client.list_recurring_runs(filter=_equals(name)).recurring_runs or []
+        if not found:
+            raise UserError("schedule", name, "no recurring run of that name")
+        for each in found:
+            client.delete_recurring_run(each.recurring_run_id)
+
+
+def find(client: Any, run: str) -> Any:
+    """The newest run of that name, whole.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = _named(client, run)
+    if not found:
+        raise UserError("run", run, "no run of that name on this backend")
+    with faults(run):
+        return client.get_run(found[0].run_id)
+
+
+def stop(client: Any, run: str) -> bool:
+    """End the run of that name; whether it was under way."""
+    found = find(client, run)
+    if found.state in DONE:
+        return False
+    with faults(run):
+        client.terminate_run(found.run_id)
+    return True
+
+
+def tasks(run: Any) -> list[TaskStatus]:
+    """The tasks of a run by start, as its graph names them."""
+    details = (run.run_details and run.run_details.task_details) or []
+    mine = [each for each in details if not _is_inner(each.display_name or "")]
+    started = sorted(mine, key=lambda each: (each.start_time is None, str(each.start_time)))
+    return [
+        TaskStatus(
+            each.display_name or "",
+            each.state or "PENDING",
+            (each.end_time - each.start_time).total_seconds()
+            if each.state in DONE and each.end_time and each.start_time
+            else 0.0,
+            (each.error and each.error.message) or "",
+        )
+        for each in started
+    ]
+
+
+def logs(client: Any, run: str, task: str | None = None) -> Iterator[tuple[str, str]]:
+    """(task, line) of what the stages wrote, task by task; pods that are gone are left out, if no archive has them."""
+    found = find(client, run)
+    for name, pod in _pods(client, found.run_id):
+        if task in (None, name):
+            text = _get(client, f"/apis/v1alpha1/runs/{found.run_id}/nodes/{pod}/log")
+            for line in (text or "").splitlines():
+                yield name, line
+
+
+def _pods(client: Any, run_id: str) -> list[tuple[str, str]]:
+    """(task, pod) by start. Only API v1 says which pod a task had: it gives the Argo workflow."""
+    detail = _get(client, f"/apis/v1beta1/runs/{run_id}")
+    manifest = json.loads(detail or "{}").get("pipeline_runtime", {}).get("workflow_manifest") or "{}"
+    workflow = json.loads(manifest)
+    nodes = [node for node in workflow.get("status", {}).get("nodes", {}).values() if _runs_a_stage(node)]
+    ordered = sorted(nodes, key=lambda node: str(node.get("startedAt")))
+    return [(_task_of(node), _pod_of(workflow["metadata"]["name"], node)) for node in ordered]
+
+
+def _runs_a_stage(node: Mapping[str, Any]) -> bool:
+    return node.get("type") == "Pod" and not node.get("displayName", "").endswith("driver")
+
+
+def _task_of(node: Mapping[str, Any]) -> str:
+    """``wf.root.sft.executor`` is of the task ``sft``; an attempt of several ends in ``(0)``."""
+    path = [part for part in str(node["name"]).split(".") if not part.startswith("executor")]
+    return path[-1]
+
+
+def _pod_of(workflow: str, node: Mapping[str, Any]) -> str:
+    """Argo's rule for the name of a node's pod (its pod-name format v2)."""
+    return f"{workflow}-{node['templateName']}-{str(node['id']).rpartition('-')[2]}"
+
+
+def _get(client: Any, path: str) -> str | None:
+    """What the API answers at `path`, through the client's own connection; None if there is nothing."""
+    from kfp_server_api import ApiException
+
+    with faults(path):
+        try:
+            reply = client._run_api.api_client.call_api(
+                path, "GET", _preload_content=False, _return_http_data_only=True, auth_settings=["Bearer"]
+            )
+        except ApiException as error:
+            if error.status in (400, 404, 500):  # how the API says that a pod is gone
+                return None
+            raise
+    return str(reply.data.decode(errors="replace"))
+
+
+def _named(client: Any, run: str) -> list[Any]:
+    """The runs of that name, newest first."""
+    with faults(run):
+        listed = client.list_runs(page_size=100, sort_by="created_at desc", filter=_equals(run))
+    return list(listed.runs or [])
+
+
+def _equals(name: str) -> str:
+    return json.dumps({"predicates": [{"operation": "EQUALS", "key": "display_name", "stringValue": name}]})
+
+
+def _is_inner(name: str) -> bool:
+    return name.startswith(INNER[:2]) or name.endswith(INNER[2])
+
+
+def _told(error: Any) -> str:
+    """The API's own words of an ApiException."""
+    try:
+        said = json.loads(error.body)
+        return " ".join(str(said.get("error_message") or said.get("message") or said.get("error")).split())
+    except (TypeError, ValueError, AttributeError):
+        return str(error.reason)
+
+
+@contextmanager
+def _package(built: Any) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / f"{built.name}.yaml"
+        compile_to(built, path)
+        yield str(path)
