@@ -102,7 +102,7 @@ def measure(cluster: argo.Cluster, made: dict[str, Any], iterations: int) -> Non
         sizes = [len(json.dumps(w["status"], separators=(",", ":"))) for w in found]
         print(
             f"{name:6} exit {code}  {len(found)} workflows  {seconds:7.1f} s, {seconds / iterations:.2f} s an iteration"
-            f"  status {max(sizes) / 1000:.1f} kB at most, all {', '.join(f'{s / 1000:.1f}' for s in sizes)}"
+            f"; status {max(sizes) / 1000:.1f} kB at most, {sum(sizes) / 1000 / iterations:.2f} kB an iteration"
         )
     finally:
         argo.stop(cluster, run)

@@ -174,6 +174,15 @@ class Store:
             files = [base] if base.is_file() else [p for p in base.rglob("*") if p.is_file()]
             return sorted(str(p.relative_to(self.root)) for p in files)
 
+    def stat(self) -> dict[str, tuple[int, float]]:
+        """Every key with its size in bytes and when it was last written, Unix seconds."""
+        with self._faults(""):
+            if self.root is None:
+                found = obstore.list(self._objects).collect()
+                return {str(meta["path"]): (meta["size"], meta["last_modified"].timestamp()) for meta in found}
+            files = {path: path.stat() for path in self.root.rglob("*") if path.is_file()}
+            return {str(path.relative_to(self.root)): (s.st_size, s.st_mtime) for path, s in files.items()}
+
     def delete(self, prefix: str) -> None:
         """Remove `prefix` and every key below it; nothing happens where there is none."""
         with self._faults(prefix):

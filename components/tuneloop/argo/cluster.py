@@ -153,6 +153,16 @@ def prepare(
     return made
 
 
+def as_template(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """`workflow` as the WorkflowTemplate `name`; what is submitted from it gets the labels of its run by itself."""
+    labels = workflow["metadata"].get("labels", {})
+    spec = copy.deepcopy(workflow["spec"])
+    spec.setdefault("podMetadata", {}).setdefault("labels", {})[RUN_LABEL] = "{{workflow.parameters.run}}"
+    spec["workflowMetadata"] = {"labelsFrom": {RUN_LABEL: {"expression": "workflow.parameters.run"}}}
+    metadata = {"name": name, "labels": {k: v for k, v in labels.items() if k != RUN_LABEL}}
+    return {"apiVersion": "argoproj.io/v1alpha1", "kind": "WorkflowTemplate", "metadata": metadata, "spec": spec}
+
+
 def queued(workflow: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Template → labels, of those that wait in a queue."""
     labels = {t["name"]: t.get("metadata", {}).get("labels", {}) for t in workflow["spec"].get("templates", ())}

@@ -59,6 +59,46 @@ def submit(
     return argo.wait(there, run)
 
 
+def schedule(
+    pipeline: PIPELINE,
+    name: Annotated[str, typer.Option("--name", help="Of the schedule; each run adds the digest of its data.")],
+    store: Annotated[
+        str, typer.Option("--store", help="Where artifacts lie, as the pods reach it: s3://bucket/prefix.")
+    ],
+    cron: Annotated[str, typer.Option("--cron", help="When to look for new data, as in '0 3 * * *'.")],
+    timezone: Annotated[str | None, typer.Option("--timezone", help="Of --cron, as in Europe/Prague.")] = None,
+    config: CONFIG = None,
+    sets: SETS = None,
+    priority: Annotated[str | None, typer.Option("--priority", help="WorkloadPriorityClass of queued stages.")] = None,
+    namespace: NAMESPACE = "tuneloop",
+    context: CONTEXT = None,
+) -> None:
+    """Run a pipeline whenever its data has changed. Looks by the clock; the same name again changes the schedule."""
+    from tuneloop.argo.cluster import connect
+    from tuneloop.argo.schedule import schedule as create
+    from tuneloop.config import find
+
+    found = find(pipeline)
+    workflow = found.build(found.configure(config, sets or ()))
+    there = connect(namespace, context)
+    create(there, workflow, name=name, store=store, cron=cron, timezone=timezone, priority=priority)
+    typer.echo(f"{name}: looks for new data at {cron}; `tuneloop cluster unschedule {name}` ends that")
+
+
+@app.command()
+def unschedule(
+    name: Annotated[str, typer.Argument(help="Of the schedule.")],
+    namespace: NAMESPACE = "tuneloop",
+    context: CONTEXT = None,
+) -> None:
+    """End a schedule; its runs stay."""
+    from tuneloop.argo.cluster import connect
+    from tuneloop.argo.schedule import unschedule as delete
+
+    delete(connect(namespace, context), name)
+    typer.echo(f"{name}: no longer scheduled")
+
+
 @app.command()
 def status(run: RUN, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
     """Show the stages of a run, its iteration and reward, and what each waiting pod waits for."""

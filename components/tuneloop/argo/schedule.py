@@ -1,0 +1,234 @@
+"""A pipeline that runs again when its data has changed: looked at by the clock, started by the digest of its prompts.
+
+`schedule` creates a WorkflowTemplate (the pipeline) and a CronWorkflow, which only looks: it makes the prompts anew,
+keeps none of them, and compares, by this module as its last step. The run of some data is named by its digest::
+
+    <name>-<first 8 digits of the prompts' digest>
+
+so that new data is a new run, data that was done with is skipped, and a run that failed is resumed. A run that is under
+way is left alone, however many workflows it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tuneloop.argo import cluster as argo
+from tuneloop.argo.template import SCRATCH
+from tuneloop.artifacts import split_ref
+from tuneloop.errors import Retryable, UserError
+
+LABEL = "tuneloop.dev/schedule"
+CRON = ("argoproj.io", "v1alpha1", "cronworkflows")
+TEMPLATES = ("argoproj.io", "v1alpha1", "workflowtemplates")
+LONGEST = 31
+"""Characters of a schedule's name; its runs get nine more."""
+
+
+def schedule(
+    cluster: argo.Cluster,
+    workflow: Mapping[str, Any],
+    *,
+    name: str,
+    store: str,
+    cron: str,
+    timezone: str | None = None,
+    priority: str | None = None,
+) -> None:
+    """Create the schedule `name`, or change it; a run that is under way keeps what it was started with.
+
+    Args:
+        workflow: of a pipeline with a stage `data_prep`.
+        store: URL of the store, as the pods reach it.
+        cron: five fields, or ``@daily`` and the like.
+        timezone: of `cron`, as in Europe/Prague; default: the controller's, mostly UTC.
+        priority: WorkloadPriorityClass of the stages that queue.
+
+    Raises:
+        UserError: no such stage, no such time, a name that is too long, or what `preflight.problems` finds.
+    """
+    from tuneloop.argo.preflight import problems
+    from tuneloop.runs import check_name
+
+    check_name(name)
+    if len(name) > LONGEST:
+        raise UserError(
+            "--run", name, f"is too long for a schedule, whose runs add to it: at most {LONGEST} characters"
+        )
+    check_cron(cron)
+    made = argo.prepare(workflow, run=name, store=store, namespace=cluster.namespace, priority=priority)
+    look = looking(made, name)
+    if found := problems(cluster, made):
+        for other in found[1:]:
+            found[0].add_note(str(other))
+        raise found[0]
+    when = {"schedules": [cron], **({"timezone": timezone} if timezone else {})}
+    limits = {"concurrencyPolicy": "Forbid", "successfulJobsHistoryLimit": 1, "failedJobsHistoryLimit": 1}
+    spec = {**when, **limits, "startingDeadlineSeconds": 300, "workflowSpec": look}
+    spec["workflowMetadata"] = {"labels": {LABEL: name}}
+    template = argo.as_template(made, name)
+    # The newest run that succeeded is what says that its data is done with.
+    template["spec"].get("ttlStrategy", {}).pop("secondsAfterSuccess", None)
+    _apply(cluster, TEMPLATES, "WorkflowTemplate", name, template["spec"])
+    _apply(cluster, CRON, "CronWorkflow", name, spec)
+
+
+def unschedule(cluster: argo.Cluster, name: str) -> None:
+    """Delete the schedule `name`; its runs stay.
+
+    Raises:
+        UserError: there is none.
+    """
+    from kubernetes.client import ApiException
+
+    for kind in (CRON, TEMPLATES):
+        group, version, plural = kind
+        try:
+            cluster.custom.delete_namespaced_custom_object(group, version, cluster.namespace, plural, name)
+        except ApiException as error:
+            if error.status == 404 and kind == CRON:
+                raise UserError("schedule", name, f"is none of namespace {cluster.namespace}") from None
+            if error.status != 404:
+                raise
+
+
+def looking(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The spec of the workflow that looks for new data, with the settings of `workflow`."""
+    spec = copy.deepcopy(workflow["spec"])
+    data = next(
+        (t for t in spec["templates"] if "tuneloop.data_prep" in t.get("container", {}).get("command", ())), None
+    )
+    if data is None:
+        raise UserError("pipeline", name, "has no stage data_prep, whose prompts say whether there is new data")
+    task = _task_of(spec, data["name"])
+    given = [p for p in task["arguments"]["parameters"] if p["name"] != "prompts"]
+    task["arguments"] = {"parameters": [*given, {"name": "prompts", "value": f"file://{SCRATCH}/prompts"}]}
+    task.pop("depends", None)
+    ref = "{{tasks.%s.outputs.parameters.prompts}}" % task["name"]
+    start = {"name": "start", "template": "start", "depends": task["name"]}
+    start["arguments"] = {"parameters": [{"name": "prompts", "value": ref}]}
+    main = {"name": "main", "dag": {"tasks": [task, start]}}
+    labels = spec["podMetadata"]["labels"]
+    labels.pop(argo.RUN_LABEL)
+    return {**spec, "entrypoint": "main", "templates": [data, _start(data), main]}
+
+
+def _task_of(spec: Mapping[str, Any], template: str) -> dict[str, Any]:
+    tasks = (task for t in spec["templates"] for task in t.get("dag", {}).get("tasks", ()))
+    return dict(next(task for task in tasks if task["template"] == template))
+
+
+def _start(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The step that starts a run: a pod like that of `data`, with the right to create workflows."""
+    own = ["--name", "{{workflow.labels.%s}}" % LABEL, "--namespace", "{{workflow.namespace}}"]
+    store = ["--store", "{{workflow.parameters.store}}", "--prompts", "{{inputs.parameters.prompts}}"]
+    command = {"command": ["python", "-m", "tuneloop.argo.schedule"], "args": [*own, *store]}
+    return {
+        **{k: v for k, v in data.items() if k != "outputs"},
+        "name": "start",
+        "inputs": {"parameters": [{"name": "prompts"}]},
+        "serviceAccountName": "tuneloop-continue",
+        "automountServiceAccountToken": True,
+        "container": {**data["container"], **command},
+    }
+
+
+def _apply(cluster: argo.Cluster, kind: Sequence[str], singular: str, name: str, spec: Mapping[str, Any]) -> None:
+    """Create the object, or replace its spec."""
+    from kubernetes.client import ApiException
+
+    group, version, plural = kind
+    body: dict[str, Any] = {"apiVersion": f"{group}/{version}", "kind": singular}
+    body |= {"metadata": {"name": name, "labels": {LABEL: name}}, "spec": spec}
+    with argo.faults(cluster):
+        try:
+            cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, plural, body)
+        except ApiException as error:
+            if error.status != 409:
+                raise
+            there = cluster.get(group, version, plural, name)
+            if there["metadata"].get("labels", {}).get(LABEL) != name:
+                raise UserError("--name", name, f"is a {singular} that no schedule made; choose another name") from None
+            body["metadata"]["resourceVersion"] = there["metadata"]["resourceVersion"]
+            cluster.custom.replace_namespaced_custom_object(group, version, cluster.namespace, plural, name, body)
+
+
+def start(cluster: argo.Cluster, name: str, store: str, prompts: str) -> str:
+    """Start the run of these prompts, unless that is done with or some run of the schedule is under way.
+
+    Returns:
+        what was done, in a line.
+    """
+    digest = split_ref(prompts)[1]
+    assert digest, prompts
+    run = f"{name}-{digest.partition(':')[2][:8]}"
+    with argo.faults(cluster):
+        mine = [w for w in cluster.list(*argo.WORKFLOWS, selector=LABEL + "=" + name) if argo.RUN_LABEL in _labels(w)]
+    if active := [_labels(w)[argo.RUN_LABEL] for w in mine if argo.phase(w) not in argo.DONE]:
+        return f"skipped: {active[-1]} is under way"
+    same = [w for w in mine if _labels(w)[argo.RUN_LABEL] == run]
+    if same and argo.phase(same[-1]) == "Succeeded":
+        return f"skipped: no new data since {run}"
+    parameters = [{"name": "run", "value": run}, {"name": "store", "value": store}]
+    spec = {"workflowTemplateRef": {"name": name}, "entrypoint": "main", "arguments": {"parameters": parameters}}
+    metadata = {"labels": {argo.RUN_LABEL: run, LABEL: name}}
+    body = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": metadata, "spec": spec}
+    return f"started {argo.create(cluster, body, run)}"
+
+
+def _labels(workflow: Mapping[str, Any]) -> Mapping[str, str]:
+    labels: Mapping[str, str] = workflow["metadata"].get("labels", {})
+    return labels
+
+
+_RANGES = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
+_NAMES = {7: "sun mon tue wed thu fri sat", 12: "jan feb mar apr may jun jul aug sep oct nov dec"}
+_ITEM = re.compile(r"(\*|\w+(?:-\w+)?)(?:/(\d+))?")
+
+
+def check_cron(text: str) -> None:
+    """Refuse what is no time for a CronWorkflow: the controller would say so only in a status.
+
+    Raises:
+        UserError: not five fields, or one that holds no number, name, range or step.
+    """
+    if re.fullmatch(r"@(yearly|annually|monthly|weekly|daily|midnight|hourly)|@every \d+[smh]", text):
+        return
+    fields = text.split()
+    if len(fields) != 5:
+        raise UserError("--cron", text, "write five fields (minute hour day month weekday), as in '0 3 * * *'")
+    for field, (low, high) in zip(fields, _RANGES):
+        for item in field.split(","):
+            match = _ITEM.fullmatch(item)
+            ends = match[1].split("-") if match and match[1] != "*" else []
+            if match is None or not all(_within(end, low, high) for end in ends):
+                raise UserError(
+                    "--cron", text, f"{field!r} is no list of numbers from {low} to {high}, ranges or steps"
+                )
+
+
+def _within(end: str, low: int, high: int) -> bool:
+    return low <= int(end) <= high if end.isdigit() else end.lower() in _NAMES.get(high, "").split()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start a run for the data that the looking workflow has found."""
+    parser = argparse.ArgumentParser(prog="tuneloop.argo.schedule")
+    for flag in ("--name", "--namespace", "--store", "--prompts"):
+        parser.add_argument(flag, required=True)
+    given = parser.parse_args(argv)
+    try:
+        print(start(argo.connect(given.namespace), given.name, given.store, given.prompts), flush=True)
+    except (UserError, Retryable) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UserError) else 75
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

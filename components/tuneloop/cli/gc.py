@@ -1,0 +1,38 @@
+"""The command that deletes what a run no longer needs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated
+
+import typer
+
+from tuneloop.cli.execute import RUN, STORE
+
+
+def gc(
+    name: RUN,
+    store: STORE = "runs",
+    keep: Annotated[
+        int | None, typer.Option("--keep", help="Of the loop's checkpoints keep so many, the newest; default: all.")
+    ] = None,
+    idle: Annotated[
+        float, typer.Option("--idle", min=0, help="Hours since the last write: younger things may be in use.")
+    ] = 24.0,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete; without it only say what would be.")] = False,
+) -> None:
+    """Delete what a run no longer needs. Data of dead attempts, stale resume points, with --keep old checkpoints."""
+    from tuneloop.retention import collect, leftovers
+    from tuneloop.runs import Run
+    from tuneloop.summary import size
+
+    run = Run.open(name, store)
+    found = leftovers(run, keep=keep, idle=idle * 3600)
+    for item in found:
+        typer.echo(f"{item.key}  {size(item.size)}  {item.why}")
+    if delete:
+        collect(run, found)
+    kinds = Counter(item.why.partition(" of ")[0] for item in found)
+    told = ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or "nothing"
+    total = size(sum(item.size for item in found))
+    typer.echo(f"{name}: {told}, {total} {'deleted' if delete else 'to delete; --delete does'}")

@@ -1,0 +1,115 @@
+"""What a run no longer needs: data of attempts that did not commit, resume points of stages that did, old checkpoints.
+
+An artifact's manifest names the one directory that is the artifact (`tuneloop.artifacts`); what else lies below its URL
+was written by attempts that lost a race or died. Nothing that was written to lately is touched: a stage may still be
+at it, on whatever machine.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tuneloop.artifacts import MANIFEST
+from tuneloop.errors import UserError
+from tuneloop.runs import Run
+from tuneloop.store import Store
+
+HISTORY = "metrics.jsonl"
+"""Of a checkpoint that is dropped this stays: the curves of a run are made of it."""
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Something to delete.
+
+    Attributes:
+        key: below the run's URL: a directory, or a file.
+        why: in words.
+        size: bytes.
+    """
+
+    key: str
+    why: str
+    size: int
+
+
+def leftovers(run: Run, *, keep: int | None = None, idle: float = 86400.0) -> list[Leftover]:
+    """What `collect` would delete, by key.
+
+    Args:
+        keep: checkpoints of the loop to keep, the newest; None: all. Others keep manifest and history, so that the run
+            still resumes and reports, but they cannot be loaded.
+        idle: seconds since the last write.
+
+    Raises:
+        UserError: `keep` is below 1.
+    """
+    if keep is not None and keep < 1:
+        raise UserError("--keep", keep, "must be at least 1: the loop goes on from the newest checkpoint")
+    store = Store(run.url)
+    files = store.stat()
+    roots = {key.removesuffix(MANIFEST): _root(store, key) for key in files if key.rpartition("/")[2] == MANIFEST}
+    found: dict[str, list[str]] = {}
+    reasons: dict[str, str] = {}
+    for key in files:
+        if named := _dead(key, roots):
+            found.setdefault(named[0], []).append(key)
+            reasons[named[0]] = named[1]
+    limit = time.time() - idle
+    dead = [
+        Leftover(place, reasons[place], sum(files[key][0] for key in keys))
+        for place, keys in found.items()
+        if max(files[key][1] for key in keys) < limit
+    ]
+    return sorted([*dead, *(_old(run, keep, files) if keep else ())], key=lambda item: item.key)
+
+
+def collect(run: Run, items: list[Leftover]) -> None:
+    """Delete them."""
+    store = Store(run.url)
+    for item in items:
+        store.delete(item.key)
+
+
+def _root(store: Store, key: str) -> str | None:
+    """The data directory that the manifest `key` names; None of what is no manifest of ours."""
+    try:
+        return str(json.loads(store.get(key) or b"{}")["root"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _dead(key: str, roots: Mapping[str, str | None]) -> tuple[str, str] | None:
+    """The directory that `key` belongs to, and why it is dead; None of a file that is somebody's."""
+    parts = key.split("/")
+    for depth in range(1, len(parts)):
+        above = "/".join(parts[:depth]) + "/"
+        if above not in roots:
+            if parts[depth].startswith("data-") and depth < len(parts) - 1 and not _inside(above, roots):
+                return above + parts[depth], "attempt of a stage that has not committed"
+            continue
+        if roots[above] is None or parts[depth] in (MANIFEST, roots[above]):
+            return None
+        if parts[depth] == "resume":
+            return above + "resume", "resume point of a stage that has committed"
+        if depth < len(parts) - 1:
+            return above + parts[depth], "attempt that was not the one to commit"
+    return None
+
+
+def _inside(above: str, roots: Mapping[str, str | None]) -> bool:
+    """Whether a directory holds an artifact whose manifest is somewhere above it."""
+    return any(above.startswith(place) for place in roots)
+
+
+def _old(run: Run, keep: int, files: Mapping[str, tuple[int, float]]) -> Iterator[Leftover]:
+    """The files of checkpoints that the loop has left behind."""
+    looped = [entry for entry in run.checkpoints if entry.iteration is not None]
+    for entry in looped[:-keep]:
+        for name in entry.manifest.files:
+            key = f"{entry.key}/{entry.manifest.root}/{name}"
+            if name != HISTORY and key in files:
+                yield Leftover(key, f"checkpoint of version {entry.manifest.facts['version']}", files[key][0])

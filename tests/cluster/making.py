@@ -1,0 +1,49 @@
+"""Workflows of stages that take a second, on the cluster's base image alone."""
+
+from typing import Any
+
+from hera.workflows import DAG
+
+from benchmarks.argo_loop import build as empty_loop
+from tests.cluster.conftest import ROOT, kubectl
+from tests.unit import toy as toys
+from tuneloop.argo.settings import Cluster
+from tuneloop.argo.template import stage_template, workflow
+from tuneloop.data_prep import data_prep
+
+SMALL = Cluster(cpu="50m", memory="256Mi", queue="")
+RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
+
+
+def digits(seed: int = 0) -> dict[str, Any]:
+    """A pipeline of one real stage: `data_prep`."""
+    settings = {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0, "seed": seed}
+    with workflow("digits") as built:
+        stage = stage_template(data_prep, settings, cluster=SMALL)
+        with DAG(name="main"):
+            stage(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
+    made: dict[str, Any] = built.to_dict()
+    return made
+
+
+def toy(iterations: int, seconds: float) -> dict[str, Any]:
+    """The toy of the unit tests, whose file the pods find in a config map; each stage first sleeps for `seconds`."""
+    source = ROOT / "tests" / "unit" / "toy.py"
+    files = f"--from-file=toy.py={source}"
+    kubectl("-n", "tuneloop", "delete", "configmap", "toy", "--ignore-not-found")
+    kubectl("-n", "tuneloop", "create", "configmap", "toy", files)
+    made: dict[str, Any] = toys.build_argo(toys.Config(iterations=iterations)).to_dict()
+    items = [{"key": "toy.py", "path": "tests/unit/toy.py"}]
+    made["spec"].setdefault("volumes", []).append({"name": "toy", "configMap": {"name": "toy", "items": items}})
+    for template in made["spec"]["templates"]:
+        container = template.get("container")
+        if container and container["command"][-1] == "tests.unit.toy":
+            container["command"] = ["sh", "-c", f'sleep {seconds} & wait $!; exec python -m tests.unit.toy "$@"', "sh"]
+            container["env"].append({"name": "PYTHONPATH", "value": "/toy"})
+            container.setdefault("volumeMounts", []).append({"name": "toy", "mountPath": "/toy"})
+            container["image"] = "tuneloop/base:dev"
+            container["resources"] = {"requests": {"cpu": "50m", "memory": "256Mi"}}
+    return made
+
+
+__all__ = ["digits", "empty_loop", "toy"]

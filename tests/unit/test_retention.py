@@ -1,0 +1,59 @@
+"""What `tuneloop gc` takes, and what it leaves."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit import toy
+from tuneloop.artifacts import Artifact, Draft
+from tuneloop.errors import Corrupt, UserError
+from tuneloop.retention import collect, leftovers
+from tuneloop.runs import Run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Three iterations, and what interrupted attempts have left."""
+    toy.make(f"{tmp_path}/x", iterations=3)
+    for place in ("sft", "iterations/2/rollout", "iterations/4/rollout", "iterations/4/policy-update"):
+        (Draft(f"{tmp_path}/x/{place}", attempt="data-dead").path / "half").write_bytes(b"12345")
+    for place in ("sft", "iterations/4/policy-update"):
+        draft = Draft(f"{tmp_path}/x/{place}/resume/00000002", attempt="data-point")
+        (draft.path / "state").write_bytes(b"123")
+        draft.commit(stage="sft")
+    return Run("x", str(tmp_path))
+
+
+def test_dead_attempts_go_and_what_a_resume_needs_stays(run: Run) -> None:
+    dead = {item.key: (item.why, item.size) for item in leftovers(run, idle=-1)}
+    resume = dead.pop("sft/resume")
+    assert resume[0] == "resume point of a stage that has committed"
+    assert dead == {
+        "iterations/2/rollout/data-dead": ("attempt that was not the one to commit", 5),
+        "iterations/4/policy-update/data-dead": ("attempt of a stage that has not committed", 5),
+        "iterations/4/rollout/data-dead": ("attempt of a stage that has not committed", 5),
+        "sft/data-dead": ("attempt that was not the one to commit", 5),
+    }
+    collect(run, leftovers(run, idle=-1))
+    assert leftovers(run, idle=-1) == []
+    assert Artifact(f"{run.url}/iterations/4/policy-update/resume/00000002").path.is_dir()
+    assert [Artifact(f"{run.url}/{entry.key}").path.is_dir() for entry in run.entries] == [True] * 13
+
+
+def test_what_was_written_lately_is_left(run: Run) -> None:
+    assert leftovers(run, idle=3600) == []
+
+
+def test_old_checkpoints_keep_their_manifest_and_history(run: Run) -> None:
+    curves = run.curves()
+    items = leftovers(run, keep=1, idle=3600)
+    assert {item.key.rpartition("/data-")[0] for item in items} == {f"iterations/{i}/policy-update" for i in (1, 2)}
+    collect(run, items)
+    again = Run("x", run.store_url)
+    assert again.curves() == curves and len(again.checkpoints) == len(run.checkpoints)
+    assert toy.make(run.url, iterations=3).keys()  # nothing has to be made again
+    with pytest.raises(Corrupt, match="is missing"):
+        _ = Artifact(f"{run.url}/iterations/1/policy-update").path
+    assert Artifact(f"{run.url}/iterations/3/policy-update").path.is_dir()
+    with pytest.raises(UserError, match="must be at least 1"):
+        leftovers(run, keep=0)
