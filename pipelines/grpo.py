@@ -101,6 +101,8 @@ class Config(BaseModel):
     base_model: str = Field("tiny-qwen3", description="tiny-qwen3, tiny-llama, a Hugging Face directory or hub name")
     engine: Engine = Engine()
     loop: Loop = Loop()
+    processes: int = Field(1, ge=1, description="ranks of torchrun in a pod of the stages that train")
+    nodes: int = Field(1, ge=1, description="pods of a stage that trains: several are a JobSet, for a cluster only")
     cluster: Cluster = Cluster()
     kfp: Kfp = Kfp()
     data: DataPrep = DataPrep()
@@ -165,6 +167,8 @@ def templates(config: Config) -> dict[str, Any]:
             policy_update,
             {**config.update.model_dump(), "seed": config.seed, **published},
             dynamic=["iteration"],
+            processes=config.processes,
+            nodes=config.nodes,
             cluster=config.cluster,
         ),
         stage_template(
@@ -371,6 +375,8 @@ def kfp_steps(config: Config) -> dict[str, Any]:
 
     if config.engine.pull:
         raise UserError("engine.pull", True, "is built for Argo only; unset it: servers load checkpoints then")
+    if config.nodes > 1:
+        raise UserError("nodes", config.nodes, "is a JobSet of Argo's; with Kubeflow Pipelines say 1, and processes")
     pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
     engine = {"engine": config.engine.name, "engine_args": config.engine.options}
     model = {**config.model.model_dump(), "model": config.base_model}
@@ -380,7 +386,7 @@ def kfp_steps(config: Config) -> dict[str, Any]:
         "base-model": stage_step(base_model, model, dynamic=seed, **pods),
         "rollout": stage_step(rollout, {**config.rollout.model_dump(), **engine}, dynamic=turn, **pods),
         "reward": stage_step(reward, config.reward, **pods),
-        "policy-update": stage_step(policy_update, config.update, dynamic=turn, **pods),
+        "policy-update": stage_step(policy_update, config.update, dynamic=turn, processes=config.processes, **pods),
         "evaluate": stage_step(evaluate, {**config.evaluate.model_dump(), **engine}, dynamic=turn, **pods),
         "export": stage_step(export, config.export, **pods),
         "position": position_step(**pods),

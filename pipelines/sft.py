@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tuneloop.argo.settings import Cluster
 from tuneloop.base_model import base_model
 from tuneloop.data_prep import data_prep
+from tuneloop.errors import UserError
 from tuneloop.evaluate import evaluate
 from tuneloop.export import export
 from tuneloop.kfp.settings import Kfp
@@ -36,7 +37,8 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     seed: int = Field(0, ge=0, description="every random stream of the run is derived from it")
     base_model: str = Field("tiny-qwen3", description="tiny-qwen3, tiny-llama, a Hugging Face directory or hub name")
-    processes: int = Field(1, ge=1, description="ranks of torchrun in the sft stage")
+    processes: int = Field(1, ge=1, description="ranks of torchrun in a pod of the stages that train")
+    nodes: int = Field(1, ge=1, description="pods of a stage that trains: several are a JobSet, for a cluster only")
     cluster: Cluster = Cluster()
     kfp: Kfp = Kfp()
     data: DataPrep = DataPrep()
@@ -64,7 +66,11 @@ def build_argo(config: Config) -> Workflow:
             base_model, {**config.model.model_dump(), **seed, "model": config.base_model}, cluster=config.cluster
         )
         train = stage_template(
-            sft, {**config.sft.model_dump(), **seed}, processes=config.processes, cluster=config.cluster
+            sft,
+            {**config.sft.model_dump(), **seed},
+            processes=config.processes,
+            nodes=config.nodes,
+            cluster=config.cluster,
         )
         check = stage_template(
             evaluate, {**config.evaluate.model_dump(), **seed, "engine": "transformers"}, cluster=config.cluster
@@ -92,6 +98,8 @@ def build_kfp(config: Config) -> Any:
 
     from tuneloop.kfp.template import pipeline, report_step, stage_step
 
+    if config.nodes > 1:
+        raise UserError("nodes", config.nodes, "is a JobSet of Argo's; with Kubeflow Pipelines say 1, and processes")
     pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
     prepare = stage_step(data_prep, config.data, dynamic=["seed"], **pods)
     bring = stage_step(base_model, {**config.model.model_dump(), "model": config.base_model}, dynamic=["seed"], **pods)

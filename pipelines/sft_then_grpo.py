@@ -11,8 +11,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
 from tuneloop.config import load_pipeline
 from tuneloop.sft import sft
 
@@ -28,7 +26,6 @@ class Config(grpo.Config):  # type: ignore[name-defined,misc]
     """Configuration of `sft_then_grpo`: that of `grpo`, and `sft`."""
 
     sft: Sft = Sft()
-    processes: int = Field(1, ge=1, description="ranks of torchrun in the sft stage")
 
 
 def build_argo(config: Config) -> Workflow:
@@ -44,6 +41,7 @@ def build_argo(config: Config) -> Workflow:
             sft,
             {**config.sft.model_dump(), "seed": config.seed, **grpo.publishing(config)},
             processes=config.processes,
+            nodes=config.nodes,
             cluster=config.cluster,
         )
         part = grpo.build_part(config, stages, grpo.build_loop(config, stages))

@@ -135,6 +135,10 @@ def check(spec: Mapping[str, Any], templates: Sequence[Mapping[str, Any]]) -> No
     Raises:
         UserError: names the first field that the executor does not support, or the first fault.
     """
+    for template in templates:
+        if "resource" in template:
+            told = "is an object of a cluster: submit it to one, or say nodes=1, and as many processes"
+            raise UserError(f"spec.templates.{template['name']}.resource", template["resource"].get("action"), told)
     for path in _unknown(spec, _SPEC, "spec"):
         raise UserError(path, "…", "is not supported by the local executor; remove it, or submit to a cluster")
     names = {template["name"] for template in templates}

@@ -1,0 +1,52 @@
+"""Stages of several pods, as they are rendered."""
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from tuneloop.argo import spec
+from tuneloop.argo.lint import lint
+from tuneloop.config import find
+from tuneloop.errors import UserError
+
+
+def rendered(*sets: str) -> dict[str, Any]:
+    pipeline = find("sft_then_grpo")
+    made: dict[str, Any] = pipeline.build(pipeline.configure(sets=list(sets)))
+    return made
+
+
+def test_the_stages_that_train_become_jobsets() -> None:
+    made = rendered("nodes=3", "processes=2", "cluster.gpus=2", "cluster.priority=tuneloop-low")
+    assert not lint(made)
+    templates = {t["name"]: t for t in made["spec"]["templates"]}
+    names = set()
+    for stage in ("sft", "policy-update"):
+        resource = templates[f"{stage}-job"]["resource"]
+        assert (resource["action"], resource["setOwnerReference"]) == ("apply", True)
+        job = yaml.safe_load(resource["manifest"])
+        names.add(job["metadata"]["name"])
+        assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "tuneloop"
+        assert job["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == "tuneloop-low"
+        group = job["spec"]["replicatedJobs"][0]["template"]["spec"]
+        assert group["completions"] == group["parallelism"] == 3
+        (container,) = group["template"]["spec"]["containers"]
+        env = {item["name"]: item.get("value") for item in container["env"]}
+        assert (env["PET_NNODES"], env["PET_NPROC_PER_NODE"]) == ("3", "2")
+        assert env["PET_MASTER_ADDR"] == "{0}-node-0-0.{0}".format(job["metadata"]["name"])
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
+        alone = templates[f"{stage}-result"]["container"]
+        assert alone["args"] == container["args"]
+        assert container["args"][container["args"].index("--expected-world-size") + 1] == "6"
+        assert "nvidia.com/gpu" not in json.dumps(alone["resources"])
+        # The launcher and the step that reads hold no quota that the job waits for.
+        assert "kueue" not in json.dumps([templates[f"{stage}-{part}"].get("metadata") for part in ("job", "result")])
+    assert names == {"{{workflow.name}}-sft", "{{workflow.name}}-policy-update-{{inputs.parameters.iteration}}"}
+
+
+def test_one_machine_refuses_them_by_name() -> None:
+    made = rendered("nodes=2")["spec"]
+    with pytest.raises(UserError, match=r"-job\.resource.*say nodes=1"):
+        spec.check(made, made["templates"])
