@@ -13,7 +13,7 @@ from collections.abc import Callable
 import typer
 
 import tuneloop
-from tuneloop.cli import author, cluster, execute, inspect, kfp
+from tuneloop.cli import author, cluster, endpoint, execute, inspect, kfp, weights
 from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 
 app = typer.Typer(
@@ -45,7 +45,6 @@ def version() -> None:
     print_version()
 
 
-weights = typer.Typer(no_args_is_help=True, help="The checkpoints of a run.")
 COMMANDS: tuple[Callable[..., int | None], ...] = (
     *(author.plan, author.lint, author.render, author.schema),
     *(execute.run, execute.resume, execute.stop, cluster.submit),
@@ -53,11 +52,10 @@ COMMANDS: tuple[Callable[..., int | None], ...] = (
 )
 for command in COMMANDS:
     app.command()(command)
-app.add_typer(weights, name="weights")
+app.add_typer(weights.app, name="weights")
+app.add_typer(endpoint.app, name="endpoint")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(kfp.app, name="kfp")
-weights.command("ls")(inspect.weights_ls)
-weights.command("verify")(inspect.weights_verify)
 
 
 def main() -> None:

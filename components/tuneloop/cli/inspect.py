@@ -20,12 +20,12 @@ def status(
     store: STORE = "runs",
 ) -> None:
     """Show the stages of a run, or all runs. With its iteration and its reward so far."""
-    from tuneloop.cli.show import stages
+    from tuneloop.cli.show import show, stages
     from tuneloop.runs import Run
     from tuneloop.summary import iterations_line, reward_line
 
     if name is None:
-        _print(_table_of_runs(store))
+        show(_table_of_runs(store))
         return
     run = Run.open(name, store)
     pipeline = run.record.pipeline if run.record else "pipeline unknown"
@@ -36,7 +36,7 @@ def status(
             typer.echo(f"  {label:<12} {text}")
     if (latest := run.latest_reward()) and latest.entry.manifest.stage == "reward":
         typer.echo(f"  {'newest batch':<12} {latest.value:.3f} ({latest.how}, iteration {latest.entry.iteration})")
-    _print(stages(run))
+    show(stages(run))
 
 
 def logs(
@@ -94,42 +94,6 @@ def track(
     typer.echo(mirror(Run.open(name, store), follow=follow))
 
 
-def weights_ls(name: RUN, store: STORE = "runs") -> None:
-    """List the policy versions of a run."""
-    from tuneloop.cli.show import weights
-    from tuneloop.runs import Run
-
-    _print(weights(Run.open(name, store)))
-
-
-def weights_verify(
-    name: RUN,
-    version: Annotated[int | None, typer.Argument(min=0, help="One version; default: all.")] = None,
-    store: STORE = "runs",
-) -> int:
-    """Hash every file of the checkpoints again. Exit code 2 if one differs from its manifest."""
-    from tuneloop.errors import UserError
-    from tuneloop.runs import Run, verify
-
-    run = Run.open(name, store)
-    held = run.checkpoints
-    chosen = [e for e in held if version in (None, e.manifest.facts["version"])]
-    if not chosen:
-        versions = ", ".join(str(e.manifest.facts["version"]) for e in held) or "none"
-        raise UserError("version", version, f"is not in this run; versions: {versions}")
-    bad = 0
-    for entry in chosen:
-        checked = list(verify(run, entry))
-        wrong = [c for c in checked if not c.good]
-        bad += len(wrong)
-        at = f"version {entry.manifest.facts['version']}  {entry.key}"
-        typer.echo(f"{at}: {len(checked) - len(wrong)}/{len(checked)} files as committed")
-        for c in wrong:
-            what = f"holds {c.found}, not {c.want.digest}" if c.found else "is missing"
-            typer.echo(f"error: {run.url}/{c.key}: {what}; restore it, or delete {entry.key} and resume", err=True)
-    return 2 if bad else 0
-
-
 def _table_of_runs(store: str) -> Any:
     from rich import box
     from rich.table import Table
@@ -168,9 +132,3 @@ def _print_log(run: Run, node: Node, seen: dict[str, int], prefix: bool) -> None
 def _why(run: Run) -> str:
     state = run.state
     return state.workflow.message if state else ""
-
-
-def _print(table: Any) -> None:
-    from rich.console import Console
-
-    Console(highlight=False, width=None if typer.get_text_stream("stdout").isatty() else 200).print(table)

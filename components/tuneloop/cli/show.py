@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,3 +105,10 @@ def report(run: Run, output: Path | None = None) -> Path:
     except OSError as error:
         raise UserError("--output", str(path), f"cannot be written ({error.strerror})") from error
     return path
+
+
+def show(table: Table) -> None:
+    """Print a table: as wide as the terminal, or as it likes where nobody looks."""
+    from rich.console import Console
+
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)

@@ -1,0 +1,43 @@
+"""``tuneloop endpoint``: rollout endpoints that somebody else serves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Rollout endpoints that somebody else serves.")
+
+
+@app.callback()
+def endpoint() -> None:
+    """Rollout endpoints that somebody else serves."""
+
+
+@app.command("check")
+def check(
+    url: Annotated[str, typer.Argument(help="The endpoint's URL, without /generate.")],
+    policy: Annotated[str | None, typer.Option(metavar="REF", help="The checkpoint that it should serve.")] = None,
+    vocabulary: Annotated[int, typer.Option(min=16, help="Ids below this are sent.")] = 256,
+    tolerance: Annotated[float, typer.Option(help="Mean difference of log-probabilities that counts as equal.")] = 0.05,
+    timeout: Annotated[float, typer.Option(help="Seconds without a byte.")] = 60.0,
+) -> int:
+    """Run the protocol's tests against an endpoint. Exit code 1 if it fails one."""
+    from rich.table import Table
+
+    from tuneloop.artifacts import Artifact
+    from tuneloop.cli.show import show
+    from tuneloop.conformance import Probe, check
+    from tuneloop.engines.endpoint import check_url
+
+    probe = Probe(check_url(url), Artifact(policy) if policy else None, vocabulary, tolerance, timeout)
+    table = Table(box=None, pad_edge=False)
+    for column in ("check", "result", "what, and why"):
+        table.add_column(column, no_wrap=column != "what, and why")
+    outcomes = list(check(probe))
+    for outcome in outcomes:
+        table.add_row(outcome.name, outcome.result, outcome.why)
+    show(table)
+    failed = sum(outcome.result == "failed" for outcome in outcomes)
+    typer.echo(f"{len(outcomes) - failed} of {len(outcomes)} checks without a fault")
+    return 1 if failed else 0

@@ -1,0 +1,194 @@
+"""``tuneloop weights``: the checkpoints of a run, and the weight versions that were published for others to pull.
+
+Where a command takes a run's name, it also takes the URL or path of a weights root, which has a ``/`` in it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tuneloop.cli.execute import STORE
+
+if TYPE_CHECKING:
+    from tuneloop.runs import Run
+
+app = typer.Typer(no_args_is_help=True, help="The checkpoints of a run, and published weight versions.")
+NAME = Annotated[str, typer.Argument(metavar="RUN|URL", help="A run's name, or the URL of a weights root (with a /).")]
+VERSION = Annotated[int | None, typer.Argument(min=0, help="One version; default: the latest.")]
+
+
+@app.command("ls")
+def ls(name: NAME, store: STORE = "runs") -> None:
+    """List the policy versions of a run, or the published versions below a URL."""
+    from tuneloop.cli.show import show, weights
+    from tuneloop.runs import Run
+
+    if "/" in name:
+        show(_published(name))
+        return
+    run = Run.open(name, store)
+    show(weights(run))
+    if root := published_root(run):
+        show(_published(root))
+
+
+@app.command("verify")
+def verify(
+    name: NAME,
+    version: Annotated[int | None, typer.Argument(min=0, help="One version; default: all.")] = None,
+    store: STORE = "runs",
+) -> int:
+    """Hash every file of a run's checkpoints again, and assemble its published versions. Exit code 2 if one differs."""
+    from tuneloop.runs import Run
+
+    if "/" in name:
+        return _verify_published(name, version)
+    run = Run.open(name, store)
+    bad = _verify_checkpoints(run, version)
+    root = published_root(run)
+    return max(bad, _verify_published(root, version)) if root else bad
+
+
+@app.command("materialize")
+def materialize(
+    name: NAME,
+    directory: Annotated[Path, typer.Argument(help="Empty, absent, or made by an earlier call.")],
+    version: VERSION = None,
+    store: STORE = "runs",
+) -> None:
+    """Make a local model directory hold a published version, byte for byte. Only what it lacks is fetched."""
+    from tuneloop.weights import materialize
+
+    done = materialize(_root(name, store), version, directory)
+    how = f"full version {done.full}" if done.full is not None else f"from version {done.previous}"
+    deltas = f" and {len(done.deltas)} deltas" if done.deltas else ""
+    took = sum(done.timings.values())
+    typer.echo(f"{directory}: version {done.version}, {how}{deltas}, {done.read_bytes / 1e6:.2f} MB in {took:.2f} s")
+
+
+@app.command("diff")
+def diff(
+    name: NAME,
+    first: Annotated[int, typer.Argument(min=0, help="A version.")],
+    second: Annotated[int, typer.Argument(min=0, help="Another one.")],
+    store: STORE = "runs",
+) -> None:
+    """Say which tensors differ between two published versions, and in how many of their elements."""
+    from rich.table import Table
+
+    from tuneloop.cli.show import show
+    from tuneloop.weights import diff
+
+    found = diff(_root(name, store), first, second)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("tensor", no_wrap=True)
+    table.add_column("elements changed", justify="right")
+    for label, names in (("removed", found.removed), ("added", found.added)):
+        for tensor in names:
+            table.add_row(tensor, label)
+    for tensor, density in sorted(found.changed.items(), key=lambda item: -item[1]):
+        table.add_row(tensor, f"{density:.2%}")
+    show(table)
+    typer.echo(f"{found.same} tensors are the same")
+
+
+@app.command("gc")
+def gc(
+    name: NAME,
+    keep: Annotated[int, typer.Option(min=1, help="How many of the newest stay.")] = 1,
+    pin: Annotated[list[int] | None, typer.Option(help="A version that stays, as a replica serves it.")] = None,
+    store: STORE = "runs",
+) -> None:
+    """Drop published versions that nothing needs: neither kept nor pinned, nor the base of one that is."""
+    from tuneloop.weights import gc
+
+    dropped = gc(_root(name, store), keep, pin or ())
+    typer.echo(f"dropped {', '.join(map(str, dropped)) or 'none'}")
+
+
+def published_root(run: Run) -> str | None:
+    """Where a run publishes its weight versions, if it does."""
+    from tuneloop.weights import pointer
+
+    root = f"{run.url}/weights"
+    return root if pointer.read(root) else None
+
+
+def _root(name: str, store: str) -> str:
+    from tuneloop.errors import UserError
+    from tuneloop.runs import Run
+
+    if "/" in name:
+        return name
+    root = published_root(Run.open(name, store))
+    if root is None:
+        raise UserError("run", name, "published no versions (engine.pull); give the URL of a weights root")
+    return root
+
+
+def _published(root: str) -> Any:
+    """The versions below a root: how each is stored, and in how many bytes."""
+    from rich import box
+    from rich.table import Table
+
+    from tuneloop.cli.show import size
+    from tuneloop.errors import UserError
+    from tuneloop.weights import ls
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("published", "base", "stored as", "bytes", "of full", "elements changed"):
+        table.add_column(column, justify="left" if column == "stored as" else "right", no_wrap=True)
+    listed = ls(root)
+    if not listed:
+        raise UserError("weights", root, "has no versions; publish some, or correct the URL")
+    for v in listed:
+        table.add_row(
+            f"{v.version}{' latest' if v.latest else ''}",
+            "" if v.base_version is None else str(v.base_version),
+            v.encoding or "full",
+            size(v.stored_bytes),
+            f"{v.stored_bytes / v.full_bytes:.1%}",
+            "" if v.density is None else f"{v.density:.2%}",
+        )
+    return table
+
+
+def _verify_published(root: str, version: int | None) -> int:
+    """Assemble versions and compare every tensor; 2 where one can not be, or differs."""
+    from tuneloop.errors import Corrupt
+    from tuneloop.weights import ls, verify
+
+    bad = 0
+    for chosen in [v.version for v in ls(root)] if version is None else [version]:
+        try:
+            done = verify(root, chosen)
+            typer.echo(f"published version {chosen}: {done.tensors}/{done.tensors} tensors as published")
+        except Corrupt as error:
+            bad = 2
+            typer.echo(f"error: published version {chosen}: {error}", err=True)
+    return bad
+
+
+def _verify_checkpoints(run: Run, version: int | None) -> int:
+    from tuneloop.errors import UserError
+    from tuneloop.runs import verify
+
+    held = run.checkpoints
+    chosen = [e for e in held if version in (None, e.manifest.facts["version"])]
+    if not chosen:
+        versions = ", ".join(str(e.manifest.facts["version"]) for e in held) or "none"
+        raise UserError("version", version, f"is not in this run; versions: {versions}")
+    bad = 0
+    for entry in chosen:
+        checked = list(verify(run, entry))
+        wrong = [c for c in checked if not c.good]
+        bad += len(wrong)
+        at = f"version {entry.manifest.facts['version']}  {entry.key}"
+        typer.echo(f"{at}: {len(checked) - len(wrong)}/{len(checked)} files as committed")
+        for c in wrong:
+            what = f"holds {c.found}, not {c.want.digest}" if c.found else "is missing"
+            typer.echo(f"error: {run.url}/{c.key}: {what}; restore it, or delete {entry.key} and resume", err=True)
+    return 2 if bad else 0
