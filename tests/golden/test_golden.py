@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tuneloop.argo.cluster import as_template, template_name
+from tuneloop.config import dump, find
+
 HERE = Path(__file__).parent
+MANIFESTS = HERE.parents[1] / "manifests" / "components" / "pipelines"
 PIPELINES = sorted(HERE.parents[1].glob("pipelines/*.py"))
 FORMS = {"": [], "-transformers": ["--set", "engine.name=transformers", "--set", "loop.evaluate_every=5"]}
 
@@ -27,6 +31,17 @@ def test_rendered_yaml(pipeline: Path, form: str, request: pytest.FixtureRequest
     if request.config.getoption("--update-golden"):
         golden.write_text(text)
     assert golden.read_text() == text, "rendered otherwise than before; `make golden` if that is wanted"
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: p.stem)
+def test_the_template_in_manifests_is_the_pipeline(pipeline: Path, request: pytest.FixtureRequest) -> None:
+    found = find(str(pipeline))
+    text = dump(as_template(found.build(found.configure()), template_name(found.name)))
+    manifest = MANIFESTS / f"{pipeline.stem}.yaml"
+    if request.config.getoption("--update-golden"):
+        manifest.write_text(text)
+    assert manifest.read_text() == text, "rendered otherwise than before; `make golden` if that is wanted"
+    assert manifest.name in yaml.safe_load((MANIFESTS / "kustomization.yaml").read_text())["resources"]
 
 
 def test_every_golden_file_has_its_pipeline() -> None:

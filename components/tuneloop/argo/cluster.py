@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import tuneloop
 from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 
 RUN_LABEL = "tuneloop.dev/run"
@@ -159,8 +160,13 @@ def as_template(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
     spec = copy.deepcopy(workflow["spec"])
     spec.setdefault("podMetadata", {}).setdefault("labels", {})[RUN_LABEL] = "{{workflow.parameters.run}}"
     spec["workflowMetadata"] = {"labelsFrom": {RUN_LABEL: {"expression": "workflow.parameters.run"}}}
-    metadata = {"name": name, "labels": {k: v for k, v in labels.items() if k != RUN_LABEL}}
+    metadata = {"name": name, "namespace": NAMESPACE, "labels": {k: v for k, v in labels.items() if k != RUN_LABEL}}
     return {"apiVersion": "argoproj.io/v1alpha1", "kind": "WorkflowTemplate", "metadata": metadata, "spec": spec}
+
+
+def template_name(pipeline: str) -> str:
+    """The name of a pipeline's WorkflowTemplate: one for each version, so that a run under way keeps its own."""
+    return f"{pipeline.replace('_', '-')}-v{tuneloop.__version__.replace('.', '-')}"
 
 
 def queued(workflow: Mapping[str, Any]) -> dict[str, dict[str, str]]:
@@ -222,12 +228,22 @@ def create(cluster: Cluster, made: Mapping[str, Any], run: str) -> str:
         raise UserError("run", run, remedy)
     if not earlier:
         return _create(cluster, made, run)
-    newest = earlier[-1]["spec"]
-    if newest.get("entrypoint") and newest["entrypoint"] != made["spec"].get("entrypoint"):
-        known = {p["name"] for p in made["spec"]["arguments"]["parameters"]}
-        carried = {p["name"]: p["value"] for p in newest["arguments"]["parameters"] if p["name"] not in known}
-        made = started_at(made, newest["entrypoint"], carried)
+    made = started_like(made, earlier[-1])
     return create_numbered(cluster, made, run, max(number(run, w["metadata"]["name"]) for w in earlier) + 1)
+
+
+def started_like(made: Mapping[str, Any], newest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`made`, but where `newest`, a later workflow of the same run, starts."""
+    spec = newest["spec"]
+    known = {p["name"] for p in made["spec"]["arguments"]["parameters"]}
+    given = spec.get("arguments", {}).get("parameters", ())
+    carried = {p["name"]: p["value"] for p in given if p["name"] not in known}
+    return started_at(made, spec["entrypoint"], carried) if carried else made
+
+
+def _annotations(workflow: Mapping[str, Any]) -> Mapping[str, str]:
+    found: Mapping[str, str] = workflow["metadata"].get("annotations") or {}
+    return found
 
 
 def started_at(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
@@ -258,8 +274,8 @@ def create_numbered(cluster: Cluster, made: Mapping[str, Any], run: str, at: int
             if not isinstance(cause, ApiException) or cause.status != 409:
                 raise
         with faults(cluster):
-            found = cluster.get(*WORKFLOWS, name)["metadata"].get("annotations", {})
-        follows = made["metadata"].get("annotations", {}).get(CONTINUES)
+            found = _annotations(cluster.get(*WORKFLOWS, name))
+        follows = _annotations(made).get(CONTINUES)
         if follows and found.get(CONTINUES) == follows:
             return name
         at += 1

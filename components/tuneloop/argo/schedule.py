@@ -71,11 +71,16 @@ def schedule(
     limits = {"concurrencyPolicy": "Forbid", "successfulJobsHistoryLimit": 1, "failedJobsHistoryLimit": 1}
     spec = {**when, **limits, "startingDeadlineSeconds": 300, "workflowSpec": look}
     spec["workflowMetadata"] = {"labels": {LABEL: name}}
-    template = argo.as_template(made, name)
-    # The newest run that succeeded is what says that its data is done with.
-    template["spec"].get("ttlStrategy", {}).pop("secondsAfterSuccess", None)
-    _apply(cluster, TEMPLATES, "WorkflowTemplate", name, template["spec"])
+    _apply(cluster, TEMPLATES, "WorkflowTemplate", name, template_spec(made, name))
     _apply(cluster, CRON, "CronWorkflow", name, spec)
+
+
+def template_spec(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The spec of the WorkflowTemplate of schedule `name`."""
+    spec: dict[str, Any] = argo.as_template(workflow, name)["spec"]
+    # The newest run that succeeded is what says that its data is done with.
+    spec.get("ttlStrategy", {}).pop("secondsAfterSuccess", None)
+    return spec
 
 
 def unschedule(cluster: argo.Cluster, name: str) -> None:

@@ -55,13 +55,18 @@ def render(
     config: CONFIG = None,
     sets: SETS = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write here, not to standard output.")] = None,
+    template: Annotated[
+        bool, typer.Option("--template", help="A WorkflowTemplate, named by pipeline and version, for GitOps.")
+    ] = False,
 ) -> None:
     """Print the Argo Workflow as YAML. It is what `run` executes and a cluster takes; equal settings, equal bytes."""
+    from tuneloop.argo.cluster import as_template, template_name
     from tuneloop.config import dump, find
     from tuneloop.errors import UserError
 
     found = find(pipeline)
-    text = dump(found.build(found.configure(config, sets or ())))
+    workflow = found.build(found.configure(config, sets or ()))
+    text = dump(as_template(workflow, template_name(found.name)) if template else workflow)
     if output is None:
         typer.echo(text, nl=False)
         return

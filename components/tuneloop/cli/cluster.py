@@ -85,6 +85,35 @@ def schedule(
     typer.echo(f"{name}: looks for new data at {cron}; `tuneloop cluster unschedule {name}` ends that")
 
 
+def diff(
+    pipeline: PIPELINE,
+    run: Annotated[str | None, typer.Option("--run", help="Compare the newest workflow of this run.")] = None,
+    template: Annotated[
+        str | None, typer.Option("--template", help="Compare this WorkflowTemplate; default: the pipeline's own.")
+    ] = None,
+    config: CONFIG = None,
+    sets: SETS = None,
+    namespace: NAMESPACE = "tuneloop",
+    context: CONTEXT = None,
+) -> int:
+    """Show how a cluster differs from what is rendered. Exits with 0: it does not; 1: it does; more: no answer."""
+    from tuneloop.argo.cluster import connect, faults, template_name
+    from tuneloop.argo.drift import run_drift, template_drift
+    from tuneloop.config import find
+
+    found = find(pipeline)
+    workflow = found.build(found.configure(config, sets or ()))
+    there = connect(namespace, context)
+    with faults(there):
+        told = (
+            run_drift(there, workflow, run)
+            if run
+            else template_drift(there, workflow, template or template_name(found.name))
+        )
+    typer.echo(told, nl=False)
+    return 1 if told else 0
+
+
 @app.command()
 def unschedule(
     name: Annotated[str, typer.Argument(help="Of the schedule.")],

@@ -1,0 +1,60 @@
+"""How what lies on a cluster differs from what would be rendered now."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from tuneloop.argo import cluster as argo
+from tuneloop.argo.schedule import LABEL, TEMPLATES, template_spec
+from tuneloop.config import dump
+from tuneloop.errors import UserError
+
+
+def template_drift(cluster: argo.Cluster, workflow: Mapping[str, Any], name: str) -> str:
+    """The WorkflowTemplate `name`, as applied from manifests or made by a schedule, against `workflow`.
+
+    Returns:
+        a unified diff from what is live to what is rendered; empty: there is no difference.
+
+    Raises:
+        UserError: there is no such template.
+    """
+    from kubernetes.client import ApiException
+
+    try:
+        live = cluster.get(*TEMPLATES, name)
+    except ApiException as error:
+        if error.status != 404:
+            raise
+        remedy = f"is no WorkflowTemplate of namespace {cluster.namespace}; apply manifests/components/pipelines"
+        raise UserError("template", name, remedy) from None
+    if LABEL not in live["metadata"].get("labels", {}):
+        return _difference(live["spec"], argo.as_template(workflow, name)["spec"], name)
+    made = argo.prepare(workflow, run=name, store=_parameter(live, "store"), namespace=cluster.namespace)
+    return _difference(live["spec"], template_spec(made, name), name)
+
+
+def run_drift(cluster: argo.Cluster, workflow: Mapping[str, Any], run: str) -> str:
+    """The newest workflow of a run against `workflow`, as submitted to that run; see `template_drift`."""
+    live = argo.workflows(cluster, run)[-1]
+    made = argo.prepare(workflow, run=run, store=_parameter(live, "store"), namespace=cluster.namespace)
+    spec = {k: v for k, v in live["spec"].items() if k != "shutdown"}
+    return _difference(spec, argo.started_like(made, live)["spec"], live["metadata"]["name"])
+
+
+def _parameter(live: Mapping[str, Any], name: str) -> str:
+    return str(next(p["value"] for p in live["spec"]["arguments"]["parameters"] if p["name"] == name))
+
+
+def _difference(live: Mapping[str, Any], rendered: Mapping[str, Any], name: str) -> str:
+    there, here = (dump(_sorted(side)).splitlines(keepends=True) for side in (live, rendered))
+    return "".join(difflib.unified_diff(there, here, f"live/{name}", f"rendered/{name}"))
+
+
+def _sorted(value: Any) -> Any:
+    """`value` with the keys of its mappings in order: the API server keeps none."""
+    if isinstance(value, Mapping):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    return [_sorted(item) for item in value] if isinstance(value, list) else value
