@@ -47,8 +47,8 @@ def version() -> None:
 
 COMMANDS: tuple[Callable[..., int | None], ...] = (
     *(author.plan, author.lint, author.render, author.schema),
-    *(execute.run, execute.resume, execute.stop, cluster.submit),
-    *(inspect.status, inspect.logs, inspect.report, inspect.track),
+    *(execute.run, execute.resume, execute.stop, cluster.submit, cluster.schedule, cluster.diff),
+    *(inspect.status, inspect.logs, inspect.report, inspect.track, gc.gc),
 )
 for command in COMMANDS:
     app.command()(command)
