@@ -13,7 +13,7 @@ from collections.abc import Callable
 import typer
 
 import tuneloop
-from tuneloop.cli import author, cluster, endpoint, execute, inspect, kfp, weights
+from tuneloop.cli import author, cluster, endpoint, execute, gc, inspect, kfp, weights
 from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 
 app = typer.Typer(
