@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,6 @@ from safetensors.torch import load_file
 from tests.making import checkpoint_artifact, prompts_artifact, rewards_artifact, rollout_rows
 from tuneloop.artifacts import Artifact
 from tuneloop.component import Component
-from tuneloop.errors import UserError
 from tuneloop.policy_update import policy_update
 from tuneloop.sft import sft
 from tuneloop.trainers.fsdp import Optimization, Ranks, Trainer
@@ -108,9 +108,12 @@ def test_two_processes_stopped_and_resumed_end_with_the_same_bytes(tmp_path):
     assert "stopped by a signal" in child.communicate(timeout=100)[0]
     assert child.returncode != 0
     assert not (tmp_path / "stopped" / "manifest.json").exists()
-    with pytest.raises(UserError, match="2 were at work before"):
-        sft(out=str(tmp_path / "stopped"), **about)
+    shutil.copytree(tmp_path / "stopped" / "resume", tmp_path / "alone" / "resume")
     assert "resumed after step" in finish(launch(sft, tmp_path / "stopped", 2, **about))
     finish(launch(sft, tmp_path / "whole", 2, **about))
     stopped, whole = Artifact(str(tmp_path / "stopped")), Artifact(str(tmp_path / "whole"))
     assert stopped.manifest.digest == whole.manifest.digest
+    sft(out=str(tmp_path / "alone"), **about)  # by one process, in steps of two processes' size
+    alone = Artifact(str(tmp_path / "alone"))
+    assert alone.manifest.facts["resumed_world_size"] == 2
+    assert_same_training(alone, whole)

@@ -1,0 +1,158 @@
+"""Training on examples in epochs: what `sft`, `preference` and `reward_model` share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from tuneloop import checkpoint
+from tuneloop.artifacts import Artifact, canonical
+from tuneloop.component import UNTRACKED, Stage
+from tuneloop.errors import UserError
+
+if TYPE_CHECKING:
+    from tuneloop.trainers._batch import Document
+    from tuneloop.trainers.fsdp import Policy, Ranks
+
+MaxSteps = Annotated[int, Field(ge=1, description="optimizer steps")]
+BatchSize = Annotated[int, Field(ge=1, description="pairs in a micro-batch")]
+Accumulation = Annotated[int, Field(ge=1, description="a step is batch x accumulation x processes pairs")]
+LearningRate = Annotated[float, Field(gt=0)]
+Scheduler = Literal["constant", "linear", "cosine"]
+WarmupSteps = Annotated[int, Field(ge=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+MaxGradNorm = Annotated[float, Field(ge=0, description="0: no clipping")]
+MaxLength = Annotated[int, Field(ge=2, description="tokens of prompt and completion; longer is an error")]
+Packing = Annotated[Literal["auto", "packed", "padded"], Field(description="auto: packed on CUDA, padded on CPU")]
+Dtype = Annotated[Literal["float32", "bfloat16"], Field(description="of the computation; parameters stay float32")]
+SaveDtype = Annotated[
+    Literal["auto", "bfloat16", "float16", "float32"],
+    Field(description="of model/, which is what samples; auto: dtype, so that no rounding parts the two"),
+]
+Attention = Annotated[
+    str, Field(description="transformers' name; auto: FlashAttention 2 where it is installed, else sdpa")
+]
+SaveSteps = Annotated[int, Field(ge=0, description="a resume point each so many steps; 0: on SIGTERM only")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA where there is some")]
+WorldSize = Annotated[int | None, Field(ge=1, description="refuse to train with another", json_schema_extra=UNTRACKED)]
+
+Step = Callable[[list[int]], tuple[dict[str, float], int]]
+"""Takes one optimizer step on the examples of these indices; its measures, `loss` first of all, and its tokens."""
+
+
+def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: Ranks) -> Any:
+    """A trainer with the stage's parameters.
+
+    Args:
+        stage: has a parameter for every field of `Optimization`.
+        kind: the class.
+        policy: whose model is trained, from its float32 masters where it has some.
+        ranks: who trains.
+    """
+    from tuneloop.trainers.fsdp import Optimization
+
+    asked = stage.params.__dict__
+    about = {name: asked[name] for name in ("dtype", "attn_implementation", "packing", "max_length")}
+    optimization = Optimization(**{field.name: asked[field.name] for field in fields(Optimization)})
+    trainer = kind(checkpoint.model_dir(policy), ranks, optimization, **about)
+    checkpoint.load_masters(trainer, policy)
+    stage.facts.update(trainer.chosen(), optimizer="fresh")
+    return trainer
+
+
+def train(stage: Stage, trainer: Any, count: int, batch: int, max_steps: int, save_steps: int, step: Step) -> float:
+    """Steps up to `max_steps`, from where an earlier attempt stopped; the last loss.
+
+    Examples come in epochs, each in a random order that is a function of (seed, epoch): resuming must know the step
+    and the batch alone. A resumed run keeps the batch it began with, whatever its number of processes: steps stay the
+    same to float tolerance, and the same to the byte with as many processes as before.
+
+    Args:
+        stage: gets metrics, resume points, and ``timings.tokens_per_s``.
+        trainer: of `trainers.fsdp`.
+        count: of examples.
+        batch: examples in a step, over all processes.
+        max_steps: optimizer steps in all.
+        save_steps: a resume point each so many steps; 0: on SIGTERM only.
+        step: see `Step`.
+
+    Raises:
+        Interrupted: after SIGTERM, once a resume point is committed.
+    """
+    batch = _resume(stage, trainer, batch)
+    bar = stage.progress(max_steps, "steps")
+    loss, seen, began = float("nan"), 0, time.perf_counter()
+    with stage.timed("train"):
+        while trainer.step < max_steps:
+            measures, tokens = step(draw(stage, count, trainer.step * batch, batch))
+            (stop,) = trainer.ranks.max([float(stage.stopping)])  # together, or one rank waits for another for ever
+            stage.metric(trainer.step, **measures)
+            loss, seen = measures["loss"], seen + tokens
+            bar.update(trainer.step, loss=loss)
+            due = save_steps and trainer.step % save_steps == 0
+            if (stop or due) and trainer.step < max_steps:
+                stage.save_resume(trainer.step, lambda path: _write_resume(stage, trainer, batch, path))
+                stage.stopping = bool(stop)
+                stage.check_stop()
+    stage.timings["tokens_per_s"] = seen / (time.perf_counter() - began)
+    return loss
+
+
+def draw(stage: Stage, count: int, start: int, batch: int) -> list[int]:
+    """Places `start` … `start + batch - 1` of the endless stream of epochs over `count` examples."""
+    import torch
+
+    chosen: list[int] = []
+    while len(chosen) < batch:
+        epoch, offset = divmod(start + len(chosen), count)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(stage.seed("order", epoch)))
+        chosen += order[offset : offset + batch - len(chosen)].tolist()
+    return chosen
+
+
+def check_fits(documents: dict[str, Sequence[Document]], policy: Policy, max_length: int) -> None:
+    """Whether a model can take all documents of all examples.
+
+    Raises:
+        UserError: one is longer than `max_length` or the model's context, or its tokens are beyond the vocabulary.
+    """
+    for name, parts in documents.items():
+        for document in parts:
+            if len(document.ids) > min(max_length, policy.context):
+                limit = f"max_length {max_length}" if max_length <= policy.context else f"context of {policy.context}"
+                remedy = f"tokens are over the {limit}; drop it"
+                raise UserError(f"prompt of {name}", len(document.ids), remedy)
+            if max(document.ids) >= policy.vocab_size:
+                remedy = f"its tokenizer goes beyond its vocabulary of {policy.vocab_size}"
+                raise UserError("--policy", max(document.ids), remedy)
+
+
+def _resume(stage: Stage, trainer: Any, batch: int) -> int:
+    """Go on from where an earlier attempt was interrupted; the batch that it had."""
+    point = stage.latest_resume()
+    if point is None:
+        return batch
+    about = checkpoint.trainer_state(point)
+    assert about is not None
+    trainer.load(point.path / "trainer", about["step"])
+    if stage.leader:
+        (stage.out / "metrics.jsonl").write_bytes((point.path / "metrics.jsonl").read_bytes())
+    stage.facts.update(resumed_from=about["step"])
+    if about["world_size"] != trainer.ranks.world:
+        stage.facts["resumed_world_size"] = about["world_size"]
+    stage.log(f"resumed after step {about['step']}, {about['world_size']} → {trainer.ranks.world} processes")
+    return int(about["batch"])
+
+
+def _write_resume(stage: Stage, trainer: Any, batch: int, path: Path) -> None:
+    trainer.save(path / "trainer")
+    if stage.leader:
+        about = {"step": trainer.step, "world_size": trainer.ranks.world, "batch": batch}
+        (path / "trainer" / "state.json").write_text(canonical(about))
+        (path / "metrics.jsonl").write_bytes((stage.out / "metrics.jsonl").read_bytes())
