@@ -9,13 +9,37 @@ from kfp import compiler, components
 from kfp.local import config as kfp_config
 
 from tests.local.loops import SMALL, command, digests, finish
+from tuneloop.artifacts import Artifact
 from tuneloop.config import find
 from tuneloop.kfp.local import local
 
 pytestmark = pytest.mark.local
 
 LOOP = {k: v for k, v in SMALL.items() if not k.startswith("sft")} | {"loop.iterations": 2}
-LAST = "iterations/2/policy-update"
+AFTER_THE_LOOP = ("evaluate-after", "export")
+
+
+class Here:
+    """A place for runs, and what kfp keeps of them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store, self.root, self.package = directory / "store", directory / "root", directory / "grpo.yaml"
+
+    def run(self, run: str, *, cache: bool = False, target_reward: float = 2.0, unroll: int = 8) -> None:
+        """Compile `grpo`, load what was compiled, and run that."""
+        pipeline = find("grpo")
+        sets = {**LOOP, "kfp.retries": 0, "kfp.unroll": unroll}
+        config = pipeline.configure(None, [f"{k}={v}" for k, v in sets.items()])
+        compiler.Compiler().compile(pipeline.module.build_kfp(config), str(self.package))
+        local(self.root, cache=cache)
+        component = components.load_component_from_file(str(self.package))
+        component(store=str(self.store), run=run, target_reward=target_reward)
+
+    @property
+    def started(self) -> list[str]:
+        """The tasks of the newest run that were started and ended well: not those that kfp's cache knew."""
+        newest = max(self.root.glob("grpo-*"))
+        return sorted(path.parent.name for path in newest.glob("*/executor_output.json"))
 
 
 @pytest.fixture(autouse=True)
@@ -25,43 +49,45 @@ def forget() -> Iterator[None]:
     kfp_config.LocalExecutionConfig.instance = None
 
 
-def run_compiled(tmp_path: Path, run: str, *, cache: bool = False, target_reward: float = 2.0, **kfp: int) -> Path:
-    """Compile `grpo`, load what was compiled, run it; the directory with what kfp kept of each task that it started."""
-    pipeline = find("grpo")
-    sets = {**LOOP, "kfp.retries": 0, **{f"kfp.{k}": v for k, v in kfp.items()}}
-    config = pipeline.configure(None, [f"{k}={v}" for k, v in sets.items()])
-    package = str(tmp_path / "grpo.yaml")
-    compiler.Compiler().compile(pipeline.module.build_kfp(config), package)
-    root = tmp_path / "root"
-    before = set(root.glob("grpo-*"))
-    local(root, cache=cache)
-    try:
-        components.load_component_from_file(package)(
-            store=str(tmp_path / "store"), run=run, target_reward=target_reward
-        )
-    finally:
-        (made,) = set(root.glob("grpo-*")) - before
-        run_compiled.made = made  # type: ignore[attr-defined] - also of a run that failed
-    return made
-
-
-def started(root: Path) -> list[str]:
-    return sorted(path.parent.name for path in root.glob("*/executor_output.json"))
-
-
-def test_failed_resumed_and_equal_to_tuneloop_run(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    flags = [f"--set={k}={v}" for k, v in LOOP.items()]
-    line = [w for w in command("run", "grpo", "--run", "here", store=store) if not w.startswith("--set")]
-    finish([*line, *flags])
-
-    obstacle = store / "there" / LAST
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Here:
+    """With the run `ours` by `tuneloop run`, and the run `theirs` by kfp, which failed in iteration 2 first."""
+    place = Here(tmp_path_factory.mktemp("kfp"))
+    line = [word for word in command("run", "grpo", "--run", "ours", store=place.store) if "--set" not in word]
+    finish([*line, *(f"--set={k}={v}" for k, v in LOOP.items())])
+    obstacle = place.store / "theirs/iterations/2/policy-update"
     obstacle.parent.mkdir(parents=True)
     obstacle.touch()  # a file where the stage needs a directory
-    with pytest.raises(RuntimeError, match="policy-update"):
-        run_compiled(tmp_path, "there", cache=True)
-    assert "rollout-2" in started(run_compiled.made)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="policy-update-2"):
+        place.run("theirs", cache=True)
+    assert {"rollout-2", "reward-2", "report"} <= set(place.started)
     obstacle.unlink()
-    again = run_compiled(tmp_path, "there", cache=True)
-    assert started(again) == ["evaluate-2", "export", "policy-update-2", "report"]
-    assert digests(store, "there") == digests(store, "here")
+    place.run("theirs", cache=True)
+    return place
+
+
+def test_resumed_from_where_it_failed(here: Here) -> None:
+    assert here.started == ["evaluate-2", "export", "policy-update-2", "report"]
+
+
+def test_equal_to_tuneloop_run(here: Here) -> None:
+    assert digests(here.store, "theirs") == digests(here.store, "ours")
+
+
+def test_the_long_form_goes_on_from_what_is_committed(here: Here) -> None:
+    for name in ("iterations/2/policy-update", *AFTER_THE_LOOP):
+        shutil.rmtree(here.store / "theirs" / name)
+    here.run("theirs", unroll=0)
+    assert [name for name in here.started if name.startswith("rollout")] == ["rollout"], "one iteration was left to do"
+    assert digests(here.store, "theirs") == digests(here.store, "ours")
+
+
+def test_a_reached_target_ends_the_loop(here: Here) -> None:
+    early = here.store / "early"
+    shutil.copytree(here.store / "ours", early)
+    for name in ("iterations/2", *AFTER_THE_LOOP):
+        shutil.rmtree(early / name)
+    here.run("early", target_reward=-1.0)
+    assert not (early / "iterations/2").exists(), "the second iteration did nothing"
+    policy = Artifact(str(early / "export")).manifest.inputs["policy"]
+    assert policy.endswith(Artifact(str(early / "iterations/1/policy-update")).manifest.digest)

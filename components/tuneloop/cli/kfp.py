@@ -169,7 +169,7 @@ def build(pipeline: str, config: Path | None, sets: list[str] | None) -> Any:
 
 
 def route(arguments: list[str]) -> list[str]:
-    """``submit … --to kfp …`` is ``kfp submit …``: what one target takes, another does not. ``--to argo`` is the default.
+    """``submit … --to kfp …`` is ``kfp submit …``, for what one target takes another does not; the default is argo.
 
     Raises:
         UserError: another target.

@@ -6,6 +6,9 @@ import html
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from math import exp
+from operator import itemgetter
 from typing import Any
 
 from tuneloop.artifacts import Manifest
@@ -53,10 +56,11 @@ def confidence(task: Task, name: str, url: str, manifest: Manifest) -> None:
 
     A completion counts as right with full marks, and its confidence is the mean probability of its sampled tokens.
     """
-    rows = [row for row in _rows(url, manifest, "rewards.parquet") if row["score"] is not None and row["logprobs"]]
+    rows = [row for row in _rows(url, manifest, "rewards.parquet") if row["score"] is not None and row.get("logprobs")]
     top = max((row["score"] for row in rows), default=0.0)
     judged = [(_mean_probability(row["logprobs"]), row["score"] == top) for row in rows]
-    task.describe(name, {"confidenceMetrics": {"confidenceMetrics": roc(judged)}} if roc(judged) else {})
+    points = roc(judged)
+    task.describe(name, {"confidenceMetrics": points} if points else {})
 
 
 def roc(judged: Sequence[tuple[float, bool]]) -> list[dict[str, float]]:
@@ -65,14 +69,15 @@ def roc(judged: Sequence[tuple[float, bool]]) -> list[dict[str, float]]:
     Empty where all are right or all are wrong: no curve is defined there. (Fawcett 2006, *An introduction to ROC
     analysis*, algorithm 1.)
     """
-    right = sum(good for _, good in judged)
+    right = sum(full for _, full in judged)
     wrong = len(judged) - right
     if not right or not wrong:
         return []
-    points = []
-    for threshold in sorted({sure for sure, _ in judged}, reverse=True):
-        above = [good for sure, good in judged if sure >= threshold]
-        points.append((threshold, sum(above) / right, (len(above) - sum(above)) / wrong))
+    points, good, bad = [], 0, 0
+    for threshold, group in groupby(sorted(judged, key=itemgetter(0), reverse=True), key=itemgetter(0)):
+        for _, right_one in group:
+            good, bad = good + right_one, bad + (not right_one)
+        points.append((threshold, good / right, bad / wrong))
     every = -(-len(points) // POINTS)
     kept = [(1.0, 0.0, 0.0), *points[::every], points[-1]]
     return [{"confidenceThreshold": c, "recall": tpr, "falsePositiveRate": fpr} for c, tpr, fpr in kept]
@@ -115,8 +120,6 @@ def _rows(url: str, manifest: Manifest, file: str) -> list[dict[str, Any]]:
 
 
 def _mean_probability(logprobs: Sequence[float]) -> float:
-    from math import exp
-
     return sum(map(exp, logprobs)) / len(logprobs)
 
 

@@ -1,0 +1,73 @@
+"""The page of each stage, from its docstring and signature; `make golden` writes them to ``docs/components/``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tuneloop
+from tuneloop.component import Component, flag
+from tuneloop.kfp.previews import markdown
+
+
+def stages() -> Iterator[Component]:
+    """Every stage that ships with tuneloop, by name."""
+    for module in sorted(pkgutil.iter_modules(tuneloop.__path__), key=lambda each: each.name):
+        path = Path(tuneloop.__path__[0]) / f"{module.name}.py"
+        if path.is_file() and "\n@component(" in path.read_text():
+            made = getattr(importlib.import_module(f"tuneloop.{module.name}"), module.name)
+            assert isinstance(made, Component), f"{path} defines another stage than {module.name}"
+            yield made
+
+
+def page(stage: Component) -> str:
+    """Markdown: what it does, what goes in and comes out, every parameter."""
+    from tuneloop.kfp.template import stage_component
+
+    spec = stage_component(stage, "none", passed=stage.Params.model_fields).component_spec
+    kinds = {name: _kind(each.type) for name, each in [*spec.inputs.items(), *spec.outputs.items()]}
+    where = "an accelerator where there is one" if stage.accelerator else "a CPU"
+    inputs = [
+        (f"`--{flag(name)}`", kinds[name], "required" if needed else "optional")
+        for name, needed in stage.inputs.items()
+    ]
+    outputs = [(f"`--{flag(stage.output)}`", kinds[stage.output], "the URL where it is committed")]
+    shown = [(f"`{name}`", kind, "shown by Kubeflow Pipelines") for name, kind in _shown(stage, spec, kinds)]
+    results = [(f"`{name}`", kind.__name__, "result, for the workflow") for name, kind in stage.results.items()]
+    parameters = [
+        (f"`--{flag(name)}`", kinds[name], _default(field), field.description or "")
+        for name, field in stage.Params.model_fields.items()
+    ]
+    parts = [
+        f"# {stage.name}",
+        inspect.getdoc(stage) or "",
+        f"Image `{stage.image}`, on {where}: `python -m tuneloop.{stage.name}`.",
+        "## Inputs",
+        markdown(("flag", "artifact", ""), inputs) if inputs else "None.",
+        "## Outputs",
+        markdown(("name", "kind", ""), [*outputs, *results, *shown]),
+        "## Parameters",
+        markdown(("flag", "type", "default", "meaning"), parameters),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _shown(stage: Component, spec: Any, kinds: dict[str, str]) -> Iterator[tuple[str, str]]:
+    for name, each in spec.outputs.items():
+        if each.type.startswith("system.") and name != stage.output:
+            yield name, kinds[name]
+
+
+def _kind(name: str) -> str:
+    return name.removeprefix("system.").partition("@")[0]
+
+
+def _default(field: Any) -> str:
+    if field.is_required():
+        return "required"
+    return "" if field.default is None else f"`{json.dumps(field.default)}`"

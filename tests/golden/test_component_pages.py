@@ -1,0 +1,24 @@
+"""`docs/components/` says what the stages' own docstrings and signatures say; `make golden` writes it."""
+
+from pathlib import Path
+
+import pytest
+
+from tuneloop.component import Component
+from tuneloop.kfp.pages import page, stages
+
+PAGES = Path(__file__).parents[2] / "docs" / "components"
+STAGES = list(stages())
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_page(stage: Component, request: pytest.FixtureRequest) -> None:
+    path = PAGES / f"{stage.name}.md"
+    if request.config.getoption("--update-golden"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(page(stage))
+    assert path.read_text() == page(stage), "the stage has changed; `make golden` if that is wanted"
+
+
+def test_every_page_has_its_stage() -> None:
+    assert {path.stem for path in PAGES.glob("*.md")} == {stage.name for stage in STAGES}

@@ -1,0 +1,27 @@
+"""Every pipeline's compiled form is what it was; `make golden` rewrites it after a wanted change."""
+
+from pathlib import Path
+
+import pytest
+
+from tuneloop.config import find
+from tuneloop.kfp.client import compile_to
+
+HERE = Path(__file__).parent / "kfp"
+PIPELINES = sorted(Path(__file__).parents[2].glob("pipelines/*.py"))
+FORMS = {"": [], "-unrolled": ["loop.iterations=2", "loop.evaluate_every=1", "cluster.gpus=1"]}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: p.stem)
+def test_compiled_pipeline(pipeline: Path, form: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if form and pipeline.stem != "grpo":
+        pytest.skip("one written-out loop is enough to read")
+    found = find(str(pipeline))
+    path = tmp_path / "pipeline.yaml"
+    compile_to(found.module.build_kfp(found.configure(None, FORMS[form])), path)
+    golden = HERE / f"{pipeline.stem}{form}.yaml"
+    if request.config.getoption("--update-golden"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(path.read_text())
+    assert golden.read_text() == path.read_text(), "compiled otherwise than before; `make golden` if that is wanted"

@@ -1,0 +1,143 @@
+"""A stage as a task of KFP: from the launcher's executor input to the executor output that the launcher reads."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+from kfp.pipeline_spec import pipeline_spec_pb2
+
+from tests.unit import toy
+from tuneloop.artifacts import Artifact, find
+from tuneloop.kfp import io, stage
+from tuneloop.kfp.position import position
+
+
+class Launcher:
+    """Runs stages one after another in this process, as KFP's launcher would: by executor input alone."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.run = directory, f"file://{directory}/run"
+
+    def start(self, name: str, at: str, inputs: dict[str, Any] | None = None, **parameters: Any) -> int:
+        from tuneloop.kfp.template import _artifacts
+
+        task = self.directory / "kfp" / at
+        given = {
+            "inputs": {
+                "parameterValues": {"url": f"{self.run}/{at}", "pipelinechannel--run": "r", **parameters},
+                "artifacts": {
+                    k: {"artifacts": [{"uri": "s3://b/k", "metadata": v}]} for k, v in (inputs or {}).items()
+                },
+            },
+            "outputs": {
+                "artifacts": {
+                    each: {"artifacts": [{"name": each, "uri": str(task / each)}]}
+                    for each in _artifacts(getattr(toy, name))
+                },
+                "parameters": {each: {"outputFile": str(task / "x")} for each in getattr(toy, name).results},
+                "outputFile": str(task / "executor_output.json"),
+            },
+        }
+        return stage.main([f"tests.unit.toy:{name}", "--executor-input", json.dumps(given)])
+
+    def told(self, at: str) -> dict[str, Any]:
+        """The executor output, by the message that the launcher parses."""
+        text = (self.directory / "kfp" / at / "executor_output.json").read_text()
+        return json_format.MessageToDict(json_format.Parse(text, pipeline_spec_pb2.ExecutorOutput()))
+
+    def handle(self, at: str, name: str) -> dict[str, Any]:
+        """What the next task is given of an output."""
+        metadata: dict[str, Any] = self.told(at)["artifacts"][name]["artifacts"][0]["metadata"]
+        return metadata
+
+    def iteration(self, i: int, policy: dict[str, Any], target: float) -> dict[str, Any]:
+        """rollout → reward → policy_update; the handle of what came of it."""
+        at = f"iterations/{i}"
+        assert self.start("rollout", f"{at}/rollout", {"policy": policy}, iteration=float(i)) == 0
+        assert self.start("reward", f"{at}/reward", {"rollouts": self.handle(f"{at}/rollout", "rollouts")}) == 0
+        given = {"policy": policy, "rewards": self.handle(f"{at}/reward", "rewards")}
+        assert self.start("policy_update", f"{at}/policy-update", given, iteration=i, target_reward=target) == 0
+        return self.handle(f"{at}/policy-update", "checkpoint")
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Launcher:
+    return Launcher(tmp_path)
+
+
+def test_a_stage_tells_what_it_committed(launcher: Launcher, tmp_path: Path) -> None:
+    assert launcher.start("sft", "sft", skill=2.0, seed=0) == 0  # KFP has no integers
+    committed = Artifact(f"{launcher.run}/sft")
+    handle = launcher.handle("sft", "checkpoint")
+    assert handle["ref"] == committed.ref
+    assert (handle["digest"], handle["version"], handle["loss"]) == (committed.manifest.digest, 1.0, 1.0)
+    assert committed.manifest.params["skill"] == 2
+    assert launcher.told("sft")["parameterValues"] == {"loss": 1.0, "version": 1.0}
+    shown = tmp_path / "kfp/sft"
+    assert json.loads((shown / "checkpoint").read_text())["digest"] == committed.manifest.digest
+    assert committed.ref in (shown / "preview").read_text()
+    assert "loss: 3 → 1 (from 1 to 3, 3 steps)" in (shown / "curves").read_text()
+    assert json.loads((shown / "results").read_text()) == {"loss": 1.0, "version": 1}
+
+
+def test_a_failed_stage_says_nothing(launcher: Launcher, tmp_path: Path) -> None:
+    assert launcher.start("sft", "sft", skill=9) == 2
+    assert not (tmp_path / "kfp/sft/executor_output.json").exists()
+    assert find(f"{launcher.run}/sft") is None
+
+
+def test_the_loop_ends_at_its_target(launcher: Launcher) -> None:
+    """Skills 1, 2, 3 earn 0.5, 0.75, 1: the second iteration reaches 0.75."""
+    launcher.start("sft", "sft", skill=1)
+    policy = launcher.handle("sft", "checkpoint")
+    made = [policy := launcher.iteration(i, policy, target=0.75) for i in (1, 2, 3, 4)]
+    assert ["stopped" in each for each in made] == [False, True, True, True]
+    assert [each.get("stopped") for each in made[1:]] == [2, 2, 2]
+    assert {each["ref"] for each in made[1:]} == {Artifact(f"{launcher.run}/iterations/2/policy-update").ref}
+    assert find(f"{launcher.run}/iterations/3/rollout") is None
+    assert "ref" not in launcher.handle("iterations/3/rollout", "rollouts")
+    assert launcher.start("evaluate", "evaluate-after", {"policy": policy}) == 0
+    assert find(f"{launcher.run}/evaluate-after") is not None, "the last policy is evaluated"
+
+
+def test_position_is_read_from_what_is_committed(launcher: Launcher) -> None:
+    launcher.start("sft", "sft", skill=0)
+    start = launcher.handle("sft", "checkpoint")
+    asked: Any = {"iterations": 5, "target_reward": 2.0}
+    assert position(launcher.run, start, iteration=0, **asked) == (start, [1, 2, 3, 4, 5])
+    policy = start
+    for i in (1, 2):
+        policy = launcher.iteration(i, policy, target=2.0)
+    launcher.start("rollout", "iterations/3/rollout", {"policy": policy}, iteration=3)
+    found, todo = position(launcher.run, start, iteration=0, **asked)
+    assert (found["ref"], todo) == (policy["ref"], [3, 4, 5])
+    assert position(launcher.run, start, iteration=1, **asked)[0] == start
+    assert position(launcher.run, start, iteration=3, **asked)[0]["ref"] == policy["ref"]
+    ended, todo = position(launcher.run, start, iteration=0, iterations=5, target_reward=0.5)
+    assert (ended["ref"], ended["stopped"], todo) == (policy["ref"], 2, []), "skill 1 has earned 0.5"
+
+
+@pytest.mark.parametrize(
+    ("artifact", "path"),
+    [
+        ({"uri": "s3://b/p/x"}, "/s3/b/p/x"),
+        ({"uri": "gs://b/p/x"}, "/gcs/b/p/x"),
+        ({"uri": "minio://b/x"}, "/minio/b/x"),
+        ({"uri": "/tmp/x"}, "/tmp/x"),
+        ({"uri": "s3://b/x", "customPath": "/elsewhere"}, "/elsewhere"),
+    ],
+)
+def test_where_the_launcher_keeps_an_artifact(artifact: dict[str, str], path: str) -> None:
+    assert io.local(artifact) == Path(path)
+
+
+def test_what_runs_in_a_stage_needs_no_kfp() -> None:
+    code = (
+        "import tuneloop.kfp.stage, tuneloop.kfp.position, tuneloop.kfp.report, tuneloop.kfp.settings, sys;"
+        "print(*({'kfp', 'kubernetes', 'google.protobuf', 'torch'} & set(sys.modules)))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == []

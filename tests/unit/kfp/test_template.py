@@ -1,0 +1,78 @@
+"""What a compiled pipeline says of its components and pods."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from tuneloop.config import find
+from tuneloop.errors import UserError
+from tuneloop.kfp.client import compile_to
+
+
+@pytest.fixture
+def compiled(tmp_path: Any) -> Any:
+    """(pipeline, keys …) → the pipeline's and the platform's document."""
+
+    def build(name: str, *sets: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        pipeline = find(name)
+        path = tmp_path / "pipeline.yaml"
+        compile_to(pipeline.module.build_kfp(pipeline.configure(None, sets)), path)
+        spec, platform = yaml.load_all(path.read_text(), yaml.CSafeLoader)
+        return spec, platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+
+    return build
+
+
+def test_pods_ask_for_what_the_cluster_section_says(compiled: Any) -> None:
+    keys = ["cluster.gpus=2", "cluster.queue=gpus", "cluster.priority=high", "kfp.shm=8Gi", "kfp.timeout_s=60"]
+    more = ["kfp.node_selector={gpu: h100}", "kfp.tolerations=[{key: gpu, operator: Exists}]", "kfp.volumes={c: /data}"]
+    spec, pods = compiled("sft_then_grpo", *keys, *more, "kfp.retries=7", "processes=2")
+    queue = {"kueue.x-k8s.io/queue-name": "gpus", "kueue.x-k8s.io/priority-class": "high"}
+    labels = {name: pod.get("podMetadata", {}).get("labels") for name, pod in pods.items()}
+    accelerated = {"exec-sft", "exec-rollout", "exec-policy-update", "exec-evaluate"}
+    assert {name for name, found in labels.items() if found} == accelerated | {"exec-evaluate-2"}
+    assert all(found == queue for found in labels.values() if found)
+    train = pods["exec-sft"]
+    assert train["nodeSelector"] == {"labels": {"gpu": "h100"}}
+    assert [(each["key"], each["operator"]) for each in train["tolerations"]] == [("gpu", "Exists")]
+    assert train["emptyDirMounts"][0]["sizeLimit"] == "8Gi" and train["emptyDirMounts"][0]["mountPath"] == "/dev/shm"
+    assert "nodeSelector" not in pods["exec-reward"]
+    for name, pod in pods.items():
+        assert pod["activeDeadlineSeconds"] == "60" and pod["pvcMount"][0]["mountPath"] == "/data", name
+        assert pod["securityContext"]["runAsNonRoot"] is True, name
+        assert pod["secretAsEnv"][0]["optional"] is True, name
+    container = spec["deploymentSpec"]["executors"]["exec-sft"]["container"]
+    assert container["resources"]["accelerator"]["resourceCount"] == "2"
+    assert "--nproc-per-node=2" in container["command"]
+    inner = spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+    assert inner["sft"]["retryPolicy"]["maxRetryCount"] == 7
+    assert "cachingOptions" in inner["sft"] and not inner["position"].get("cachingOptions", {}).get("enableCache")
+
+
+def test_every_image_is_named_with_its_tag(compiled: Any) -> None:
+    spec, _ = compiled("grpo", "cluster.images=registry.example/t/{image}:1.2")
+    images = {each["container"]["image"] for each in spec["deploymentSpec"]["executors"].values()}
+    assert images == {f"registry.example/t/{name}:1.2" for name in ("base", "trainer", "rollout")}
+
+
+def test_the_long_form_does_not_grow(compiled: Any) -> None:
+    few, many = (compiled("grpo", f"loop.iterations={n}")[0] for n in (9, 900))
+    assert few["components"].keys() == many["components"].keys()
+    assert few["deploymentSpec"] == many["deploymentSpec"]
+
+
+def test_handles_are_typed_and_parameters_described(compiled: Any) -> None:
+    spec, _ = compiled("grpo", "loop.iterations=1")
+    reward = spec["components"]["comp-reward"]
+    kinds = {k: v["artifactType"]["schemaTitle"] for k, v in reward["outputDefinitions"]["artifacts"].items()}
+    assert kinds["rewards"] == "system.Dataset" and kinds["confidence"] == "system.ClassificationMetrics"
+    assert reward["inputDefinitions"]["parameters"]["timeout_s"]["description"].startswith("seconds that one call")
+    assert list(spec["root"]["inputDefinitions"]["parameters"]) == ["run", "seed", "store", "target_reward"]
+    store = spec["root"]["inputDefinitions"]["parameters"]["store"]
+    assert "isOptional" not in store and store["description"].startswith("URL of the store")
+
+
+def test_wrong_settings_are_refused_before_anything_is_compiled(compiled: Any) -> None:
+    with pytest.raises(UserError, match=r"kfp\.retries"):
+        compiled("sft", "kfp.retries=-1")
