@@ -1,0 +1,213 @@
+"""Start a job of several pods, follow it to its end, pass its logs and its exit status on.
+
+    python -m tuneloop.argo.launch job.yaml --namespace tuneloop
+
+It is what a workflow engine runs where it cannot read a job's state itself: for a TrainJob (Argo's conditions do not
+reach into its list of conditions), and for every kind of job from Kubeflow Pipelines. A job that stands already under
+the name is followed, not made again: a launcher that was evicted goes on where it was. SIGTERM ends the job, whose pods
+commit their resume points, and the launcher with 75.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuneloop.argo import cluster as argo
+from tuneloop.argo.cluster import Cluster, faults
+from tuneloop.argo.watch import follow_pod
+from tuneloop.errors import EXIT_RETRY, EXIT_USER, Interrupted, Retryable, UserError
+from tuneloop.torchrun import exit_code
+
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of job.
+
+    Attributes:
+        pods: label whose value, on its pods, is the job's name.
+        succeeded: what the status says; None while the job is under way.
+    """
+
+    group: str
+    version: str
+    plural: str
+    pods: str
+    succeeded: Callable[[Object], bool | None]
+
+
+def _terminal(status: Object) -> bool | None:
+    return {"Completed": True, "Failed": False}.get(status.get("terminalState", ""))
+
+
+def _conditions(status: Object) -> bool | None:
+    true = {item["type"] for item in status.get("conditions", ()) if item["status"] == "True"}
+    return False if "Failed" in true else True if true & {"Complete", "Completed"} else None
+
+
+def _ray(status: Object) -> bool | None:
+    if status.get("jobDeploymentStatus") == "Failed":  # never submitted
+        return False
+    return {"SUCCEEDED": True, "FAILED": False, "STOPPED": False}.get(status.get("jobStatus", ""))
+
+
+JOBSET_PODS = "jobset.sigs.k8s.io/jobset-name"
+KINDS = {
+    "JobSet": Kind("jobset.x-k8s.io", "v1alpha2", "jobsets", JOBSET_PODS, _terminal),
+    "TrainJob": Kind("trainer.kubeflow.org", "v1alpha1", "trainjobs", JOBSET_PODS, _conditions),
+    "Job": Kind("batch", "v1", "jobs", "batch.kubernetes.io/job-name", _conditions),
+    "RayJob": Kind("ray.io", "v1", "rayjobs", "batch.kubernetes.io/job-name", _ray),  # of the pod that submits
+}
+
+
+def launch(cluster: Cluster, job: Object, *, poll: float = 1.0) -> int:
+    """Create `job` unless it stands, print what its pods print, and wait for its end.
+
+    Args:
+        job: a manifest of one of `KINDS`.
+        poll: seconds between two looks.
+
+    Returns:
+        0 when it succeeded; else the exit code that explains those of its pods, 1 where they have none.
+
+    Raises:
+        UserError: another kind, or one that the cluster does not know or this account may not start.
+        Retryable: the job was deleted while it was followed.
+    """
+    kind = KINDS.get(str(job.get("kind")))
+    if kind is None:
+        raise UserError("kind", job.get("kind"), f"can not be launched; known: {', '.join(KINDS)}")
+    name = str(job["metadata"]["name"])
+    _create(cluster, kind, job)
+    lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+    read: dict[str, threading.Thread] = {}
+    while True:
+        done = kind.succeeded(_status(cluster, kind, name))
+        pods = _pods(cluster, kind, name)
+        for pod in pods:
+            if pod.metadata.uid not in read and _begun(pod):
+                arguments = (cluster, pod, _short(pod, name), True, lines)
+                read[pod.metadata.uid] = threading.Thread(target=follow_pod, args=arguments, daemon=True)
+                read[pod.metadata.uid].start()
+        if done is not None:
+            for reader in read.values():
+                reader.join(timeout=30)
+        while not lines.empty():
+            print("{}: {}".format(*lines.get()), flush=True)
+        if done is not None:
+            return 0 if done else _code(pods)
+        time.sleep(poll)
+
+
+def _create(cluster: Cluster, kind: Kind, job: Object) -> None:
+    from kubernetes.client import ApiException
+
+    with faults(cluster):
+        try:
+            cluster.custom.create_namespaced_custom_object(
+                kind.group, kind.version, cluster.namespace, kind.plural, job
+            )
+        except ApiException as error:
+            if error.status == 404:
+                remedy = f"{kind.plural}.{kind.group} is not installed; manifests/third-party/README.md says how"
+                raise UserError("kind", job["kind"], remedy) from None
+            if error.status != 409:  # it stands: an earlier launcher made it
+                raise
+
+
+def _status(cluster: Cluster, kind: Kind, name: str) -> Object:
+    from kubernetes.client import ApiException
+
+    with faults(cluster):
+        try:
+            found = cluster.get(kind.group, kind.version, kind.plural, name)
+        except ApiException as error:
+            if error.status == 404:
+                raise Retryable(f"{name}: the job was deleted while it was followed") from None
+            raise
+    status: Object = found.get("status") or {}
+    return status
+
+
+def delete(cluster: Cluster, job: Object) -> None:
+    """End a job: its pods get SIGTERM."""
+    from kubernetes.client import ApiException
+
+    kind = KINDS[str(job["kind"])]
+    with faults(cluster):
+        try:
+            cluster.custom.delete_namespaced_custom_object(
+                kind.group, kind.version, cluster.namespace, kind.plural, job["metadata"]["name"]
+            )
+        except ApiException as error:
+            if error.status != 404:
+                raise
+
+
+def _pods(cluster: Cluster, kind: Kind, name: str) -> list[Any]:
+    with faults(cluster):
+        found = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{kind.pods}={name}").items
+    return sorted(found, key=lambda pod: str(pod.metadata.name))
+
+
+def _begun(pod: Any) -> bool:
+    return any(s.state.running or s.state.terminated for s in pod.status.container_statuses or ())
+
+
+def _short(pod: Any, name: str) -> str:
+    """``node-0-1`` of ``<job>-node-0-1-x7k2p``."""
+    own = str(pod.metadata.name).removeprefix(f"{name}-")
+    return own.rpartition("-")[0] or own
+
+
+def _code(pods: Sequence[Any]) -> int:
+    """The exit code of a job that failed."""
+    ended = [s.state.terminated for pod in pods for s in pod.status.container_statuses or () if s.state.terminated]
+    codes = [128 - state.exit_code if state.exit_code > 128 else state.exit_code for state in ended if state.exit_code]
+    return exit_code(codes) if codes else 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Launch the job of a YAML file (``-``: standard input)."""
+    import yaml
+
+    parser = argparse.ArgumentParser(prog="tuneloop.argo.launch", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("file", nargs="?", help="of the job's manifest; -: standard input")
+    source.add_argument("--manifest", help="the manifest itself")
+    parser.add_argument("--namespace", default=argo.NAMESPACE)
+    given = parser.parse_args(argv)
+    text = given.manifest or (sys.stdin.read() if given.file == "-" else Path(given.file).read_text())
+    job: dict[str, Any] = yaml.safe_load(text)
+
+    def stop(signum: int, frame: object) -> None:
+        raise Interrupted(f"{job['metadata']['name']}: stopped by {signal.Signals(signum).name}")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    try:
+        cluster = argo.connect(given.namespace)
+        try:
+            return launch(cluster, job)
+        except Interrupted:
+            delete(cluster, job)
+            raise
+    except (UserError, Retryable) as error:
+        user = isinstance(error, UserError)
+        print(f"{'error' if user else 'interrupted'}: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER if user else EXIT_RETRY
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

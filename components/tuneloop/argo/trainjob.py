@@ -1,0 +1,150 @@
+"""A trainer backend as a TrainJob, a JobSet, a Job of one pod, a process here, and as a step that launches one of them.
+
+backend = Trl(trainer="sft", nodes=2, args={"model_name_or_path": "/workspace/model", …})
+manifest = trainjob(backend, "tune", cluster, dataset="s3://…#sft.parquet", model="s3://…#model")
+code = launch(connect(), manifest)
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tuneloop.argo.jobset import ATTEMPT, _text, jobset, pod_spec, queue_labels, ranks_env
+from tuneloop.argo.settings import Cluster
+from tuneloop.backends import LLMBackend
+from tuneloop.errors import UserError
+
+if TYPE_CHECKING:
+    from hera.workflows import Container
+
+RUN = "tuneloop.dev/run"
+WORKSPACE = "tuneloop-workspace"
+"""Claim that holds a TrainJob's data, its model and what it writes, at ``/workspace`` in all its pods."""
+
+
+def trainjob(
+    backend: LLMBackend,
+    name: str,
+    cluster: Cluster,
+    *,
+    dataset: str = "",
+    model: str = "",
+    runtime: str = "",
+    run: str = "",
+) -> dict[str, Any]:
+    """As a TrainJob of Kubeflow Trainer 2.1, on a ClusterTrainingRuntime of ``manifests/components/trainer``.
+
+    Args:
+        dataset, model: what the runtime's initializers bring to ``/workspace/dataset`` and ``/workspace/model``;
+            see `tuneloop.fetch`.
+        runtime: name of the runtime; default: ``tuneloop-<framework>``.
+        run: name of the run that it belongs to.
+
+    Raises:
+        UserError: an option that the backend refuses.
+    """
+    backend.validate()
+    container = pod_spec("trainer", True, [], [], cluster)["containers"][0]
+    labels = _labels(run)
+    initializer = {part: {"storageUri": uri} for part, uri in (("dataset", dataset), ("model", model)) if uri}
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": name, "labels": {**labels, **queue_labels(cluster)}},
+        "spec": {
+            "runtimeRef": {"name": runtime or f"tuneloop-{backend.framework()}"},
+            "labels": labels,
+            "podTemplateOverrides": [{"targetJobs": [{"name": "node"}], "metadata": {"labels": labels}}],
+            **({"initializer": initializer} if initializer else {}),
+            "trainer": {
+                "image": container["image"],
+                "command": backend.to_command(),
+                "args": backend.to_runtime_args(),
+                "env": [ATTEMPT, *container["env"]],
+                "numNodes": backend.nodes,
+                "numProcPerNode": backend.processes,
+                "resourcesPerNode": container["resources"],
+            },
+        },
+    }
+
+
+def as_jobset(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
+    """As a JobSet, for clusters without Kubeflow Trainer. Data and model have to be where the arguments say."""
+    return jobset(name, _pod(backend, name, cluster), backend.nodes, labels=_labels(run), queue=queue_labels(cluster))
+
+
+def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
+    """As one plain pod, in a Job.
+
+    Raises:
+        UserError: the backend wants several nodes.
+    """
+    if backend.nodes > 1:
+        raise UserError("nodes", backend.nodes, "a Job has one pod here; render a JobSet or a TrainJob")
+    pod = _pod(backend, name, cluster)
+    for container in pod["containers"]:
+        own = {"PET_MASTER_ADDR": "localhost", "PET_NODE_RANK": "0"}
+        container["env"] = [
+            {"name": item["name"], "value": own[item["name"]]} if item["name"] in own else item
+            for item in container["env"]
+        ]
+    template = {"metadata": {"labels": _labels(run)}, "spec": pod}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "labels": {**_labels(run), **queue_labels(cluster)}},
+        "spec": {"backoffLimit": 0, "ttlSecondsAfterFinished": 3600, "template": template},
+    }
+
+
+def run_here(backend: LLMBackend) -> int:
+    """Run all its processes on this machine, and return the exit code.
+
+    Raises:
+        UserError: an option that the backend refuses, or several nodes.
+    """
+    backend.validate()
+    if backend.nodes > 1:
+        raise UserError("nodes", backend.nodes, f"this is one machine; say 1, and processes={backend.nodes}")
+    own = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": str(backend.processes), "PET_STANDALONE": "1"}
+    program, *rest = backend.to_command()
+    program = sys.executable if program == "python" else program
+    return subprocess.run([program, *rest, *backend.to_args()], env={**os.environ, **own}).returncode
+
+
+RENDER: Mapping[str, Callable[..., dict[str, Any]]] = {"trainjob": trainjob, "jobset": as_jobset, "job": as_job}
+
+
+def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> Container:
+    """A step that launches `job` and ends as it does, for a pipeline: see `tuneloop.argo.launch`.
+
+    It waits for no quota itself: the job does.
+    """
+    from hera.workflows import Container
+
+    from tuneloop.argo.template import _pod, _retry
+
+    return Container(
+        name=name,
+        command=["python", "-m", "tuneloop.argo.launch"],
+        args=["--namespace", "{{workflow.namespace}}", "--manifest", _text(dict(job))],
+        service_account_name="tuneloop-launcher",
+        automount_service_account_token=True,
+        **_pod("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"})),
+        **_retry(),
+    )
+
+
+def _pod(backend: LLMBackend, name: str, cluster: Cluster) -> dict[str, Any]:
+    backend.validate()
+    ranks = ranks_env(name, backend.nodes, backend.processes)
+    return pod_spec("trainer", True, backend.to_command(), backend.to_args(), cluster, ranks)
+
+
+def _labels(run: str) -> dict[str, str]:
+    return {"app.kubernetes.io/part-of": "tuneloop", **({RUN: run} if run else {})}

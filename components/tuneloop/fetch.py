@@ -1,0 +1,68 @@
+"""Bring an artifact, or a part of it, to a directory: what the initializers of a TrainJob run.
+
+    python -m tuneloop.fetch --into /workspace/model s3://bucket/runs/demo/base-model@xxh3-128:…#model
+
+Behind ``#`` stands a file or a directory of the artifact; without it all of it is taken. The reference may come as
+``STORAGE_URI``, as Kubeflow Trainer passes it. Every byte is verified; what stands there already, whole, stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tuneloop.artifacts import Artifact
+from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
+
+
+def fetch(source: str, into: Path) -> None:
+    """Copy `source` to the directory `into`, under a temporary name first.
+
+    Raises:
+        UserError: nothing is committed there, or the artifact has no such part.
+    """
+    mark = into.with_name(f".{into.name}.fetched")
+    if into.is_dir() and mark.is_file() and mark.read_text() == source:
+        return
+    ref, _, part = source.partition("#")
+    path = Artifact(ref).path / part
+    if not path.exists():
+        raise UserError("storageUri", source, f"{ref} holds no {part}")
+    staged = into.with_name(f".{into.name}.{os.urandom(4).hex()}")
+    try:
+        if path.is_dir():
+            shutil.copytree(path, staged, copy_function=shutil.copyfile)
+        else:
+            staged.mkdir(parents=True)
+            shutil.copyfile(path, staged / path.name)
+        shutil.rmtree(into, ignore_errors=True)
+        staged.rename(into)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    mark.write_text(source)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run as a program."""
+    parser = argparse.ArgumentParser(prog="tuneloop.fetch")
+    parser.add_argument("source", nargs="?", default=os.environ.get("STORAGE_URI"), metavar="REF")
+    parser.add_argument("--into", type=Path, required=True)
+    given = parser.parse_args(argv)
+    try:
+        if not given.source:
+            raise UserError("storageUri", given.source, "is required: the reference of an artifact")
+        fetch(given.source, given.into)
+    except (UserError, Retryable) as error:
+        user = isinstance(error, UserError)
+        print(f"{'error' if user else 'interrupted'}: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER if user else EXIT_RETRY
+    print(f"fetch: {given.source} is at {given.into}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

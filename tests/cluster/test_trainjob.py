@@ -1,0 +1,124 @@
+"""Trainer backends as jobs of the cluster: launched, followed, their output and exit status carried through."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import ROOT, STORE, kubectl
+from tests.cluster.test_jobset import RUN, SMALL
+from tuneloop.argo import cluster as argo
+from tuneloop.argo.launch import delete, launch
+from tuneloop.argo.template import stage_template, workflow
+from tuneloop.argo.trainjob import as_job, trainjob
+from tuneloop.argo.watch import nodes
+from tuneloop.backends.native import Native
+from tuneloop.backends.trl import Trl
+from tuneloop.base_model import base_model
+from tuneloop.data_prep import data_prep
+
+pytestmark = pytest.mark.cluster
+
+VOLUME = """
+apiVersion: v1
+kind: PersistentVolume
+metadata: {name: tuneloop-test-workspace}
+spec:
+  capacity: {storage: 100Gi}
+  accessModes: [ReadWriteMany]
+  claimRef: {namespace: tuneloop, name: tuneloop-workspace}
+  hostPath: {path: PATH}
+"""
+TINY = {
+    **{
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "log_level": "info",
+    },
+    **{"use_cpu": True, "bf16": False, "dtype": "float32", "gradient_checkpointing": False, "report_to": "none"},
+}
+
+
+def apply(text: str, verb: str = "apply") -> None:
+    subprocess.run(["kubectl", verb, "-f", "-"], input=text, text=True, check=verb == "apply", capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def workspace(cluster: argo.Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The runtimes, and the claim; where the cluster makes no volumes, one of a directory of this machine."""
+    place = tmp_path_factory.mktemp("overlay")
+    component = os.path.relpath(ROOT / "manifests" / "components" / "trainer", place)
+    (place / "kustomization.yaml").write_text(f"components: [{component}]\nkind: Kustomization\n")
+    text = kubectl("kustomize", str(place))
+    for image in ("base", "trainer"):
+        text = text.replace(f"tuneloop/{image}:dev", SMALL.images.format(image=image))
+    apply(text)
+    volume = ""
+    if not kubectl("get", "storageclass", "-o", "name"):
+        directory = tmp_path_factory.mktemp("workspace")
+        for path in (directory, *directory.parents[:2]):
+            path.chmod(0o777)
+        volume = VOLUME.replace("PATH", str(directory))
+        apply(volume)
+    yield
+    apply(text, "delete")
+    if volume:
+        apply(volume, "delete")
+
+
+@pytest.fixture(scope="module")
+def made(cluster: argo.Cluster) -> Iterator[dict[str, str]]:
+    """References of prompts and of a model in the store."""
+    from hera.workflows import DAG
+
+    run = f"backends-{os.urandom(3).hex()}"
+    with workflow("made") as built:
+        prepare = stage_template(data_prep, {"train": 16, "sft": 16, "eval": 4}, cluster=SMALL)
+        bring = stage_template(base_model, {"model": "tiny-qwen3"}, cluster=SMALL)
+        with DAG(name="main"):
+            prompts = "{{tasks.data-prep.outputs.parameters.prompts}}"
+            data = prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
+            data >> bring(name="base-model", arguments={"prompts": prompts, "checkpoint": f"{RUN}/base-model"})
+    argo.submit(cluster, built.to_dict(), run=run, store=STORE)
+    assert argo.wait(cluster, run) == 0
+    found = nodes(argo.workflows(cluster, run)[-1]).values()
+    yield {"at": f"{STORE}/{run}"} | {k: v for node in found for k, v in node.outputs.items() if "@" in v}
+    kubectl("-n", cluster.namespace, "delete", "workflows,pods", "-l", f"{argo.RUN_LABEL}={run}", "--wait=false")
+
+
+def launched(cluster: argo.Cluster, job: dict[str, Any]) -> int:
+    try:
+        return launch(cluster, job)
+    finally:
+        delete(cluster, job)
+
+
+def test_trl_in_two_pods(
+    cluster: argo.Cluster, made: dict[str, str], workspace: None, run: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    places = {"model_name_or_path": "/workspace/model", "dataset_name": "/workspace/dataset"}
+    backend = Trl(trainer="sft", nodes=2, args={**places, "output_dir": "/workspace/out", **TINY})
+    bring = {"dataset": f"{made['prompts']}#sft.parquet", "model": f"{made['checkpoint']}#model"}
+    assert launched(cluster, trainjob(backend, f"{run}-trl", SMALL, run=run, **bring)) == 0
+    said = capfd.readouterr().out
+    assert "Total train batch size (w. parallel, distributed & accumulation) = 4" in said  # 2 a rank, 2 ranks
+    assert "node-0-0: " in said and "'loss'" in said
+    missing = Trl(trainer="sft", nodes=2, args={**backend.args, "model_name_or_path": "/workspace/none"})
+    assert launched(cluster, trainjob(missing, f"{run}-none", SMALL, run=run, **bring)) == 1
+    assert "/workspace/none" in capfd.readouterr().out
+
+
+def test_our_own_stage_as_a_trainjob_and_as_a_job(
+    cluster: argo.Cluster, made: dict[str, str], workspace: None, run: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = {"policy": made["checkpoint"], "prompts": made["prompts"], "max_steps": 3, "device": "cpu"}
+    given |= {"per_device_train_batch_size": 2}
+    pair = Native(nodes=2, args={**given, "checkpoint": f"{made['at']}/pair"})
+    assert launched(cluster, trainjob(pair, f"{run}-pair", SMALL, run=run)) == 0
+    wrong = Native(args={**given, "prompts": made["checkpoint"], "checkpoint": f"{made['at']}/wrong"})
+    assert launched(cluster, as_job(wrong, f"{run}-wrong", SMALL, run=run)) == 2
+    assert "holds no sft.parquet" in capfd.readouterr().out

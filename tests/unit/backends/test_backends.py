@@ -1,0 +1,140 @@
+"""Trainer backends: registration, argv, and what they refuse."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tuneloop.argo.settings import Cluster
+from tuneloop.argo.trainjob import as_job, as_jobset, run_here, trainjob
+from tuneloop.backends import LLMBackend, backend, register, registered
+from tuneloop.backends.native import Native
+from tuneloop.backends.torchtune import Torchtune
+from tuneloop.backends.trl import Trl
+from tuneloop.errors import UserError
+
+FULL = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Echo(LLMBackend):
+    """Prints its arguments and what torchrun is told of the world."""
+
+    def framework(self) -> str:
+        return "torch"
+
+    def to_command(self) -> list[str]:
+        return ["python", "-c", "import os, sys; print(os.environ['PET_NPROC_PER_NODE'], *sys.argv[1:]); sys.exit(3)"]
+
+    def to_args(self) -> list[str]:
+        return [f"{name}={value}" for name, value in self.args.items()]
+
+    def validate(self) -> None:
+        self.require("a")
+
+
+def test_built_in_and_registered_ones_are_found_and_duplicates_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {"native", "trl", "torchtune"} <= registered().keys()
+    assert backend("trl") is Trl
+    with pytest.raises(UserError, match=r"is tuneloop\.backends\.trl\.Trl already"):
+        register("trl")(Echo)
+    with pytest.raises(UserError, match="known: native, torchtune, trl"):
+        backend("nothing")
+    # a third party's package, installed
+    (tmp_path / "theirs.py").write_text("from tuneloop.backends.trl import Trl\nclass Theirs(Trl): ...\n")
+    info = tmp_path / "theirs-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    entry = info / "entry_points.txt"
+    entry.write_text("[tuneloop.backends]\ntheirs = theirs:Theirs\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert backend("theirs").__qualname__ == "Theirs"
+    assert backend("theirs:Theirs").__qualname__ == "Theirs"
+    entry.write_text("[tuneloop.backends]\nnative = theirs:Theirs\n")
+    with pytest.raises(UserError, match="already"):
+        registered()
+
+
+def test_trl_argv() -> None:
+    made = Trl(
+        trainer="grpo", args={**FULL, "bf16": False, "learning_rate": 1e-5, "reward_funcs": ["a", "b"], "x": None}
+    )
+    made.validate()
+    assert made.to_command() == ["python", "-m", "tuneloop.torchrun", "-m", "trl.scripts.grpo"]
+    assert made.to_args() == [
+        *("--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"),
+        *("--bf16", "false", "--learning_rate", "1e-05", "--reward_funcs", "a", "b"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "processes", "args", "recipe", "config"),
+    [
+        ("llama3_2/1B", 1, 1, {}, "full_finetune_single_device", "llama3_2/1B_full_single_device"),
+        ("llama3_2/1B", 1, 4, {}, "full_finetune_distributed", "llama3_2/1B_full"),
+        ("llama3_3/70B", 2, 8, {}, "full_finetune_distributed", "llama3_3/70B_full_multinode"),
+        ("llama3_2/3B", 1, 1, {"lora"}, "lora_finetune_single_device", "llama3_2/3B_lora_single_device"),
+        ("llama3_2/3B", 1, 2, {"lora"}, "lora_finetune_distributed", "llama3_2/3B_lora"),
+        ("llama3_2/1B", 1, 1, {"lora", "q"}, "lora_finetune_single_device", "llama3_2/1B_qlora_single_device"),
+        ("llama3_3/70B", 1, 8, {"lora", "q"}, "lora_finetune_distributed", "llama3_3/70B_qlora"),
+        ("llama3_3/70B", 1, 8, {"lora", "q", "dora"}, "lora_finetune_distributed", "llama3_3/70B_lora"),
+        ("llama3_3/70B", 2, 8, {"lora"}, "full_finetune_distributed", "llama3_3/70B_full_multinode"),
+    ],
+)
+def test_torchtune_chooses_the_recipe_that_the_trainer_chooses(
+    model: str, nodes: int, processes: int, args: set[str], recipe: str, config: str
+) -> None:
+    known = {"lora": ("model.lora_attn_modules", ["q_proj"]), "q": ("model.quantize_base", True)}
+    known["dora"] = ("model.use_dora", True)
+    given = dict(known[name] for name in sorted(args))
+    made = Torchtune(model=model, nodes=nodes, processes=processes, args={**given, "epochs": 2})
+    made.validate()
+    assert made.to_command() == ["tune", "run"]
+    assert made.to_args()[:3] == [recipe, "--config", config]
+    assert made.to_runtime_args()[-1] == "epochs=2"
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (Trl(trainer="ppo", args=FULL), "none of TRL's scripts"),
+        (Trl(args={"model_name_or_path": "m"}), "args.dataset_name: None: is required"),
+        (Trl(trainer="grpo", args=FULL), "args.reward_funcs"),
+        (Torchtune(model="gpt/2"), "no torchtune runtime"),
+        (Torchtune(nodes=2), "must be 1 for llama3_2/1B"),
+        (Torchtune(processes=2, args={"model.quantize_base": True}), "processes: 2: must be 1"),
+        (Torchtune(model="qwen2_5/1.5B", args={"model.quantize_base": True}), "is not supported"),
+        (Native(stage="rollout"), "none that trains"),
+        (Native(args={"policy": "p"}), "args.prompts"),
+        (Native(args={"policy": "p", "prompts": "q", "checkpoint": "c", "max_steps": 0}), "sft.max_steps"),
+    ],
+)
+def test_refused_before_anything_starts(made: LLMBackend, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        made.validate()
+    with pytest.raises(UserError, match=told):
+        trainjob(made, "job", Cluster())
+
+
+def test_one_command_in_every_form(capfd: pytest.CaptureFixture[str]) -> None:
+    made = Echo(processes=2, args={"a": 1})
+    job = trainjob(made, "tune", Cluster(queue="q"), dataset="s3://b/d#x", run="demo")
+    trainer = job["spec"]["trainer"]
+    assert (trainer["command"], trainer["args"]) == (made.to_command(), ["a=1"])
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (1, 2)
+    assert job["spec"]["runtimeRef"]["name"] == "tuneloop-torch"
+    assert job["spec"]["initializer"] == {"dataset": {"storageUri": "s3://b/d#x"}}
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
+    group = as_jobset(made, "tune", Cluster())["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (alone,) = as_job(made, "tune", Cluster())["spec"]["template"]["spec"]["containers"]
+    for container in (group["containers"][0], alone):
+        assert (container["command"], container["args"]) == (made.to_command(), ["a=1"])
+        assert {"name": "PET_NPROC_PER_NODE", "value": "2"} in container["env"]
+    assert run_here(made) == 3
+    assert capfd.readouterr().out == "2 a=1\n"
+    with pytest.raises(UserError, match="this is one machine"):
+        run_here(Echo(nodes=2, args={"a": 1}))
+    assert json.dumps(job)
