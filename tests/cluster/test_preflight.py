@@ -1,16 +1,20 @@
 """What is missing on a cluster is said in one line before anything is created."""
 
+import base64
 import dataclasses
-from collections.abc import Callable
+import re
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import pytest
 import yaml
 
 from tests.cluster.conftest import STORE, kubectl, sleeper
 from tuneloop.argo import cluster as argo
-from tuneloop.argo.preflight import problems
+from tuneloop.argo.preflight import LISTED, problems
 from tuneloop.argo.watch import status
 from tuneloop.errors import UserError
 
@@ -62,6 +66,49 @@ def test_what_is_missing(
     (problem,) = problems(cluster, made)
     assert problem.field == field and told in str(problem)
     assert "\n" not in str(problem)
+
+
+def test_a_bucket_that_is_not_there(
+    cluster: argo.Cluster, run: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked from here, with the keys of this machine's environment."""
+    secret = cluster.core.read_namespaced_secret("tuneloop-store", cluster.namespace).data
+    for name, value in secret.items():
+        monkeypatch.setenv(name, base64.b64decode(value).decode())
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    assert problems(cluster, argo.prepare(sleeper(1), run=run, store=STORE)) == []
+    (problem,) = problems(cluster, argo.prepare(sleeper(1), run=run, store="s3://no-such-bucket/runs"))
+    assert problem.field == "store" and "correct the URL" in str(problem)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    (problem,) = problems(cluster, argo.prepare(sleeper(1), run=run, store=STORE))
+    assert problem.field == "store"
+
+
+@pytest.fixture
+def endpoint(cluster: argo.Cluster) -> Iterator[str]:
+    """The store that pods reach inside the cluster, here."""
+    url = cluster.core.read_namespaced_config_map("tuneloop-store", cluster.namespace).data["AWS_ENDPOINT_URL"]
+    service, namespace = urlparse(url).hostname.split(".")[:2]
+    command = ["kubectl", "-n", namespace, "port-forward", f"svc/{service}", f":{urlparse(url).port}"]
+    forward = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        port = re.search(r":(\d+) ->", forward.stdout.readline())[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        forward.terminate()
+        forward.wait()
+
+
+def test_an_image_that_no_node_has(cluster: argo.Cluster, run: str) -> None:
+    if any(len(node.status.images) >= LISTED for node in cluster.core.list_node().items):
+        pytest.skip("a node has more images than it reports")
+    made = argo.prepare(sleeper(1), run=run, store=STORE)
+    container = made["spec"]["templates"][0]["container"]
+    container["image"] = "tuneloop/base:forgotten"
+    (problem,) = problems(cluster, made)
+    assert "image: 'tuneloop/base:forgotten': is on no node, and names no registry" in str(problem)
+    container["image"] = "registry.example/tuneloop/base:forgotten"  # not ours to ask
+    assert problems(cluster, made) == []
 
 
 def test_an_unknown_priority(cluster: argo.Cluster, run: str) -> None:

@@ -18,6 +18,9 @@ KUEUE = ("kueue.x-k8s.io", "v1beta2")
 INSTALL = "manifests/third-party/README.md says how to install it"
 APPLY = "kubectl apply -k manifests/overlays/local (or yours)"
 
+LISTED = 50
+"""A kubelet reports so many images and no more (``nodeStatusMaxImages``)."""
+
 Amounts = dict[str, Decimal]
 """Resource name → amount, in cores, bytes or pieces."""
 
@@ -32,7 +35,13 @@ def problems(cluster: Cluster, workflow: Mapping[str, Any]) -> list[UserError]:
     with faults(cluster):
         if missing := [*_namespace(cluster), *_installed(cluster)]:
             return missing
-        return [*_allowed(cluster), *_references(cluster, workflow), *_queues(cluster, workflow), *_store(workflow)]
+        return [
+            *_allowed(cluster),
+            *_references(cluster, workflow),
+            *_images(cluster, workflow),
+            *_queues(cluster, workflow),
+            *_store(workflow),
+        ]
 
 
 def _namespace(cluster: Cluster) -> Iterator[UserError]:
@@ -99,6 +108,25 @@ def _named(value: Any) -> Iterator[tuple[str, str]]:
             yield "service account", item
         else:
             yield from _named(item)
+
+
+def _images(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+    """An image that names no registry is one that was built here: a node has it, or nothing can pull it.
+
+    What a registry has is not asked: the nodes' way to it, and their credentials, are the cluster's own.
+    """
+    nodes = _found(cluster.core.list_node, _request_timeout=30)
+    if nodes is UNSEEN or any(len(node.status.images or ()) >= LISTED for node in nodes.items):
+        return
+    there = {name for node in nodes.items for image in node.status.images or () for name in image.names or ()}
+    used = [t.get("container") or t.get("script") or {} for t in workflow["spec"]["templates"]]
+    for image in sorted({each["image"] for each in used if "image" in each}):
+        host = image.partition("/")[0] if "/" in image else ""
+        if "{{" in image or "." in host or ":" in host or host == "localhost":
+            continue
+        if not any(f"{prefix}{image}" in there for prefix in ("", "docker.io/", "docker.io/library/", "localhost/")):
+            remedy = "is on no node, and names no registry; load it into the nodes, or set cluster.images"
+            yield UserError("image", image, f"{remedy} (docs/cluster.md)")
 
 
 def _queues(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:
