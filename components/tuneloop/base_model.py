@@ -43,7 +43,9 @@ def base_model(
     trust_remote_code: Annotated[bool, Field(description="run Python code that the model brings")] = False,
     vocab_size: Annotated[int, Field(ge=260, description="of a tiny model, at most")] = 512,
     max_position_embeddings: Annotated[int, Field(ge=16, description="context length of a tiny model")] = 1024,
-    save_dtype: Annotated[Literal["bfloat16", "float16", "float32"], Field(description="of the weights")] = "bfloat16",
+    save_dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"], Field(description="of the weights; auto: as the model has it")
+    ] = "auto",
     weights: Weights = None,
     seed: int = 0,
 ) -> Results:
@@ -71,7 +73,8 @@ def base_model(
         else:
             policy, tokenizer = _pretrained(model, revision, trust_remote_code)
     with stage.timed("save"):
-        policy.to(getattr(torch, save_dtype)).save_pretrained(target)
+        dtype = policy.dtype if save_dtype == "auto" else getattr(torch, save_dtype)
+        policy.to(dtype).save_pretrained(target)
         tokenizer.save_pretrained(target)
         del policy
     with stage.timed("canary"):  # from what lies on the disk: a cast in memory rounds more than the weights
@@ -79,7 +82,7 @@ def base_model(
         vocabulary = min(len(tokenizer), policy.config.get_text_config().vocab_size)  # padding rows are never served
         write_canary(policy, stage.out / "canary.json", vocabulary)
     parameters = sum(p.numel() for p in policy.parameters())
-    stage.facts.update(version=0, model=model, parameters=parameters, save_dtype=save_dtype)
+    stage.facts.update(version=0, model=model, parameters=parameters, save_dtype=str(dtype).removeprefix("torch."))
     stage.facts.update(architecture=policy.config.architectures[0], vocab_size=vocabulary)
     stage.log(f"{model}: {parameters:,} parameters, vocabulary {vocabulary}")
     return {"parameters": parameters}

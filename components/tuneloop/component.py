@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import functools
 import inspect
 import json
 import os
@@ -420,6 +421,7 @@ def provenance(start: float, world_size: int) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def code_digest() -> str:
     """xxh3-64 over this package's sources: tells two builds of one version apart."""
     state = xxhash.xxh3_64()
@@ -428,6 +430,7 @@ def code_digest() -> str:
     return state.hexdigest()
 
 
+@functools.cache
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)

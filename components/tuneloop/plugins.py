@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -12,9 +13,7 @@ from tuneloop.errors import UserError
 
 def names(family: str) -> list[str]:
     """The variants that ship with tuneloop or are registered by entry point."""
-    package = importlib.import_module(f"tuneloop.{family}")
-    own = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
-    return sorted({*own, *(e.name for e in entry_points(group=f"tuneloop.{family}"))})
+    return sorted({*_own(family), *(entry.name for entry in _registered().select(group=f"tuneloop.{family}"))})
 
 
 def load(family: str, name: str, attribute: str | None = None) -> Any:
@@ -22,7 +21,7 @@ def load(family: str, name: str, attribute: str | None = None) -> Any:
 
     Args:
         family: a package below tuneloop: ``rewards``, ``data``, ``algorithms``, ``engines``, ``trainers``.
-        name: a module of that package, an entry point in group ``tuneloop.<family>``, or ``package.module:attr``.
+        name: a module of that package, else an entry point in group ``tuneloop.<family>``, or ``package.module:attr``.
         attribute: taken from a module found by its short name; None gives the module.
 
     Raises:
@@ -34,9 +33,21 @@ def load(family: str, name: str, attribute: str | None = None) -> Any:
             return getattr(importlib.import_module(module), path)
         except (ImportError, AttributeError) as error:
             raise UserError(family, name, f"cannot be imported ({error})") from error
-    for entry in entry_points(group=f"tuneloop.{family}", name=name):
-        return entry.load()
-    if name not in names(family):
+    if name not in _own(family):
+        for entry in _registered().select(group=f"tuneloop.{family}", name=name):
+            return entry.load()
         raise UserError(family, name, f"unknown; known: {', '.join(names(family))}, or a dotted path pkg.mod:attr")
     module_ = importlib.import_module(f"tuneloop.{family}.{name}")
     return module_ if attribute is None else getattr(module_, attribute)
+
+
+@cache
+def _own(family: str) -> list[str]:
+    package = importlib.import_module(f"tuneloop.{family}")
+    return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
+
+
+@cache
+def _registered() -> Any:
+    """Reads the metadata of every distribution that is installed: once a process."""
+    return entry_points()

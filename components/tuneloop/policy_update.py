@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -17,7 +17,7 @@ from tuneloop.samples import Sample, check_sampling, read_samples
 
 if TYPE_CHECKING:
     from tuneloop.algorithms._objective import PolicyGradient
-    from tuneloop.trainers.fsdp import Policy, Trainer
+    from tuneloop.trainers.fsdp import Optimization, Policy, Ranks, Trainer
 
 
 @component(
@@ -51,7 +51,10 @@ def policy_update(
     dtype: Annotated[
         Literal["float32", "bfloat16"], Field(description="of the computation; parameters stay float32")
     ] = "float32",
-    save_dtype: Annotated[Literal["bfloat16", "float16", "float32"], Field(description="of model/")] = "bfloat16",
+    save_dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        Field(description="of model/, which is what samples; auto: dtype, so that no rounding parts the two"),
+    ] = "auto",
     attn_implementation: Annotated[
         str, Field(description="transformers' name; auto: FlashAttention 2 where it is installed, else sdpa")
     ] = "auto",
@@ -75,9 +78,8 @@ def policy_update(
             at temperature 0; a missing column; no reference where `beta` is set.
         Interrupted: on SIGTERM. Nothing is kept: a retry begins anew.
     """
-    from tuneloop.trainers.fsdp import Optimization, Trainer
+    from tuneloop.trainers.fsdp import Optimization
 
-    model = checkpoint.model_dir(policy)
     objective = open_algorithm(algorithm, algorithm_args)
     if objective.beta and reference is None:
         raise UserError("algorithm_args.beta", objective.beta, "needs --reference, a checkpoint; or set it to 0")
@@ -87,24 +89,20 @@ def policy_update(
     samples = read_samples(rewards, int(policy.manifest.facts["version"]), max_staleness)
     ranks = checkpoint.open_ranks(stage, device, expected_world_size)
     about: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, "packing": packing}
-    about["max_length"] = max(len(sample.document.ids) for sample in samples)
+    optimization = Optimization(
+        learning_rate,
+        lr_scheduler_type,
+        warmup_steps,
+        max_steps,
+        weight_decay,
+        adam_beta1,
+        adam_beta2,
+        max_grad_norm,
+    )
     with stage.timed("load"):
-        trainer = Trainer(
-            model,
-            ranks,
-            Optimization(
-                learning_rate,
-                lr_scheduler_type,
-                warmup_steps,
-                max_steps,
-                weight_decay,
-                adam_beta1,
-                adam_beta2,
-                max_grad_norm,
-            ),
-            **about,
-        )
-        stage.facts.update(trainer.chosen(), optimizer=_load_state(trainer, policy, reset_optimizer))
+        trainer, optimizer = open_trainer(policy, ranks, optimization, about, reset_optimizer)
+        trainer.max_length = max(len(sample.document.ids) for sample in samples)
+        stage.facts.update(trainer.chosen(), optimizer=optimizer)
         stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
     steps = Objective(stage, objective, temperature, per_device_train_batch_size)
     scored = [sample for sample in samples if sample.score is not None and sample.document.target_count]
@@ -125,8 +123,35 @@ def policy_update(
             if any(sample.used for sample in batch):
                 losses.append(steps.step(trainer, batch))
     _report(stage, samples, iteration, len(losses))
-    version = checkpoint.write(stage, trainer, policy, save_dtype)
+    version = checkpoint.write(stage, trainer, policy, dtype if save_dtype == "auto" else save_dtype)
+    _kept[_identity(stage.attempt, optimization, about)] = trainer
     return {"loss": sum(losses) / len(losses) if losses else 0.0, "version": version}
+
+
+_kept: dict[Any, Trainer] = {}
+"""The trainer behind the checkpoint that this process wrote last, by `_identity`."""
+
+
+def _identity(attempt: str, optimization: Optimization, about: Mapping[str, Any]) -> Any:
+    return attempt, optimization, tuple(sorted(about.items()))
+
+
+def open_trainer(
+    policy: Artifact, ranks: Ranks, optimization: Optimization, about: Mapping[str, Any], reset: bool
+) -> tuple[Trainer, str]:
+    """The trainer of `policy`, and what became of the optimizer's state.
+
+    Where this very process wrote `policy` (several iterations in one process), its trainer is taken up again: the same
+    numbers as in the checkpoint, without reading them.
+    """
+    from tuneloop.trainers.fsdp import Trainer
+
+    kept = _kept.pop(_identity(policy.manifest.root, optimization, about), None)
+    _kept.clear()
+    if kept and not reset and ranks.world == 1:
+        return kept, f"carried on from step {kept.step}"
+    trainer = Trainer(checkpoint.model_dir(policy), ranks, optimization, **about)
+    return trainer, _load_state(trainer, policy, reset)
 
 
 def open_algorithm(name: str, options: dict[str, Any]) -> PolicyGradient:
@@ -213,6 +238,7 @@ def _open_reference(reference: Artifact, trainer: Trainer, about: dict[str, Any]
     from tuneloop.trainers.fsdp import Policy
 
     policy = Policy(checkpoint.model_dir(reference), trainer.ranks, **about)
+    policy.max_length = trainer.max_length
     checkpoint.load_masters(policy, reference)
     return policy
 

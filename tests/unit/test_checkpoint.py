@@ -18,7 +18,7 @@ def trained(tmp_path_factory) -> tuple[Artifact, Artifact]:
     work = tmp_path_factory.mktemp("work")
     base = checkpoint_artifact(work / "base", dtype=torch.float32, version=4)
     prompts = prompts_artifact(work / "prompts")
-    sft(out=str(work / "sft"), policy=base.ref, prompts=prompts.ref, max_steps=2, device="cpu")
+    sft(out=str(work / "sft"), policy=base.ref, prompts=prompts.ref, max_steps=2, device="cpu", save_dtype="bfloat16")
     return base, Artifact(str(work / "sft"))
 
 

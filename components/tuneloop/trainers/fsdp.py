@@ -164,13 +164,17 @@ class Policy:
         )
         self.packed = cuda if packing == "auto" else packing == "packed"
         self.max_length = max_length
-        self.model = open_model(model, torch.float32, self.attention)
+        self.model = self._open(model)
         text = self.model.config.get_text_config()
         self.context, self.vocab_size = int(getattr(text, "max_position_embeddings", 1 << 30)), int(text.vocab_size)
         self._index: Tensor | None = None
+        self._written: Any = None  # by `export`; making one anew costs more than filling it
         self.model.get_output_embeddings().register_forward_pre_hook(self._only_targets)
         self.model.train()
         self._place()
+
+    def _open(self, directory: Path) -> Any:
+        return open_model(directory, torch.float32, self.attention)
 
     def _place(self) -> None:
         if self.ranks.mesh is None:
@@ -205,12 +209,16 @@ class Policy:
             Float32 ``[targets]`` each, document by document: the log-probability of each target under
             ``softmax(logits / temperature)``, with gradient; and that distribution's entropy in nats, without.
         """
-        batch = collate(documents, self.ranks.device, self.max_length if self.packed else None)
+        batch = self.collate(documents)
         logits = self._logits(batch).float() / temperature
         norm = logits.logsumexp(-1)
         with torch.no_grad():
             entropy = norm - ((logits - norm[:, None]).exp() * logits).sum(-1)
         return logits.gather(-1, batch.labels[:, None])[:, 0] - norm, entropy
+
+    def collate(self, documents: Sequence[Document]) -> Batch:
+        """The documents in this policy's layout."""
+        return collate(documents, self.ranks.device, self.max_length if self.packed else None)
 
     def _logits(self, batch: Batch) -> Tensor:
         single = self.ranks.mesh is None
@@ -241,6 +249,11 @@ class Policy:
         """Take the parameters that `Trainer.save` wrote."""
         _dcp.load(self.masters(), directory)
 
+    def whole_state(self) -> dict[str, Tensor]:
+        """The model's own state, gathered on the first rank; called by all."""
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_model_state_dict(self.model, options=whole) if self.ranks.mesh else self.model.state_dict()
+
     def export(self, source: Path, target: Path, dtype: str) -> Any:
         """Write ``target`` in Hugging Face layout with parameters in `dtype`; called by all ranks.
 
@@ -249,14 +262,14 @@ class Policy:
         Returns:
             The model as written, on the CPU; None on all ranks but the first.
         """
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(self.model, options=whole) if self.ranks.mesh else self.model.state_dict()
+        weights = self.whole_state()
         if self.ranks.rank != 0:
             return None
-        written = open_model(source, getattr(torch, dtype), "sdpa")
-        written.load_state_dict(weights)
-        written.save_pretrained(target)
-        return written
+        if self._written is None or self._written.dtype != getattr(torch, dtype):
+            self._written = open_model(source, getattr(torch, dtype), "sdpa")
+        self._written.load_state_dict(weights)
+        self._written.save_pretrained(target)
+        return self._written
 
 
 class Trainer(Policy):
