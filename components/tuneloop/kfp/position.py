@@ -14,6 +14,9 @@ from tuneloop.artifacts import find
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.stage import handle
 
+TODO = "Output"
+"""The output parameter with the iterations to do; kfp.local finds what a ParallelFor runs over by this name alone."""
+
 
 def position(
     run: str, start: dict[str, Any], *, iteration: int, iterations: int, target_reward: float
@@ -57,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     task.describe("start", policy)
     task.write("start", f"{policy}\n")
     every = int(given["evaluate_every"])
-    task.results = {"todo": todo, "evaluate": bool(every and given["iteration"] % every == 0)}
+    task.results = {TODO: todo, "evaluate": bool(every and given["iteration"] % every == 0)}
     task.finish()
     return 0
 
