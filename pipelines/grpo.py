@@ -363,7 +363,8 @@ def build_kfp(config: Config) -> Any:
         at = f"{store}/{run}"
         with dsl.ExitHandler(steps["report"]("report", run=run, store=store)):
             prompts = steps["data-prep"]("data-prep", url=f"{at}/data-prep", seed=seed).outputs["prompts"]
-            model = steps["base-model"]("base-model", url=f"{at}/base-model", prompts=prompts, seed=seed)
+            published = kfp_publishing(config, at)
+            model = steps["base-model"]("base-model", url=f"{at}/base-model", prompts=prompts, seed=seed, **published)
             kfp_rl(config, steps, at, prompts, model.outputs["checkpoint"], seed, target_reward)
 
     return built
@@ -373,25 +374,32 @@ def kfp_steps(config: Config) -> dict[str, Any]:
     """Every stage of the loop as a function that makes its KFP task, by name."""
     from tuneloop.kfp.template import position_step, report_step, stage_step
 
-    if config.engine.pull:
-        raise UserError("engine.pull", True, "is built for Argo only; unset it: servers load checkpoints then")
     if config.nodes > 1:
         raise UserError("nodes", config.nodes, "is a JobSet of Argo's; with Kubeflow Pipelines say 1, and processes")
     pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
-    engine = {"engine": config.engine.name, "engine_args": config.engine.options}
+    engine = {
+        **{"engine": config.engine.name, "engine_args": config.engine.options},
+        "endpoint": config.engine.rollout_endpoint_url,
+    }
     model = {**config.model.model_dump(), "model": config.base_model}
-    seed, turn = ["seed"], ["seed", "iteration"]
+    seed, turn, publish = ["seed"], ["seed", "iteration"], list(kfp_publishing(config, ""))
+    update = {"dynamic": [*turn, *publish], "processes": config.processes}
     return {
         "data-prep": stage_step(data_prep, config.data, dynamic=seed, **pods),
-        "base-model": stage_step(base_model, model, dynamic=seed, **pods),
+        "base-model": stage_step(base_model, model, dynamic=[*seed, *publish], **pods),
         "rollout": stage_step(rollout, {**config.rollout.model_dump(), **engine}, dynamic=turn, **pods),
         "reward": stage_step(reward, config.reward, **pods),
-        "policy-update": stage_step(policy_update, config.update, dynamic=turn, processes=config.processes, **pods),
+        "policy-update": stage_step(policy_update, config.update, **update, **pods),
         "evaluate": stage_step(evaluate, {**config.evaluate.model_dump(), **engine}, dynamic=turn, **pods),
         "export": stage_step(export, config.export, **pods),
         "position": position_step(**pods),
         "report": report_step(**pods),
     }
+
+
+def kfp_publishing(config: Config, at: str) -> dict[str, str]:
+    """As `publishing`, for the run at the URL `at`."""
+    return {"weights": config.engine.weights or f"{at}/weights"} if config.engine.pull else {}
 
 
 def kfp_rl(config: Config, steps: dict[str, Any], at: str, prompts: Any, policy: Any, seed: Any, target: Any) -> None:
@@ -417,6 +425,7 @@ def kfp_rl(config: Config, steps: dict[str, Any], at: str, prompts: Any, policy:
         score = steps["reward"]("reward", url=f"{base}/reward", rollouts=sample.outputs["rollouts"])
         rewards = score.outputs["rewards"]
         given = {"policy": start, "rewards": rewards, "reference": policy, "target_reward": target}
+        given |= kfp_publishing(config, at)
         return steps["policy-update"]("policy-update", url=f"{base}/policy-update", **given, **here)
 
     every, count = config.loop.evaluate_every, config.loop.iterations

@@ -69,7 +69,8 @@ def build_kfp(config: Config) -> Any:
 
     steps = grpo.kfp_steps(config)
     pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
-    train = stage_step(sft, config.sft, dynamic=["seed"], processes=config.processes, **pods)
+    dynamic = ["seed", *grpo.kfp_publishing(config, "")]
+    train = stage_step(sft, config.sft, dynamic=dynamic, processes=config.processes, **pods)
 
     @pipeline("sft-then-grpo")
     def built(
@@ -89,10 +90,10 @@ def build_kfp(config: Config) -> Any:
         at = f"{store}/{run}"
         with dsl.ExitHandler(steps["report"]("report", run=run, store=store)):
             prompts = steps["data-prep"]("data-prep", url=f"{at}/data-prep", seed=seed).outputs["prompts"]
-            model = steps["base-model"]("base-model", url=f"{at}/base-model", prompts=prompts, seed=seed)
-            start = model.outputs["checkpoint"]
-            tuned = train("sft", url=f"{at}/sft", policy=start, prompts=prompts, seed=seed).outputs["checkpoint"]
-            grpo.kfp_rl(config, steps, at, prompts, tuned, seed, target_reward)
+            given = {"prompts": prompts, "seed": seed, **grpo.kfp_publishing(config, at)}
+            model = steps["base-model"]("base-model", url=f"{at}/base-model", **given)
+            tuned = train("sft", url=f"{at}/sft", policy=model.outputs["checkpoint"], **given)
+            grpo.kfp_rl(config, steps, at, prompts, tuned.outputs["checkpoint"], seed, target_reward)
 
     return built
 
