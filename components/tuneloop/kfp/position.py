@@ -14,9 +14,6 @@ from tuneloop.artifacts import find
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.stage import handle
 
-TODO = "Output"
-"""The output parameter with the iterations to do; kfp.local finds what a ParallelFor runs over by this name alone."""
-
 
 def position(
     run: str, start: dict[str, Any], *, iteration: int, iterations: int, target_reward: float
@@ -60,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     task.describe("start", policy)
     task.write("start", f"{policy}\n")
     every = int(given["evaluate_every"])
-    task.results = {TODO: todo, "evaluate": bool(every and given["iteration"] % every == 0)}
+    task.results = {"todo": todo, "evaluate": bool(every and given["iteration"] % every == 0)}
     task.finish()
     return 0
 

@@ -20,7 +20,6 @@ from pydantic.fields import FieldInfo
 from tuneloop.argo.settings import Cluster
 from tuneloop.argo.template import STORE
 from tuneloop.component import Component
-from tuneloop.kfp.position import TODO
 from tuneloop.kfp.settings import Kfp
 from tuneloop.kfp.stage import TARGET, URL, result
 
@@ -95,7 +94,7 @@ def position_step(*, cluster: Cluster | None = None, kfp: Kfp | None = None) -> 
         "evaluate_every": (int, REQUIRED),
         TARGET: (float, REQUIRED),
         "start": (Output[Model], REQUIRED),
-        TODO: (dsl.OutputPath(list[int]), REQUIRED),
+        "todo": (dsl.OutputPath(list[int]), REQUIRED),
         "evaluate": (dsl.OutputPath(bool), REQUIRED),
     }
     about = {"run": "URL of the run", "iteration": "which asks; 0: after the last", "policy": "before the first"}
