@@ -84,15 +84,16 @@ class Probe:
                     yield said
         except json.JSONDecodeError as error:
             raise Failed(f"sends a line that is no JSON: {error}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise Failed(f"{type(error).__name__}: {error}") from error
         finally:
-            connection.close()
+            hang_up(connection, reply)
 
     def status(self, body: dict[str, Any]) -> int:
         """The status of an answer."""
         connection, reply = self._send(body)
-        with reply:
-            connection.close()
-            return reply.status
+        hang_up(connection, reply)
+        return reply.status
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] = (0,), **body: Any) -> list[list[Any]]:
         """Completions of each prompt, for each seed; every index answered once."""
@@ -129,6 +130,12 @@ class Probe:
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise Failed(f"{type(error).__name__}: {error}") from error
+
+
+def hang_up(connection: http.client.HTTPConnection, reply: http.client.HTTPResponse) -> None:
+    """Close the socket, which belongs to both."""
+    connection.close()
+    reply.close()
 
 
 def ask(prompts: Sequence[Sequence[int]], seeds: Sequence[int], **body: Any) -> dict[str, Any]:
@@ -289,8 +296,7 @@ def aborts(probe: Probe) -> None:
     probe.one(probe.prompt(40), max_tokens=4)
     usual = time.perf_counter() - clock
     flood = ask([probe.prompt(41 + i, 6) for i in range(8)], range(64), max_tokens=200)
-    connection, _ = probe._send(flood)
-    connection.close()
+    hang_up(*probe._send(flood))
     clock = time.perf_counter()
     probe.one(probe.prompt(40), max_tokens=4)
     waited = time.perf_counter() - clock

@@ -266,6 +266,7 @@ class Endpoint:
         connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = connect(parts.hostname or "", parts.port, timeout=self.timeout_s)
         held: socket.socket | None = None
+        reply: http.client.HTTPResponse | None = None
         try:
             connection.connect()
             held = connection.sock
@@ -286,6 +287,8 @@ class Endpoint:
         finally:
             self._open.discard(held)
             connection.close()
+            if reply is not None:
+                reply.close()  # the socket belongs to both
 
     def _prepare(self, payload: dict[str, Any]) -> dict[str, Any]:
         about: dict[str, Any] = {

@@ -1,0 +1,73 @@
+"""The conformance kit passes a peer that keeps to the protocol, and catches each fault that is planted in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.engines.peer import VOCABULARY, Model, Peer, serving
+from tuneloop.artifacts import Artifact, Draft
+from tuneloop.cli import invoke
+from tuneloop.conformance import Probe, check
+
+FAULTS = {
+    "another version echoed": "weights",
+    "serves any version": "exact",
+    "echoes the demanded version": "exact",
+    "ignores the minimum": "least",
+    "stale weights": "weights",
+    "retokenizes the prompt": "as_given",
+    "log-probabilities before temperature": "heat",
+    "works for who hung up": "aborts",
+    "cuts the distribution": "scored",
+    "ignores seeds": "seeds",
+    "samples at random": "seeds",
+    "runs past stop tokens": "stops",
+    "drops the stop token": "stops",
+    "one token too many": "lengths",
+    "streams too little": "streams",
+    "mixes answers up": "apart",
+    "loses a log-probability": "form",
+    "takes any ids": "refuses",
+    "shifts the prompt's log-probabilities": "scored",
+}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """What the peer should serve: a version and its canary."""
+    url = str(tmp_path_factory.mktemp("policy"))
+    ids, model = list(range(3, 27)), Model(3)
+    logprobs = [float(model.logprobs(ids[:k])[ids[k]]) for k in range(1, len(ids))]
+    draft = Draft(url)
+    (draft.path / "canary.json").write_text(json.dumps({"ids": ids, "logprobs": logprobs}))
+    draft.commit(stage="sft", facts={"version": 3})
+    return Artifact(url)
+
+
+@pytest.mark.parametrize(("fault", "caught_by"), [("", None), *FAULTS.items()])
+def test_faults_are_caught(fault: str, caught_by: str | None, policy: Artifact) -> None:
+    with serving(Peer(3, fault)) as url:
+        outcomes = list(check(Probe(url, policy, VOCABULARY, timeout_s=1.5)))
+    failed = [o.name for o in outcomes if o.result == "failed"]
+    assert fault == "ignores seeds" or not [o for o in outcomes if o.result == "skipped"]
+    assert failed == [] if caught_by is None else caught_by in failed, [o for o in outcomes if o.result != "ok"]
+
+
+def test_command(policy: Artifact, capsys: pytest.CaptureFixture[str]) -> None:
+    for fault, code in (("", 0), ("ignores seeds", 1)):
+        with serving(Peer(3, fault)) as url:
+            assert invoke(["endpoint", "check", url, "--policy", policy.ref, "--vocabulary", str(VOCABULARY)]) == code
+    printed = capsys.readouterr().out
+    assert "15 of 15 checks without a fault" in printed and "gives the same tokens for eight seeds" in printed
+
+
+def test_nobody_there() -> None:
+    outcomes = list(check(Probe("http://127.0.0.1:9", timeout_s=1)))
+    assert {o.result for o in outcomes} == {"failed", "skipped"} and "ConnectionRefused" in outcomes[0].why
+
+
+def test_the_peer_is_not_imported_by_the_package() -> None:
+    assert not list((Path(__file__).parents[2] / "components").rglob("peer.py"))
