@@ -100,3 +100,8 @@ def build_kfp(config: Config) -> Any:
 
 if "hera._cli" in sys.modules:  # `hera generate yaml` takes what it finds in the module
     workflow = build_argo(Config())
+
+if __name__ == "__main__":  # sends it to the Argo server that ARGO_SERVER names
+    from tuneloop.cli.cluster import submit_pipeline
+
+    sys.exit(submit_pipeline(__file__, sys.argv[1:]))

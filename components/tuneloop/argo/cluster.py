@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -223,13 +223,22 @@ def create(cluster: Cluster, made: Mapping[str, Any], run: str) -> str:
     """
     with faults(cluster):
         earlier = cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
+    made, at = after(made, earlier, run)
+    return create_numbered(cluster, made, run, at) if at > 1 else _create(cluster, made, run)
+
+
+def after(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str) -> tuple[Mapping[str, Any], int]:
+    """`made` as it goes on after the `earlier` workflows of its run, oldest first; and its number.
+
+    Raises:
+        UserError: one of them is under way.
+    """
     if active := [w["metadata"]["name"] for w in earlier if phase(w) not in DONE]:
         remedy = f"is under way as workflow {active[0]}; `tuneloop cluster stop` it, or choose another name"
         raise UserError("run", run, remedy)
     if not earlier:
-        return _create(cluster, made, run)
-    made = started_like(made, earlier[-1])
-    return create_numbered(cluster, made, run, max(number(run, w["metadata"]["name"]) for w in earlier) + 1)
+        return made, 1
+    return started_like(made, earlier[-1]), max(number(run, w["metadata"]["name"]) for w in earlier) + 1
 
 
 def started_like(made: Mapping[str, Any], newest: Mapping[str, Any]) -> Mapping[str, Any]:

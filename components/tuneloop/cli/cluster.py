@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tuneloop.cli.author import CONFIG, PIPELINE, SETS
 from tuneloop.cli.execute import RUN
+from tuneloop.errors import EXIT_USER, UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,6 +33,9 @@ def submit(
     priority: Annotated[str | None, typer.Option("--priority", help="WorkloadPriorityClass of queued stages.")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the logs, and return the run's exit status.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Only check: create nothing.")] = False,
+    server: Annotated[
+        str | None, typer.Option("--server", help="URL of an Argo server to send it to; needs no kubeconfig.")
+    ] = None,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
@@ -42,8 +46,10 @@ def submit(
 
     found = find(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
-    there = argo.connect(namespace, context)
     made = argo.prepare(workflow, run=run, store=store, namespace=namespace, priority=priority)
+    if server:
+        return _submit_to(server, made, run, namespace, wait)
+    there = argo.connect(namespace, context)
     if found_wanting := problems(there, made):
         for problem in found_wanting:
             typer.echo(f"error: {problem}", err=True)
@@ -57,6 +63,34 @@ def submit(
         return 0
     _print_logs(there, run, None, follow=True)
     return argo.wait(there, run)
+
+
+def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: bool) -> int:
+    """Through an Argo server, which is asked for nothing else: there is no preflight, and no logs."""
+    from tuneloop.argo.server import Server
+
+    there = Server(url, namespace)
+    name = there.submit(made, run)
+    typer.echo(f"{run}: submitted as workflow {name} to {url}")
+    return there.wait(run) if wait else 0
+
+
+def submit_pipeline(path: str, arguments: list[str]) -> int:
+    """What ``python pipelines/grpo.py --run … --store …`` does: `submit` to the Argo server that ARGO_SERVER names.
+
+    Returns:
+        the exit code.
+    """
+    from tuneloop.argo.server import address
+    from tuneloop.cli import invoke
+
+    if {"-h", "--help"} & set(arguments):
+        return invoke(["submit", "--help"])
+    try:
+        return invoke(["submit", path, "--server", address(), *arguments])
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        return EXIT_USER
 
 
 def schedule(

@@ -1,0 +1,95 @@
+"""Send a workflow to an Argo server, by Hera's ``create``: for those who have its address and no kubeconfig.
+
+    python pipelines/grpo.py --run demo --store s3://artifacts/runs
+
+The server is named as the argo command line has it: ``ARGO_SERVER`` (host:port), ``ARGO_TOKEN``, ``ARGO_SECURE``
+(``false``: plain HTTP) and ``ARGO_INSECURE_SKIP_VERIFY``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tuneloop.argo import cluster as argo
+from tuneloop.errors import Retryable, UserError
+
+
+class Server:
+    """An Argo server.
+
+    Args:
+        url: with scheme and port.
+        namespace: where runs live.
+    """
+
+    def __init__(self, url: str, namespace: str = argo.NAMESPACE) -> None:
+        from hera.workflows import WorkflowsService
+
+        skip = os.environ.get("ARGO_INSECURE_SKIP_VERIFY", "").lower() == "true"
+        token = os.environ.get("ARGO_TOKEN") or None
+        self.url, self.namespace = url, namespace
+        self._service = WorkflowsService(host=url, token=token, verify_ssl=not skip, namespace=namespace)
+
+    def submit(self, made: Mapping[str, Any], run: str) -> str:
+        """Create a workflow from `tuneloop.argo.cluster.prepare`; see `tuneloop.argo.cluster.create`.
+
+        Raises:
+            UserError: the server cannot be reached or refuses; the run is under way.
+        """
+        from hera.workflows import Workflow
+
+        made, at = argo.after(made, self.workflows(run), run)
+        name = f"{run}-{at}" if at > 1 else run
+        with self._faults():
+            built: Any = Workflow.from_dict({**made, "metadata": {**made["metadata"], "name": name}})
+            built.workflows_service = self._service
+            built.create()
+        return name
+
+    def workflows(self, run: str) -> list[dict[str, Any]]:
+        """The workflows of a run, oldest first."""
+        with self._faults():
+            found = self._service.list_workflows(self.namespace, label_selector=f"{argo.RUN_LABEL}={run}")
+        items = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in found.items or ()]
+        return sorted(items, key=lambda item: str(item["metadata"]["creationTimestamp"]))
+
+    def wait(self, run: str, *, poll: float = 2.0) -> int:
+        """Wait for the newest workflow of a run to end; see `tuneloop.argo.cluster.wait`."""
+        while argo.phase(newest := self.workflows(run)[-1]) not in argo.DONE:
+            time.sleep(poll)
+        return argo.exit_code(newest)
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Say in one line what the server's refusal means."""
+        from hera.exceptions import HeraException, InternalServerError
+        from requests import RequestException
+
+        try:
+            yield
+        except InternalServerError as error:
+            raise Retryable(f"server: {self.url}: {' '.join(str(error).split())}") from error
+        except HeraException as error:
+            raise UserError("server", self.url, f"refused: {' '.join(str(error).split())}") from error
+        except RequestException as error:
+            remedy = f"does not answer ({type(error).__name__}); correct the address, or port-forward to it"
+            raise UserError("server", self.url, remedy) from error
+
+
+def address() -> str:
+    """The URL of the server that the environment names.
+
+    Raises:
+        UserError: it names none.
+    """
+    host = os.environ.get("ARGO_SERVER")
+    if not host:
+        remedy = "names no Argo server; set it to host:port, or use `tuneloop submit` with a kubeconfig"
+        raise UserError("ARGO_SERVER", host, remedy)
+    if "://" in host:
+        return host
+    return f"{'http' if os.environ.get('ARGO_SECURE', '').lower() == 'false' else 'https'}://{host}"

@@ -1,0 +1,68 @@
+"""Through an Argo server: Hera's `create`, and the exit status."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import yaml
+
+from tests.cluster.conftest import ROOT, STORE
+from tests.cluster.test_queue import until
+from tuneloop.argo import cluster as argo
+from tuneloop.argo.server import Server
+from tuneloop.argo.watch import status
+from tuneloop.config import find
+from tuneloop.errors import UserError
+
+pytestmark = pytest.mark.cluster
+
+SETTINGS = {"data": {"source": "jsonl", "source_args": {"path": "/nowhere.jsonl"}}}
+
+
+@pytest.fixture
+def server(cluster: argo.Cluster) -> Iterator[str]:
+    command = ["kubectl", "-n", "argo", "port-forward", "svc/argo-server", ":2746"]
+    forward = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        port = re.search(r":(\d+) ->", forward.stdout.readline())[1]
+        yield f"127.0.0.1:{port}"
+    finally:
+        forward.terminate()
+        forward.wait()
+
+
+def test_a_pipeline_file_submits_itself_and_returns_how_the_run_ended(
+    cluster: argo.Cluster, server: str, run: str, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first stage has no data to read: the user's mistake, exit code 2."""
+    monkeypatch.setenv("ARGO_SERVER", server)
+    monkeypatch.setenv("ARGO_SECURE", "false")
+    config = tmp_path / "settings.yaml"
+    config.write_text(yaml.safe_dump(SETTINGS))
+    flags = ["--run", run, "--store", STORE, "-c", str(config), "--wait"]
+    command = [sys.executable, "pipelines/sft.py", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (
+        2,
+        f"{run}: submitted as workflow {run} to http://{server}",
+    )
+    rendered = find("sft").build(find("sft").configure(config))
+    (live,) = argo.workflows(cluster, run)
+    wanted = argo.prepare(rendered, run=run, store=STORE)
+    assert live["spec"]["arguments"] == wanted["spec"]["arguments"]
+    # The server writes down empty fields, too.
+    mine, theirs = ([t.get("container", {}).get("args") for t in w["spec"]["templates"]] for w in (wanted, live))
+    assert mine == theirs
+
+    assert subprocess.run(command[:-1], cwd=ROOT, capture_output=True).returncode == 0
+    until(lambda: status(cluster, run).workflows == [run, f"{run}-2"], 10)
+    with pytest.raises(UserError, match=f"is under way as workflow {run}-2"):
+        Server(f"http://{server}").submit(wanted, run)
+    argo.stop(cluster, run)
+
+
+def test_a_server_that_does_not_answer(run: str) -> None:
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9': does not answer"):
+        Server("http://127.0.0.1:9").workflows(run)
