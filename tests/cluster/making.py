@@ -26,8 +26,8 @@ def digits(seed: int = 0) -> dict[str, Any]:
     return made
 
 
-def toy(iterations: int, seconds: float) -> dict[str, Any]:
-    """The toy of the unit tests, whose file the pods find in a config map; each stage first sleeps for `seconds`."""
+def toy(iterations: int = 1, **seconds: float) -> dict[str, Any]:
+    """The toy of the unit tests, whose file the pods find in a config map; a stage first sleeps for its `seconds`."""
     source = ROOT / "tests" / "unit" / "toy.py"
     files = f"--from-file=toy.py={source}"
     kubectl("-n", "tuneloop", "delete", "configmap", "toy", "--ignore-not-found")
@@ -38,7 +38,8 @@ def toy(iterations: int, seconds: float) -> dict[str, Any]:
     for template in made["spec"]["templates"]:
         container = template.get("container")
         if container and container["command"][-1] == "tests.unit.toy":
-            container["command"] = ["sh", "-c", f'sleep {seconds} & wait $!; exec python -m tests.unit.toy "$@"', "sh"]
+            sleep = f"sleep {seconds.get(template['name'], 0)} & wait $!"
+            container["command"] = ["sh", "-c", f'{sleep}; exec python -m tests.unit.toy "$@"', "sh"]
             container["env"].append({"name": "PYTHONPATH", "value": "/toy"})
             container.setdefault("volumeMounts", []).append({"name": "toy", "mountPath": "/toy"})
             container["image"] = "tuneloop/base:dev"

@@ -1,0 +1,124 @@
+"""A loop of several workflows is one run: looked at, disturbed and stopped as one."""
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cluster.conftest import STORE, kubectl
+from tests.cluster.making import empty_loop, toy
+from tests.cluster.test_queue import until
+from tests.unit.toy import make
+from tuneloop.argo import cluster as argo
+from tuneloop.argo.drift import template_drift
+from tuneloop.argo.state import Node
+from tuneloop.argo.watch import status
+from tuneloop.artifacts import split_ref
+
+pytestmark = pytest.mark.cluster
+
+
+def pods(cluster: argo.Cluster, run: str, template: str) -> list[Node]:
+    """Its pods that have ended well, in their order."""
+    found = status(cluster, run).nodes.values()
+    return [n for n in found if n.type == "Pod" and n.template == template and n.phase == "Succeeded"]
+
+
+def test_parts_are_one_run_and_stop_ends_the_newest(cluster: argo.Cluster, run: str) -> None:
+    """Two parts end by themselves, the third is stopped, and the run resumed there: nothing runs twice."""
+    workflow = empty_loop(4, 1)
+    argo.submit(cluster, workflow, run=run, store=STORE)
+    until(lambda: _phases(cluster, run) == ["Succeeded", "Succeeded", "Running"], 120)
+    assert argo.stop(cluster, run) == 1
+    assert not [pod for pod in _pods(run) if "Running" in pod or "Pending" in pod]
+    seen = status(cluster, run)
+    assert (seen.phase, seen.workflows) == ("Failed", [run, f"{run}-2", f"{run}-3"])
+    assert [node.outputs["told"] for node in pods(cluster, run, "stage")][:2] == ["1", "2"]
+
+    assert argo.submit(cluster, workflow, run=run, store=STORE) == f"{run}-4"
+    assert argo.wait(cluster, run) == 0
+    told = [node.outputs["told"] for node in pods(cluster, run, "stage")]
+    assert sorted(set(told)) == ["1", "2", "3", "4"] and told.count("1") == told.count("2") == 1
+    assert status(cluster, run).workflows[-1] == f"{run}-5"
+
+
+def test_what_is_submitted_from_a_template_is_a_run(cluster: argo.Cluster, run: str) -> None:
+    """As from Argo's page, or `argo submit --from`: labels and parts come from the template; live is as rendered."""
+    template = argo.as_template(empty_loop(2, 1), run)
+    apply = ["kubectl", "apply", "--server-side", "-f", "-"]
+    subprocess.run(apply, input=yaml.safe_dump(template), text=True, check=True, capture_output=True)
+    try:
+        assert template_drift(cluster, empty_loop(2, 1), run) == ""
+        assert "+    value: '9'" in template_drift(cluster, empty_loop(9, 1), run)
+        given = [{"name": "run", "value": run}, {"name": "store", "value": STORE}]
+        made = {k: template[k] for k in ("apiVersion", "metadata")} | {"kind": "Workflow"}
+        made["spec"] = {"workflowTemplateRef": {"name": run}, "arguments": {"parameters": given}}
+        argo._create(cluster, made, run)
+        until(lambda: bool(cluster.list(*argo.WORKFLOWS, selector=f"{argo.RUN_LABEL}={run}")), 30)
+        until(lambda: _phases(cluster, run) == ["Succeeded"] * 2, 90)
+        assert [node.outputs["told"] for node in pods(cluster, run, "stage")] == ["1", "2"]
+        assert len(_pods(run)) == 3
+    finally:
+        kubectl("-n", cluster.namespace, "delete", "workflowtemplate", run)
+
+
+def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
+    cluster: argo.Cluster, run: str, tmp_path: Path
+) -> None:
+    """The toy's stages on real S3; the digests are those of an undisturbed run in this process."""
+    argo.submit(cluster, toy(rollout=12, reward=6), run=run, store=STORE)
+    until(lambda: _running(run, "rollout"), 120)
+    (killed,) = _running(run, "rollout")
+    kubectl("-n", cluster.namespace, "delete", "pod", killed[0], "--grace-period=1")
+    # As the same attempt if the controller has not seen it run yet, or as another.
+    until(lambda: bool(_running(run, "rollout")) and _running(run, "rollout")[0][1] != killed[1], 60)
+    until(lambda: _running(run, "reward"), 60)
+    kubectl("-n", "argo", "rollout", "restart", "deployment/workflow-controller")
+    assert argo.wait(cluster, run) == 0
+    seen = status(cluster, run)
+    made = {}
+    for node in seen.nodes.values():
+        for value in node.outputs.values():
+            if node.type == "Pod" and "@" in value:
+                url, made_digest = split_ref(value)
+                made[url.rpartition(f"/{run}/")[2]] = made_digest
+    undisturbed = make(str(tmp_path), iterations=1)
+    assert made == {
+        f"iterations/{name}" if name[0].isdigit() else name: manifest.digest for name, manifest in undisturbed.items()
+    }
+
+
+def test_nothing_with_the_runs_label_is_left(cluster: argo.Cluster, run: str) -> None:
+    """Beside what retention keeps: the workflow, and the pods that show why it ended."""
+    argo.submit(cluster, toy(sft=60), run=run, store=STORE)
+    until(lambda: _running(run, "sft"), 60)
+    assert argo.stop(cluster, run) == 1
+    label = f"{argo.RUN_LABEL}={run}"
+    kinds = "pods,services,jobs,configmaps,secrets,persistentvolumeclaims,workloads,jobsets,rayjobs,workflows"
+    left = kubectl("-n", cluster.namespace, "get", kinds, "-l", label, "-o", "name").split()
+    assert f"workflow.argoproj.io/{run}" in left
+    assert {name.partition("/")[0] for name in left} <= {"workflow.argoproj.io", "pod"}
+    kubectl("-n", cluster.namespace, "delete", "workflow", run)
+    deadline = time.monotonic() + 60
+    while kubectl("-n", cluster.namespace, "get", kinds, "-l", label, "-o", "name"):
+        assert time.monotonic() < deadline
+        time.sleep(1)
+
+
+def _phases(cluster: argo.Cluster, run: str) -> list[str]:
+    return [argo.phase(workflow) for workflow in argo.workflows(cluster, run)]
+
+
+def _pods(run: str) -> list[str]:
+    return kubectl("-n", argo.NAMESPACE, "get", "pods", "-l", f"{argo.RUN_LABEL}={run}", "--no-headers").splitlines()
+
+
+def _running(run: str, template: str) -> list[tuple[str, str]]:
+    """Name and uid of its pods whose containers run."""
+    path = "{range .items[*]}{.metadata.name} {.metadata.uid} {.status.containerStatuses[*].ready}{'\\n'}{end}"
+    label = f"{argo.RUN_LABEL}={run}"
+    said = kubectl("-n", argo.NAMESPACE, "get", "pods", "-l", label, "-o", f"jsonpath={path}")
+    pods = (line.split() for line in said.splitlines())
+    return [(name, uid) for name, uid, *ready in pods if f"-{template}-" in name and ready == ["true"] * 2]
