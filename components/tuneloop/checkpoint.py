@@ -57,6 +57,16 @@ def open_ranks(stage: Stage, device: Any, expected_world_size: int | None) -> Ra
     return ranks
 
 
+def check_stop(stage: Stage, policy: Policy) -> None:
+    """Leave the stage on all ranks if any was told to: one that left alone would leave the others waiting.
+
+    Raises:
+        Interrupted: SIGTERM has arrived somewhere.
+    """
+    stage.stopping = bool(policy.ranks.max([float(stage.stopping)])[0])
+    stage.check_stop()
+
+
 def load_masters(target: Policy, policy: Artifact) -> None:
     """Put the float32 parameters behind a checkpoint in place of those of its ``model/``, if it has been trained."""
     if trainer_state(policy) is not None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from tuneloop import checkpoint
 from tuneloop.component import Stage
 from tuneloop.samples import Sample
 
@@ -30,7 +31,7 @@ class Objective:
         found: dict[int, list[float]] = {}
         with policy.frozen():
             for micro in policy.plan([s.document for s in samples], self.limit):
-                self._check_stop(policy)
+                checkpoint.check_stop(self.stage, policy)
                 values, _ = policy.logprobs([samples[i].document for i in micro], self.temperature)
                 parts = values.split([samples[i].document.target_count for i in micro])
                 found |= {i: part.tolist() for i, part in zip(micro, parts)}
@@ -48,7 +49,7 @@ class Objective:
         torch.manual_seed(self.stage.seed("dropout", trainer.step, self.stage.rank))
         tally = Tally(trainer.ranks)
         for micro in trainer.plan([s.document for s in used], self.limit):
-            self._check_stop(trainer)
+            checkpoint.check_stop(self.stage, trainer)
             loss, measures = self._forward(trainer, [used[i] for i in micro], weight)
             loss.sum().backward()
             tally.add(loss=loss.detach(), **measures)
@@ -94,11 +95,6 @@ class Objective:
         loss, measures = self.algorithm.loss(tokens)
         each = torch.tensor([weight[s.id] for s in samples], device=trainer.ranks.device)
         return loss * each.repeat_interleave(counts), {**measures, "entropy": entropy}
-
-    def _check_stop(self, policy: Policy) -> None:
-        """Stop together: a rank that left alone would leave the others waiting."""
-        self.stage.stopping = bool(policy.ranks.max([float(self.stage.stopping)])[0])
-        self.stage.check_stop()
 
 
 class Tally:

@@ -2,6 +2,7 @@
 
 import importlib
 import random
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,8 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.making import tiny_model
 from tuneloop.algorithms._objective import Completions, Tokens
+from tuneloop.algorithms._preference import Judged
+from tuneloop.pairs import Pair, mismatched, sums
+from tuneloop.reward_model import bradley_terry
 from tuneloop.trainers._batch import Document
 from tuneloop.trainers.fsdp import Policy, Ranks
+from tuneloop.trainers.scorer import Scorer
 
 pytestmark = pytest.mark.local
 COMMON = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": [], "disable_dropout": True}
@@ -195,3 +200,93 @@ def test_rloo_equals_trl(case, trainers, options):
     trainer.epsilon_low, trainer.epsilon_high = algorithm.epsilon, algorithm.epsilon_high or algorithm.epsilon
     inputs = trl_inputs(case, advantages) | {"old_logps": case.rows(case.old).sum(-1)}
     assert_same(case, loss, trainer._compute_loss(trainer.model, inputs), trainer.model)
+
+
+@pytest.fixture(scope="module")
+def pairs(case) -> list[Pair]:
+    """Four pairs of the case's completions."""
+    sides = zip(case.prompts, case.completions[0::2], case.completions[1::2])
+    return [Pair(str(i), prompt, chosen, rejected) for i, (prompt, chosen, rejected) in enumerate(sides)]
+
+
+def trl_trainer(kind: str, case: Case, work: Path, **options: Any) -> Any:
+    import trl
+    from transformers import AutoModelForSequenceClassification
+
+    source = case.policy.model.config.name_or_path
+    reward = kind == "Reward"
+    model = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
+    about = {"num_labels": 1} if reward else {}
+    shown = [{"prompt": "say 1 =", "chosen": " 1", "rejected": " 2"}] * 2
+    if kind == "KTO":
+        shown = [{"prompt": "say 1 =", "completion": f" {i}", "label": i % 2 == 0} for i in range(4)]
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=model.from_pretrained(source, dtype=torch.float32, **about),
+        args=getattr(trl, f"{kind}Config")(
+            output_dir=str(work), per_device_train_batch_size=2, max_length=32, **COMMON, **options
+        ),
+        train_dataset=Dataset.from_list(shown),
+        processing_class=AutoTokenizer.from_pretrained(source),
+    )
+    trainer.model.eval()
+    return trainer
+
+
+def by_row(documents: list[Document]) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": right([d.ids for d in documents]),
+        "attention_mask": right([[1] * len(d.ids) for d in documents]),
+        "completion_mask": right([[int(t) for t in d.targets] for d in documents]),
+    }
+
+
+def sides(documents: list[Document]) -> list[Document]:
+    """All chosen ones, then all rejected ones: TRL's order."""
+    return documents[0::2] + documents[1::2]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "theirs"),
+    [("dpo", {"beta": 0.3}, "sigmoid"), ("ipo", {"beta": 0.1}, "ipo"), ("kto", {"undesirable_weight": 0.7}, "kto")],
+)
+def test_preferences_equal_trl(case, pairs, tmp_path, name, options, theirs):
+    algorithm = importlib.import_module(f"tuneloop.algorithms.{name}").Algorithm(**options)
+    documents = [document for pair in pairs for document in pair.documents()]
+    others = [document for both in mismatched(pairs) for document in both]
+    lengths = torch.tensor([document.target_count for document in documents])
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        known, known_others = (sums(case.policy, d) - torch.rand(len(d), generator=noise) for d in (documents, others))
+        kl = (sums(case.policy, others) - known_others).mean().clamp(min=0)
+    assert kl > 0.1
+    case.policy.model.zero_grad()
+    judged = Judged(sums(case.policy, documents) - known, lengths, kl if algorithm.needs_kl else torch.tensor(0.0))
+    loss = algorithm.loss(judged).mean()
+    loss.backward()
+    reference = (known[0::2], known[1::2])
+    if name == "kto":
+        trainer = trl_trainer("KTO", case, tmp_path, beta=algorithm.beta, undesirable_weight=0.7)
+        trainer.precompute_ref_logps = True
+        inputs = by_row(documents) | {f"KL_{key}": value for key, value in by_row(others).items()}
+        inputs |= {"label": torch.arange(8) % 2 == 0, "ref_logps": known, "ref_KL_logps": known_others}
+    else:
+        trainer = trl_trainer("DPO", case, tmp_path, beta=algorithm.beta, loss_type=[theirs])
+        trainer.precompute_ref_logps = True
+        inputs = by_row(sides(documents))
+        inputs |= {"ref_chosen_logps": reference[0], "ref_rejected_logps": reference[1]}
+    assert_same(case, float(loss.detach()), trainer._compute_loss(trainer.model, inputs, False), trainer.model)
+
+
+def test_reward_model_equals_trl(case, pairs, tmp_path):
+    trainer = trl_trainer("Reward", case, tmp_path, center_rewards_coefficient=0.1)
+    scorer = Scorer(Path(case.policy.model.config.name_or_path), Ranks("cpu"), packing="packed", max_length=64)
+    with torch.no_grad():
+        scorer.model.score.weight.copy_(trainer.model.score.weight)
+    documents = [document for pair in pairs for document in pair.documents()]
+    chosen, rejected = scorer.scores([document.ids for document in documents]).view(-1, 2).unbind(1)
+    loss = bradley_terry(chosen, rejected, 0.1).mean()
+    loss.backward()
+    inputs = by_row(sides(documents))
+    del inputs["completion_mask"]
+    own = case._replace(policy=scorer)
+    assert_same(own, float(loss.detach()), trainer.compute_loss(trainer.model, inputs), trainer.model)

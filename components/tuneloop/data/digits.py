@@ -3,7 +3,7 @@
 A share of the SFT demonstrations copies the digits instead of reversing them. Reinforcement learning sharpens what
 a policy does already: after SFT this one can do both and prefers the wrong one, so there is something to sharpen.
 (Random wrong answers in their place teach it nothing to choose between, and no gain was seen.) A pair prefers the
-reversed digits to the copied ones.
+reversed digits to the copied ones (to fewer digits, where both are the same).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def load(
 
 
 def _example(text: str) -> Example:
-    return Example(f"reverse {text} =", text[::-1], f" {text[::-1]}", rejected=f" {text}", metadata={"digits": text})
+    wrong = text if text != text[::-1] else text[1:]
+    return Example(f"reverse {text} =", text[::-1], f" {text[::-1]}", rejected=f" {wrong}", metadata={"digits": text})
 
 
 def _demonstrations(stream: Iterator[Example], seed: int, wrong_share: float) -> Iterator[Example]:

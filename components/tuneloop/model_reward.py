@@ -1,0 +1,110 @@
+"""Score rollouts with a reward model, in place of `reward` or on top of what that found."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import Field
+
+from tuneloop import checkpoint, steps
+from tuneloop.artifacts import Artifact
+from tuneloop.component import Input, Results, Stage, component
+from tuneloop.errors import UserError
+
+
+@component("rewards", image="trainer", accelerator=True, results={"mean_reward": float})
+def model_reward(
+    stage: Stage,
+    rollouts: Input,
+    scorer: Input,
+    *,
+    weight: Annotated[float, Field(description="of the model's score in the sum")] = 1.0,
+    per_device_eval_batch_size: Annotated[int, Field(ge=1, description="rollouts in a micro-batch")] = 64,
+    packing: steps.Packing = "auto",
+    dtype: steps.Dtype = "float32",
+    attn_implementation: steps.Attention = "auto",
+    device: steps.Device = "auto",
+    expected_world_size: steps.WorldSize = None,
+) -> Results:
+    """The reward model reads the very tokens that were sampled, so it must have the policy's tokenizer.
+
+    Given rollouts, it scores them; given what `reward` made, it adds ``weight * score`` to the scores there, and what
+    has none keeps none. ``breakdown`` holds the bare score as ``model``.
+
+    Raises:
+        UserError: no rollouts, or tokens that the model does not know.
+        Interrupted: on SIGTERM. Nothing is kept.
+    """
+    from tuneloop.trainers.scorer import Scorer
+
+    table = read(rollouts)
+    sequences = [a + b for a, b in zip(table["prompt_ids"].to_pylist(), table["completion_ids"].to_pylist())]
+    ranks = checkpoint.open_ranks(stage, device, expected_world_size)
+    with stage.timed("load"):
+        longest = max(map(len, sequences)) + 1
+        about: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, "packing": packing}
+        model = Scorer(scorer.path / "model", ranks, max_length=longest, **about)
+    if max(max(ids) for ids in sequences) >= model.vocab_size:
+        raise UserError("--scorer", scorer.url, "has a smaller vocabulary; train it from a model with this tokenizer")
+    with stage.timed("score"):
+        found = _score(stage, model, sequences, per_device_eval_batch_size)
+    table = with_scores(table, found, weight)
+    scores = [score for score in table["score"].to_pylist() if score is not None]
+    mean = sum(scores) / len(scores) if scores else 0.0
+    if stage.leader:
+        pq.write_table(table, stage.out / "rewards.parquet")
+    about = {"mean": mean, "model": sum(found) / len(found), "weight": weight, "scored": len(scores)}
+    stage.facts.update({**rollouts.manifest.facts, "model_reward": about, "scorer": scorer.manifest.digest})
+    stage.metric(int(rollouts.manifest.facts.get("version", 0)), mean=mean)
+    return {"mean_reward": mean}
+
+
+def read(rollouts: Artifact) -> pa.Table:
+    """Rollouts, scored or not.
+
+    Raises:
+        UserError: there are none.
+    """
+    for name in ("rewards.parquet", "rollouts.parquet"):
+        if name in rollouts.manifest.files and (table := pq.read_table(rollouts.path / name)).num_rows:
+            return table
+    raise UserError("--rollouts", rollouts.url, "holds no rollouts; give it what the stage rollout or reward made")
+
+
+def with_scores(table: pa.Table, found: list[float], weight: float) -> pa.Table:
+    """`table` with the model's scores taken up in `outcome`, `score` and `breakdown`."""
+    if "score" in table.column_names:
+        before = table.select(["outcome", "score", "breakdown"]).to_pylist()
+        table = table.drop_columns(["outcome", "score", "breakdown"])
+    else:
+        before = [{"outcome": "score", "score": 0.0, "breakdown": "{}"}] * table.num_rows
+    sums = [None if row["score"] is None else row["score"] + weight * value for row, value in zip(before, found)]
+    parts = [
+        json.dumps({**json.loads(row["breakdown"]), "model": value}, sort_keys=True)
+        for row, value in zip(before, found)
+    ]
+    return (
+        table.append_column("outcome", pa.array([row["outcome"] for row in before], pa.string()))
+        .append_column("score", pa.array(sums, pa.float32()))
+        .append_column("breakdown", pa.array(parts, pa.string()))
+    )
+
+
+def _score(stage: Stage, model: Any, sequences: list[list[int]], limit: int) -> list[float]:
+    from tuneloop.trainers import _batch
+
+    lengths = [len(ids) for ids in sequences]
+    found: dict[int, list[float]] = {}
+    with model.frozen():
+        for micro in _batch.plan(lengths, limit, model.ranks.world, model.packed)[model.ranks.rank]:
+            checkpoint.check_stop(stage, model)
+            found |= {i: [v] for i, v in zip(micro, model.scores([sequences[i] for i in micro]).tolist())}
+    merged = model.ranks.merge(found)
+    return [merged[i][0] for i in range(len(sequences))]
+
+
+if __name__ == "__main__":
+    model_reward.main()

@@ -1,0 +1,195 @@
+"""Preference optimization: the policy learns which of two completions is the better one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import pyarrow.parquet as pq
+from pydantic import Field, ValidationError
+
+from tuneloop import checkpoint, plugins, steps
+from tuneloop.artifacts import Artifact
+from tuneloop.component import Input, Results, Stage, component, from_validation
+from tuneloop.errors import UserError
+from tuneloop.pairs import Pair, Split, mismatched, plan, read_pairs, score, sums
+from tuneloop.publication import Weights, publish_checkpoint
+
+if TYPE_CHECKING:
+    from tuneloop.algorithms._preference import Preference
+    from tuneloop.trainers.fsdp import Trainer
+
+Reference = dict[str, dict[str, float]]
+"""Pair's id → ``chosen``, ``rejected``, and where KTO needs them ``chosen_kl``, ``rejected_kl``."""
+
+
+@component(
+    "checkpoint",
+    image="trainer",
+    accelerator=True,
+    results={"loss": float, "accuracy": float, "version": int},
+    after=publish_checkpoint,
+)
+def preference(
+    stage: Stage,
+    policy: Input,
+    prompts: Input,
+    logprobs: Input,
+    *,
+    algorithm: Annotated[str, Field(description="dpo, ipo, kto, or pkg.mod:attr")] = "dpo",
+    algorithm_args: Annotated[dict[str, Any], Field(description="the algorithm's own options")] = {},  # noqa: B006
+    max_steps: steps.MaxSteps = 100,
+    per_device_train_batch_size: steps.BatchSize = 32,
+    gradient_accumulation_steps: steps.Accumulation = 1,
+    learning_rate: steps.LearningRate = 1e-4,
+    lr_scheduler_type: steps.Scheduler = "constant",
+    warmup_steps: steps.WarmupSteps = 10,
+    weight_decay: steps.NotNegative = 0.0,
+    adam_beta1: steps.Beta = 0.9,
+    adam_beta2: steps.Beta = 0.99,
+    max_grad_norm: steps.MaxGradNorm = 1.0,
+    max_length: steps.MaxLength = 256,
+    packing: steps.Packing = "auto",
+    dtype: steps.Dtype = "float32",
+    attn_implementation: steps.Attention = "auto",
+    save_dtype: steps.SaveDtype = "auto",
+    save_steps: steps.SaveSteps = 0,
+    device: steps.Device = "auto",
+    expected_world_size: steps.WorldSize = None,
+    weights: Weights = None,
+    seed: int = 0,
+) -> Results:
+    """Take steps on pairs, against the reference's log-probabilities that `reference_logprobs` made.
+
+    `accuracy`, before in ``facts.accuracy_before``, is the share of held-out pairs (``preference_eval``) of which the
+    policy finds the chosen completion likelier than the rejected one; without any, of the training pairs.
+
+    Raises:
+        UserError: no pairs, one that is too long, or log-probabilities of other tokens.
+        Interrupted: after SIGTERM, once a resume point is committed.
+    """
+    from tuneloop.trainers.fsdp import Trainer
+
+    objective = open_algorithm(algorithm, algorithm_args)
+    ranks = checkpoint.open_ranks(stage, device, expected_world_size)
+    with stage.timed("data"):
+        pairs = read_pairs(prompts, policy, "preference")
+        reference = read_reference(logprobs, pairs, "preference", objective.needs_kl)
+        held_out = read_pairs(prompts, policy, "preference_eval") or pairs
+    with stage.timed("load"):
+        trainer = steps.open_trainer(stage, Trainer, policy, ranks)
+        steps.check_fits({pair.id: pair.documents() for pair in (*pairs, *held_out)}, trainer, max_length)
+    stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
+    with stage.timed("evaluate"):
+        before = accuracy(stage, trainer, held_out, 2 * per_device_train_batch_size)
+    learner = Learner(stage, trainer, objective, pairs, reference, per_device_train_batch_size)
+    batch = per_device_train_batch_size * gradient_accumulation_steps * ranks.world
+    loss = steps.train(stage, trainer, len(pairs), batch, max_steps, save_steps, learner.step)
+    with stage.timed("evaluate"):
+        after = accuracy(stage, trainer, held_out, 2 * per_device_train_batch_size)
+    stage.facts.update(accuracy_before=before, reference=logprobs.manifest.facts["digest"])
+    stage.log(f"accuracy {before:.3f} → {after:.3f} on {len(held_out)} pairs")
+    version = checkpoint.write(stage, trainer, policy, dtype if save_dtype == "auto" else save_dtype)
+    return {"loss": loss, "accuracy": after, "version": version}
+
+
+def open_algorithm(name: str, options: dict[str, Any]) -> Preference:
+    """The preference objective called `name`.
+
+    Raises:
+        UserError: unknown, none, or an option that is unknown or impossible.
+    """
+    from tuneloop.algorithms._preference import Preference
+
+    found = plugins.load("algorithms", name, "Algorithm")
+    if not (isinstance(found, type) and issubclass(found, Preference)):
+        raise UserError("--algorithm", name, "learns from rewards, not from pairs; that is for the stage policy_update")
+    try:
+        return found(**options)
+    except ValidationError as error:
+        raise from_validation(error, "algorithm_args.") from None
+
+
+def read_reference(logprobs: Artifact, pairs: Sequence[Pair], split: Split, needs_kl: bool) -> Reference:
+    """What the reference says of `pairs`.
+
+    Raises:
+        UserError: it saw other pairs or other tokens, or not what KTO needs.
+    """
+    if f"{split}.parquet" not in logprobs.manifest.files:
+        raise UserError("--logprobs", logprobs.url, f"holds no {split}.parquet; give it what reference_logprobs made")
+    rows = {row["id"]: row for row in pq.read_table(logprobs.path / f"{split}.parquet").to_pylist()}
+    for pair in pairs:
+        if rows.get(pair.id, {}).get("tokens") != pair.digest:
+            remedy = f"{logprobs.url} has other tokens for it; run reference_logprobs on these very pairs and tokenizer"
+            raise UserError("--logprobs", pair.id, remedy)
+    if needs_kl and "chosen_kl" not in rows[pairs[0].id]:
+        raise UserError("--logprobs", logprobs.url, "lacks what kto needs; set reference_logprobs' mismatched_pairs")
+    return rows
+
+
+def accuracy(stage: Stage, trainer: Trainer, pairs: Sequence[Pair], limit: int) -> float:
+    """The share of pairs whose chosen completion is likelier than the rejected one."""
+    found = score(stage, trainer, [document for pair in pairs for document in pair.documents()], limit)
+    return sum(chosen > rejected for chosen, rejected in zip(found[0::2], found[1::2])) / len(pairs)
+
+
+class Learner:
+    """Steps on pairs, at most `limit` of them at once."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        trainer: Trainer,
+        objective: Preference,
+        pairs: Sequence[Pair],
+        reference: Reference,
+        limit: int,
+    ) -> None:
+        self.stage, self.trainer, self.objective = stage, trainer, objective
+        self.pairs, self.reference, self.limit = pairs, reference, limit
+        self.others = mismatched(pairs) if objective.needs_kl else []
+
+    def step(self, chosen: list[int]) -> tuple[dict[str, float], int]:
+        """One optimizer step; see `steps.Step`."""
+        import torch
+
+        from tuneloop.algorithms._preference import Judged
+
+        picked = [self.pairs[i] for i in chosen]
+        divergence = self._divergence(chosen)
+        torch.manual_seed(self.stage.seed("dropout", self.trainer.step, self.stage.rank))
+        totals: dict[str, float] = {}
+        for micro in plan(self.trainer, picked, self.limit):
+            pairs = [picked[i] for i in micro]
+            documents = [document for pair in pairs for document in pair.documents()]
+            found = sums(self.trainer, documents)
+            known = [self.reference[pair.id][side] for pair in pairs for side in ("chosen", "rejected")]
+            judged = Judged(
+                found - found.new_tensor(known),
+                torch.tensor([d.target_count for d in documents], device=found.device),
+                found.new_tensor(divergence),
+            )
+            loss = self.objective.loss(judged).sum() / len(picked)
+            loss.backward()
+            for name, values in {"loss": loss.detach(), **self.objective.measures(judged)}.items():
+                totals[name] = totals.get(name, 0.0) + float(values.sum())
+        norm, rate = self.trainer.update()
+        names = ["loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"]
+        summed = dict(zip(names, self.trainer.ranks.sum([totals.get(name, 0.0) for name in names])))
+        measures = {name: value / (1 if name == "loss" else len(picked)) for name, value in summed.items()}
+        measures |= {"grad_norm": norm, "learning_rate": rate}
+        return measures | ({"kl": divergence} if self.others else {}), sum(pair.length for pair in picked)
+
+    def _divergence(self, chosen: list[int]) -> float:
+        """The mean log-ratio over mismatched completions of this step, at least 0, without gradient."""
+        if not self.others:
+            return 0.0
+        documents = [document for i in chosen for document in self.others[i]]
+        found = score(self.stage, self.trainer, documents, 2 * self.limit)
+        known = [self.reference[self.pairs[i].id][side] for i in chosen for side in ("chosen_kl", "rejected_kl")]
+        return max(0.0, sum(a - b for a, b in zip(found, known)) / len(known))
+
+
+if __name__ == "__main__":
+    preference.main()

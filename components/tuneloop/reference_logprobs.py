@@ -1,0 +1,68 @@
+"""Log-probabilities of pairs under the reference policy, once for all epochs and all runs over the same data."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import Field
+
+from tuneloop import checkpoint, steps
+from tuneloop.component import Input, Results, Stage, component
+from tuneloop.pairs import SPLITS, mismatched, read_pairs, score
+
+
+@component("logprobs", image="trainer", accelerator=True, results={"pairs": int})
+def reference_logprobs(
+    stage: Stage,
+    policy: Input,
+    prompts: Input,
+    *,
+    mismatched_pairs: Annotated[bool, Field(description="also what KTO estimates its divergence from")] = False,
+    per_device_eval_batch_size: Annotated[int, Field(ge=1, description="completions in a micro-batch")] = 64,
+    max_length: steps.MaxLength = 256,
+    packing: steps.Packing = "auto",
+    dtype: steps.Dtype = "float32",
+    attn_implementation: steps.Attention = "auto",
+    device: steps.Device = "auto",
+    expected_world_size: steps.WorldSize = None,
+) -> Results:
+    """Score every chosen and rejected completion under `policy`, which `preference` will not leave too far behind.
+
+    Raises:
+        UserError: no pairs, or one that is longer than `max_length` or the model's context.
+        Interrupted: on SIGTERM. Nothing is kept: a retry begins anew.
+    """
+    from tuneloop.trainers.fsdp import Policy
+
+    ranks = checkpoint.open_ranks(stage, device, expected_world_size)
+    with stage.timed("load"):
+        about = {"dtype": dtype, "attn_implementation": attn_implementation, "packing": packing}
+        model = Policy(checkpoint.model_dir(policy), ranks, max_length=max_length, **about)  # type: ignore[arg-type]
+        checkpoint.load_masters(model, policy)
+    counts = {}
+    for split in SPLITS:
+        pairs = read_pairs(prompts, policy, split)
+        if not pairs:
+            continue
+        steps.check_fits({pair.id: pair.documents() for pair in pairs}, model, max_length)
+        whole = [document for pair in pairs for document in pair.documents()]
+        columns = {"id": [pair.id for pair in pairs], "tokens": [pair.digest for pair in pairs]}
+        with stage.timed("score"):
+            found = score(stage, model, whole, per_device_eval_batch_size)
+            rows = {**columns, "chosen": found[0::2], "rejected": found[1::2]}
+            if mismatched_pairs:
+                others = [document for both in mismatched(pairs) for document in both]
+                found = score(stage, model, others, per_device_eval_batch_size)
+                rows |= {"chosen_kl": found[0::2], "rejected_kl": found[1::2]}
+        counts[split] = len(pairs)
+        if stage.leader:
+            pq.write_table(pa.table(rows), stage.out / f"{split}.parquet")
+    stage.facts.update(model.chosen(), digest=policy.manifest.digest, rows=counts)
+    stage.log(f"{counts} pairs")
+    return {"pairs": counts["preference"]}
+
+
+if __name__ == "__main__":
+    reference_logprobs.main()
