@@ -1,0 +1,54 @@
+"""What a schedule refuses before it asks a cluster."""
+
+import pytest
+
+from benchmarks.argo_loop import build
+from tuneloop.argo import cluster as argo
+from tuneloop.argo.schedule import check_cron, looking
+from tuneloop.config import find
+from tuneloop.errors import UserError
+
+
+@pytest.mark.parametrize(
+    "text", ["0 3 * * *", "*/15 8-18 * * mon-fri", "0 0 1,15 jan,jul *", "5/10 * * * 7", "@daily", "@every 90m"]
+)
+def test_times(text: str) -> None:
+    check_cron(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("0 3 * *", "write five fields"),
+        ("0 0 3 * * *", "write five fields"),
+        ("60 3 * * *", "'60' is no list of numbers from 0 to 59"),
+        ("0 3 0 * *", "'0' is no list of numbers from 1 to 31"),
+        ("0 3 * mon *", "'mon' is no list"),
+        ("0 3 * * 1-", "'1-' is no list"),
+        ("@noon", "write five fields"),
+    ],
+)
+def test_no_times(text: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        check_cron(text)
+
+
+def test_looking_makes_the_prompts_of_the_pipeline_and_keeps_none() -> None:
+    pipeline = find("grpo")
+    made = argo.prepare(pipeline.build(pipeline.configure()), run="nightly", store="s3://b/runs")
+    spec = looking(made, "nightly")
+    data, start, main = spec["templates"]
+    assert data == next(t for t in made["spec"]["templates"] if t["name"] == "data-prep")
+    assert start["serviceAccountName"] == "tuneloop-continue" and start["container"]["image"] == "tuneloop/base:dev"
+    look, then = main["dag"]["tasks"]
+    assert look["arguments"]["parameters"] == [{"name": "prompts", "value": "file:///tmp/prompts"}]
+    assert then["depends"] == "data-prep"
+    assert (
+        argo.RUN_LABEL not in spec["podMetadata"]["labels"] and argo.RUN_LABEL in made["spec"]["podMetadata"]["labels"]
+    )
+
+
+def test_a_pipeline_without_data_has_nothing_to_look_at() -> None:
+    made = argo.prepare(build(2, 1), run="nightly", store="s3://b/runs")
+    with pytest.raises(UserError, match="has no stage data_prep"):
+        looking(made, "nightly")
