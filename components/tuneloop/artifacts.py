@@ -32,7 +32,7 @@ from tuneloop.store import Conflict, Store, fsync, local_path, normalize
 MANIFEST = "manifest.json"
 PARTS = ".parts"
 DIGEST = "xxh3-128"
-ROLES = ("prompts", "rollouts", "checkpoint", "metrics", "model", "report")
+ROLES = ("prompts", "rollouts", "checkpoint", "metrics", "model", "report", "logprobs", "scorer")
 
 
 class File(BaseModel):
