@@ -374,8 +374,9 @@ def kfp_steps(config: Config) -> dict[str, Any]:
     """Every stage of the loop as a function that makes its KFP task, by name."""
     from tuneloop.kfp.template import position_step, report_step, stage_step
 
-    if config.nodes > 1:
-        raise UserError("nodes", config.nodes, "is a JobSet of Argo's; with Kubeflow Pipelines say 1, and processes")
+    if config.loop.iterations_per_pod:
+        remedy = "is built for Argo only so far; with Kubeflow Pipelines say 0: a pod a stage"
+        raise UserError("loop.iterations_per_pod", config.loop.iterations_per_pod, remedy)
     pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
     engine = {
         **{"engine": config.engine.name, "engine_args": config.engine.options},
@@ -383,7 +384,7 @@ def kfp_steps(config: Config) -> dict[str, Any]:
     }
     model = {**config.model.model_dump(), "model": config.base_model}
     seed, turn, publish = ["seed"], ["seed", "iteration"], list(kfp_publishing(config, ""))
-    update = {"dynamic": [*turn, *publish], "processes": config.processes}
+    update: Any = {"dynamic": [*turn, *publish], "processes": config.processes, "nodes": config.nodes}
     return {
         "data-prep": stage_step(data_prep, config.data, dynamic=seed, **pods),
         "base-model": stage_step(base_model, model, dynamic=[*seed, *publish], **pods),
@@ -417,10 +418,9 @@ def kfp_rl(config: Config, steps: dict[str, Any], at: str, prompts: Any, policy:
             name, url=f"{where}/{name}", policy=policy, prompts=prompts, seed=seed, iteration=iteration
         )
 
-    def turn(i: Any, start: Any) -> Any:
-        """Iteration `i` from the policy `start`: its policy_update."""
+    def turn(i: Any, base: Any, start: Any) -> Any:
+        """Iteration `i` from the policy `start`, committed below the URL `base`: its policy_update."""
         here = {"seed": seed, "iteration": i}
-        base = f"{at}/iterations/{i}"
         sample = steps["rollout"]("rollout", url=f"{base}/rollout", policy=start, prompts=prompts, **here)
         score = steps["reward"]("reward", url=f"{base}/reward", rollouts=sample.outputs["rollouts"])
         rewards = score.outputs["rewards"]
@@ -433,18 +433,20 @@ def kfp_rl(config: Config, steps: dict[str, Any], at: str, prompts: Any, policy:
     if count <= config.kfp.unroll:
         trained = policy
         for i in range(1, count + 1):
-            trained = turn(i, trained).outputs["checkpoint"]
+            base = f"{at}/iterations/{i}"
+            trained = turn(i, base, trained).outputs["checkpoint"]
             if every and i % every == 0:
-                check("evaluate", f"{at}/iterations/{i}", trained, i)
+                check("evaluate", base, trained, i)
     else:
         asked = {"policy": policy, "run": at, "iterations": count, "evaluate_every": every, "target_reward": target}
         plan = steps["position"]("plan", iteration=0, **asked)
         with dsl.ParallelFor(plan.outputs["todo"], parallelism=1) as i:
             start = steps["position"]("turn", iteration=i, **asked)
-            update = turn(i, start.outputs["start"])
+            base = start.outputs["at"]  # made there: a number of KFP's becomes 1 in one text, and 1.0 in another
+            update = turn(i, base, start.outputs["start"])
             if every:
                 with dsl.If(start.outputs["evaluate"] == True):  # noqa: E712 - kfp reads the comparison
-                    check("evaluate", f"{at}/iterations/{i}", update.outputs["checkpoint"], i)
+                    check("evaluate", base, update.outputs["checkpoint"], i)
         trained = steps["position"]("last", iteration=0, **asked).after(update).outputs["start"]
     check("evaluate-after", at, trained)
     steps["export"]("export", url=f"{at}/export", policy=trained)

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from tuneloop.argo.settings import Cluster
 from tuneloop.base_model import base_model
 from tuneloop.data_prep import data_prep
-from tuneloop.errors import UserError
 from tuneloop.evaluate import evaluate
 from tuneloop.export import export
 from tuneloop.kfp.settings import Kfp
@@ -98,12 +97,10 @@ def build_kfp(config: Config) -> Any:
 
     from tuneloop.kfp.template import pipeline, report_step, stage_step
 
-    if config.nodes > 1:
-        raise UserError("nodes", config.nodes, "is a JobSet of Argo's; with Kubeflow Pipelines say 1, and processes")
     pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
     prepare = stage_step(data_prep, config.data, dynamic=["seed"], **pods)
     bring = stage_step(base_model, {**config.model.model_dump(), "model": config.base_model}, dynamic=["seed"], **pods)
-    train = stage_step(sft, config.sft, dynamic=["seed"], processes=config.processes, **pods)
+    train = stage_step(sft, config.sft, dynamic=["seed"], processes=config.processes, nodes=config.nodes, **pods)
     engine = {"engine": "transformers"}
     check = stage_step(evaluate, {**config.evaluate.model_dump(), **engine}, dynamic=["seed"], **pods)
     save = stage_step(export, config.export, **pods)

@@ -70,7 +70,7 @@ def build_kfp(config: Config) -> Any:
     steps = grpo.kfp_steps(config)
     pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
     dynamic = ["seed", *grpo.kfp_publishing(config, "")]
-    train = stage_step(sft, config.sft, dynamic=dynamic, processes=config.processes, **pods)
+    train = stage_step(sft, config.sft, dynamic=dynamic, processes=config.processes, nodes=config.nodes, **pods)
 
     @pipeline("sft-then-grpo")
     def built(
