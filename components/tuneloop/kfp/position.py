@@ -56,8 +56,9 @@ def main(argv: Sequence[str]) -> int:
     print(f"policy {policy['ref']}; to do: {todo or 'nothing'}", file=sys.stderr)
     task.describe("start", policy)
     task.write("start", f"{policy}\n")
-    every = int(given["evaluate_every"])
-    task.results = {"todo": todo, "evaluate": bool(every and given["iteration"] % every == 0)}
+    every, iteration = int(given["evaluate_every"]), int(given["iteration"])
+    at = f"{given['run']}/iterations/{iteration}"
+    task.results = {"todo": todo, "at": at, "evaluate": bool(every and iteration % every == 0)}
     task.finish()
     return 0
 

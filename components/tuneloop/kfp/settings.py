@@ -21,3 +21,4 @@ class Kfp(BaseModel):
     tolerations: list[dict[str, Any]] = Field([], description="key, operator, value, effect, of accelerator stages")
     volumes: dict[str, str] = Field({}, description="PersistentVolumeClaim → path, mounted in every stage")
     image_pull_secrets: list[str] = Field([], description="Secrets of the images' registry")
+    jobs: str = Field("tuneloop", description="namespace of the JobSets of stages that span nodes")

@@ -4,6 +4,8 @@ The stage's own program runs, with the flags that the executor input stands for,
 Then what was committed is told to KFP: a *handle* (the reference, digest, version and results, as the metadata of an
 artifact that holds the manifest), scalars, a preview, curves. The weights stay in the store; KFP carries handles.
 
+A stage of several nodes is a JobSet, which this program launches and follows in its stead.
+
 **The end of a loop.** A graph of KFP cannot leave a loop, so the stages of iterations after the last one run as empty
 tasks: the `policy_update` of the iteration whose rewards reach ``target_reward`` marks its handle ``stopped``, a stage
 of a later iteration that is given such a handle does nothing and gives none on, and `policy_update` passes the policy.
@@ -11,11 +13,14 @@ of a later iteration that is given such a handle does nothing and gives none on,
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+import xxhash
 
 from tuneloop import plugins
 from tuneloop.artifacts import Manifest, find, split_ref
@@ -28,15 +33,20 @@ URL, TARGET = "url", "target_reward"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the stage ``argv[0]`` (``module:attribute``) for the executor input ``argv[2]``; returns the exit code."""
-    target, option, text = argv
-    assert option == "--executor-input", argv
-    stage: Component = plugins.load("stages", target)
-    task = Task.read(text)
+    """Run a stage (``module:attribute``) for an executor input, here or as a JobSet; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="tuneloop.kfp.stage", description=__doc__)
+    parser.add_argument("stage")
+    parser.add_argument("--executor-input", required=True)
+    parser.add_argument("--job", type=json.loads, help="nodes, processes, cluster and namespace of a JobSet to launch")
+    given = parser.parse_args(argv)
+    stage: Component = plugins.load("stages", given.stage)
+    task = Task.read(given.executor_input)
     if (iteration := ended(stage, task)) is not None:
         print(f"{stage.name}: nothing to do, the loop ended with iteration {iteration}", file=sys.stderr)
         skip(stage, task, iteration)
         return 0
+    if given.job and (code := launch(stage, task, **given.job)):
+        return code
     if code := stage.run(flags(stage, task)):
         return code
     if int(os.environ.get("RANK", "0")) == 0:
@@ -44,6 +54,28 @@ def main(argv: Sequence[str]) -> int:
         assert manifest is not None, "the stage has just committed it"
         tell(stage, task, manifest)
     return 0
+
+
+def launch(stage: Component, task: Task, *, nodes: int, processes: int, cluster: dict[str, Any], namespace: str) -> int:
+    """Run the stage as a JobSet and follow it to its end; its exit code. What is committed already starts nothing.
+
+    The job is named after its output, so that a launcher that was evicted finds the job that it has started.
+    """
+    from tuneloop.argo.jobset import jobset, pod_spec, queue_labels, ranks_env
+    from tuneloop.argo.launch import main as follow
+    from tuneloop.argo.settings import Cluster
+
+    if find(url := task.parameters[URL]) is not None:
+        return 0
+    wanted = Cluster(**cluster)
+    name = f"{stage.template}-{xxhash.xxh3_64_hexdigest(url.encode())}"
+    command = ["python", "-m", "tuneloop.torchrun", *stage.command()[1:]]
+    env = ranks_env(name, nodes, processes)
+    pod = pod_spec(stage.image, stage.accelerator, command, flags(stage, task), wanted, env)
+    queue = queue_labels(wanted) if stage.accelerator else {}
+    labels = {"app.kubernetes.io/part-of": "tuneloop", "app.kubernetes.io/component": stage.image}
+    manifest = jobset(name, pod, nodes, labels=labels, queue=queue, stage=stage.template)
+    return follow(["--namespace", namespace, "--manifest", json.dumps(manifest)])
 
 
 def flags(stage: Component, task: Task) -> list[str]:

@@ -8,7 +8,8 @@ committed, its results, and what the UI shows of it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origin
 
@@ -29,6 +30,8 @@ AWS = ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS
 QUEUE = "kueue.x-k8s.io/queue-name"
 PRIORITY = "kueue.x-k8s.io/priority-class"
 GPU = "nvidia.com/gpu"
+LAUNCHER = {"cpu": "50m", "memory": "256Mi"}
+"""What a pod asks for that only follows a job."""
 REQUIRED = inspect.Parameter.empty
 Step = Callable[..., dsl.PipelineTask]
 
@@ -49,6 +52,7 @@ def stage_step(
     *,
     dynamic: Iterable[str] = (),
     processes: int = 1,
+    nodes: int = 1,
     cluster: Cluster | None = None,
     kfp: Kfp | None = None,
 ) -> Step:
@@ -61,8 +65,9 @@ def stage_step(
         component: the stage.
         params: its parameters; they are resolved here, once, and each of them is an argument of the task.
         dynamic: parameters that the graph passes.
-        processes: ranks of torchrun in the one pod.
-        cluster, kfp: what the pod asks for.
+        processes: ranks of torchrun in a pod.
+        nodes: pods; several are a JobSet, which the task's own pod launches in the namespace ``kfp.jobs``.
+        cluster, kfp: what the pods ask for.
 
     Raises:
         UserError: a parameter that the stage refuses.
@@ -72,13 +77,17 @@ def stage_step(
     needed = {name: "0" for name in dynamic if component.Params.model_fields[name].is_required()}
     resolved = component.validate({k: v for k, v in given.items() if k not in dynamic} | needed)
     fixed = {k: v for k, v in resolved.model_dump(mode="json").items() if k not in dynamic and v is not None}
-    image = cluster.images.format(image=component.image)
-    made = stage_component(component, image, processes, passed={*fixed, *dynamic})
+    spread = nodes > 1
+    image = cluster.images.format(image="base" if spread else component.image)
+    job = {"nodes": nodes, "processes": processes, "cluster": cluster.model_dump(mode="json"), "namespace": kfp.jobs}
+    extra = ["--job", json.dumps(job, separators=(",", ":"))] if spread else []
+    made = stage_component(component, image, 1 if spread else processes, {*fixed, *dynamic}, extra)
+    own = cluster.model_copy(update=LAUNCHER) if spread else cluster
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
         task = made(**fixed, **arguments).set_display_name(name)
         task.set_env_variable("TUNELOOP_NODE_NAME", name)
-        place(task, image, cluster, kfp, component.accelerator)
+        place(task, image, own, kfp, component.accelerator and not spread)
         return task
 
     return step
@@ -95,6 +104,7 @@ def position_step(*, cluster: Cluster | None = None, kfp: Kfp | None = None) -> 
         TARGET: (float, REQUIRED),
         "start": (Output[Model], REQUIRED),
         "todo": (dsl.OutputPath(list[int]), REQUIRED),
+        "at": (dsl.OutputPath(str), REQUIRED),
         "evaluate": (dsl.OutputPath(bool), REQUIRED),
     }
     about = {"run": "URL of the run", "iteration": "which asks; 0: after the last", "policy": "before the first"}
@@ -136,7 +146,9 @@ def _uncached(
     return step
 
 
-def stage_component(component: Component, image: str, processes: int = 1, passed: Iterable[str] = ()) -> Any:
+def stage_component(
+    component: Component, image: str, processes: int = 1, passed: Iterable[str] = (), extra: Sequence[str] = ()
+) -> Any:
     """The stage as a `kfp.dsl` container component.
 
     Args:
@@ -144,11 +156,12 @@ def stage_component(component: Component, image: str, processes: int = 1, passed
         image: in full.
         processes: ranks of torchrun in the one pod.
         passed: parameters that it must have though their default is None (kfp.local cannot leave out an integer).
+        extra: more flags of `tuneloop.kfp.stage`.
     """
     signature, about = stage_signature(component, {*passed})
     _, *start, module = component.command(processes)
     command = ["python3", *start, "tuneloop.kfp.stage", f"{module}:{component.name}"]
-    return container(component.name, component.summary, signature, about, image, command)
+    return container(component.name, component.summary, signature, about, image, command, extra)
 
 
 def stage_signature(component: Component, passed: set[str]) -> tuple[dict[str, tuple[Any, Any]], dict[str, str]]:
@@ -175,14 +188,15 @@ def container(
     about: Mapping[str, str],
     image: str,
     command: list[str],
+    extra: Sequence[str] = (),
 ) -> Any:
-    """A container component whose program gets the executor input, and nothing else.
+    """A container component whose program gets the executor input, and `extra`.
 
     Its program starts with ``python3``: kfp.local puts its own interpreter there.
     """
 
     def program(*_: Any) -> dsl.ContainerSpec:
-        arguments = ["--executor-input", dsl.PIPELINE_TASK_EXECUTOR_INPUT_PLACEHOLDER]
+        arguments = ["--executor-input", dsl.PIPELINE_TASK_EXECUTOR_INPUT_PLACEHOLDER, *extra]
         return dsl.ContainerSpec(image=image, command=command, args=arguments)
 
     # kfp reads a component's interface from a function's signature and docstring.
