@@ -24,3 +24,11 @@ target "image" {
   }
   attest = ["type=provenance,mode=max", "type=sbom"]
 }
+
+target "ray" { # for RayJobs; docker buildx bake ray
+  context    = "."
+  contexts   = { trainer = "target:trainer" }
+  dockerfile = "images/ray/Dockerfile"
+  tags       = ["${REGISTRY}/ray:${TAG}"]
+  args       = { PYTHON = PYTHON, TRAINER = "trainer", VERSION = VERSION, REVISION = REVISION }
+}

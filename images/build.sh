@@ -1,5 +1,5 @@
 #!/bin/sh
-# Build the images: images/build.sh [IMAGE…]        (base, trainer and rollout when none is named)
+# Build the images: images/build.sh [IMAGE…]        (base, trainer and rollout when none is named; ray, after trainer)
 #   TAG=dev  REGISTRY=tuneloop  ACCELERATOR=cpu|gpu
 #   BUILDER="docker build" | "buildah build --layers" | "…/rig image"   default: the first of docker, buildah that is installed
 set -eu
@@ -22,9 +22,11 @@ for name in "$@"; do
     case $BUILDER in
     *rig*image) # buildctl's words for the same
         $BUILDER "$image" "$file" . --opt build-arg:ACCELERATOR="$accelerator" \
-            --opt build-arg:VERSION="$version" --opt build-arg:REVISION="$revision" ;;
+            --opt build-arg:VERSION="$version" --opt build-arg:REVISION="$revision" \
+            --opt build-arg:TRAINER="docker.io/$registry/trainer:$tag" ;;
     *)
         $BUILDER --tag "$image" --file "$file" --build-arg ACCELERATOR="$accelerator" \
+            --build-arg TRAINER="$registry/trainer:$tag" \
             --build-arg VERSION="$version" --build-arg REVISION="$revision" . ;;
     esac
 done

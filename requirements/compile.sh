@@ -27,5 +27,6 @@ compile dev --extra train --extra rollout-cpu --extra rewards --extra tracking -
 compile base --constraints requirements/dev.txt --extra data --extra rewards --extra tracking --extra cluster
 compile trainer --constraints requirements/dev.txt --extra train
 compile trl --constraints requirements/dev.txt --extra trl
+compile ray --constraints requirements/dev.txt --extra ray
 compile rollout-cpu --constraints requirements/dev.txt --extra rollout-cpu --extra rewards
 compile rollout --constraints requirements/trainer.txt --extra rollout --extra rewards

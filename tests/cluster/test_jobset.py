@@ -24,16 +24,16 @@ PODS = "jobset.sigs.k8s.io/jobset-name"
 SMALL = Cluster(cpu="100m", memory="1500Mi", images=os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev"))
 
 
-def twice() -> dict[str, Any]:
+def twice(cluster: Cluster = SMALL, max_steps: int = 300) -> dict[str, Any]:
     """data-prep → base-model → sft in one pod of two processes → sft in two pods of one."""
     from hera.workflows import DAG
 
-    settings = {"max_steps": 300, "save_steps": 10, "per_device_train_batch_size": 8, "device": "cpu"}
+    settings = {"max_steps": max_steps, "save_steps": 10, "per_device_train_batch_size": 8, "device": "cpu"}
     with workflow("twice") as built:
-        prepare = stage_template(data_prep, {"train": 64, "sft": 64, "eval": 8}, cluster=SMALL)
-        bring = stage_template(base_model, {"model": "tiny-qwen3"}, cluster=SMALL)
-        pair = stage_template(sft, settings, nodes=2, cluster=SMALL)
-        one = stage_template(sft, settings, processes=2, cluster=SMALL)
+        prepare = stage_template(data_prep, {"train": 64, "sft": 64, "eval": 8}, cluster=cluster)
+        bring = stage_template(base_model, {"model": "tiny-qwen3"}, cluster=cluster)
+        pair = stage_template(sft, settings, nodes=2, cluster=cluster)
+        one = stage_template(sft, settings, processes=2, cluster=cluster)
         one.name = "sft-one-pod"
         with DAG(name="main"):
             prompts, policy = (

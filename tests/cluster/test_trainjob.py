@@ -1,7 +1,6 @@
 """Trainer backends as jobs of the cluster: launched, followed, their output and exit status carried through."""
 
 import os
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,10 +8,11 @@ import pytest
 
 from tests.cluster.conftest import ROOT, STORE, kubectl
 from tests.cluster.test_jobset import RUN, SMALL
+from tests.cluster.volumes import apply, volume
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.launch import delete, launch
 from tuneloop.argo.template import stage_template, workflow
-from tuneloop.argo.trainjob import as_job, trainjob
+from tuneloop.argo.trainjob import as_job, as_rayjob, trainjob
 from tuneloop.argo.watch import nodes
 from tuneloop.backends.native import Native
 from tuneloop.backends.trl import Trl
@@ -21,16 +21,6 @@ from tuneloop.data_prep import data_prep
 
 pytestmark = pytest.mark.cluster
 
-VOLUME = """
-apiVersion: v1
-kind: PersistentVolume
-metadata: {name: tuneloop-test-workspace}
-spec:
-  capacity: {storage: 100Gi}
-  accessModes: [ReadWriteMany]
-  claimRef: {namespace: tuneloop, name: tuneloop-workspace}
-  hostPath: {path: PATH}
-"""
 TINY = {
     **{
         "max_steps": 3,
@@ -43,10 +33,6 @@ TINY = {
 }
 
 
-def apply(text: str, verb: str = "apply") -> None:
-    subprocess.run(["kubectl", verb, "-f", "-"], input=text, text=True, check=verb == "apply", capture_output=True)
-
-
 @pytest.fixture(scope="module")
 def workspace(cluster: argo.Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The runtimes, and the claim; where the cluster makes no volumes, one of a directory of this machine."""
@@ -57,17 +43,9 @@ def workspace(cluster: argo.Cluster, tmp_path_factory: pytest.TempPathFactory) -
     for image in ("base", "trainer"):
         text = text.replace(f"tuneloop/{image}:dev", SMALL.images.format(image=image))
     apply(text)
-    volume = ""
-    if not kubectl("get", "storageclass", "-o", "name"):
-        directory = tmp_path_factory.mktemp("workspace")
-        for path in (directory, *directory.parents[:2]):
-            path.chmod(0o777)
-        volume = VOLUME.replace("PATH", str(directory))
-        apply(volume)
-    yield
+    with volume("tuneloop-workspace", tmp_path_factory.mktemp("workspace")):
+        yield
     apply(text, "delete")
-    if volume:
-        apply(volume, "delete")
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +100,13 @@ def test_our_own_stage_as_a_trainjob_and_as_a_job(
     wrong = Native(args={**given, "prompts": made["checkpoint"], "checkpoint": f"{made['at']}/wrong"})
     assert launched(cluster, as_job(wrong, f"{run}-wrong", SMALL, run=run)) == 2
     assert "holds no sft.parquet" in capfd.readouterr().out
+
+
+def test_our_own_stage_as_a_rayjob(
+    cluster: argo.Cluster, made: dict[str, str], run: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = {"policy": made["checkpoint"], "prompts": made["prompts"], "max_steps": 3, "device": "cpu"}
+    given |= {"per_device_train_batch_size": 2, "checkpoint": f"{made['at']}/ray"}
+    roomy = SMALL.model_copy(update={"memory": "3Gi"})
+    assert launched(cluster, as_rayjob(Native(nodes=2, args=given), f"{run}-ray", roomy, run=run)) == 0
+    assert "sft: 3/3 steps" in capfd.readouterr().out

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import queue
+import re
 import signal
 import sys
 import threading
@@ -92,7 +93,8 @@ def launch(cluster: Cluster, job: Object, *, poll: float = 1.0) -> int:
     lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     read: dict[str, threading.Thread] = {}
     while True:
-        done = kind.succeeded(_status(cluster, kind, name))
+        status = _status(cluster, kind, name)
+        done = kind.succeeded(status)
         pods = _pods(cluster, kind, name)
         for pod in pods:
             if pod.metadata.uid not in read and _begun(pod):
@@ -105,7 +107,7 @@ def launch(cluster: Cluster, job: Object, *, poll: float = 1.0) -> int:
         while not lines.empty():
             print("{}: {}".format(*lines.get()), flush=True)
         if done is not None:
-            return 0 if done else _code(pods)
+            return 0 if done else _code(pods, status)
         time.sleep(poll)
 
 
@@ -170,8 +172,10 @@ def _short(pod: Any, name: str) -> str:
     return own.rpartition("-")[0] or own
 
 
-def _code(pods: Sequence[Any]) -> int:
-    """The exit code of a job that failed."""
+def _code(pods: Sequence[Any], status: Object) -> int:
+    """The exit code of a job that failed; Ray tells its driver's in words."""
+    if told := re.search(r"failed with exit code (\d+)", str(status.get("message", ""))):
+        return int(told[1])
     ended = [s.state.terminated for pod in pods for s in pod.status.container_statuses or () if s.state.terminated]
     codes = [128 - state.exit_code if state.exit_code > 128 else state.exit_code for state in ended if state.exit_code]
     return exit_code(codes) if codes else 1

@@ -19,3 +19,6 @@ class Cluster(BaseModel):
     gpus: int = Field(0, ge=0, description="nvidia.com/gpu of each accelerator stage; 0: they run on CPU, and say so")
     cpu: str = Field("500m", description="CPU that each stage requests")
     memory: str = Field("2Gi", description="memory that each stage requests, and its limit")
+    claim: str = Field(
+        "", description="PersistentVolumeClaim that every stage sees at /store; for --store file:///store/…"
+    )

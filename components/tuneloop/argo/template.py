@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 SCRATCH = "/tmp"
 OUTPUTS = f"{SCRATCH}/tuneloop/outputs"
+CLAIM = "/store"
+"""Where `Cluster.claim` is mounted."""
 STORE = "tuneloop-store"
 """ConfigMap and Secret with the store's ``AWS_*`` settings; optional, both."""
 RETRY = "lastRetry.status == 'Error' || asInt(lastRetry.exitCode) in [75, 137, 143]"
@@ -161,7 +163,7 @@ def server_template(
 
 def _pod(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any]:
     """What every pod of ours has: an image, a way to its store, a scratch disk, requests, no rights."""
-    from hera.workflows import ConfigMapEnvFrom, EmptyDirVolume, Resources, SecretEnvFrom, models
+    from hera.workflows import ConfigMapEnvFrom, EmptyDirVolume, ExistingVolume, Resources, SecretEnvFrom, models
 
     name = cluster.images.format(image=image)
     labels = {"app.kubernetes.io/component": image}
@@ -185,7 +187,10 @@ def _pod(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any]:
             cpu_request=cluster.cpu, memory_request=cluster.memory, memory_limit=cluster.memory, gpus=gpus or None
         ),
         "security_context": models.SecurityContext.model_validate(RESTRICTED),
-        "volumes": [EmptyDirVolume(name="scratch", mount_path=SCRATCH)],
+        "volumes": [
+            EmptyDirVolume(name="scratch", mount_path=SCRATCH),
+            *([ExistingVolume(name="store", claim_name=cluster.claim, mount_path=CLAIM)] if cluster.claim else ()),
+        ],
     }
 
 

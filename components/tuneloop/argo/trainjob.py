@@ -8,6 +8,7 @@ code = launch(connect(), manifest)
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from hera.workflows import Container
 
 RUN = "tuneloop.dev/run"
+RAY_START = {"num-cpus": "1", "object-store-memory": str(100 << 20)}
+"""One rank group a node; tensors pass by torch's own ways, nothing by Ray's."""
 WORKSPACE = "tuneloop-workspace"
 """Claim that holds a TrainJob's data, its model and what it writes, at ``/workspace`` in all its pods."""
 
@@ -102,6 +105,46 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
     }
 
 
+def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
+    """As a RayJob of KubeRay 1.5: a cluster of as many pods, one rank group on each, gone when the job ends.
+
+    The head needs 1 GiB of memory beside the ranks. Ray has no words for exit codes; `tuneloop.argo.launch` reads the driver's from the job's message.
+    """
+    backend.validate()
+    gpus = ["--gpus", str(cluster.gpus)] if cluster.gpus else []
+    driver = ["python", "-m", "tuneloop.rayrun", "--nodes", str(backend.nodes), "--processes", str(backend.processes)]
+    entry = shlex.join([*driver, *gpus, "--", *backend.to_command(), *backend.to_args()])
+
+    def pod(container: str) -> dict[str, Any]:
+        spec = pod_spec("ray", True, [], [], cluster)
+        del spec["restartPolicy"]
+        own = spec["containers"][0]
+        own.update(name=container)
+        del own["command"], own["args"]
+        return {"metadata": {"labels": _labels(run)}, "spec": spec}
+
+    submitter = pod("ray-job-submitter")
+    submitter["spec"]["restartPolicy"] = "Never"
+    workers = {"groupName": "node", "replicas": backend.nodes - 1, "minReplicas": backend.nodes - 1}
+    workers |= {"maxReplicas": backend.nodes - 1, "rayStartParams": RAY_START, "template": pod("ray-worker")}
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": name, "labels": {**_labels(run), **queue_labels(cluster)}},
+        "spec": {
+            "entrypoint": entry,
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": 30,
+            "submitterPodTemplate": submitter,
+            "submitterConfig": {"backoffLimit": 0},
+            "rayClusterSpec": {
+                "headGroupSpec": {"rayStartParams": RAY_START, "template": pod("ray-head")},
+                "workerGroupSpecs": [workers] if backend.nodes > 1 else [],
+            },
+        },
+    }
+
+
 def run_here(backend: LLMBackend) -> int:
     """Run all its processes on this machine, and return the exit code.
 
@@ -117,7 +160,12 @@ def run_here(backend: LLMBackend) -> int:
     return subprocess.run([program, *rest, *backend.to_args()], env={**os.environ, **own}).returncode
 
 
-RENDER: Mapping[str, Callable[..., dict[str, Any]]] = {"trainjob": trainjob, "jobset": as_jobset, "job": as_job}
+RENDER: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "trainjob": trainjob,
+    "jobset": as_jobset,
+    "job": as_job,
+    "rayjob": as_rayjob,
+}
 
 
 def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> Container:
