@@ -1,5 +1,6 @@
 """Workflows of stages that take a second, on the cluster's base image alone."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from hera.workflows import DAG
@@ -8,7 +9,9 @@ from benchmarks.argo_loop import build as empty_loop
 from tests.cluster.conftest import ROOT, kubectl
 from tests.unit import toy as toys
 from tuneloop.argo.settings import Cluster
+from tuneloop.argo.state import Node
 from tuneloop.argo.template import stage_template, workflow
+from tuneloop.artifacts import split_ref
 from tuneloop.data_prep import data_prep
 
 SMALL = Cluster(cpu="50m", memory="256Mi", queue="")
@@ -47,4 +50,11 @@ def toy(iterations: int = 1, **seconds: float) -> dict[str, Any]:
     return made
 
 
-__all__ = ["digits", "empty_loop", "toy"]
+def digests(nodes: Iterable[Node], run: str) -> dict[str, str | None]:
+    """Place below the run → digest, of every artifact that pods made."""
+    refs = (value for node in nodes if node.type == "Pod" for value in node.outputs.values() if "@" in value)
+    split = map(split_ref, refs)
+    return {url.rpartition(f"/{run}/")[2]: digest for url, digest in split}
+
+
+__all__ = ["digests", "digits", "empty_loop", "toy"]

@@ -8,14 +8,13 @@ import pytest
 import yaml
 
 from tests.cluster.conftest import STORE, kubectl
-from tests.cluster.making import empty_loop, toy
+from tests.cluster.making import digests, empty_loop, toy
 from tests.cluster.test_queue import until
 from tests.unit.toy import make
 from tuneloop.argo import cluster as argo
-from tuneloop.argo.drift import template_drift
+from tuneloop.argo.drift import run_drift, template_drift
 from tuneloop.argo.state import Node
 from tuneloop.argo.watch import status
-from tuneloop.artifacts import split_ref
 
 pytestmark = pytest.mark.cluster
 
@@ -42,6 +41,9 @@ def test_parts_are_one_run_and_stop_ends_the_newest(cluster: argo.Cluster, run: 
     told = [node.outputs["told"] for node in pods(cluster, run, "stage")]
     assert sorted(set(told)) == ["1", "2", "3", "4"] and told.count("1") == told.count("2") == 1
     assert status(cluster, run).workflows[-1] == f"{run}-5"
+    assert run_drift(cluster, workflow, run) == ""
+    changed = run_drift(cluster, empty_loop(4, 2), run).splitlines()
+    assert [line for line in changed if line[:1] in "+-"][2:] == ["-    value: '1'", "+    value: '2'"]
 
 
 def test_what_is_submitted_from_a_template_is_a_run(cluster: argo.Cluster, run: str) -> None:
@@ -77,15 +79,8 @@ def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
     until(lambda: _running(run, "reward"), 60)
     kubectl("-n", "argo", "rollout", "restart", "deployment/workflow-controller")
     assert argo.wait(cluster, run) == 0
-    seen = status(cluster, run)
-    made = {}
-    for node in seen.nodes.values():
-        for value in node.outputs.values():
-            if node.type == "Pod" and "@" in value:
-                url, made_digest = split_ref(value)
-                made[url.rpartition(f"/{run}/")[2]] = made_digest
     undisturbed = make(str(tmp_path), iterations=1)
-    assert made == {
+    assert digests(status(cluster, run).nodes.values(), run) == {
         f"iterations/{name}" if name[0].isdigit() else name: manifest.digest for name, manifest in undisturbed.items()
     }
 

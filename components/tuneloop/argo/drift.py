@@ -49,12 +49,25 @@ def _parameter(live: Mapping[str, Any], name: str) -> str:
 
 
 def _difference(live: Mapping[str, Any], rendered: Mapping[str, Any], name: str) -> str:
-    there, here = (dump(_sorted(side)).splitlines(keepends=True) for side in (live, rendered))
+    there, here = (dump(_normal(_labelled(side))).splitlines(keepends=True) for side in (live, rendered))
     return "".join(difflib.unified_diff(there, here, f"live/{name}", f"rendered/{name}"))
 
 
-def _sorted(value: Any) -> Any:
-    """`value` with the keys of its mappings in order: the API server keeps none."""
+def _labelled(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """`spec` with its pods' labels written into each template, as the controller does to a workflow that runs."""
+    common = spec.get("podMetadata", {}).get("labels", {})
+    templates = []
+    for template in spec.get("templates", ()):
+        own = template.get("metadata") or {}
+        labels = {**common, **(own.get("labels") or {})}
+        graph = "dag" in template or "steps" in template
+        templates.append(template if graph else {**template, "metadata": {**own, "labels": labels}})
+    return {**spec, "templates": templates}
+
+
+def _normal(value: Any) -> Any:
+    """`value` with its keys in order and without empty fields, which servers and controllers add."""
     if isinstance(value, Mapping):
-        return {key: _sorted(value[key]) for key in sorted(value)}
-    return [_sorted(item) for item in value] if isinstance(value, list) else value
+        made = {key: _normal(value[key]) for key in sorted(value)}
+        return {key: item for key, item in made.items() if item != {} and (key, item) != ("name", "")}
+    return [_normal(item) for item in value] if isinstance(value, list) else value
