@@ -108,7 +108,8 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
 def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
     """As a RayJob of KubeRay 1.5: a cluster of as many pods, one rank group on each, gone when the job ends.
 
-    The head needs 1 GiB of memory beside the ranks. Ray has no words for exit codes; `tuneloop.argo.launch` reads the driver's from the job's message.
+    The head needs 1 GiB of memory beside the ranks. Ray has no field for exit codes: `tuneloop.argo.launch` reads the
+    driver's from the job's message.
     """
     backend.validate()
     gpus = ["--gpus", str(cluster.gpus)] if cluster.gpus else []
