@@ -7,10 +7,11 @@ run again ends at once, publishes what a crash left unpublished, and finds done 
 from __future__ import annotations
 
 import dataclasses
+import json
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -64,6 +65,13 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
     if done.sent_bytes:
         _record(chain.store, done, began)
         stage.log(_line(done))
+
+
+def published(root: str) -> dict[int, dict[str, Any]]:
+    """What publishing each version below `root` took, by version; see `Published`, and ``at``, when it was done."""
+    store = Store(root)
+    records = (json.loads(store.get(key) or b"{}") for key in store.keys(RECORDS))
+    return {about["version"]: about for about in records if about}
 
 
 def _accept_overtaken(chain: Chain, version: int, manifest: Manifest, ran: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from tuneloop.publication import published
 from tuneloop.runs import Curve, Run, Score
 from tuneloop.summary import clock, devices, how, iterations_line, reward_line, size
 
@@ -31,6 +32,7 @@ def page(run: Run) -> str:
         "</div>",
         _samples(run),
         _provenance(run),
+        _weights(run),
         _packages(run),
         _config(run),
     ]
@@ -163,6 +165,40 @@ def _provenance(run: Run) -> str:
         )
     head = ("version", "made by", "digest", "from", "device", "ranks", "code", "bytes", "seconds")
     return "<h2>Where every version came from</h2>" + _table(head, rows, kind="provenance")
+
+
+def _weights(run: Run) -> str:
+    """What each published version took, from the trainer to the engine; the last replica that rolled out with it."""
+    records = published(f"{run.url}/weights")
+    facts = [entry.manifest.facts for entry in run.of("rollout", "evaluate")]
+    pulls = {f["pulled"]["version"]: f["pulled"] for f in facts if f.get("pulled")}
+    lags = {f["version"]: f["staleness"] for f in facts if f.get("staleness")}
+    rows = []
+    for version, about in sorted(records.items()):
+        pulled, took = pulls.get(version, {}), about["timings"]
+        rows.append(
+            [
+                f"{version}",
+                f"{about['encoding'] or 'full'}, {size(about['sent_bytes'])} of {size(about['full_bytes'])}",
+                "" if about["density"] is None else f"{about['density']:.2%}",
+                _ms(took.get("base", 0) + took.get("encode", 0)),
+                _ms(took.get("publish")),
+                _ms(pulled.get("fetch_s", 0) + pulled.get("apply_s", 0) if pulled else None),
+                _ms(pulled.get("pause_s")),
+                _ms(pulled.get("converged_s")),
+                f"{pulled['identical']}/{pulled['tensors']}" if pulled else "",
+                f"{lags[version]['mean']:.2f}" if version in lags else "",
+            ]
+        )
+    head = [
+        *("version", "sent", "elements changed", "encode ms", "publish ms", "materialize ms", "pause ms"),
+        *("published to served ms", "read back", "versions behind, mean"),
+    ]
+    return "<h2>Weight versions</h2>" + _table(head, rows, kind="provenance") if rows else ""
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.0f}"
 
 
 def _origin(run: Run, name: str, ref: str) -> str:

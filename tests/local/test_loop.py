@@ -5,15 +5,17 @@ from pathlib import Path
 import pytest
 
 from tests.local.loops import command, digests, finish
+from tuneloop import weights
 from tuneloop.artifacts import Artifact
 
 pytestmark = pytest.mark.local
 
 
-def test_same_seed_same_weights_other_seed_other_weights(tmp_path: Path) -> None:
-    small = {"loop.iterations": 1}
-    for run, seed in (("a", 1), ("b", 1), ("c", 2)):
-        finish(command("run", "sft_then_grpo", "--run", run, store=tmp_path, seed=seed, **small))
+def test_same_seed_same_weights_at_every_grain_other_seed_other_weights(tmp_path: Path) -> None:
+    """b runs the stages of both iterations in one process, a each in its own."""
+    for run, seed, pod in (("a", 1, 0), ("b", 1, 2), ("c", 2, 2)):
+        settings = {"loop.iterations": 2, "loop.iterations_per_pod": pod}
+        finish(command("run", "sft_then_grpo", "--run", run, store=tmp_path, seed=seed, **settings))
     a, b, c = (digests(tmp_path, run) for run in "abc")
     assert a == b
     assert a["export"] != c["export"]
@@ -28,13 +30,19 @@ def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
     assert two.results["loss"] == pytest.approx(one.results["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-llama"])
-def test_loop_with_real_vllm(tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(("model", "pull"), [("tiny-qwen3", False), ("tiny-llama", True)])
+def test_loop_with_real_vllm(tmp_path: Path, model: str, pull: bool) -> None:
     settings = {"engine.name": "vllm", "base_model": model, "loop.iterations": 2, "engine.port": 8799}
+    settings["engine.pull"] = pull
     printed = finish(command("run", "sft_then_grpo", "--run", "v", store=tmp_path, **settings))
     for iteration in (1, 2):
         facts = Artifact(f"{tmp_path}/v/iterations/{iteration}/rollout").manifest.facts
         assert facts["engine"].startswith("vllm")
         assert facts["version"] == iteration, "version 0 is the base model, 1 is SFT's"
         assert facts["canary"]["mean_abs_diff"] < facts["canary"]["tolerance"]
+        if pull:
+            pulled = facts["pulled"]
+            assert (pulled["version"], pulled["identical"]) == (iteration, pulled["tensors"])
+    assert [v.version for v in weights.ls(f"{tmp_path}/v/weights")] == ([0, 1, 2, 3] if pull else [])
+    assert ("Weight versions" in (tmp_path / "v" / "report.html").read_text()) == pull
     assert "mean reward" in printed and "cpu" in printed.lower()

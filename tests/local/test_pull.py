@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import shutil
 import subprocess
@@ -9,6 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.local.test_vllm import ARGS, GREEDY, REQUESTS, Running, free_port, quiet
+from tests.local.loops import command, finish
+from tests.local.test_vllm import ARGS, GREEDY, REQUESTS, SHORT, Running, begin, free_port, quiet
 from tests.policies import commit_policy
 from tuneloop import weights
 from tuneloop.artifacts import Artifact, Draft
 from tuneloop.canary import write_canary
+from tuneloop.conformance import Probe, check
+from tuneloop.engines import Request, Sampling
 from tuneloop.engines._client import Client
+from tuneloop.engines._loop import EngineLoop
+from tuneloop.engines.endpoint import create
 from tuneloop.generation import prove
 
 pytestmark = pytest.mark.local
@@ -83,11 +92,11 @@ def publish(root: Path, policy: Artifact) -> weights.Published:
     )
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Artifact]:
-    """Eleven checkpoints, each a small step from the one before."""
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> list[Artifact]:
+    """Eleven checkpoints, each a small step from the one before. The head is tied, which vLLM's reload forgets."""
     root = tmp_path_factory.mktemp("policies")
-    made = [commit_policy(root / "v0", tied=request.param)]
+    made = [commit_policy(root / "v0")]
     for version in range(1, 11):
         made.append(step(made[-1], root / f"v{version}", version))
     return made
@@ -122,3 +131,161 @@ def test_ten_updates_byte_for_byte(served: tuple[Running, Path], chain: list[Art
         client.load(policy)
         prove(client, policy, 0.05)
     assert {c.start_version for group in client.generate(REQUESTS, GREEDY, quiet) for c in group} == {10}
+
+
+def test_keeps_to_the_protocol(served: tuple[Running, Path], chain: list[Artifact]) -> None:
+    running, _ = served
+    outcomes = list(check(Probe(running.url, chain[10], 256)))
+    assert [o for o in outcomes if o.result != "ok"] == []
+
+
+def test_goes_back_to_an_older_version_when_told_to(served: tuple[Running, Path], chain: list[Artifact]) -> None:
+    """The pointer is not moved, so the follower leaves it there; the next one told is served again."""
+    running, _ = served
+    client = Client(running.url, 60)
+    for version in (4, 10):
+        client.load(chain[version])
+        prove(client, chain[version], 0.05)
+        assert running.ask("POST", "/verify")[1]["version"] == version
+    status, said = running.ask("POST", "/load", {"ref": chain[10].ref, "version": 11})
+    assert status == 409 and "is not published" in said["error"]
+    status, said = running.ask("POST", "/load", {"ref": chain[3].ref, "version": 2})
+    assert status == 400 and "was published from" in said["error"]
+
+
+def test_sleep_needs_a_device_that_can(served: tuple[Running, Path]) -> None:
+    running, _ = served
+    for path in ("/sleep", "/wake_up"):
+        status, said = running.ask("POST", path)
+        assert status == 400 and "cpu" in said["error"]
+    assert running.ask("GET", "/health")[0] == 200
+
+
+def test_damaged_versions_are_not_served(served: tuple[Running, Path], chain: list[Artifact], tmp_path: Path) -> None:
+    """The old version stays served, whoever wants the new one is told why; once mended, it is served."""
+    running, root = served
+    policy = step(chain[10], tmp_path / "v11", 11)
+    spare = Path(shutil.copytree(root, tmp_path / "spare"))
+    publish(spare, policy)
+    (delta,) = (spare / "weight_v000011").glob("*.safetensors")
+    whole = delta.read_bytes()
+    delta.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    shutil.copytree(spare / "weight_v000011", root / "weight_v000011")
+    (root / "latest").write_bytes((spare / "latest").read_bytes())
+    trouble = until(running, lambda said: said["trouble"])
+    assert (trouble["version"], running.ask("GET", "/health")[0]) == (10, 200)
+    body = {"requests": [{"id": "a", "prompt_ids": [5, 6], "seeds": [0]}], "min_version": 11}
+    status, said = running.ask("POST", "/generate", body)
+    assert status == 409 and "it can not be pulled" in said["error"]
+    (root / "weight_v000011" / delta.name).write_bytes(whole)
+    assert until(running, lambda said: said["pulled"].get("version") == 11)["trouble"] == ""
+    held = running.ask("POST", "/verify")[1]
+    assert held["identical"] == held["tensors"]
+
+
+def test_requests_go_on_with_new_weights(chain: list[Artifact], tmp_path: Path) -> None:
+    """`keep`: weights change under running requests; each token says its version and has its log-probability."""
+    engine = begin(chain[0])
+    loop = EngineLoop(engine)
+    loop.start()
+    said: list[tuple[int, Any]] = []
+    loop.generate([Request("r", SHORT[0], [1, 2])], Sampling(1.0, 300, ()), 0, None, lambda *s: said.append(s)).result()
+    for version in (1, 2):
+        time.sleep(0.1)
+        loop.change(chain[version].path / "model", version, chain[version].manifest.digest, "keep").result()
+    while not said:
+        time.sleep(0.01)
+    loop.stop()
+    loop.join()
+    for made in said[0][1]:
+        assert set(made.versions) == {0, 1, 2} and made.versions == sorted(made.versions) and len(made.ids) == 300
+        for version in (0, 1, 2):
+            engine.load(chain[version])
+            scored = engine.score(SHORT[0] + made.ids)[len(SHORT[0]) - 1 :]
+            mine = [i for i, v in enumerate(made.versions) if v == version]
+            assert [made.logprobs[i] for i in mine] == pytest.approx([scored[i] for i in mine], abs=2e-3)
+
+
+@contextmanager
+def gateway(backends: list[str]) -> Iterator[str]:
+    """What somebody else puts before a fleet: each request goes to the next replica that takes it."""
+    turn = count()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            for _ in range(len(backends)):
+                url = backends[next(turn) % len(backends)]
+                connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+                try:
+                    connection.request("POST", self.path, body)
+                    reply = connection.getresponse()
+                except OSError:
+                    continue  # that one is dead
+                self.send_response(reply.status)
+                self.end_headers()
+                with suppress(OSError, http.client.HTTPException):  # it died in the middle, or the caller went
+                    while data := reply.read1(65536):
+                        self.wfile.write(data)
+                connection.close()
+                return
+            self.send_error(503)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_fleet_loses_one_and_gets_another(
+    served: tuple[Running, Path], chain: list[Artifact], tmp_path: Path
+) -> None:
+    """A replica that joins late replays the chain; one that is killed loses no request."""
+    running, root = served
+    latest = weights.ls(str(root))[-1].version
+    policy = step(chain[10], tmp_path / "next", latest + 1)
+    late = follow(root)
+    assert running.ask("POST", "/verify")[1]["identical"] == late.ask("POST", "/verify")[1]["identical"]
+    with gateway([late.url, running.url]) as url:
+        engine = create(url, {"retry_sleep": 0.1, "partial_rollout": True}, 30.0)
+        engine.load(policy)
+        publish(root, policy)
+        prove(engine, policy, 0.05)
+        for replica in (late, running):
+            until(replica, lambda said: said["version"] == latest + 1)
+        many = [Request(f"r{i}", SHORT[i % 4], [i, i + 100]) for i in range(24)]
+        killed: list[int] = []
+
+        def kill(done: int) -> None:
+            if done >= 2 and not killed:
+                late.process.kill()
+                killed.append(done)
+
+        made = engine.generate(many, Sampling(1.0, 100, ()), kill)
+    late.process.wait()
+    assert killed and 0 < killed[0] < 24
+    assert {c.end_version for group in made for c in group} == {latest + 1}
+    assert all(len(c.ids) == 100 for group in made for c in group)
+
+
+def test_loop_over_an_endpoint_that_pulls(tmp_path: Path) -> None:
+    """Somebody else's process serves: the loop publishes and asks, and knows of it only its URL."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    line = [sys.executable, "-m", "tuneloop.serve", "--weights", f"{tmp_path}/o/weights", "--host", "127.0.0.1"]
+    line += ["--port", str(port), "--engine-args", json.dumps(ARGS)]
+    serving = subprocess.Popen(line, stderr=subprocess.DEVNULL)
+    try:
+        settings = {"engine.name": "endpoint", "engine.rollout_endpoint_url": url, "engine.pull": True}
+        settings |= {"loop.iterations": 2, "engine.args": '{"max_retries": 300}'}
+        finish(command("run", "sft_then_grpo", "--run", "o", store=tmp_path, **settings))
+    finally:
+        serving.kill()
+        serving.wait()
+    for iteration in (1, 2):
+        facts = Artifact(f"{tmp_path}/o/iterations/{iteration}/rollout").manifest.facts
+        assert (facts["engine"], facts["version"]) == ("endpoint", iteration)
+        assert facts["staleness"] == {"max": 0, "mean": 0, "bound": 0}
+        assert facts["canary"]["mean_abs_diff"] < facts["canary"]["tolerance"]

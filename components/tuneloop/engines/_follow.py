@@ -48,7 +48,7 @@ class Follower(threading.Thread):
         self.trouble = ""
         self.pulled: dict[str, Any] = {}
         self._wake = threading.Event()
-        self._one = threading.Lock()
+        self._one = threading.RLock()
         self._seen = ""
         self._stopping = False
 
@@ -97,10 +97,11 @@ class Follower(threading.Thread):
 
     def _look(self) -> None:
         latest = pointer.read(self.store)
-        healthy = not self.loop.trouble or self.loop.broken or self.loop.asleep
-        if latest is not None and (latest.ref != self._seen or not healthy):
-            self._pull(latest.version)
-            self._seen = latest.ref
+        with self._one:  # in a change at hand the engine is neither here nor there
+            lost = self.loop.trouble and not self.loop.broken and not self.loop.asleep
+            if latest is not None and (latest.ref != self._seen or lost):
+                self._pull(latest.version)
+                self._seen = latest.ref
 
     def _pull(self, version: int, *, force: bool = False) -> None:
         with self._one:

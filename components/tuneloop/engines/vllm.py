@@ -192,6 +192,7 @@ class Vllm:
             temperature=sampling.temperature,
             max_tokens=sampling.max_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # what ends a completion is said above, and not in a file beside the weights
             seed=seed,
             logprobs=0,
             prompt_logprobs=0 if prompt_logprobs else None,
