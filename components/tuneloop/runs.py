@@ -199,7 +199,7 @@ class Run:
         found = self.state
         if found is None:
             return "created" if self.record else "elsewhere"
-        if found.workflow.phase == "Running":
+        if found.workflow.phase == "Running" or "next" in found.workflow.outputs:  # of several workflows not the last
             return "running" if found.alive else "interrupted"
         return {"Succeeded": "succeeded"}.get(found.workflow.phase, "failed")
 

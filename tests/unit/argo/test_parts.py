@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.argo_loop import build
-from tuneloop.argo.executor import Outcome
+from tuneloop.argo.executor import Outcome, execute
 from tuneloop.argo.parts import execute_parts
-from tuneloop.argo.proceed import following
+from tuneloop.argo.proceed import LOCAL, following
 from tuneloop.argo.state import Node, read
+from tuneloop.runs import Run
 
 
 def run(workdir: Path, iterations: int, per_workflow: int, script: str | None = None) -> Outcome:
@@ -47,6 +48,17 @@ def test_a_resumed_run_starts_at_the_part_that_failed(tmp_path: Path) -> None:
     text = (tmp_path / "x" / "nodes.jsonl").read_text()
     begun = re.findall(r'"kind": "workflow", "name": "([\w-]+)", "phase": "Running"', text)
     assert begun == ["empty", "empty-2", "empty-2", "empty-3"]
+
+
+def test_a_run_that_was_killed_between_two_parts_goes_on(tmp_path: Path) -> None:
+    given = {"run": "x", "store": "memory://"}
+    assert execute(build(4, 2), workdir=tmp_path / "x", arguments=given, env={LOCAL: "1"}).phase == "Succeeded"
+    assert Run("x", str(tmp_path)).phase == "interrupted"
+    assert run(tmp_path / "x", 4, 2).phase == "Succeeded"
+    assert Run("x", str(tmp_path)).phase == "succeeded"
+    found = read(tmp_path / "x")
+    assert found is not None
+    assert [node.outputs["told"] for node in stages(found.nodes)] == ["1", "2", "3", "4"]
 
 
 @pytest.mark.local
