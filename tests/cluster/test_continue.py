@@ -13,6 +13,7 @@ from tests.cluster.test_queue import until
 from tests.unit.toy import make
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.drift import run_drift, template_drift
+from tuneloop.argo.proceed import proceed
 from tuneloop.argo.state import Node
 from tuneloop.argo.watch import status
 
@@ -62,6 +63,9 @@ def test_what_is_submitted_from_a_template_is_a_run(cluster: argo.Cluster, run: 
         until(lambda: _phases(cluster, run) == ["Succeeded"] * 2, 90)
         assert [node.outputs["told"] for node in pods(cluster, run, "stage")] == ["1", "2"]
         assert len(_pods(run)) == 3
+        # A second attempt of the step finds what the first has made.
+        assert proceed(cluster, run, "main", {"iteration": "2", "told": "1"}) == f"{run}-2"
+        assert len(argo.workflows(cluster, run)) == 2
     finally:
         kubectl("-n", cluster.namespace, "delete", "workflowtemplate", run)
 
