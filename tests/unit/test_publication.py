@@ -1,0 +1,109 @@
+"""A stage publishes what it committed: once, in order, after a crash too, and never over another run's versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.weights import exports
+from tuneloop import publication, weights
+from tuneloop.artifacts import Artifact, Manifest
+from tuneloop.component import OptionalInput, Results, Stage, component
+from tuneloop.errors import Corrupt
+from tuneloop.publication import Weights, publish_checkpoint, published
+
+
+def publish_late(stage: Stage, manifest: Manifest) -> None:
+    """As the stages do; looked up, so that a test can end the process here."""
+    publication.publish_checkpoint(stage, manifest)
+
+
+@component("checkpoint", image="base", results={}, after=publish_late)
+def toy(stage: Stage, policy: OptionalInput, *, weights: Weights = None, seed: int = 0) -> Results:
+    """Write the checkpoint that follows `policy`."""
+    version = policy.manifest.facts["version"] + 1 if policy else 0
+    rng = np.random.default_rng(0)
+    made = exports.model(rng)
+    for step in range(version):
+        made = exports.update(np.random.default_rng([seed, step]), made, 0.02)
+    exports.save(stage.out / "model", made)
+    stage.facts["version"] = version
+    return {}
+
+
+def chain(root: Path, count: int, **params: Any) -> list[Artifact]:
+    """Checkpoints 0, 1, …"""
+    made: list[Artifact] = []
+    for version in range(count):
+        given = {"policy": made[-1].ref} if made else {}
+        toy(out=f"{root}/{version}", **given, **params)
+        made.append(Artifact(f"{root}/{version}"))
+    return made
+
+
+def test_every_version_is_that_of_its_checkpoint(tmp_path: Path) -> None:
+    root = str(tmp_path / "w")
+    policies = chain(tmp_path, 4, weights=root)
+    assert [(v.version, v.base_version) for v in weights.ls(root)] == [(0, None), (1, 0), (2, 1), (3, 2)]
+    for version, policy in enumerate(policies):
+        done = weights.materialize(root, version, tmp_path / f"m{version}")
+        assert done.source == policy.manifest.digest
+        assert exports.content(tmp_path / f"m{version}") == exports.content(policy.path / "model")
+    records = published(root)
+    assert sorted(records) == [0, 1, 2, 3] and records[3]["delta_bytes"] < records[3]["full_bytes"]
+
+
+def test_without_a_root_nothing_is_published(tmp_path: Path) -> None:
+    chain(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+def test_a_crash_between_commit_and_publication_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = str(tmp_path / "w")
+    first, second = chain(tmp_path, 2, weights=root)
+
+    def die(*_: object) -> None:
+        raise exports.Crash
+
+    with monkeypatch.context() as crashing:
+        crashing.setattr(publication, "publish_checkpoint", die)
+        with pytest.raises(exports.Crash):
+            toy(out=f"{tmp_path}/2", policy=second.ref, weights=root)
+    assert weights.ls(root)[-1].version == 1, "committed, and the old version is served"
+    toy(out=f"{tmp_path}/2", policy=second.ref, weights=root)
+    assert weights.ls(root)[-1].version == 2
+    listed = weights.ls(root)
+    toy(out=f"{tmp_path}/1", policy=first.ref, weights=root)
+    assert weights.ls(root) == listed, "run again, an overtaken stage changes nothing"
+
+
+def test_two_runs_do_not_share_a_root(tmp_path: Path) -> None:
+    root = str(tmp_path / "w")
+    chain(tmp_path / "a", 3, weights=root)
+    with pytest.raises(weights.PointerConflict, match="use another root"):
+        chain(tmp_path / "b", 2, weights=root, seed=1)  # version 0 is the same in both
+    weights.gc(root)
+    (tmp_path / "w" / "weight_v000001" / "model.safetensors.index.json").unlink()
+    with pytest.raises(weights.PointerRewind, match="a root of its own"):
+        toy(out=f"{tmp_path}/c", policy=Artifact(f"{tmp_path}/a/0").ref, weights=root, seed=2)
+
+
+def test_a_damaged_checkpoint_is_not_published(tmp_path: Path) -> None:
+    (policy,) = chain(tmp_path, 1)
+    path = policy.path / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x00" if path.read_bytes()[-1] else path.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(Corrupt, match="is not published"):
+        toy(out=f"{tmp_path}/0", weights=str(tmp_path / "w"))
+    assert not (tmp_path / "w" / "latest").exists()
+
+
+def test_the_stages_publish() -> None:
+    from tuneloop.base_model import base_model
+    from tuneloop.policy_update import policy_update
+    from tuneloop.sft import sft
+
+    for stage in (base_model, sft, policy_update):
+        assert stage.after is publish_checkpoint and "weights" in stage.Params.model_fields
