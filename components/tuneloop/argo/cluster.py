@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
+
 import tuneloop
 from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 
@@ -149,9 +151,26 @@ def prepare(
             raise UserError(f"spec.arguments.parameters.{name}", None, "is missing; tuneloop's pipelines have it")
         parameters[name]["value"] = value
     if priority:
-        for labels in queued(made).values():
-            labels[PRIORITY_LABEL] = priority
+        for template in made["spec"].get("templates", ()):
+            _prioritize(template, priority)
     return made
+
+
+def applied(template: Mapping[str, Any]) -> dict[str, Any]:
+    """The object that a resource template applies; empty for any other template."""
+    found: dict[str, Any] = yaml.safe_load(template["resource"]["manifest"]) if "resource" in template else {}
+    return found
+
+
+def _prioritize(template: dict[str, Any], priority: str) -> None:
+    from tuneloop.argo.jobset import written
+
+    job = applied(template)
+    labels = (job or template).get("metadata", {}).get("labels", {})
+    if QUEUE_LABEL in labels:
+        labels[PRIORITY_LABEL] = priority
+        if job:
+            template["resource"]["manifest"] = written(job)
 
 
 def as_template(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -170,8 +189,9 @@ def template_name(pipeline: str) -> str:
 
 
 def queued(workflow: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Template → labels, of those that wait in a queue."""
-    labels = {t["name"]: t.get("metadata", {}).get("labels", {}) for t in workflow["spec"].get("templates", ())}
+    """Template → labels, of those that wait in a queue, or whose job does."""
+    templates = workflow["spec"].get("templates", ())
+    labels = {t["name"]: (applied(t) or t).get("metadata", {}).get("labels", {}) for t in templates}
     return {name: each for name, each in labels.items() if QUEUE_LABEL in each}
 
 
@@ -332,11 +352,21 @@ def _delete_jobs(cluster: Cluster, run: str) -> None:
     """Jobs of several pods outlive the step that started them: end them by name."""
     from kubernetes.client import ApiException
 
-    kinds = (("jobset.x-k8s.io", "v1alpha2", "jobsets"), ("ray.io", "v1", "rayjobs"))
+    kinds = (
+        ("jobset.x-k8s.io", "v1alpha2", "jobsets"),
+        ("trainer.kubeflow.org", "v1alpha1", "trainjobs"),
+        ("ray.io", "v1", "rayjobs"),
+        ("batch", "v1", "jobs"),
+    )
     for group, version, plural in kinds:
         try:
             cluster.custom.delete_collection_namespaced_custom_object(
-                group, version, cluster.namespace, plural, label_selector=f"{RUN_LABEL}={run}"
+                group,
+                version,
+                cluster.namespace,
+                plural,
+                label_selector=f"{RUN_LABEL}={run}",
+                propagation_policy="Background",  # a Job would leave its pods
             )
         except ApiException as error:
             if error.status not in (403, 404):  # not installed here, or never ours to start

@@ -93,7 +93,7 @@ def jobset_steps(
         set_owner_reference=True,
         success_condition="status.terminalState = Completed",
         failure_condition="status.terminalState = Failed",
-        manifest=_text(manifest),
+        manifest=written(manifest),
         executor=ExecutorConfig(service_account_name="tuneloop-launcher"),
         pod_spec_patch=json.dumps(PATCH, separators=(",", ":")),
         **_retry(),
@@ -224,7 +224,8 @@ def _plain(model: Any) -> dict[str, Any]:
     return made
 
 
-def _text(manifest: dict[str, Any]) -> str:
+def written(manifest: dict[str, Any]) -> str:
+    """The manifest as YAML, for a resource template."""
     import yaml
 
     class Plain(yaml.SafeDumper):

@@ -149,7 +149,12 @@ def delete(cluster: Cluster, job: Object) -> None:
     with faults(cluster):
         try:
             cluster.custom.delete_namespaced_custom_object(
-                kind.group, kind.version, cluster.namespace, kind.plural, job["metadata"]["name"]
+                kind.group,
+                kind.version,
+                cluster.namespace,
+                kind.plural,
+                job["metadata"]["name"],
+                propagation_policy="Background",  # a Job would leave its pods
             )
         except ApiException as error:
             if error.status != 404:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from tuneloop.argo.cluster import PRIORITY_LABEL, QUEUE_LABEL, WORKFLOWS, Cluster, faults, queued
+from tuneloop.argo.cluster import PRIORITY_LABEL, QUEUE_LABEL, WORKFLOWS, Cluster, applied, faults, queued
 from tuneloop.errors import UserError
 from tuneloop.store import Store
 
@@ -33,7 +33,7 @@ def problems(cluster: Cluster, workflow: Mapping[str, Any]) -> list[UserError]:
         Retryable: the API server is in trouble.
     """
     with faults(cluster):
-        if missing := [*_namespace(cluster), *_installed(cluster)]:
+        if missing := [*_namespace(cluster), *_installed(cluster, workflow)]:
             return missing
         return [
             *_allowed(cluster),
@@ -50,12 +50,19 @@ def _namespace(cluster: Cluster) -> Iterator[UserError]:
         yield UserError("namespace", cluster.namespace, remedy)
 
 
-def _installed(cluster: Cluster) -> Iterator[UserError]:
+def _installed(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     group, version, plural = WORKFLOWS
     if _absent(cluster.custom.list_namespaced_custom_object, group, version, cluster.namespace, plural, limit=1):
         yield UserError(
             "cluster", cluster.context, f"has no Argo Workflows ({plural}.{group} is not defined); {INSTALL}"
         )
+    for job in filter(None, map(applied, workflow["spec"].get("templates", ()))):
+        group, _, version = job["apiVersion"].partition("/")
+        plural = f"{job['kind'].lower()}s"
+        if _absent(cluster.custom.list_namespaced_custom_object, group, version, cluster.namespace, plural, limit=1):
+            remedy = f"has no {job['kind']} ({plural}.{group} is not defined), which several nodes need; {INSTALL}"
+            yield UserError("nodes", cluster.context, remedy)
+            return
 
 
 def _allowed(cluster: Cluster) -> Iterator[UserError]:
@@ -191,12 +198,21 @@ def _largest(spec: Mapping[str, Any]) -> Amounts:
 
 def requests(template: Mapping[str, Any]) -> Amounts:
     """What the pod of a template asks for; a limit without a request is one."""
+    if job := applied(template):
+        return _of_job(job)
     containers = [template.get("container") or template.get("script") or {}, *template.get("sidecars", ())]
     asked = []
     for container in containers:
         resources = container.get("resources") or {}
         asked.append({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
     return _sum({k: quantity(v) for k, v in each.items() if "{{" not in str(v)} for each in asked)
+
+
+def _of_job(jobset: Mapping[str, Any]) -> Amounts:
+    """What all pods of a JobSet ask for; Kueue admits them together."""
+    jobs = [each["template"]["spec"] for each in jobset["spec"]["replicatedJobs"]]
+    pods = [(job["parallelism"], each) for job in jobs for each in job["template"]["spec"]["containers"]]
+    return _sum({k: count * v for k, v in requests({"container": each}).items()} for count, each in pods)
 
 
 def quantity(text: Any) -> Decimal:
@@ -223,7 +239,7 @@ def _sum(amounts: Iterable[Amounts]) -> Amounts:
 
 
 def _labels(template: Mapping[str, Any]) -> Mapping[str, str]:
-    labels: Mapping[str, str] = (template.get("metadata") or {}).get("labels") or {}
+    labels: Mapping[str, str] = ((applied(template) or template).get("metadata") or {}).get("labels") or {}
     return labels
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo.jobset import ATTEMPT, _text, jobset, pod_spec, queue_labels, ranks_env
+from tuneloop.argo.jobset import ATTEMPT, jobset, pod_spec, queue_labels, ranks_env, written
 from tuneloop.argo.settings import Cluster
 from tuneloop.backends import LLMBackend
 from tuneloop.errors import UserError
@@ -181,7 +181,7 @@ def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> Cont
     return Container(
         name=name,
         command=["python", "-m", "tuneloop.argo.launch"],
-        args=["--namespace", "{{workflow.namespace}}", "--manifest", _text(dict(job))],
+        args=["--namespace", "{{workflow.namespace}}", "--manifest", written(dict(job))],
         service_account_name="tuneloop-launcher",
         automount_service_account_token=True,
         **_pod("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"})),

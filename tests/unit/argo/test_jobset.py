@@ -1,13 +1,16 @@
 """Stages of several pods, as they are rendered."""
 
 import json
+from decimal import Decimal
 from typing import Any
 
 import pytest
 import yaml
 
 from tuneloop.argo import spec
+from tuneloop.argo.cluster import prepare, queued
 from tuneloop.argo.lint import lint
+from tuneloop.argo.preflight import requests
 from tuneloop.config import find
 from tuneloop.errors import UserError
 
@@ -50,3 +53,15 @@ def test_one_machine_refuses_them_by_name() -> None:
     made = rendered("nodes=2")["spec"]
     with pytest.raises(UserError, match=r"-job\.resource.*say nodes=1"):
         spec.check(made, made["templates"])
+
+
+def test_a_priority_given_at_submission_reaches_the_jobs() -> None:
+    made = prepare(rendered("nodes=2"), run="demo", store="s3://b", priority="tuneloop-high")
+    labels = queued(made)
+    assert {"sft-job", "policy-update-job"} <= labels.keys()
+    assert {each["kueue.x-k8s.io/priority-class"] for each in labels.values()} == {"tuneloop-high"}
+
+
+def test_a_job_asks_for_what_all_its_pods_ask_for() -> None:
+    templates = {t["name"]: t for t in rendered("nodes=3", "cluster.memory=1Gi", "cluster.gpus=8")["spec"]["templates"]}
+    assert requests(templates["sft-job"]) == {"cpu": Decimal("1.5"), "memory": 3 * 2**30, "nvidia.com/gpu": 24}
