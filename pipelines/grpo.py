@@ -12,7 +12,9 @@ it; with the engine `endpoint` a fleet that somebody else owns does, and is aske
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -50,6 +52,9 @@ class Loop(BaseModel):
     iterations: int = Field(60, ge=1, description="at most so many")
     per_workflow: int = Field(
         60, ge=1, le=90, description="so many in one workflow, then the run goes on in another; Argo ends at depth 100"
+    )
+    iterations_per_pod: int = Field(
+        0, ge=0, description="0: a pod a stage; else so many iterations in one pod, stage after stage in one process"
     )
     target_reward: float = Field(0.98, description="stop once a batch of rollouts earns this mean reward")
     evaluate_every: int = Field(0, ge=0, description="evaluate each so many iterations; 0: only before and after")
@@ -113,9 +118,21 @@ class Config(BaseModel):
     evaluate: Evaluate = Evaluate()
     export: Export = Export()
 
+    @model_validator(mode="after")
+    def _grain(self) -> Config:
+        pod = self.loop.iterations_per_pod
+        if pod and self.nodes > 1:
+            raise ValueError("loop.iterations_per_pod puts all stages into one pod: set nodes to 1, or it to 0")
+        if pod and self.loop.per_workflow % pod:
+            raise ValueError("loop.per_workflow must be a multiple of loop.iterations_per_pod")
+        return self
+
 
 RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
 IN = "{{inputs.parameters.%s}}"
+LOOP_PARAMETERS = ("iterations", "per_workflow", "target_reward")
+AROUND = ("data-prep", "base-model", "evaluate", "export", "serve")
+ITERATION = ("rollout", "reward", "policy-update")
 CARRIED = ("prompts", "reference")
 """References that every iteration needs, and so every workflow of the loop."""
 MORE = (
@@ -132,9 +149,10 @@ def build_argo(config: Config) -> Workflow:
 
     from tuneloop.argo.template import workflow
 
-    with workflow("grpo", config.loop.model_dump(include={"iterations", "per_workflow", "target_reward"})) as built:
-        stages = templates(config)
-        part = build_part(config, stages, build_loop(config, stages))
+    graph = pod_graph(config)
+    with workflow("grpo", config.loop.model_dump(include=set(LOOP_PARAMETERS))) as built:
+        stages, loop = build_stages(config, graph)
+        part = build_part(config, stages, loop)
         with DAG(name="main") as main:
             data = stages["data-prep"](name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
             model = base_model_task(stages, data)
@@ -143,49 +161,53 @@ def build_argo(config: Config) -> Workflow:
     return built
 
 
-def templates(config: Config) -> dict[str, Any]:
-    """Every stage of the loop as a Hera template, by name; to be called inside a Workflow."""
+def build_stages(config: Config, graph: Workflow | None) -> tuple[dict[str, Any], DAG]:
+    """The templates of the stages by name, and the loop over some of them; to be called inside a Workflow.
+
+    Args:
+        graph: what `pod_graph` made.
+    """
+    if graph is None:
+        stages = templates(config, (*AROUND, *ITERATION))
+        return stages, build_loop(config, stages)
+    return templates(config, AROUND), build_pods(config, graph)
+
+
+def pod_graph(config: Config) -> Workflow | None:
+    """The part of the loop that one pod runs, if pods run several stages; to be called outside a Workflow."""
+    from tuneloop.argo.template import workflow
+
+    if not config.loop.iterations_per_pod:
+        return None
+    parameters = {**config.loop.model_dump(), "per_workflow": config.loop.iterations_per_pod}
+    with workflow("pod", {name: parameters[name] for name in LOOP_PARAMETERS}) as graph:
+        build_loop(config, templates(config, (*ITERATION, "evaluate")))
+    return graph
+
+
+def templates(config: Config, names: Iterable[str]) -> dict[str, Any]:
+    """Stages as Hera templates, by name; to be called inside a Workflow."""
     from tuneloop.argo.template import server_template, stage_template
 
     engine = {"engine": config.engine.name, "engine_args": config.engine.options, "seed": config.seed}
     published = publishing(config)
-    made = [
-        stage_template(data_prep, {**config.data.model_dump(), "seed": config.seed}, cluster=config.cluster),
-        stage_template(
-            base_model,
-            {**config.model.model_dump(), "model": config.base_model, "seed": config.seed, **published},
-            cluster=config.cluster,
-        ),
-        stage_template(
-            rollout,
-            {**config.rollout.model_dump(), **engine},
-            dynamic=["iteration", "endpoint"],
-            cluster=config.cluster,
-        ),
-        stage_template(reward, config.reward.model_dump(), cluster=config.cluster),
-        stage_template(
-            policy_update,
-            {**config.update.model_dump(), "seed": config.seed, **published},
-            dynamic=["iteration"],
-            processes=config.processes,
-            nodes=config.nodes,
-            cluster=config.cluster,
-        ),
-        stage_template(
-            evaluate,
-            {**config.evaluate.model_dump(), **engine},
-            dynamic=["iteration", "endpoint"],
-            cluster=config.cluster,
-        ),
-        stage_template(export, config.export.model_dump(), cluster=config.cluster),
-    ]
-    if config.engine.name == "vllm":
-        made.append(
-            server_template(
-                port=config.engine.port, engine_args=config.engine.options, cluster=config.cluster, **published
-            )
-        )
-    return {template.name: template for template in made}
+    seed = {"seed": config.seed}
+    stage = functools.partial(stage_template, cluster=config.cluster)
+    sampling: Any = {"dynamic": ["iteration", "endpoint"]}
+    training: Any = {"dynamic": ["iteration"], "processes": config.processes, "nodes": config.nodes}
+    server = {"port": config.engine.port, "engine_args": config.engine.options, "cluster": config.cluster}
+    model = {**config.model.model_dump(), "model": config.base_model}
+    makers = {
+        "data-prep": lambda: stage(data_prep, {**config.data.model_dump(), **seed}),
+        "base-model": lambda: stage(base_model, {**model, **seed, **published}),
+        "rollout": lambda: stage(rollout, {**config.rollout.model_dump(), **engine}, **sampling),
+        "reward": lambda: stage(reward, config.reward.model_dump()),
+        "policy-update": lambda: stage(policy_update, {**config.update.model_dump(), **seed, **published}, **training),
+        "evaluate": lambda: stage(evaluate, {**config.evaluate.model_dump(), **engine}, **sampling),
+        "export": lambda: stage(export, config.export.model_dump()),
+        "serve": lambda: server_template(**server, **published),
+    }
+    return {name: makers[name]() for name in names if name != "serve" or config.engine.name == "vllm"}
 
 
 def publishing(config: Config) -> dict[str, Any]:
@@ -266,6 +288,34 @@ def build_loop(config: Config, stages: dict[str, Any]) -> DAG:
             following.depends = "policy-update && (evaluate.Succeeded || evaluate.Skipped)"
         else:
             update >> following
+    return loop
+
+
+def build_pods(config: Config, graph: Workflow) -> DAG:
+    """The loop with a pod for every `iterations_per_pod` iterations: what one pod runs, which calls the next."""
+    from hera.workflows import DAG, Parameter
+    from hera.workflows.models import ValueFrom
+
+    from tuneloop.argo.grain import segment_template
+
+    inputs, outputs = ("iteration", "policy", *CARRIED, "endpoint"), ("iteration", "policy", "mean-reward")
+    fixed = {name: f"{{{{workflow.parameters.{name}}}}}" for name in ("run", "store", "iterations", "target-reward")}
+    fixed["per-workflow"] = str(config.loop.iterations_per_pod)
+    segment = segment_template(graph, "loop", inputs, outputs, fixed=fixed, cluster=config.cluster)
+    ended = "tasks.segment.outputs.parameters"
+    more = MORE % (f"{ended}.iteration", f"{ended}['mean-reward']")
+    here = f"asInt({ended}.iteration) % asInt(workflow.parameters['per-workflow']) != 0"
+    last = "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters['%s'] : %s['%s']"
+    with DAG(
+        name="loop",
+        inputs=[Parameter(name=name) for name in inputs],
+        outputs=[Parameter(name=name, value_from=ValueFrom(expression=last % (name, ended, name))) for name in outputs],
+    ) as loop:
+        given = {name: IN % name for name in inputs}
+        turn = segment(name="segment", arguments=given)
+        following = {"iteration": "{{=asInt(%s.iteration) + 1}}" % ended, "policy": "{{%s.policy}}" % ended}
+        again = loop(name="next", arguments={**given, **following}, when="{{=%s && %s}}" % (here, more))
+        turn >> again
     return loop
 
 

@@ -34,9 +34,9 @@ def build_argo(config: Config) -> Workflow:
 
     from tuneloop.argo.template import stage_template, workflow
 
-    parameters = config.loop.model_dump(include={"iterations", "per_workflow", "target_reward"})
-    with workflow("sft-then-grpo", parameters) as built:
-        stages = grpo.templates(config)
+    graph = grpo.pod_graph(config)
+    with workflow("sft-then-grpo", config.loop.model_dump(include=set(grpo.LOOP_PARAMETERS))) as built:
+        stages, loop = grpo.build_stages(config, graph)
         train = stage_template(
             sft,
             {**config.sft.model_dump(), "seed": config.seed, **grpo.publishing(config)},
@@ -44,7 +44,7 @@ def build_argo(config: Config) -> Workflow:
             nodes=config.nodes,
             cluster=config.cluster,
         )
-        part = grpo.build_part(config, stages, grpo.build_loop(config, stages))
+        part = grpo.build_part(config, stages, loop)
         with DAG(name="main"):
             data = stages["data-prep"](name="data-prep", arguments={"prompts": f"{grpo.RUN}/data-prep"})
             model = grpo.base_model_task(stages, data)

@@ -28,7 +28,7 @@ from tuneloop.argo.box import Box
 from tuneloop.argo.expressions import text
 from tuneloop.argo.graph import Call
 from tuneloop.argo.pod import end
-from tuneloop.argo.processes import Launcher, Process, base_environment
+from tuneloop.argo.processes import Launcher, Launches, Process, base_environment
 from tuneloop.argo.state import BROKEN, DONE, Journal, Node, Workflow, hold, outcome_code
 from tuneloop.argo.warm import warmable
 from tuneloop.errors import UserError
@@ -70,6 +70,7 @@ def execute(
     entrypoint: str | None = None,
     parallelism: int | None = None,
     warm: bool = True,
+    launcher: Launches | None = None,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     grace: float = 60.0,
@@ -87,6 +88,7 @@ def execute(
         entrypoint: another template to start at; its inputs are taken from `arguments`.
         parallelism: pods at a time, daemons apart; default: the spec's, else the number of cores, at least 4.
         warm: start tuneloop's own stages as forks of a process that has imported torch (`tuneloop.argo.warm`).
+        launcher: starts the processes of pods, in place of `warm`; closed at the end.
         env: added to every pod's environment (the container's own wins).
         cwd: of every pod; default: the current directory.
         grace: seconds between SIGTERM and SIGKILL, when the template names no terminationGracePeriodSeconds.
@@ -110,7 +112,7 @@ def execute(
             parameters=parameters,
             workdir=workdir,
             parallelism=parallelism or int(document.get("parallelism") or max(4, os.cpu_count() or 1)),
-            launcher=Launcher(base_environment(env or {}), warm and any(map(_is_stage, known))),
+            launcher=launcher or Launcher(base_environment(env or {}), warm and any(map(_is_stage, known))),
             env=base_environment(env or {}),
             cwd=cwd or Path.cwd(),
             grace=grace,
@@ -134,7 +136,7 @@ class Session:
         parameters: Mapping[str, str],
         workdir: Path,
         parallelism: int,
-        launcher: Launcher,
+        launcher: Launches,
         env: Mapping[str, str],
         cwd: Path,
         grace: float,

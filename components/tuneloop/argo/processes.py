@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tuneloop.argo import spawn
 from tuneloop.argo.warm import compatible, warmable
@@ -125,6 +125,18 @@ class Server:
             self.settled.set()
         elif "failed" in message:
             self.failure = message["failed"]
+
+
+class Launches(Protocol):
+    """What starts the processes of pods: `Launcher`, or `tuneloop.argo.resident.Resident`."""
+
+    def start(
+        self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: Path, stderr: Path, patient: bool
+    ) -> Process:
+        """Start `argv`."""
+
+    def close(self) -> None:
+        """End what still runs."""
 
 
 class Launcher:

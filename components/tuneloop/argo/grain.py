@@ -1,0 +1,83 @@
+"""Several stages in one pod, as a Hera template: what `tuneloop.segment` runs, written into its command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tuneloop.argo.settings import Cluster
+from tuneloop.argo.template import OUTPUTS, _pod, _retry
+
+if TYPE_CHECKING:
+    from hera.workflows import Container, Workflow
+
+KEPT = ("name", "inputs", "outputs", "dag", "steps")
+
+
+def segment_template(
+    graph: Workflow,
+    entrypoint: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    *,
+    fixed: Mapping[str, str],
+    cluster: Cluster | None = None,
+) -> Container:
+    """A container that runs the template `entrypoint` of `graph` and all that it calls.
+
+    Args:
+        inputs, outputs: parameters of `entrypoint`; they are the container's, too.
+        fixed: the graph's workflow parameters.
+    """
+    from hera.workflows import Container, Parameter
+    from hera.workflows.models import ValueFrom
+
+    passed = {**fixed, **{name: f"{{{{inputs.parameters.{name}}}}}" for name in inputs}}
+    return Container(
+        name="segment",
+        inputs=[Parameter(name=name) for name in inputs],
+        outputs=[Parameter(name=name, value_from=ValueFrom(path=f"{OUTPUTS}/{name}")) for name in outputs],
+        command=["python", "-m", "tuneloop.segment"],
+        args=[
+            *("--graph", as_text(part(graph.to_dict(), entrypoint))),
+            *(word for name, value in passed.items() for word in ("--argument", f"{name}={value}")),
+        ],
+        **_pod("rollout", True, cluster or Cluster()),
+        **_retry(),
+    )
+
+
+def part(workflow: Mapping[str, Any], entrypoint: str) -> dict[str, Any]:
+    """The Workflow without what only a pod of its own needs, and without templates that `entrypoint` never calls."""
+    templates = {template["name"]: template for template in workflow["spec"]["templates"]}
+    wanted, found = [entrypoint], set[str]()
+    while wanted:
+        if (name := wanted.pop()) not in found:
+            found.add(name)
+            tasks = templates[name].get("dag", {}).get("tasks", [])
+            steps = [step for group in templates[name].get("steps", []) for step in group]
+            wanted += [call["template"] for call in (*tasks, *steps)]
+    return {
+        "metadata": {"name": entrypoint},
+        "spec": {
+            "entrypoint": entrypoint,
+            "arguments": workflow["spec"]["arguments"],
+            "templates": [_bare(template) for name, template in templates.items() if name in found],
+        },
+    }
+
+
+def as_text(graph: Mapping[str, Any]) -> str:
+    """JSON in which the executor of the pod itself finds nothing to replace: no tag, no path of an output."""
+    text = json.dumps(graph, separators=(",", ":"))
+    return text.replace("{{", "{\\u007b").replace(OUTPUTS, f"\\u002f{OUTPUTS[1:]}")
+
+
+def _bare(template: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: template[key] for key in KEPT if key in template}
+    if container := template.get("container"):
+        env = [item for item in container.get("env", []) if item["name"] == "TUNELOOP_OUTPUTS"]
+        kept["container"] = {"image": container["image"], "command": container["command"], "args": container["args"]}
+        kept["container"]["env"] = env
+    return kept

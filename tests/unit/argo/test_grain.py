@@ -1,0 +1,141 @@
+"""One pod for several iterations: what is written into its command, and what runs there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tuneloop.argo.grain import as_text
+from tuneloop.argo.template import OUTPUTS
+from tuneloop.config import find
+
+COARSE = ["engine.name=transformers", "loop.iterations_per_pod=10"]
+
+
+def segment_of(workflow: dict) -> dict:
+    return next(t for t in workflow["spec"]["templates"] if t["name"] == "segment")
+
+
+@pytest.fixture(scope="module")
+def workflow() -> dict:
+    found = find("grpo")
+    return found.module.build_argo(found.configure(None, COARSE)).to_dict()
+
+
+def test_the_graph_of_a_pod_has_nothing_that_argo_would_replace(workflow: dict) -> None:
+    arguments = segment_of(workflow)["container"]["args"]
+    text = arguments[arguments.index("--graph") + 1]
+    assert "{{" not in text and OUTPUTS not in text
+    graph = json.loads(text)
+    assert {t["name"] for t in graph["spec"]["templates"]} == {"loop", "rollout", "reward", "policy-update"}
+    assert as_text(graph) == text
+    assert "{{inputs.parameters.policy}}" in yaml.safe_dump(graph)
+
+
+def test_stages_of_a_pod_are_in_no_template_of_their_own(workflow: dict) -> None:
+    names = {t["name"] for t in workflow["spec"]["templates"]}
+    assert "segment" in names and not names & {"rollout", "reward", "policy-update"}
+
+
+STAGE = '''
+import os, random, sys, time
+from pathlib import Path
+from tuneloop.component import Stage, component
+
+@component("made", results={"total": int})
+def toy(stage: Stage, *, number: int = 0, wait_s: float = 0.0):
+    """A toy."""
+    Path(os.environ["SEEN"]).open("a").write(f"{os.getpid()} {number}\\n")
+    until = time.monotonic() + wait_s
+    while time.monotonic() < until:
+        stage.check_stop()
+        time.sleep(0.01)
+    (stage.out / "made.txt").write_text(str(number))
+    return {"total": number + 1}
+'''
+
+
+def graph(store: Path, wait_s: float = 0.0) -> dict:
+    """Two stages, the second of which takes the first one's result."""
+    outputs = {"parameters": [{"name": "total", "valueFrom": {"path": f"{OUTPUTS}/total"}}]}
+    words = ["--made", f"{store}/{{{{inputs.parameters.name}}}}", "--number", "{{inputs.parameters.number}}"]
+    toy = {
+        "name": "toy",
+        "inputs": {"parameters": [{"name": "name"}, {"name": "number"}]},
+        "outputs": outputs,
+        "container": {
+            "image": "none",
+            "command": ["python", "-m", "tuneloop.toy"],
+            "args": [*words, "--wait-s", str(wait_s)],
+            "env": [{"name": "TUNELOOP_OUTPUTS", "value": OUTPUTS}],
+        },
+    }
+
+    def task(name: str, number: str, **about: str) -> dict:
+        given = [{"name": "name", "value": name}, {"name": "number", "value": number}]
+        return {"name": name, "template": "toy", "arguments": {"parameters": given}, **about}
+
+    second = "{{tasks.first.outputs.parameters.total}}"
+    dag = {
+        "name": "main",
+        "outputs": {
+            "parameters": [{"name": "total", "valueFrom": {"parameter": "{{tasks.second.outputs.parameters.total}}"}}]
+        },
+        "dag": {"tasks": [task("first", "1"), task("second", second, depends="first")]},
+    }
+    return {"metadata": {"name": "main"}, "spec": {"entrypoint": "main", "arguments": {}, "templates": [dag, toy]}}
+
+
+def start(tmp_path: Path, wait_s: float = 0.0) -> subprocess.Popen:
+    """The program, with a stage `tuneloop.toy`."""
+    (tmp_path / "toy.py").write_text(STAGE)
+    program = f"""
+        import importlib.util, sys
+        from importlib.machinery import SourceFileLoader
+        spec = importlib.util.spec_from_loader("tuneloop.toy", SourceFileLoader("tuneloop.toy", {str(tmp_path / "toy.py")!r}))
+        sys.modules["tuneloop.toy"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["tuneloop.toy"])
+        from tuneloop.segment import main
+        main()
+    """  # noqa: E501
+    env = {**os.environ, "SEEN": str(tmp_path / "seen"), "TUNELOOP_OUTPUTS": str(tmp_path / "outputs")}
+    text = as_text(graph(tmp_path / "store", wait_s))
+    command = [sys.executable, "-c", textwrap.dedent(program), "--graph", text]
+    return subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+
+
+def test_stages_run_in_one_process_and_hand_over_results(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    assert process.wait(30) == 0, process.stderr.read()
+    assert (tmp_path / "outputs" / "total").read_text() == "3"
+    assert (tmp_path / "seen").read_text().splitlines() == [f"{process.pid} 1", f"{process.pid} 2"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+def test_stopped_pod_is_taken_over_by_the_next(tmp_path: Path, number: int, code: int) -> None:
+    process = start(tmp_path, wait_s=0.5)
+    second = tmp_path / "store" / "second"
+    while not second.exists():  # the first stage is committed, the second at work
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(30) == code
+    assert not (second / "manifest.json").exists() and not (tmp_path / "outputs").exists()
+    again = start(tmp_path, wait_s=0.5)
+    assert again.wait(30) == 0
+    ran = [line.split()[1] for line in (tmp_path / "seen").read_text().splitlines()]
+    assert ran == ["1", "2", "2"], "the first stage did not run again"
+
+
+def test_a_users_mistake_is_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("no directory")
+    process = start(tmp_path)
+    assert process.wait(30) == 2
+    assert "error: store" in process.stderr.read()
