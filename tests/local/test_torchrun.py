@@ -1,4 +1,4 @@
-"""Two ranks under torchrun: the exit code of a rank is the exit code of the stage."""
+"""Two ranks under torchrun: the exit code of a rank is the exit code of the stage. 75 is tested in test_training."""
 
 import os
 import signal
@@ -36,15 +36,6 @@ def test_a_mistake_is_2_and_one_line(tmp_path: Path) -> None:
     assert child.returncode == 2, said
     assert "error: --expected-world-size: 3: 2 processes are training; mend the launcher\n" in said
     assert "Traceback" not in said
-
-
-def test_an_interruption_is_75(tmp_path: Path) -> None:
-    child = start(tmp_path, max_steps=100000)
-    begun(tmp_path, child)
-    child.send_signal(signal.SIGTERM)
-    said = child.communicate(timeout=120)[1]
-    assert child.returncode == 75, said
-    assert list((tmp_path / "out" / "resume").glob("*/manifest.json"))
 
 
 def test_a_rank_that_is_killed_is_137_and_the_other_says_why_it_ended(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_two_processes_stopped_and_resumed_end_with_the_same_bytes(tmp_path):
         time.sleep(0.01)
     child.send_signal(signal.SIGTERM)
     assert "stopped by a signal" in child.communicate(timeout=100)[0]
-    assert child.returncode != 0
+    assert child.returncode == 75
     assert not (tmp_path / "stopped" / "manifest.json").exists()
     shutil.copytree(tmp_path / "stopped" / "resume", tmp_path / "alone" / "resume")
     assert "resumed after step" in finish(launch(sft, tmp_path / "stopped", 2, **about))
