@@ -48,7 +48,7 @@ class Objective:
         weight = {sample.id: value for sample, value in zip(counted, weights.tolist())}
         torch.manual_seed(self.stage.seed("dropout", trainer.step, self.stage.rank))
         tally = Tally(trainer.ranks)
-        for micro in trainer.plan([s.document for s in used], self.limit):
+        for micro in trainer.accumulate(trainer.plan([s.document for s in used], self.limit)):
             checkpoint.check_stop(self.stage, trainer)
             loss, measures = self._forward(trainer, [used[i] for i in micro], weight)
             loss.sum().backward()

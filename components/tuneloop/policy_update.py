@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from tuneloop import checkpoint, plugins
+from tuneloop import checkpoint, plugins, steps
 from tuneloop.artifacts import Artifact
 from tuneloop.component import Input, OptionalInput, Results, Stage, component, from_validation
 from tuneloop.errors import UserError
@@ -48,6 +48,7 @@ def policy_update(
     packing: Annotated[
         Literal["auto", "packed", "padded"], Field(description="auto: packed on CUDA, padded on CPU")
     ] = "auto",
+    gradient_checkpointing: steps.GradientCheckpointing = False,
     dtype: Annotated[
         Literal["float32", "bfloat16"], Field(description="of the computation; parameters stay float32")
     ] = "float32",
@@ -89,6 +90,7 @@ def policy_update(
     samples = read_samples(rewards, int(policy.manifest.facts["version"]), max_staleness)
     ranks = checkpoint.open_ranks(stage, device, expected_world_size)
     about: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, "packing": packing}
+    about["gradient_checkpointing"] = gradient_checkpointing
     optimization = Optimization(
         learning_rate,
         lr_scheduler_type,
@@ -104,24 +106,24 @@ def policy_update(
         trainer.max_length = max(len(sample.document.ids) for sample in samples)
         stage.facts.update(trainer.chosen(), optimizer=optimizer)
         stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
-    steps = Objective(stage, objective, temperature, per_device_train_batch_size)
+    learner = Objective(stage, objective, temperature, per_device_train_batch_size)
     scored = [sample for sample in samples if sample.score is not None and sample.document.target_count]
     if objective.beta and reference is not None:
         with stage.timed("reference"):
-            steps.score(_open_reference(reference, trainer, about), scored, "reference")
+            learner.score(_open_reference(reference, trainer, about), scored, "reference")
     in_reward = bool(objective.beta) and objective.kl_in == "reward"
     if in_reward:
         with stage.timed("old_logprobs"):
-            steps.score(trainer, scored, "old")
+            learner.score(trainer, scored, "old")
     give_advantages(objective, samples)
     if updates_per_batch > 1 and not in_reward:
         with stage.timed("old_logprobs"):
-            steps.score(trainer, [sample for sample in samples if sample.used], "old")
+            learner.score(trainer, [sample for sample in samples if sample.used], "old")
     losses = []
     with stage.timed("train"):
         for batch in mini_batches(stage, samples, updates_per_batch):
             if any(sample.used for sample in batch):
-                losses.append(steps.step(trainer, batch))
+                losses.append(learner.step(trainer, batch))
     _report(stage, samples, iteration, len(losses))
     version = checkpoint.write(stage, trainer, policy, dtype if save_dtype == "auto" else save_dtype)
     _kept[_identity(stage.attempt, optimization, about)] = trainer

@@ -50,6 +50,7 @@ def preference(
     max_grad_norm: steps.MaxGradNorm = 1.0,
     max_length: steps.MaxLength = 256,
     packing: steps.Packing = "auto",
+    gradient_checkpointing: steps.GradientCheckpointing = False,
     dtype: steps.Dtype = "float32",
     attn_implementation: steps.Attention = "auto",
     save_dtype: steps.SaveDtype = "auto",
@@ -160,7 +161,7 @@ class Learner:
         divergence = self._divergence(chosen)
         torch.manual_seed(self.stage.seed("dropout", self.trainer.step, self.stage.rank))
         totals: dict[str, float] = {}
-        for micro in plan(self.trainer, picked, self.limit):
+        for micro in self.trainer.accumulate(plan(self.trainer, picked, self.limit)):
             pairs = [picked[i] for i in micro]
             documents = [document for pair in pairs for document in pair.documents()]
             found = sums(self.trainer, documents)

@@ -37,6 +37,7 @@ def reward_model(
     max_grad_norm: steps.MaxGradNorm = 1.0,
     max_length: steps.MaxLength = 256,
     packing: steps.Packing = "auto",
+    gradient_checkpointing: steps.GradientCheckpointing = False,
     dtype: steps.Dtype = "float32",
     attn_implementation: steps.Attention = "auto",
     save_dtype: steps.SaveDtype = "auto",
@@ -91,7 +92,7 @@ def train_step(
 
     torch.manual_seed(stage.seed("dropout", trainer.step, stage.rank))
     totals = torch.zeros(3, dtype=torch.float64)
-    for micro in plan(trainer, pairs, limit):
+    for micro in trainer.accumulate(plan(trainer, pairs, limit)):
         chosen, rejected = _scores(trainer, [pairs[i] for i in micro])
         loss = bradley_terry(chosen, rejected, center).sum() / len(pairs)
         loss.backward()

@@ -44,6 +44,7 @@ def sft(
     packing: Annotated[
         Literal["auto", "packed", "padded"], Field(description="auto: packed on CUDA, padded on CPU")
     ] = "auto",
+    gradient_checkpointing: steps.GradientCheckpointing = False,
     dtype: Annotated[
         Literal["float32", "bfloat16"], Field(description="of the computation; parameters stay float32")
     ] = "float32",
@@ -107,7 +108,7 @@ def train_step(stage: Stage, trainer: Trainer, documents: Sequence[Document], li
     torch.manual_seed(stage.seed("dropout", trainer.step, stage.rank))
     targets = sum(document.target_count for document in documents)
     total = 0.0
-    for micro in trainer.plan(documents, limit):
+    for micro in trainer.accumulate(trainer.plan(documents, limit)):
         logprobs, _ = trainer.logprobs([documents[i] for i in micro])
         loss = -logprobs.sum() / targets
         loss.backward()

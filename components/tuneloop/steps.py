@@ -30,6 +30,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 MaxGradNorm = Annotated[float, Field(ge=0, description="0: no clipping")]
 MaxLength = Annotated[int, Field(ge=2, description="tokens of prompt and completion; longer is an error")]
 Packing = Annotated[Literal["auto", "packed", "padded"], Field(description="auto: packed on CUDA, padded on CPU")]
+GradientCheckpointing = Annotated[bool, Field(description="compute activations twice, in place of keeping them")]
 Dtype = Annotated[Literal["float32", "bfloat16"], Field(description="of the computation; parameters stay float32")]
 SaveDtype = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"],
@@ -41,6 +42,8 @@ Attention = Annotated[
 SaveSteps = Annotated[int, Field(ge=0, description="a resume point each so many steps; 0: on SIGTERM only")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA where there is some")]
 WorldSize = Annotated[int | None, Field(ge=1, description="refuse to train with another", json_schema_extra=UNTRACKED)]
+
+TRAINER_OPTIONS = ("dtype", "attn_implementation", "packing", "max_length", "gradient_checkpointing")
 
 Step = Callable[[list[int]], tuple[dict[str, float], int]]
 """Takes one optimizer step on the examples of these indices; its measures, `loss` first of all, and its tokens."""
@@ -58,7 +61,7 @@ def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: Ranks) -> Any
     from tuneloop.trainers.fsdp import Optimization
 
     asked = stage.params.__dict__
-    about = {name: asked[name] for name in ("dtype", "attn_implementation", "packing", "max_length")}
+    about = {name: asked[name] for name in TRAINER_OPTIONS}
     optimization = Optimization(**{field.name: asked[field.name] for field in fields(Optimization)})
     trainer = kind(checkpoint.model_dir(policy), ranks, optimization, **about)
     checkpoint.load_masters(trainer, policy)
@@ -101,6 +104,7 @@ def train(stage: Stage, trainer: Any, count: int, batch: int, max_steps: int, sa
                 stage.stopping = bool(stop)
                 stage.check_stop()
     stage.timings["tokens_per_s"] = seen / (time.perf_counter() - began)
+    stage.facts["efficiency"] = trainer.efficiency(stage.timings["tokens_per_s"])
     return loss
 
 

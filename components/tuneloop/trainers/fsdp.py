@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Sequence
+import resource
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +26,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from tuneloop.errors import UserError
 from tuneloop.trainers import _dcp
@@ -125,6 +128,21 @@ class Ranks:
         return tensor.tolist()
 
 
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
+"""Dense bfloat16 operations a second, from the vendor's data sheets."""
+LOGITS = 1 << 25
+"""At most so many logits at once, 128 MiB in float32: 1024 tokens of a vocabulary of 32768."""
+
+
+def predict(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Float32 ``[targets]`` each: log-probability of each label, with gradient, and the entropy, without."""
+    logits = logits.float() / temperature
+    norm = logits.logsumexp(-1)
+    with torch.no_grad():
+        entropy = norm - ((logits - norm[:, None]).exp() * logits).sum(-1)
+    return logits.gather(-1, labels[:, None])[:, 0] - norm, entropy
+
+
 class Policy:
     """A language model that gives the log-probabilities of target tokens.
 
@@ -136,6 +154,7 @@ class Policy:
         packing: how documents are laid out. ``auto``: packed on CUDA; padded on CPU, which has no kernel for
             sequences of varying length, so that a block-diagonal mask costs more than padding cut by length.
         max_length: tokens in a packed row.
+        gradient_checkpointing: compute each layer's activations again on the way back, in place of keeping them.
 
     Attributes:
         attention, packed: what was chosen.
@@ -155,6 +174,7 @@ class Policy:
         attn_implementation: str = "auto",
         packing: Packing = "auto",
         max_length: int = 1024,
+        gradient_checkpointing: bool = False,
     ) -> None:
         self.ranks, self.dtype = ranks, getattr(torch, dtype)
         cuda = ranks.device.type == "cuda"
@@ -168,8 +188,15 @@ class Policy:
         text = self.model.config.get_text_config()
         self.context, self.vocab_size = int(getattr(text, "max_position_embeddings", 1 << 30)), int(text.vocab_size)
         self._index: Tensor | None = None
+        self._predict: tuple[Tensor, float] | None = None
         self._written: Any = None  # by `export`; making one anew costs more than filling it
-        self.model.get_output_embeddings().register_forward_pre_hook(self._only_targets)
+        head = self.model.get_output_embeddings()
+        head.register_forward_pre_hook(self._only_targets)
+        self._scaled = any(getattr(text, name, None) for name in ("final_logit_softcapping", "logit_scale"))
+        if not self._scaled:
+            head.forward = self._head(head.forward)
+        if gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model.train()
         self._place()
 
@@ -210,11 +237,36 @@ class Policy:
             ``softmax(logits / temperature)``, with gradient; and that distribution's entropy in nats, without.
         """
         batch = self.collate(documents)
-        logits = self._logits(batch).float() / temperature
-        norm = logits.logsumexp(-1)
-        with torch.no_grad():
-            entropy = norm - ((logits - norm[:, None]).exp() * logits).sum(-1)
-        return logits.gather(-1, batch.labels[:, None])[:, 0] - norm, entropy
+        if self._scaled:  # something follows the output layer
+            return predict(self._logits(batch), batch.labels, temperature)
+        self._predict = batch.labels, temperature
+        try:
+            found = self._logits(batch)
+        finally:
+            self._predict = None
+        return found[:, 0], found[:, 1].detach()
+
+    def _head(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """The output layer, which inside of `logprobs` gives ``[1, targets, 2]``, never all logits at once.
+
+        It is here that a sharded model's parameters are whole. On the way back each chunk's logits are made again.
+        """
+
+        def chunk(hidden: Tensor, labels: Tensor, temperature: float) -> Tensor:
+            return torch.stack(predict(forward(hidden), labels, temperature), -1)
+
+        def chunked(hidden: Tensor) -> Tensor:
+            if self._predict is None:
+                return forward(hidden)
+            labels, temperature = self._predict
+            size = max(1, LOGITS // self.vocab_size)
+            if len(labels) <= size:
+                return chunk(hidden[0], labels, temperature).unsqueeze(0)
+            parts = zip(hidden[0].split(size), labels.split(size))
+            again = functools.partial(checkpoint, chunk, use_reentrant=False)
+            return torch.cat([again(part, wanted, temperature) for part, wanted in parts]).unsqueeze(0)
+
+        return chunked
 
     def collate(self, documents: Sequence[Document]) -> Batch:
         """The documents in this policy's layout."""
@@ -289,6 +341,28 @@ class Trainer(Policy):
             weight_decay=optimization.weight_decay,
             fused=True,
         )
+
+    def accumulate(self, micro_batches: Sequence[list[int]]) -> Iterator[list[int]]:
+        """`micro_batches` one after the other; gradients cross between ranks in the last one's backward pass alone."""
+        for number, micro in enumerate(micro_batches, start=1):
+            if self.ranks.mesh is not None:
+                self.model.set_requires_gradient_sync(number == len(micro_batches))
+            yield micro
+
+    def efficiency(self, tokens_per_s: float) -> dict[str, float]:
+        """What `tokens_per_s`, over all ranks, means: ``flops_per_s`` (6 a parameter and token, attention left out),
+        ``mfu`` where the device's peak is known, and ``peak_memory_bytes``, the most of any rank."""
+        flops = 6.0 * tokens_per_s * sum(parameter.numel() for parameter in self.model.parameters())
+        found = {"flops_per_s": flops}
+        if self.ranks.device.type == "cuda":
+            name = torch.cuda.get_device_name()
+            peaks = [peak for known, peak in PEAK_FLOPS.items() if known in name and self.dtype == torch.bfloat16]
+            found |= {"mfu": flops / (peaks[0] * self.ranks.world)} if peaks else {}
+            memory = float(torch.cuda.max_memory_allocated())
+        else:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # of the process, on Linux
+        (found["peak_memory_bytes"],) = self.ranks.max([memory])
+        return found
 
     def update(self) -> tuple[float, float]:
         """Clip the gradients that have been summed up, and take one step.

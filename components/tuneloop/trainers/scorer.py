@@ -27,6 +27,9 @@ class _Scoring(torch.nn.Module):
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.score
 
+    def gradient_checkpointing_enable(self, options: dict[str, Any]) -> None:
+        self.model.gradient_checkpointing_enable(options)
+
     def forward(self, **inputs: Any) -> Any:
         from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 

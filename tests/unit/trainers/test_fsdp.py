@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from tests.making import tiny_model
 from tuneloop.artifacts import scan
 from tuneloop.errors import UserError
+from tuneloop.trainers import fsdp
 from tuneloop.trainers._batch import Document
 from tuneloop.trainers.fsdp import Optimization, Policy, Ranks, Trainer
 
@@ -152,3 +153,19 @@ def test_bad_models_and_devices(tmp_path, monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="no CUDA device"):
             Ranks("cuda")
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "llama"])
+def test_logits_in_chunks_and_activations_made_again_change_nothing(arch, tmp_path, monkeypatch):
+    """Values, entropies and gradients; three tokens' logits at once."""
+    model = tiny_model(tmp_path / "model", arch, dtype=torch.float32, tie=arch == "qwen3")
+    documents = [Document([5, 6, 7, 8], [False, True, True, True]), Document([9, 8, 7], [False, False, True])] * 3
+    found = []
+    for size, again in ((fsdp.LOGITS, False), (3 * 41, True)):
+        monkeypatch.setattr(fsdp, "LOGITS", size)
+        policy = Policy(model, Ranks("cpu"), gradient_checkpointing=again)
+        values, entropy = policy.logprobs(documents, 0.7)
+        (values * torch.arange(12.0)).sum().backward()
+        found.append([values.detach(), entropy, *(p.grad for p in policy.model.parameters())])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
