@@ -39,6 +39,7 @@ def run(cluster: argo.Cluster) -> Iterator[str]:
     for suffix in ("", "-a", "-b"):
         label = f"{argo.RUN_LABEL}={name}{suffix}"
         kubectl("-n", cluster.namespace, "delete", "workflows,pods", "-l", label, "--wait=false")
+    kubectl("-n", cluster.namespace, "delete", "configmap", "toy", "--ignore-not-found")
 
 
 TIGHT = """
