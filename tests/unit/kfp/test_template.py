@@ -62,6 +62,25 @@ def test_the_long_form_does_not_grow(compiled: Any) -> None:
     assert few["deploymentSpec"] == many["deploymentSpec"]
 
 
+def test_no_address_is_made_of_a_number(compiled: Any) -> None:
+    """KFP writes 1 into a text as ``1`` in one place, and as ``1.0`` in another."""
+    spec, _ = compiled("grpo", "loop.iterations=9")
+    tasks = [task for each in spec["components"].values() for task in each.get("dag", {}).get("tasks", {}).values()]
+    given = [task["inputs"].get("parameters", {}) for task in tasks]
+    urls = [value["runtimeValue"]["constant"] for each in given if "runtimeValue" in (value := each.get("url", {}))]
+    assert sum("position-2-at" in url for url in urls) == 3
+    assert not any("loop-item" in url for url in urls)
+
+
+def test_stages_that_span_nodes_are_launched_from_the_small_image(compiled: Any) -> None:
+    spec, pods = compiled("sft", "nodes=2", "cluster.gpus=4")
+    container = spec["deploymentSpec"]["executors"]["exec-sft"]["container"]
+    assert container["image"] == "tuneloop/base:dev" and "accelerator" not in container["resources"]
+    assert '"nodes":2' in container["args"][-1] and '"gpus":4' in container["args"][-1]
+    assert "podMetadata" not in pods["exec-sft"], "a launcher that holds quota for its own child deadlocks"
+    assert "podMetadata" in pods["exec-evaluate"]
+
+
 def test_handles_are_typed_and_parameters_described(compiled: Any) -> None:
     spec, _ = compiled("grpo", "loop.iterations=1")
     reward = spec["components"]["comp-reward"]
