@@ -39,7 +39,7 @@ class Here:
     def started(self) -> list[str]:
         """The tasks of the newest run that were started and ended well: not those that kfp's cache knew."""
         newest = max(self.root.glob("grpo-*"))
-        return sorted(path.parent.name for path in newest.glob("*/executor_output.json"))
+        return sorted(path.parent.name for path in newest.rglob("executor_output.json"))
 
 
 @pytest.fixture(autouse=True)
