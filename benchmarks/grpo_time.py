@@ -4,7 +4,10 @@ Same SFT checkpoint, prompts, batch (16 prompts x 8 completions), learning rate,
 loss; reward is exact match. Ours is `tuneloop run` with every stage of every iteration committed to disk and, for
 `vllm`, a real vLLM server; TRL generates in process with transformers (its vLLM modes need a GPU) and saves nothing.
 
-    python benchmarks/grpo_time.py [--seeds 0 1 2] [--engines transformers vllm] [--iterations 60]
+    python benchmarks/grpo_time.py [--seeds 0 1 2] [--loops pod stage vllm] [--iterations 60]
+
+`stage` is a process a stage, `pod` has all iterations in one (`loop.iterations_per_pod`); both sample with
+transformers. `vllm` is `stage` with the server.
 """
 
 from __future__ import annotations
@@ -18,12 +21,17 @@ import time
 from pathlib import Path
 
 TARGET, WINDOW = 0.95, 5
+LOOPS = {
+    "pod": {"engine.name": "transformers", "loop.iterations_per_pod": 60},
+    "stage": {"engine.name": "transformers"},
+    "vllm": {"engine.name": "vllm"},
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--engines", nargs="+", default=["transformers", "vllm"])
+    parser.add_argument("--loops", nargs="+", default=list(LOOPS), choices=list(LOOPS))
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--trl-worker", nargs=4, help=argparse.SUPPRESS)
     flags = parser.parse_args()
@@ -34,29 +42,27 @@ def main() -> None:
     )
     for seed in flags.seeds:
         with tempfile.TemporaryDirectory() as work:
-            for engine in flags.engines:
-                show(seed, f"tuneloop, {engine}", *ours(Path(work), seed, engine, flags.iterations))
-            show(seed, "TRL, transformers", *trl(Path(work), flags.engines[0], seed, flags.iterations))
+            for loop in flags.loops:
+                show(seed, f"tuneloop, {loop}", *ours(Path(work), seed, loop, flags.iterations))
+            show(seed, "TRL, transformers", *trl(Path(work), flags.loops[0], seed, flags.iterations))
 
 
-def ours(work: Path, seed: int, engine: str, iterations: int) -> tuple[list[float], list[float], float]:
+def ours(work: Path, seed: int, loop: str, iterations: int) -> tuple[list[float], list[float], float]:
     """(mean reward, seconds since the loop began) of each iteration, and the start-up before it."""
     from tuneloop.argo import state
-    from tuneloop.artifacts import Artifact
+    from tuneloop.runs import Run
 
     began = time.time()
-    settings = [f"engine.name={engine}", f"seed={seed}", f"loop.iterations={iterations}", "loop.target_reward=2"]
-    command = [sys.executable, "-m", "tuneloop.cli", "run", "sft_then_grpo", "--run", engine, "--store", str(work)]
-    subprocess.run([*command, *(f"--set={s}" for s in settings)], check=True, stdout=subprocess.DEVNULL)
-    nodes = [n for n in state.read(work / engine).nodes.values() if n.type == "Pod"]  # type: ignore[union-attr]
-    start = min(n.started for n in nodes if n.template == "rollout")
-    ends = sorted(n.finished for n in nodes if n.template == "policy-update")
-    rewards = [
-        Artifact(f"{work}/{engine}/iterations/{i}/reward").manifest.results["mean_reward"]
-        for i in range(1, len(ends) + 1)
-    ]
-    first = min(n.started for n in nodes)
-    return rewards, [end - start for end in ends], first - began
+    settings = {"seed": seed, "loop.iterations": iterations, "loop.target_reward": 2, **LOOPS[loop]}
+    command = [sys.executable, "-m", "tuneloop.cli", "run", "sft_then_grpo", "--run", loop, "--store", str(work)]
+    command += [f"--set={name}={value}" for name, value in settings.items()]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    pods = [n for n in state.read(work / loop).nodes.values() if n.type == "Pod"]  # type: ignore[union-attr]
+    start = min(n.started for n in pods if n.template in ("rollout", "segment"))
+    run = Run.open(loop, str(work))
+    rewards = [score.value for score in run.training_rewards()]
+    ends: list[float] = [entry.finished - start for entry in run.of("policy_update")]
+    return rewards, ends, min(n.started for n in pods) - began
 
 
 def trl(work: Path, run: str, seed: int, iterations: int) -> tuple[list[float], list[float], float]:

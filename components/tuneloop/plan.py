@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.errors import UserError
+from tuneloop.grain import ITERATION, LOST, REQUEUE, compare, unfolded
 from tuneloop.summary import size
 
 if TYPE_CHECKING:
@@ -90,18 +91,27 @@ class Stage:
             return None
 
 
-def draw(name: str, workflow: Mapping[str, Any]) -> RenderableType:
-    """The plan of a rendered workflow, for a terminal."""
+def draw(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> RenderableType:
+    """The plan of a rendered workflow, for a terminal.
+
+    Args:
+        seconds: stage → how long it worked in an iteration of a recorded run.
+    """
     from rich import box
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
     from rich.tree import Tree
 
+    workflow, grain = unfolded(workflow)
     templates = {template["name"]: template for template in workflow["spec"]["templates"]}
     pods = count_pods(workflow)
     stages = [read_stage(templates[template]) for template in pods]
-    tree = Tree(f"{name}: at most {sum(pods.values())} pods")
+    shared, iterations = set(ITERATION) & set(pods) if grain else set(), _parameter(workflow, "iterations")
+    total = sum(count for stage, count in pods.items() if stage not in shared) + (
+        -(-iterations // grain) if grain else 0
+    )
+    tree = Tree(f"{name}: at most {total} pods")
     _grow(tree, workflow, templates, workflow["spec"]["entrypoint"], ())
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("stage", "image", "accelerators", "pods", "memory of a pod"):
@@ -110,13 +120,26 @@ def draw(name: str, workflow: Mapping[str, Any]) -> RenderableType:
     sums = []
     for stage in stages:
         parts = memory(stage, model, context) if isinstance(model, Model) else []
-        total = f"{size(sum(count for _, count in parts))} + program" if parts else ""
-        table.add_row(stage.name, stage.image, str(stage.accelerators or "cpu"), str(pods[stage.name]), total)
+        needed = f"{size(sum(count for _, count in parts))} + program" if parts else ""
+        count = f"{pods[stage.name]} in {-(-iterations // grain)}" if stage.name in shared else str(pods[stage.name])
+        table.add_row(stage.name, stage.image, str(stage.accelerators or "cpu"), count, needed)
         if parts:
             sums.append(f"  {stage.name}: " + " + ".join(f"{text} = {size(count)}" for text, count in parts))
     told = f"{model.name}: {model.parameters:,} parameters ({model.how})" if isinstance(model, Model) else model
     lines = [f"work at most\n{_lines(work(stages, pods))}", f"memory of {told}", *sums]
-    return Group(tree, table, Text("\n".join(lines)))
+    if not set(ITERATION) <= set(pods):
+        return Group(tree, table, Text("\n".join(lines)))
+    grains = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    headings = ("grain of the loop", "overhead an iteration", "accelerator idle", "")
+    for heading in headings:
+        grains.add_column(heading, no_wrap=True)
+    for row in compare(grain, iterations, seconds):
+        grains.add_row(*row)
+    told = (
+        "as measured in the run given" if seconds else "--measured RUN recommends one, by the seconds that a run took"
+    )
+    note = f"overhead: Argo's {REQUEUE:g} s between two pods; work: {told}\n{LOST}"
+    return Group(tree, table, Text("\n".join(lines)), grains, Text(note))
 
 
 def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:

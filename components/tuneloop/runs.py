@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import statistics
 import tempfile
 import time
 import uuid
@@ -280,6 +281,11 @@ class Run:
         for entry in self.entries:
             found.setdefault(entry.stage, []).append((float(entry.iteration or 0), entry.seconds))
         return found
+
+    def seconds_an_iteration(self) -> dict[str, float]:
+        """Stage of the loop → the median of the seconds that it worked."""
+        found = {stage: [s for i, s in points if i] for stage, points in self.phase_seconds().items()}
+        return {stage: statistics.median(values) for stage, values in found.items() if values}
 
     def samples(self, entry: Entry, count: int | None = None) -> list[dict[str, Any]]:
         """The first `count` rows (default: all) of an evaluation or of a batch of scored rollouts, as stored."""

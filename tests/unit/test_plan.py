@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tuneloop import plan
+from tuneloop import grain, plan
+from tuneloop.config import find
 from tuneloop.plan import Model
 
 # Sizes that the models' publishers state, with the configurations that they publish.
@@ -135,3 +136,29 @@ def test_a_model_directory_is_read(tmp_path: Path) -> None:
     assert "no directory here" in str(
         plan.model_of([plan.read_stage(leaf("b", "base_model", "--model", "a/hub-name"))])
     )
+
+
+def drawn(*sets: str) -> str:
+    """The plan of the pipeline grpo."""
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    found = find("grpo")
+    console.print(plan.draw("grpo", found.build(found.configure(None, sets))))
+    return console.export_text()
+
+
+def test_a_coarse_grain_is_the_same_work_in_fewer_pods() -> None:
+    fine = drawn("loop.iterations=40")
+    coarse = drawn("loop.iterations=40", "loop.iterations_per_pod=20")
+    assert "at most 126 pods" in fine and "at most 8 pods" in coarse and "40 in 2" in coarse
+    work = "40 × 16 prompts × 8 = 5,120 completions"
+    assert work in fine and work in coarse
+
+
+def test_the_recommended_grain_spends_at_most_a_tenth_between_pods() -> None:
+    for work in (0.5, 3.0, 100.0, 1000.0):
+        pod = grain.recommended(60, {"rollout": work / 2, "policy-update": work / 2})
+        assert pod is not None
+        if pod < 60:
+            assert grain.overhead(pod) <= 0.1 * (work + grain.overhead(pod))
+    assert grain.recommended(60, {"rollout": 1000.0}) == 0
+    assert grain.recommended(60, None) is None

@@ -20,15 +20,24 @@ SETS = Annotated[
 ]
 
 
-def plan(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> None:
+def plan(
+    pipeline: PIPELINE,
+    config: CONFIG = None,
+    sets: SETS = None,
+    measured: Annotated[str | None, typer.Option(metavar="RUN", help="Take the seconds of its stages.")] = None,
+    store: Annotated[str, typer.Option(help="Where that run lies.")] = "runs",
+) -> None:
     """Show what a run will do and need. Graph, pods, accelerators, steps, tokens; memory with the arithmetic."""
     from rich.console import Console
 
     from tuneloop.config import find
     from tuneloop.plan import draw
+    from tuneloop.runs import Run
 
     found = find(pipeline)
-    Console(highlight=False, soft_wrap=True).print(draw(found.name, found.build(found.configure(config, sets or ()))))
+    built = found.build(found.configure(config, sets or ()))
+    seconds = Run.open(measured, store).seconds_an_iteration() if measured else None
+    Console(highlight=False, soft_wrap=True).print(draw(found.name, built, seconds))
 
 
 def lint(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:

@@ -1,0 +1,71 @@
+"""What it costs to give the loop's pods so many iterations each: in overhead, idle accelerators, and recovery.
+
+Argo looks at a workflow again ten seconds after a pod has ended (its controller's ``DEFAULT_REQUEUE_TIME``; measured on
+Argo 3.7.6: a chain of empty pods takes 10 s a pod). An admin may lower it; `REQUEUE` is what is counted with here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+REQUEUE = 10.0
+"""Seconds between two pods that follow one another."""
+BEARABLE = 0.1
+"""Share of an iteration that may go to waiting for pods, for a grain to be recommended."""
+ITERATION = ("rollout", "reward", "policy-update")
+LOST = (
+    f"a lost pod costs the work of its stage and {REQUEUE:g} s; one of several stages, also the start of all libraries"
+)
+
+
+def unfolded(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """The workflow with a pod a stage that does the same, and how many iterations a pod has (0: a pod a stage)."""
+    spec = workflow["spec"]
+    segment = next(
+        (t for t in spec["templates"] if "tuneloop.segment" in t.get("container", {}).get("command", ())), None
+    )
+    if segment is None:
+        return dict(workflow), 0
+    words = segment["container"]["args"]
+    inner = json.loads(words[words.index("--graph") + 1])["spec"]["templates"]
+    given = dict(word.partition("=")[::2] for flag, word in itertools.pairwise(words) if flag == "--argument")
+    shared = {key: segment["container"][key] for key in ("image", "resources") if key in segment["container"]}
+    for template in inner:
+        if "container" in template:
+            template["container"] |= shared
+    replaced = {segment["name"], *(template["name"] for template in inner)}
+    templates = [*(t for t in spec["templates"] if t["name"] not in replaced), *inner]
+    return {**workflow, "spec": {**spec, "templates": templates}}, int(given["per-workflow"])
+
+
+def compare(chosen: int, iterations: int, seconds: Mapping[str, float] | None) -> Iterator[tuple[str, ...]]:
+    """Rows of a table: grain, seconds of overhead an iteration, accelerator seconds idle in it, what to know of it.
+
+    Args:
+        chosen: iterations a pod; 0 is a pod a stage.
+        iterations: of the run, at most.
+        seconds: stage → how long it works in an iteration, of a recorded run.
+    """
+    best = recommended(iterations, seconds)
+    for pod in sorted({0, 1, min(10, iterations), iterations, chosen, best if best is not None else chosen}):
+        name = {0: "a pod a stage", 1: "a pod an iteration"}.get(pod, f"{pod} iterations a pod")
+        marks = [mark for mark, holds in (("this plan", pod == chosen), ("recommended", pod == best)) if holds]
+        held = "0 s" if not pod else "reward's" if seconds is None else f"{seconds.get('reward', 0.0):.1f} s"
+        yield name, f"{overhead(pod):.3g} s", held, ", ".join(marks)
+
+
+def overhead(pod: int) -> float:
+    """Seconds an iteration in which no pod of the loop works, `pod` iterations a pod."""
+    return REQUEUE / pod if pod else REQUEUE * len(ITERATION)
+
+
+def recommended(iterations: int, seconds: Mapping[str, float] | None) -> int | None:
+    """The finest grain that spends at most a tenth of its time between pods; None where nothing was measured."""
+    if not seconds:
+        return None
+    work = sum(seconds.get(stage, 0.0) for stage in ITERATION)
+    fitting = (pod for pod in (0, *range(1, iterations)) if overhead(pod) <= BEARABLE * (work + overhead(pod)))
+    return next(fitting, iterations)
