@@ -141,11 +141,13 @@ def trl_inputs(case: Case, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+PUBLISHED = {"loss_agg_mode": "seq-mean-token-mean"}
 GRPO: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("grpo", {}, {"loss_type": "grpo"}),
-    ("grpo", {"beta": 0.2}, {"loss_type": "grpo"}),
-    ("grpo", {"delta": 1.5, "epsilon": 0.1}, {"loss_type": "grpo"}),
-    ("grpo", {"loss_agg_mode": "token-mean", "off_policy_mask_threshold": 0.05}, {"loss_type": "bnpo"}),
+    ("grpo", {}, {"loss_type": "dapo"}),
+    ("grpo", PUBLISHED, {"loss_type": "grpo"}),
+    ("grpo", {**PUBLISHED, "beta": 0.2}, {"loss_type": "grpo"}),
+    ("grpo", {**PUBLISHED, "delta": 1.5, "epsilon": 0.1}, {"loss_type": "grpo"}),
+    ("grpo", {"off_policy_mask_threshold": 0.05}, {"loss_type": "bnpo"}),
     ("dr_grpo", {"max_completion_length": 12}, {"loss_type": "dr_grpo"}),
     ("dapo", {}, {"loss_type": "dapo"}),
     ("dapo", {"beta": 0.2, "use_bias_correction_kl": False}, {"loss_type": "dapo"}),

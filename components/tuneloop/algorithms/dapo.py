@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -21,7 +20,6 @@ class Algorithm(grpo.Algorithm):
     """
 
     epsilon_high: float | None = Field(0.28, gt=0)
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
     dynamic_sampling: bool = True
     max_completion_len: int = Field(0, ge=0, description="tokens from which on the punishment is -1; 0: none")
     soft_punish_cache: int = Field(0, ge=0, description="tokens before that over which it grows from 0")

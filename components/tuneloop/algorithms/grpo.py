@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from tuneloop.algorithms import _terms
@@ -11,13 +9,12 @@ from tuneloop.algorithms._objective import Completions, PolicyGradient
 
 
 class Algorithm(PolicyGradient):
-    """GRPO as published: every completion weighs the same, the clip is symmetric.
+    """GRPO with every token of the batch weighing the same, as TRL's default has it.
 
-    TRL: ``loss_type="grpo"``.
+    As published every completion does: ``loss_agg_mode="seq-mean-token-mean"``, TRL's ``loss_type="grpo"``.
     """
 
     scale_rewards: _terms.Scale = "group"
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "seq-mean-token-mean"
 
     def advantages(self, batch: Completions) -> Tensor:
         rewards = self.shaped(batch)
