@@ -101,8 +101,9 @@ def train(stage: Stage, trainer: Any, count: int, batch: int, max_steps: int, sa
             due = save_steps and trainer.step % save_steps == 0
             if (stop or due) and trainer.step < max_steps:
                 stage.save_resume(trainer.step, lambda path: _write_resume(stage, trainer, batch, path))
-                stage.stopping = bool(stop)
-                stage.check_stop()
+                if stop:  # a signal that came while saving is for the next step: no rank leaves alone, none is lost
+                    stage.stopping = True
+                    stage.check_stop()
     stage.timings["tokens_per_s"] = seen / (time.perf_counter() - began)
     stage.facts["efficiency"] = trainer.efficiency(stage.timings["tokens_per_s"])
     return loss
