@@ -126,7 +126,8 @@ def assert_same(case: Case, loss: float, theirs: torch.Tensor, model: torch.nn.M
     found = dict(case.policy.model.named_parameters())
     assert any(parameter.grad.abs().max() > 1e-3 for parameter in found.values())
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
+        scale = max(1.0, abs(loss))  # rounding grows with what is summed
+        torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-4, atol=1e-6 * scale)
 
 
 def trl_inputs(case: Case, advantages: torch.Tensor) -> dict[str, torch.Tensor]:

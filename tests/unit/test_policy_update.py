@@ -24,12 +24,9 @@ def policy(request, tmp_path_factory) -> Artifact:
     return checkpoint_artifact(tmp_path_factory.mktemp("policy") / request.param, request.param)
 
 
-TOKEN_MEAN = {"loss_agg_mode": "token-mean"}
-
-
 def run(out: Path, policy: Artifact, rewards: Artifact, **options) -> Artifact:
     """GRPO with the mean over tokens, which a dense computation is easily written for."""
-    options = {"warmup_steps": 0, "device": "cpu", "save_dtype": "float32", "algorithm_args": TOKEN_MEAN, **options}
+    options = {"warmup_steps": 0, "device": "cpu", "save_dtype": "float32", **options}
     policy_update(out=str(out), policy=policy.ref, rewards=rewards.ref, **options)
     return Artifact(str(out))
 
@@ -97,7 +94,7 @@ def test_kl_term_equals_a_dense_computation(policy, tmp_path):
         policy,
         rewards_artifact(tmp_path / "rewards", policy, samples),
         reference=reference.ref,
-        algorithm_args={**TOKEN_MEAN, "beta": 0.3},
+        algorithm_args={"beta": 0.3},
     )
     (row,) = rows(found)
     assert (row["loss"], row["grad_norm"]) == pytest.approx(dense(policy, samples, reference, beta=0.3), rel=1e-4)
