@@ -63,8 +63,10 @@ def check_stop(stage: Stage, policy: Policy) -> None:
     Raises:
         Interrupted: SIGTERM has arrived somewhere.
     """
-    stage.stopping = bool(policy.ranks.max([float(stage.stopping)])[0])
-    stage.check_stop()
+    (stop,) = policy.ranks.max([float(stage.stopping)])
+    if stop:  # a signal that came since then is for the next look
+        stage.stopping = True
+        stage.check_stop()
 
 
 def load_masters(target: Policy, policy: Artifact) -> None:
