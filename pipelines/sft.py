@@ -106,7 +106,8 @@ def build_kfp(config: Config) -> Any:
     save = stage_step(export, config.export, **pods)
     report = report_step(**pods)
 
-    @pipeline("sft")
+    # Not `sft`: kfp takes a file whose pipeline has a component's name for that component.
+    @pipeline("sft-pipeline")
     def built(store: str, run: str = "sft", seed: int = config.seed) -> None:
         """Supervised fine-tuning, evaluated and exported.
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from kfp import components
 
 from tuneloop.config import find
 from tuneloop.kfp.client import compile_to
@@ -20,6 +21,8 @@ def test_compiled_pipeline(pipeline: Path, form: str, tmp_path: Path, request: p
     found = find(str(pipeline))
     path = tmp_path / "pipeline.yaml"
     compile_to(found.module.build_kfp(found.configure(None, FORMS[form])), path)
+    inputs = components.load_component_from_file(str(path)).component_spec.inputs
+    assert {"run", "store"} <= set(inputs), "kfp took the pipeline for one of its components"
     golden = HERE / f"{pipeline.stem}{form}.yaml"
     if request.config.getoption("--update-golden"):
         golden.parent.mkdir(exist_ok=True)
