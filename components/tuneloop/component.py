@@ -33,7 +33,7 @@ import time
 import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -43,7 +43,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 import tuneloop
-from tuneloop.artifacts import DIGEST, Artifact, Draft, Manifest, canonical, find, split_ref
+from tuneloop.artifacts import DIGEST, MANIFEST, Artifact, Draft, Manifest, canonical, find, split_ref
 from tuneloop.errors import EXIT_RETRY, EXIT_USER, Interrupted, Retryable, UserError
 from tuneloop.progress import Progress
 from tuneloop.seeds import derive
@@ -141,28 +141,36 @@ class Stage:
     def save_resume(self, step: int, write: Callable[[Path], None]) -> None:
         """Commit what a retry needs to go on from `step`; called by all ranks.
 
-        `write` gets a directory that the ranks of one machine share. Older resume points are dropped.
+        `write` gets a directory that the ranks of one machine share. Older resume points are dropped, and those of
+        other inputs or parameters.
         """
         draft = Draft(f"{self.out_url}/resume/{step:08d}", attempt=self.attempt)
         write(draft.path)
         self._bring(draft)
         if self.leader:
+            store = Store(self.out_url)
+            for name in self._resume_points():
+                if not self._is_own(point := Artifact(f"{self.out_url}/resume/{name}")):
+                    store.delete(f"resume/{name}/{MANIFEST}")  # else it would stand in our way, or pass for the newest
+                    store.delete(f"resume/{name}/{point.manifest.root}")
             draft.commit(stage=self.name, **self._identity(), facts={"step": step})
             for name in self._resume_points()[:-1]:
-                Store(self.out_url).delete(f"resume/{name}")
+                store.delete(f"resume/{name}")
         self.barrier()
 
     def latest_resume(self) -> Artifact | None:
         """The newest resume point that an earlier attempt of this very stage committed."""
         for name in reversed(self._resume_points()):
-            artifact = Artifact(f"{self.out_url}/resume/{name}")
-            if (artifact.manifest.params, artifact.manifest.inputs) == tuple(self._identity().values()):
+            if self._is_own(artifact := Artifact(f"{self.out_url}/resume/{name}")):
                 return artifact
         return None
 
+    def _is_own(self, point: Artifact) -> bool:
+        return {"params": point.manifest.params, "inputs": point.manifest.inputs} == self._identity()
+
     def _resume_points(self) -> list[str]:
         keys = Store(self.out_url).keys("resume")
-        return sorted(key.split("/")[1] for key in keys if key.endswith("/manifest.json"))
+        return sorted(key.split("/")[1] for key in keys if key.endswith(f"/{MANIFEST}"))
 
     def _bring(self, draft: Draft) -> None:
         """Before the leader commits: what every machine has written is where the leader finds it."""
@@ -524,15 +532,20 @@ def _open_stage(self: Component, params: Params, inputs: Mapping[str, Artifact],
 
 @contextmanager
 def _signals(stage: Stage) -> Iterator[None]:
-    """SIGTERM and SIGINT set ``stage.stopping``; whatever ends the stage early leaves no half-written output."""
+    """SIGTERM and SIGINT set ``stage.stopping``; whatever ends the stage early leaves no half-written output.
+
+    A handler of the caller's hears them, too: who runs several stages has to know, also where this one ends well.
+    """
+    previous: dict[int, Any] = {}
 
     def stop(signum: int, frame: object) -> None:
         stage.stopping = True
+        if callable(before := previous.get(signum)) and before is not signal.default_int_handler:
+            before(signum, frame)
 
-    try:
-        previous = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread: the caller owns the signals
-        previous = {}
+    with suppress(ValueError):  # not the main thread: the caller owns the signals
+        for number in (signal.SIGTERM, signal.SIGINT):
+            previous[number] = signal.signal(number, stop)
     try:
         yield
     except BaseException:

@@ -31,7 +31,8 @@ def toy(stage: Stage, source: OptionalInput, *,
     done = stage.latest_resume()
     start = done.manifest.facts["step"] if done else 0
     for step in range(start, sleep):
-        if stage.stopping:
+        if stage.stopping or step == int(os.environ.get("STOP_AT", -1)):
+            stage.stopping = True
             stage.save_resume(step, lambda d: (d / "state").write_text(str(step)))
             stage.check_stop()
         print("step", step, flush=True)
@@ -131,6 +132,15 @@ def test_sigterm_saves_a_resume_point_and_exits_75(toy: Path, tmp_path: Path) ->
     assert run(toy, *flags).returncode == 0
     assert 0 < Artifact(f"{tmp_path}/a").manifest.facts["start"] < 30, "went on where it stopped"
     assert not (tmp_path / "a/resume").exists(), "resume points end with the commit"
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_a_resume_point_of_other_parameters_is_not_in_the_way(toy: Path, tmp_path: Path, step: int) -> None:
+    flags = ("--thing", f"{tmp_path}/a", "--sleep", "10")
+    assert run(toy, *flags, STOP_AT="7").returncode == 75
+    for stop_at, code in ((step, 75), (-1, 0)):
+        assert run(toy, *flags, "--times", "4", STOP_AT=str(stop_at)).returncode == code
+    assert Artifact(f"{tmp_path}/a").manifest.facts["start"] == step
 
 
 def test_sigkill_leaves_nothing_a_reader_would_trust(toy: Path, tmp_path: Path) -> None:
