@@ -16,6 +16,7 @@ import queue
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,13 +52,18 @@ class Resident:
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._names = itertools.count()
         self._current: Process | None = None
+        self._apart: list[Process] = []
 
     def start(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: Path, stderr: Path, patient: bool
     ) -> Process:
         """Have `argv` run when its turn comes. A stage's output is this process's own."""
         if not (warmable(argv) and compatible(self._env, env)):
-            return self._fresh.start(argv, env, cwd, stdout, stderr, patient)
+            apart = self._fresh.start(argv, env, cwd, stdout, stderr, patient)
+            self._apart.append(apart)
+            if self.stopped.is_set():
+                apart.signal(signal.SIGTERM)
+            return apart
         name = next(self._names)
         process = Process(lambda message: self._signal(process, message["number"]), name)
         self._requests.put(_Request(process, argv, env, cwd, stdout if stdout != stderr else None))
@@ -72,8 +78,10 @@ class Resident:
             request.process.end(code)
 
     def stop(self) -> None:
-        """Begin no further stage; each ends with the exit code of an interruption."""
+        """Begin no further stage, each ends with the exit code of an interruption; tell those in other processes."""
         self.stopped.set()
+        for process in self._apart:
+            process.signal(signal.SIGTERM)
 
     def close(self) -> None:
         """End `serve`, once it has run what was asked for."""
@@ -95,8 +103,12 @@ def _run(request: _Request) -> int:
         if request.stdout:
             file = stack.enter_context(request.stdout.open("a"))
             stack.enter_context(contextlib.redirect_stdout(file))
-        stage = getattr(importlib.import_module(module), module.rpartition(".")[2])
-        return int(stage.run(request.argv[3:]))
+        try:
+            stage = getattr(importlib.import_module(module), module.rpartition(".")[2])
+            return int(stage.run(request.argv[3:]))
+        except Exception:  # a module that is no stage here, or can not be imported: as in a process of its own
+            traceback.print_exc()
+            return 1
 
 
 @contextlib.contextmanager

@@ -55,7 +55,8 @@ def toy(stage: Stage, *, number: int = 0, wait_s: float = 0.0):
     Path(os.environ["SEEN"]).open("a").write(f"{os.getpid()} {number}\\n")
     until = time.monotonic() + wait_s
     while time.monotonic() < until:
-        stage.check_stop()
+        if not os.environ.get("DEAF"):
+            stage.check_stop()
         time.sleep(0.01)
     (stage.out / "made.txt").write_text(str(number))
     return {"total": number + 1}
@@ -93,8 +94,8 @@ def graph(store: Path, wait_s: float = 0.0) -> dict:
     return {"metadata": {"name": "main"}, "spec": {"entrypoint": "main", "arguments": {}, "templates": [dag, toy]}}
 
 
-def start(tmp_path: Path, wait_s: float = 0.0) -> subprocess.Popen:
-    """The program, with a stage `tuneloop.toy`."""
+def start(tmp_path: Path, wait_s: float = 0.0, *, text: str = "", **environment: str) -> subprocess.Popen:
+    """The program, with a stage `tuneloop.toy`; `text`: another graph than `graph`."""
     (tmp_path / "toy.py").write_text(STAGE)
     program = f"""
         import importlib.util, sys
@@ -105,8 +106,8 @@ def start(tmp_path: Path, wait_s: float = 0.0) -> subprocess.Popen:
         from tuneloop.segment import main
         main()
     """  # noqa: E501
-    env = {**os.environ, "SEEN": str(tmp_path / "seen"), "TUNELOOP_OUTPUTS": str(tmp_path / "outputs")}
-    text = as_text(graph(tmp_path / "store", wait_s))
+    env = {**os.environ, **environment, "SEEN": str(tmp_path / "seen"), "TUNELOOP_OUTPUTS": str(tmp_path / "outputs")}
+    text = text or as_text(graph(tmp_path / "store", wait_s))
     command = [sys.executable, "-c", textwrap.dedent(program), "--graph", text]
     return subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
 
@@ -132,6 +133,47 @@ def test_stopped_pod_is_taken_over_by_the_next(tmp_path: Path, number: int, code
     assert again.wait(30) == 0
     ran = [line.split()[1] for line in (tmp_path / "seen").read_text().splitlines()]
     assert ran == ["1", "2", "2"], "the first stage did not run again"
+
+
+def test_a_stage_that_ends_well_after_sigterm_is_the_last(tmp_path: Path) -> None:
+    process = start(tmp_path, wait_s=1.0, DEAF="1")
+    while not (tmp_path / "seen").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 75
+    assert (tmp_path / "store" / "first" / "manifest.json").exists()
+    assert len((tmp_path / "seen").read_text().splitlines()) == 1
+
+
+def single(*command: str) -> str:
+    """A graph of one container, as text."""
+    container = {"image": "none", "command": list(command)}
+    templates = [{"name": "main", "container": container}]
+    return json.dumps({"metadata": {"name": "main"}, "spec": {"entrypoint": "main", "templates": templates}})
+
+
+def test_a_stage_that_can_not_be_imported_ends_the_pod(tmp_path: Path) -> None:
+    process = start(tmp_path, text=single("python", "-m", "tuneloop.nowhere"))
+    try:
+        assert process.wait(30) == 1
+        assert "No module named 'tuneloop.nowhere'" in process.stderr.read()
+    finally:
+        process.kill()
+
+
+def test_sigterm_reaches_a_stage_in_a_process_of_its_own(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    script = f"trap 'exit 75' TERM; touch {begun}; while sleep 0.05; do :; done"
+    process = start(tmp_path, text=single("sh", "-c", script))
+    try:
+        while not begun.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 75
+    finally:
+        process.kill()
 
 
 def test_a_users_mistake_is_exit_code_2(tmp_path: Path) -> None:
