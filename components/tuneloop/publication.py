@@ -62,7 +62,7 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
         model = _model(Artifact(stage.out_url), Path(scratch))
         base_version, base = _base(manifest)
         done = publish(root, version, model, base=base, base_version=base_version, source=manifest.digest)
-    if done.sent_bytes:
+    if version not in chain.versions:
         _record(chain.store, done, began)
         stage.log(_line(done))
 

@@ -171,7 +171,8 @@ class Server:
             await asyncio.to_thread(self.follower.reach, body.version, digest, force=body.force)
         else:
             policy = await asyncio.to_thread(_fetch, body.ref)
-            if body.force or policy.manifest.digest != self.loop.engine.digest:
+            engine, about = self.loop.engine, (policy.manifest.facts["version"], policy.manifest.digest)
+            if body.force or (engine.version, engine.digest) != about:
                 await asyncio.wrap_future(_change(self.loop, policy))
         return _json(await asyncio.to_thread(self.served))
 

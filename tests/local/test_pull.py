@@ -161,24 +161,31 @@ def test_sleep_needs_a_device_that_can(served: tuple[Running, Path]) -> None:
     assert running.ask("GET", "/health")[0] == 200
 
 
+def test_a_step_that_changes_nothing_is_a_version(served: tuple[Running, Path], chain: list[Artifact]) -> None:
+    running, root = served
+    published = weights.publish(str(root), 11, chain[10].path / "model", source=chain[10].manifest.digest)
+    assert (published.sent_bytes, published.density) == (0, 0)
+    assert until(running, lambda said: said["version"] == 11)["digest"] == chain[10].manifest.digest
+
+
 def test_damaged_versions_are_not_served(served: tuple[Running, Path], chain: list[Artifact], tmp_path: Path) -> None:
     """The old version stays served, whoever wants the new one is told why; once mended, it is served."""
     running, root = served
-    policy = step(chain[10], tmp_path / "v11", 11)
+    policy = step(chain[10], tmp_path / "v12", 12)
     spare = Path(shutil.copytree(root, tmp_path / "spare"))
     publish(spare, policy)
-    (delta,) = (spare / "weight_v000011").glob("*.safetensors")
+    (delta,) = (spare / "weight_v000012").glob("*.safetensors")
     whole = delta.read_bytes()
     delta.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-    shutil.copytree(spare / "weight_v000011", root / "weight_v000011")
+    shutil.copytree(spare / "weight_v000012", root / "weight_v000012")
     (root / "latest").write_bytes((spare / "latest").read_bytes())
     trouble = until(running, lambda said: said["trouble"])
-    assert (trouble["version"], running.ask("GET", "/health")[0]) == (10, 200)
-    body = {"requests": [{"id": "a", "prompt_ids": [5, 6], "seeds": [0]}], "min_version": 11}
+    assert (trouble["version"], running.ask("GET", "/health")[0]) == (11, 200)
+    body = {"requests": [{"id": "a", "prompt_ids": [5, 6], "seeds": [0]}], "min_version": 12}
     status, said = running.ask("POST", "/generate", body)
     assert status == 409 and "it can not be pulled" in said["error"]
-    (root / "weight_v000011" / delta.name).write_bytes(whole)
-    assert until(running, lambda said: said["pulled"].get("version") == 11)["trouble"] == ""
+    (root / "weight_v000012" / delta.name).write_bytes(whole)
+    assert until(running, lambda said: said["pulled"].get("version") == 12)["trouble"] == ""
     held = running.ask("POST", "/verify")[1]
     assert held["identical"] == held["tensors"]
 

@@ -48,7 +48,8 @@ class Client:
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
         served = self._json("GET", "/version")
-        if force or served["digest"] != policy.manifest.digest:
+        about = policy.manifest.facts["version"], policy.manifest.digest
+        if force or (served["version"], served["digest"]) != about:
             asked = {"ref": policy.ref, "version": policy.manifest.facts["version"], "force": force}
             served = self._json("POST", "/load", asked)
         self.context, self.version, self.digest = served["context"], served["version"], served["digest"]

@@ -109,8 +109,8 @@ class Follower(threading.Thread):
                 (self.directory / MARKER).unlink(missing_ok=True)  # from a full version, whatever is held
             done = materialize(self.store, version, self.directory)
             digest = done.source or done.ref
-            if self.loop.engine.digest == digest and not force:
-                return
+            if (self.loop.engine.version, self.loop.engine.digest) == (version, digest) and not force:
+                return  # a step that changed nothing gives another version the same digest
             self.pulled = {}
             held: list[Readback] = []
             change = self.loop.change(

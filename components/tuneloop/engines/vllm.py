@@ -76,8 +76,9 @@ class Vllm:
         Raises:
             UserError: vLLM is absent, refuses an argument, or runs a model of another shape.
         """
-        if self.digest != policy.manifest.digest or force:
-            self.change(policy.path / "model", policy.manifest.facts["version"], policy.manifest.digest)
+        about = policy.manifest.facts["version"], policy.manifest.digest
+        if (self.version, self.digest) != about or force:
+            self.change(policy.path / "model", *about)
 
     def change(self, model: Path, version: int, digest: str) -> None:
         """Start on, or change in place to, the weights in a model directory.
