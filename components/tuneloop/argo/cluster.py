@@ -29,6 +29,8 @@ PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
 DONE = ("Succeeded", "Failed", "Error")
 NAMESPACE = "tuneloop"
+IN_CLUSTER = "in-cluster"
+"""The context of a pod that uses its own account."""
 CONTINUES = "tuneloop.dev/continues"
 """Annotation: the workflow of the same run that this one follows."""
 
@@ -84,7 +86,7 @@ def connect(namespace: str = NAMESPACE, context: str | None = None) -> Cluster:
             remedy = f"no usable cluster configuration ({error}); set KUBECONFIG, or choose --context"
             raise UserError("cluster", context or file, remedy) from None
         config.load_incluster_config(client_configuration=settings)
-        context = "in-cluster"
+        context = IN_CLUSTER
     settings.retries = 1
     api = client.ApiClient(settings)
     custom = client.CustomObjectsApi(api)
@@ -95,7 +97,10 @@ def connect(namespace: str = NAMESPACE, context: str | None = None) -> Cluster:
 
 @contextmanager
 def faults(cluster: Cluster) -> Iterator[None]:
-    """Say in one line what a refusal of the API server means."""
+    """Say in one line what a refusal of the API server means.
+
+    One that does not answer is the user's mistake only where a user said which one: a pod's own will be back.
+    """
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
 
@@ -107,6 +112,8 @@ def faults(cluster: Cluster) -> Iterator[None]:
             raise Retryable(f"cluster: {cluster.host}: {message}") from error
         raise UserError("cluster", cluster.context, f"refused ({error.status}): {message}") from error
     except HTTPError as error:
+        if cluster.context == IN_CLUSTER:
+            raise Retryable(f"cluster: {cluster.host} does not answer ({type(error).__name__})") from error
         remedy = f"{cluster.host} does not answer ({type(error).__name__}); is it running, and is this the context?"
         raise UserError("cluster", cluster.context, remedy) from error
 
@@ -352,25 +359,22 @@ def _delete_jobs(cluster: Cluster, run: str) -> None:
     """Jobs of several pods outlive the step that started them: end them by name."""
     from kubernetes.client import ApiException
 
-    kinds = (
-        ("jobset.x-k8s.io", "v1alpha2", "jobsets"),
-        ("trainer.kubeflow.org", "v1alpha1", "trainjobs"),
-        ("ray.io", "v1", "rayjobs"),
-        ("batch", "v1", "jobs"),
-    )
-    for group, version, plural in kinds:
-        try:
-            cluster.custom.delete_collection_namespaced_custom_object(
-                group,
-                version,
-                cluster.namespace,
-                plural,
-                label_selector=f"{RUN_LABEL}={run}",
-                propagation_policy="Background",  # a Job would leave its pods
-            )
-        except ApiException as error:
-            if error.status not in (403, 404):  # not installed here, or never ours to start
-                raise
+    from tuneloop.argo.launch import KINDS
+
+    for kind in KINDS.values():
+        with faults(cluster):
+            try:
+                cluster.custom.delete_collection_namespaced_custom_object(
+                    kind.group,
+                    kind.version,
+                    cluster.namespace,
+                    kind.plural,
+                    label_selector=f"{RUN_LABEL}={run}",
+                    propagation_policy="Background",  # a Job would leave its pods
+                )
+            except ApiException as error:
+                if error.status not in (403, 404):  # not installed here, or never ours to start
+                    raise
 
 
 def _alive(cluster: Cluster, run: str) -> list[Any]:

@@ -4,8 +4,8 @@
 
 It is what a workflow engine runs where it cannot read a job's state itself: for a TrainJob (Argo's conditions do not
 reach into its list of conditions), and for every kind of job from Kubeflow Pipelines. A job that stands already under
-the name is followed, not made again: a launcher that was evicted goes on where it was. SIGTERM ends the job, whose pods
-commit their resume points, and the launcher with 75.
+the name is followed, not made again: a launcher that was evicted goes on where it was. One that has failed is replaced:
+that is how a run is resumed. SIGTERM ends the job, whose pods commit their resume points, and the launcher with 75.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ KINDS = {
 
 
 def launch(cluster: Cluster, job: Object, *, poll: float = 1.0) -> int:
-    """Create `job` unless it stands, print what its pods print, and wait for its end.
+    """Create `job` unless it stands and has not failed, print what its pods print, and wait for its end.
 
     Args:
         job: a manifest of one of `KINDS`.
@@ -83,17 +83,24 @@ def launch(cluster: Cluster, job: Object, *, poll: float = 1.0) -> int:
 
     Raises:
         UserError: another kind, or one that the cluster does not know or this account may not start.
-        Retryable: the job was deleted while it was followed.
+        Retryable: the job was deleted while it was followed; the API server is in trouble.
     """
     kind = KINDS.get(str(job.get("kind")))
     if kind is None:
         raise UserError("kind", job.get("kind"), f"can not be launched; known: {', '.join(KINDS)}")
     name = str(job["metadata"]["name"])
-    _create(cluster, kind, job)
+    while not _create(cluster, kind, job):
+        status = _status(cluster, kind, name)
+        if status is not None and kind.succeeded(status) is not False:
+            break
+        delete(cluster, job, wait=True)
+        time.sleep(poll)
     lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     read: dict[str, threading.Thread] = {}
     while True:
         status = _status(cluster, kind, name)
+        if status is None:
+            raise Retryable(f"{name}: the job was deleted while it was followed")
         done = kind.succeeded(status)
         pods = _pods(cluster, kind, name)
         for pod in pods:
@@ -111,7 +118,8 @@ def launch(cluster: Cluster, job: Object, *, poll: float = 1.0) -> int:
         time.sleep(poll)
 
 
-def _create(cluster: Cluster, kind: Kind, job: Object) -> None:
+def _create(cluster: Cluster, kind: Kind, job: Object) -> bool:
+    """Create `job`, if none stands under its name; whether it did."""
     from kubernetes.client import ApiException
 
     with faults(cluster):
@@ -119,15 +127,18 @@ def _create(cluster: Cluster, kind: Kind, job: Object) -> None:
             cluster.custom.create_namespaced_custom_object(
                 kind.group, kind.version, cluster.namespace, kind.plural, job
             )
+            return True
         except ApiException as error:
             if error.status == 404:
                 remedy = f"{kind.plural}.{kind.group} is not installed; manifests/third-party/README.md says how"
                 raise UserError("kind", job["kind"], remedy) from None
-            if error.status != 409:  # it stands: an earlier launcher made it
+            if error.status != 409:
                 raise
+            return False
 
 
-def _status(cluster: Cluster, kind: Kind, name: str) -> Object:
+def _status(cluster: Cluster, kind: Kind, name: str) -> Object | None:
+    """The job's status; None where there is no such job."""
     from kubernetes.client import ApiException
 
     with faults(cluster):
@@ -135,14 +146,18 @@ def _status(cluster: Cluster, kind: Kind, name: str) -> Object:
             found = cluster.get(kind.group, kind.version, kind.plural, name)
         except ApiException as error:
             if error.status == 404:
-                raise Retryable(f"{name}: the job was deleted while it was followed") from None
+                return None
             raise
     status: Object = found.get("status") or {}
     return status
 
 
-def delete(cluster: Cluster, job: Object) -> None:
-    """End a job: its pods get SIGTERM."""
+def delete(cluster: Cluster, job: Object, *, wait: bool = False) -> None:
+    """End a job: its pods get SIGTERM.
+
+    Args:
+        wait: let it stand until they have ended, so that none of the same name can be made before.
+    """
     from kubernetes.client import ApiException
 
     kind = KINDS[str(job["kind"])]
@@ -154,7 +169,7 @@ def delete(cluster: Cluster, job: Object) -> None:
                 cluster.namespace,
                 kind.plural,
                 job["metadata"]["name"],
-                propagation_policy="Background",  # a Job would leave its pods
+                propagation_policy="Foreground" if wait else "Background",  # a Job would leave its pods
             )
         except ApiException as error:
             if error.status != 404:

@@ -1,0 +1,122 @@
+"""What a launcher does with a job that stands already, and with an API server that is away."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tuneloop.argo.cluster import IN_CLUSTER, Cluster, workflows
+from tuneloop.argo.launch import launch
+from tuneloop.errors import Retryable, UserError
+
+JOB = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "tune"}, "spec": {}}
+
+
+class Jobs(ThreadingHTTPServer):
+    """As much of an API server as keeps one job, which is seen `looks` times before it ends.
+
+    Attributes:
+        ends: conditions that the jobs end with, in the order they are made.
+        made: how many were.
+    """
+
+    def __init__(self, *ends: str, looks: int = 1) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.ends, self.looks, self.made = ends, looks, 0
+        self.job: dict[str, Any] | None = None
+        self.leaving = False
+
+    def see(self) -> dict[str, Any] | None:
+        if self.job and self.leaving:
+            job, self.job, self.leaving = self.job, None, False
+            return job
+        if self.job:
+            self.job["looks"] += 1
+            if self.job["looks"] > self.looks:
+                self.job["status"] = {"conditions": [{"type": self.ends[self.made - 1], "status": "True"}]}
+        return self.job
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Jobs
+
+    def _answer(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        if "/pods" in self.path:
+            return self._answer(200, {"apiVersion": "v1", "kind": "PodList", "items": [], "metadata": {}})
+        found = self.server.see()
+        self._answer(200 if found else 404, found or {"message": "not found"})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.server.job:
+            return self._answer(409, {"message": "already exists"})
+        self.server.made += 1
+        self.server.job = {**JOB, "looks": 0}
+        self._answer(201, self.server.job)
+
+    def do_DELETE(self) -> None:
+        assert "propagationPolicy=Foreground" in self.path
+        self.server.leaving = self.server.job is not None
+        self._answer(200 if self.server.job else 404, {})
+
+    def log_message(self, *about: object) -> None:
+        """Nothing is said."""
+
+
+def connected(url: str, context: str = "test") -> Cluster:
+    from kubernetes import client
+
+    settings = client.Configuration(host=url)
+    settings.retries = 0
+    api = client.ApiClient(settings)
+    custom = client.CustomObjectsApi(api)
+    return Cluster("tuneloop", context, url, client.CoreV1Api(api), custom, client.AuthorizationV1Api(api))
+
+
+@pytest.fixture
+def serve() -> Iterator[Any]:
+    running: list[Jobs] = []
+
+    def start(server: Jobs) -> Cluster:
+        running.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return connected(f"http://127.0.0.1:{server.server_port}")
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_job_that_has_failed_is_replaced(serve: Any) -> None:
+    server = Jobs("Failed", "Complete")
+    cluster = serve(server)
+    assert launch(cluster, JOB, poll=0.01) == 1
+    assert launch(cluster, JOB, poll=0.01) == 0
+    assert server.made == 2
+
+
+def test_a_job_that_is_under_way_is_followed(serve: Any) -> None:
+    server = Jobs("Complete", looks=3)
+    cluster = serve(server)
+    server.made, server.job = 1, {**JOB, "looks": 0}
+    assert launch(cluster, JOB, poll=0.01) == 0
+    assert launch(cluster, JOB, poll=0.01) == 0, "and one that has succeeded is left"
+    assert server.made == 1
+
+
+@pytest.mark.parametrize(("context", "kind"), [(IN_CLUSTER, Retryable), ("mine", UserError)])
+def test_a_server_that_is_away(context: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="does not answer"):
+        workflows(connected("http://127.0.0.1:1", context), "demo")
