@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 REQUEUE = 10.0
@@ -41,16 +41,28 @@ def unfolded(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     return {**workflow, "spec": {**spec, "templates": templates}}, int(given["per-workflow"])
 
 
-def compare(chosen: int, iterations: int, seconds: Mapping[str, float] | None) -> Iterator[tuple[str, ...]]:
+def possible(iterations: int, part: int) -> list[int]:
+    """The grains of a loop: 0, and how a workflow's `part` of it divides evenly, until one pod has all `iterations`."""
+    found = [0]
+    for pod in range(1, part + 1):
+        if part % pod == 0:
+            found.append(pod)
+            if pod >= iterations:
+                break
+    return found
+
+
+def compare(chosen: int, grains: Sequence[int], seconds: Mapping[str, float] | None) -> Iterator[tuple[str, ...]]:
     """Rows of a table: grain, seconds of overhead an iteration, accelerator seconds idle in it, what to know of it.
 
     Args:
         chosen: iterations a pod; 0 is a pod a stage.
-        iterations: of the run, at most.
+        grains: what `possible` gives.
         seconds: stage → how long it works in an iteration, of a recorded run.
     """
-    best = recommended(iterations, seconds)
-    for pod in sorted({0, 1, min(10, iterations), iterations, chosen, best if best is not None else chosen}):
+    best = recommended(grains, seconds)
+    some = max(pod for pod in grains if pod <= 10)
+    for pod in sorted({0, 1, some, grains[-1], chosen, best if best is not None else chosen}):
         name = {0: "a pod a stage", 1: "a pod an iteration"}.get(pod, f"{pod} iterations a pod")
         marks = [mark for mark, holds in (("this plan", pod == chosen), ("recommended", pod == best)) if holds]
         held = "0 s" if not pod else "reward's" if seconds is None else f"{seconds.get('reward', 0.0):.1f} s"
@@ -62,10 +74,11 @@ def overhead(pod: int) -> float:
     return REQUEUE / pod if pod else REQUEUE * len(ITERATION)
 
 
-def recommended(iterations: int, seconds: Mapping[str, float] | None) -> int | None:
-    """The finest grain that spends at most a tenth of its time between pods; None where nothing was measured."""
+def recommended(grains: Sequence[int], seconds: Mapping[str, float] | None) -> int | None:
+    """The finest of `grains` that spends at most a tenth of its time between pods, else the coarsest; None where
+    nothing was measured."""
     if not seconds:
         return None
     work = sum(seconds.get(stage, 0.0) for stage in ITERATION)
-    fitting = (pod for pod in (0, *range(1, iterations)) if overhead(pod) <= BEARABLE * (work + overhead(pod)))
-    return next(fitting, iterations)
+    fitting = (pod for pod in grains if overhead(pod) <= BEARABLE * (work + overhead(pod)))
+    return next(fitting, grains[-1])

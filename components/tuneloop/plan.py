@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.errors import UserError
-from tuneloop.grain import ITERATION, LOST, REQUEUE, compare, unfolded
+from tuneloop.grain import ITERATION, LOST, REQUEUE, compare, possible, unfolded
 from tuneloop.summary import size
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def draw(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | 
     headings = ("grain of the loop", "overhead an iteration", "accelerator idle", "")
     for heading in headings:
         grains.add_column(heading, no_wrap=True)
-    for row in compare(grain, iterations, seconds):
+    for row in compare(grain, possible(iterations, _parameter(workflow, "per-workflow")), seconds):
         grains.add_row(*row)
     told = (
         "as measured in the run given" if seconds else "--measured RUN recommends one, by the seconds that a run took"

@@ -155,10 +155,19 @@ def test_a_coarse_grain_is_the_same_work_in_fewer_pods() -> None:
 
 
 def test_the_recommended_grain_spends_at_most_a_tenth_between_pods() -> None:
+    grains = grain.possible(60, 60)
     for work in (0.5, 3.0, 100.0, 1000.0):
-        pod = grain.recommended(60, {"rollout": work / 2, "policy-update": work / 2})
-        assert pod is not None
+        pod = grain.recommended(grains, {"rollout": work / 2, "policy-update": work / 2})
+        assert pod is not None and (not pod or 60 % pod == 0)
         if pod < 60:
             assert grain.overhead(pod) <= 0.1 * (work + grain.overhead(pod))
-    assert grain.recommended(60, {"rollout": 1000.0}) == 0
-    assert grain.recommended(60, None) is None
+    assert grain.recommended(grains, {"rollout": 1000.0}) == 0
+    assert grain.recommended(grains, None) is None
+
+
+@pytest.mark.parametrize(("iterations", "part"), [(40, 60), (500, 60), (1, 60), (7, 7)])
+def test_every_grain_that_a_plan_lists_can_be_chosen(iterations: int, part: int) -> None:
+    found = find("grpo")
+    for pod in grain.possible(iterations, part):
+        sets = {"loop.iterations": iterations, "loop.per_workflow": part, "loop.iterations_per_pod": pod}
+        found.configure(None, [f"{key}={value}" for key, value in sets.items()])
