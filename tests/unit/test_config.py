@@ -114,7 +114,7 @@ def test_pipelines_are_found_by_name_here_first(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "pipelines").mkdir()
     (tmp_path / "pipelines" / "grpo.py").write_text(SMALL)
     assert config.find("grpo").path == tmp_path / "pipelines" / "grpo.py"
-    with pytest.raises(UserError, match="known: grpo, sft, sft_then_grpo"):
+    with pytest.raises(UserError, match="known: dpo, grpo, sft, sft_then_grpo"):
         config.find("nope")
     with pytest.raises(UserError, match="no such file"):
         config.find("nope.py")
