@@ -20,8 +20,10 @@ def main(argv: Sequence[str]) -> int:
     # As torchrun sets it for several ranks of one node: results depend on the world, not on how it is spread.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "86400")
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
     try:
@@ -33,6 +35,9 @@ def main(argv: Sequence[str]) -> int:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         print(f"torchrun: ranks ended with {codes}", file=sys.stderr, flush=True)
         return exit_code(codes.values())
+    except (DistError, RendezvousError) as error:
+        print(f"interrupted: torchrun: another node is not there: {error}", file=sys.stderr, flush=True)
+        return EXIT_RETRY
     return 0
 
 

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tuneloop.torchrun import exit_code
+from tuneloop.torchrun import exit_code, main
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,10 @@ from tuneloop.torchrun import exit_code
 )
 def test_exit_code(codes: list[int], expected: int) -> None:
     assert exit_code(codes) == expected
+
+
+def test_a_node_that_does_not_come_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
+    nodes = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--master-port=1", "--rdzv-conf=timeout=1"]
+    assert main([*nodes, "-m", "tuneloop.sft"]) == 75
