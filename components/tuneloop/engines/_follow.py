@@ -57,10 +57,12 @@ class Follower(threading.Thread):
             try:
                 self._look()
                 self.trouble = ""
-            except (UserError, Retryable, Refused) as error:
-                if str(error) != self.trouble:
-                    print(f"serve: {error}", file=sys.stderr, flush=True)
-                self.trouble = str(error)
+            except Exception as error:  # whatever it is: a follower that has died would serve old weights for ever
+                expected = isinstance(error, (UserError, Retryable, Refused))
+                said = str(error) if expected else f"{type(error).__name__}: {error}"
+                if said != self.trouble:
+                    print(f"serve: {said}", file=sys.stderr, flush=True)
+                self.trouble = said
             self._wake.wait(self.poll_s)
             self._wake.clear()
 
