@@ -93,13 +93,14 @@ def unschedule(cluster: argo.Cluster, name: str) -> None:
 
     for kind in (CRON, TEMPLATES):
         group, version, plural = kind
-        try:
-            cluster.custom.delete_namespaced_custom_object(group, version, cluster.namespace, plural, name)
-        except ApiException as error:
-            if error.status == 404 and kind == CRON:
-                raise UserError("schedule", name, f"is none of namespace {cluster.namespace}") from None
-            if error.status != 404:
-                raise
+        with argo.faults(cluster):
+            try:
+                cluster.custom.delete_namespaced_custom_object(group, version, cluster.namespace, plural, name)
+            except ApiException as error:
+                if error.status == 404 and kind == CRON:
+                    raise UserError("schedule", name, f"is none of namespace {cluster.namespace}") from None
+                if error.status != 404:
+                    raise
 
 
 def looking(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:

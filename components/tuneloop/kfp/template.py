@@ -74,6 +74,8 @@ def stage_step(
     """
     cluster, kfp = cluster or Cluster(), kfp or Kfp()
     given = params.model_dump() if isinstance(params, BaseModel) else dict(params)
+    if nodes > 1:
+        given["expected_world_size"] = nodes * processes
     needed = {name: "0" for name in dynamic if component.Params.model_fields[name].is_required()}
     resolved = component.validate({k: v for k, v in given.items() if k not in dynamic} | needed)
     fixed = {k: v for k, v in resolved.model_dump(mode="json").items() if k not in dynamic and v is not None}

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 from tuneloop.argo.cluster import IN_CLUSTER, Cluster, workflows
 from tuneloop.argo.launch import launch
+from tuneloop.argo.schedule import unschedule
 from tuneloop.errors import Retryable, UserError
 
 JOB = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "tune"}, "spec": {}}
@@ -117,6 +118,7 @@ def test_a_job_that_is_under_way_is_followed(serve: Any) -> None:
 
 
 @pytest.mark.parametrize(("context", "kind"), [(IN_CLUSTER, Retryable), ("mine", UserError)])
-def test_a_server_that_is_away(context: str, kind: type[Exception]) -> None:
+@pytest.mark.parametrize("ask", [workflows, unschedule])
+def test_a_server_that_is_away(ask: Callable[[Cluster, str], Any], context: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="does not answer"):
-        workflows(connected("http://127.0.0.1:1", context), "demo")
+        ask(connected("http://127.0.0.1:1", context), "demo")

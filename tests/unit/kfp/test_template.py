@@ -79,6 +79,8 @@ def test_stages_that_span_nodes_are_launched_from_the_small_image(compiled: Any)
     assert '"nodes":2' in container["args"][-1] and '"gpus":4' in container["args"][-1]
     assert "podMetadata" not in pods["exec-sft"], "a launcher that holds quota for its own child deadlocks"
     assert "podMetadata" in pods["exec-evaluate"]
+    parameters = spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]["sft"]["inputs"]["parameters"]
+    assert parameters["expected_world_size"]["runtimeValue"]["constant"] == 2
 
 
 def test_handles_are_typed_and_parameters_described(compiled: Any) -> None:
