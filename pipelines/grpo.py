@@ -15,10 +15,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tuneloop import plugins
 from tuneloop.argo.settings import Cluster
 from tuneloop.base_model import base_model
 from tuneloop.data_prep import data_prep
@@ -64,8 +65,10 @@ class Engine(BaseModel):
     """What samples completions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    name: Literal["vllm", "transformers", "endpoint"] = Field(
-        "vllm", description="vllm: one server for the run; endpoint: somebody else's, at rollout_endpoint_url"
+    name: Annotated[str, plugins.variant("engines")] = Field(
+        "vllm",
+        description="vllm: one server for the run; transformers: in the stage's own process; endpoint: somebody else's "
+        "server, at rollout_endpoint_url; or pkg.mod:attr",
     )
     port: int = Field(8765, ge=1, le=65535, description="where the vLLM server listens")
     args: dict[str, Any] | None = Field(
@@ -122,9 +125,11 @@ class Config(BaseModel):
     def _grain(self) -> Config:
         pod = self.loop.iterations_per_pod
         if pod and self.nodes > 1:
-            raise ValueError("loop.iterations_per_pod puts all stages into one pod: set nodes to 1, or it to 0")
-        if pod and self.loop.per_workflow % pod:
-            raise ValueError("loop.per_workflow must be a multiple of loop.iterations_per_pod")
+            raise UserError(
+                "nodes", self.nodes, "loop.iterations_per_pod puts all stages into one pod: set this to 1, or it to 0"
+            )
+        if pod and (part := self.loop.per_workflow) % pod:
+            raise UserError("loop.per_workflow", part, f"must be a multiple of loop.iterations_per_pod ({pod})")
         return self
 
 

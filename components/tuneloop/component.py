@@ -391,6 +391,12 @@ def from_validation(error: ValidationError, prefix: str = "") -> UserError:
     """The first problem of a pydantic error as one line with field, value and remedy."""
     first = error.errors()[0]
     field = prefix + ".".join(map(str, first["loc"]))
+    if isinstance(cause := first.get("ctx", {}).get("error"), ValueError):  # a validator of ours
+        if isinstance(cause, UserError):
+            return UserError(".".join(filter(None, (field, cause.field))), cause.value, cause.remedy)
+        return UserError(field, first["input"], str(cause))
+    if first["type"] == "model_type":
+        return UserError(field, first["input"], "is a section: write its keys, as in section.key=value")
     if first["type"] == "extra_forbidden":
         return UserError(field, first["input"], "unknown key; see `tuneloop schema` for the known ones")
     if first["type"] == "missing":

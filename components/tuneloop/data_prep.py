@@ -48,7 +48,11 @@ SCHEMAS: dict[Split, pa.Schema] = {
 def data_prep(
     stage: Stage,
     *,
-    source: Annotated[str, Field(description="digits, reasoning_gym, jsonl, huggingface, or a dotted path")] = "digits",
+    source: Annotated[
+        str,
+        plugins.variant("data"),
+        Field(description="digits, reasoning_gym, jsonl, huggingface, or a dotted path"),
+    ] = "digits",
     source_args: Annotated[dict[str, Any], Field(description="the source's own arguments")] = {},  # noqa: B006
     train: Annotated[int, Field(ge=0, description="training prompts, at most: what the others leave")] = 10_000,
     eval: Annotated[int, Field(ge=0, description="held-out prompts")] = 256,

@@ -8,6 +8,8 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
+from pydantic import AfterValidator
+
 from tuneloop.errors import UserError
 
 
@@ -39,6 +41,18 @@ def load(family: str, name: str, attribute: str | None = None) -> Any:
         raise UserError(family, name, f"unknown; known: {', '.join(names(family))}, or a dotted path pkg.mod:attr")
     module_ = importlib.import_module(f"tuneloop.{family}.{name}")
     return module_ if attribute is None else getattr(module_, attribute)
+
+
+def variant(family: str) -> AfterValidator:
+    """Marks a parameter that names a variant of `family`, so that a misspelt one is refused before anything runs. A
+    dotted path is taken on trust: what it names may be installed only where the stage runs."""
+
+    def check(name: str) -> str:
+        if ":" not in name and name not in names(family):
+            raise ValueError(f"unknown; known: {', '.join(names(family))}, or a dotted path pkg.mod:attr")
+        return name
+
+    return AfterValidator(check)
 
 
 @cache

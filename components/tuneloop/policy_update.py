@@ -30,7 +30,11 @@ def policy_update(
     reference: OptionalInput,
     *,
     iteration: Annotated[int, Field(ge=0, description="of the loop; part of every random stream's name")] = 0,
-    algorithm: Annotated[str, Field(description="grpo, dr_grpo, dapo, gspo, cispo, rloo, …, or pkg.mod:attr")] = "grpo",
+    algorithm: Annotated[
+        str,
+        plugins.variant("algorithms"),
+        Field(description="grpo, dr_grpo, dapo, gspo, cispo, rloo, …, or pkg.mod:attr"),
+    ] = "grpo",
     algorithm_args: Annotated[dict[str, Any], Field(description="the algorithm's own options")] = {},  # noqa: B006
     learning_rate: Annotated[float, Field(gt=0)] = 5e-4,
     warmup_steps: Annotated[int, Field(ge=0, description="counted over all iterations")] = 5,

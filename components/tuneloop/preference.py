@@ -36,7 +36,9 @@ def preference(
     prompts: Input,
     logprobs: Input,
     *,
-    algorithm: Annotated[str, Field(description="dpo, ipo, kto, or pkg.mod:attr")] = "dpo",
+    algorithm: Annotated[
+        str, plugins.variant("algorithms"), Field(description="dpo, ipo, kto, or pkg.mod:attr")
+    ] = "dpo",
     algorithm_args: Annotated[dict[str, Any], Field(description="the algorithm's own options")] = {},  # noqa: B006
     max_steps: steps.MaxSteps = 100,
     per_device_train_batch_size: steps.BatchSize = 32,
@@ -187,7 +189,7 @@ class Learner:
         if not self.others:
             return 0.0
         documents = [document for i in chosen for document in self.others[i]]
-        found = score(self.stage, self.trainer, documents, 2 * self.limit)
+        found = score(None, self.trainer, documents, 2 * self.limit)
         known = [self.reference[self.pairs[i].id][side] for i in chosen for side in ("chosen_kl", "rejected_kl")]
         return max(0.0, sum(a - b for a, b in zip(found, known)) / len(known))
 

@@ -129,6 +129,22 @@ def test_every_option_has_help(call: Call) -> None:
         (["weights", "ls", "nope"], "not found"),
         (["weights", "verify", "nope"], "not found"),
         (["status", "--store", "ftp://x"], "ftp://x"),
+        (["plan", "grpo", "--set", "update.algorithm=nope"], "update.algorithm: 'nope': unknown; known: cispo"),
+        (["plan", "grpo", "--set", "data.source=nope"], "data.source: 'nope': unknown; known: digits"),
+        (["plan", "grpo", "--set", "engine.name=nope"], "engine.name: 'nope': unknown; known: endpoint"),
+        (
+            ["plan", "grpo", "--set", "engine.rollout_endpoint_url=x"],
+            "engine: {'rollout_endpoint_url': 'x'}: name endpoint",
+        ),
+        (["plan", "grpo", "--set", "loop.iterations_per_pod=7"], "loop.per_workflow: 60: must be a multiple"),
+        (["plan", "grpo", "--set", "cluster.memory=much"], "cluster.memory: 'much'"),
+        (["plan", "grpo", "--set", "cluster.cpu=1G"], "cluster.cpu: '1G'"),
+        (["plan", "grpo", "--set", "loop=3"], "loop: 3: is a section"),
+        (
+            ["submit", "grpo", "--run", "x", "--store", "s3://b", "--server", "h:1"],
+            "server: 'h:1': must be an absolute URL",
+        ),
+        (["run", "sft", "--to", "kfp"], "run knows no target"),
     ],
 )
 def test_mistakes_are_one_line(call: Call, tmp_path: Path, words: list[str], says: str) -> None:

@@ -24,11 +24,16 @@ class Server:
     Args:
         url: with scheme and port.
         namespace: where runs live.
+
+    Raises:
+        UserError: `url` has no scheme.
     """
 
     def __init__(self, url: str, namespace: str = argo.NAMESPACE) -> None:
         from hera.workflows import WorkflowsService
 
+        if not url.startswith(("http://", "https://")):
+            raise UserError("server", url, "must be an absolute URL: https://host:port")
         skip = os.environ.get("ARGO_INSECURE_SKIP_VERIFY", "").lower() == "true"
         token = os.environ.get("ARGO_TOKEN") or None
         self.url, self.namespace = url, namespace

@@ -17,8 +17,12 @@ class Cluster(BaseModel):
     queue: str = Field("tuneloop", description="Kueue LocalQueue of accelerator stages; empty: not queued")
     priority: str = Field("", description="Kueue WorkloadPriorityClass of accelerator stages")
     gpus: int = Field(0, ge=0, description="nvidia.com/gpu of each accelerator stage; 0: they run on CPU, and say so")
-    cpu: str = Field("500m", description="CPU that each stage requests")
-    memory: str = Field("2Gi", description="memory that each stage requests, and its limit")
+    cpu: str = Field("500m", pattern=r"^\d+(\.\d+)?m?$", description="CPU that each stage requests: 500m, 2")
+    memory: str = Field(
+        "2Gi",
+        pattern=r"^\d+(\.\d+)?[KMGTPE]i$",
+        description="memory that each stage requests, and its limit: 512Mi, 2Gi",
+    )
     claim: str = Field(
         "", description="PersistentVolumeClaim that every stage sees at /store; for --store file:///store/…"
     )

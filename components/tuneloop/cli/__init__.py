@@ -51,7 +51,8 @@ COMMANDS: tuple[Callable[..., int | None], ...] = (
     *(inspect.status, inspect.logs, inspect.report, inspect.track, gc.gc),
 )
 for command in COMMANDS:
-    app.command()(command)
+    name = command.__name__
+    app.command(epilog=f"With --to kfp: `tuneloop kfp {name} --help`." if name in kfp.verbs() else None)(command)
 app.add_typer(weights.app, name="weights")
 app.add_typer(endpoint.app, name="endpoint")
 app.add_typer(cluster.app, name="cluster")

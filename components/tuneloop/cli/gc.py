@@ -32,7 +32,10 @@ def gc(
         typer.echo(f"{item.key}  {size(item.size)}  {item.why}")
     if delete:
         collect(run, found)
+    if not found:
+        typer.echo(f"{name}: nothing to delete")
+        return
     kinds = Counter(item.why.partition(" of ")[0] for item in found)
-    told = ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or "nothing"
+    told = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
     total = size(sum(item.size for item in found))
     typer.echo(f"{name}: {told}, {total} {'deleted' if delete else 'to delete; --delete does'}")

@@ -25,7 +25,11 @@ def status(
     from tuneloop.summary import iterations_line, reward_line
 
     if name is None:
-        show(_table_of_runs(store))
+        table = _table_of_runs(store)
+        if table.row_count:
+            show(table)
+        else:
+            typer.echo(f"no runs below {store}; --store names another place")
         return
     run = Run.open(name, store)
     pipeline = run.record.pipeline if run.record else "pipeline unknown"

@@ -168,6 +168,11 @@ def build(pipeline: str, config: Path | None, sets: list[str] | None) -> Any:
     return found.module.build_kfp(found.configure(config, sets or ()))
 
 
+def verbs() -> list[str]:
+    """The commands that there are for Kubeflow Pipelines."""
+    return [command.callback.__name__ for command in app.registered_commands if command.callback]
+
+
 def route(arguments: list[str]) -> list[str]:
     """``submit … --to kfp …`` is ``kfp submit …``, for what one target takes another does not; the default is argo.
 
@@ -183,4 +188,6 @@ def route(arguments: list[str]) -> list[str]:
     target, rest = "".join(words[at + 1 : at + 2]), words[:at] + words[at + 2 :]
     if target not in ("argo", "kfp"):
         raise UserError("--to", target, "argo or kfp")
+    if target == "kfp" and rest and rest[0] not in verbs():
+        raise UserError("--to", target, f"is for {', '.join(verbs())}; {rest[0]} knows no target")
     return ["kfp", *rest] if target == "kfp" else rest

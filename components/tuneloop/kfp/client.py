@@ -67,8 +67,10 @@ def faults(endpoint: str | None) -> Iterator[None]:
             raise Retryable(f"kfp: {message}") from error
         raise UserError("kfp", endpoint, f"refused ({error.status}): {message}") from error
     except (HTTPError, TimeoutError) as error:
-        remedy = f"does not answer ({type(error).__name__}); is this the API's address? (--endpoint)"
-        raise UserError("kfp", endpoint, remedy) from error
+        remedy = (
+            f"does not answer ({type(error).__name__}); --endpoint or KF_PIPELINES_ENDPOINT names the API's address"
+        )
+        raise UserError("kfp", endpoint or "address taken from the kubeconfig", remedy) from error
 
 
 def compile_to(built: Any, path: Path, *, manifest: bool = False) -> None:
