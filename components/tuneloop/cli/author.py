@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +38,8 @@ def plan(
     found = find(pipeline)
     built = found.build(found.configure(config, sets or ()))
     seconds = Run.open(measured, store).seconds_an_iteration() if measured else None
-    Console(highlight=False, soft_wrap=True).print(draw(found.name, built, seconds))
+    width = None if sys.stdout.isatty() else 200
+    Console(highlight=False, soft_wrap=True, width=width).print(draw(found.name, built, seconds))
 
 
 def lint(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:
