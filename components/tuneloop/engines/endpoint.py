@@ -200,6 +200,9 @@ class Endpoint:
 
     def _go_on(self, request: Request, body: Mapping[str, Any], sampling: Sampling, parts: Sequence[Partial]) -> None:
         """Stream what is not done yet; tokens that arrive before a loss are kept, with their versions."""
+        for part in parts:
+            if part.done is None and (reason := _ended(part, sampling)):  # only the word that it ended was lost
+                part.done = self._finish(part, {"ids": [], "finish_reason": reason}, sampling)
         lengths = {len(part.ids) for part in parts if part.done is None}
         for length in sorted(lengths):  # all 0 at first; after a loss each is where it was
             some = [part for part in parts if part.done is None and len(part.ids) == length]
@@ -225,6 +228,8 @@ class Endpoint:
     def _finish(self, part: Partial, said: Mapping[str, Any], sampling: Sampling) -> Completion:
         if said["finish_reason"] == "abort":
             raise Lost("a completion was aborted")
+        if not part.ids or part.ids[len(part.ids) - len(said["ids"]) :] != said["ids"]:
+            raise self._wrong("streams other tokens than it says that a completion has")
         mixed = part.versions if len(set(part.versions)) > 1 else []
         whole = {**said, "ids": part.ids, "logprobs": part.logprobs, "versions": mixed}
         return self._read(
@@ -271,6 +276,8 @@ class Endpoint:
             connection.connect()
             held = connection.sock
             self._open.add(held)
+            if self._stopping.is_set():  # who hangs up may not have seen this one
+                raise Lost("stopped")
             self.requests += 1
             connection.request("POST", parts.path, json.dumps(about["payload"]), about["headers"])
             reply = connection.getresponse()
@@ -317,6 +324,13 @@ class Endpoint:
         for held in list(self._open):
             with suppress(OSError, AttributeError):  # it is closed already
                 held.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+
+
+def _ended(part: Partial, sampling: Sampling) -> str:
+    """The finish reason of a completion that needs no further token, else nothing."""
+    if part.ids and part.ids[-1] in sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(part.ids) >= sampling.max_tokens else ""
 
 
 def _seed(part: Partial) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,23 @@ def test_partial_rollouts_are_drained_with_their_versions(policy: Artifact) -> N
     assert newer.asked[0]["sampling"]["max_tokens"] == 3
     ids = [3, 4, 5, *said.ids]
     assert said.logprobs[3:] == pytest.approx(newer.scores(ids)[5:]), "scored given the tokens of the older version"
+
+
+@pytest.mark.parametrize(("arrived", "reason"), [(3, "stop"), (6, "length")])
+def test_a_completion_that_was_lost_at_its_end_is_whole(policy: Artifact, arrived: int, reason: str) -> None:
+    peer = Peer(3)
+    request = Request("r", [3, 4, 5], [7])
+    whole = alone(peer, request, arrived)[0]
+    sampling = replace(SAMPLED, stop_token_ids=(whole[-1],) if reason == "stop" else ())
+    peer.lost_after = arrived
+    with serving(peer) as url:
+        ((said,),) = opened(url, policy, partial_rollout=True).generate([request], sampling, quiet)
+    assert (said.ids, said.finish_reason, said.versions) == (whole, reason, [])
+
+
+def test_a_stream_that_leaves_tokens_out_is_refused(policy: Artifact) -> None:
+    with serving(Peer(3, "streams too little")) as url, pytest.raises(UserError, match="streams other tokens"):
+        opened(url, policy, partial_rollout=True).generate(REQUESTS, SAMPLED, quiet)
 
 
 def test_hanging_up_ends_what_runs(policy: Artifact) -> None:
