@@ -105,12 +105,17 @@ def sums(policy: Policy, documents: Sequence[Document]) -> Tensor:
     return torch.zeros(len(documents), device=values.device).index_add(0, owner, values)
 
 
-def score(stage: Stage, policy: Policy, documents: Sequence[Document], limit: int) -> list[float]:
-    """`sums` of any number of documents, at most `limit` at once, on every rank."""
+def score(stage: Stage | None, policy: Policy, documents: Sequence[Document], limit: int) -> list[float]:
+    """`sums` of any number of documents, at most `limit` at once, on every rank.
+
+    Args:
+        stage: left on SIGTERM; None: in an optimizer step, which ends first, so that a resume point can follow.
+    """
     found: dict[int, list[float]] = {}
     with policy.frozen():
         for micro in policy.plan(documents, limit):
-            checkpoint.check_stop(stage, policy)
+            if stage is not None:
+                checkpoint.check_stop(stage, policy)
             found |= {i: [v] for i, v in zip(micro, sums(policy, [documents[i] for i in micro]).tolist())}
     merged = policy.ranks.merge(found)
     return [merged[i][0] for i in range(len(documents))]

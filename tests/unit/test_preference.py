@@ -1,7 +1,9 @@
 """From pairs to a policy that prefers, and to a reward model that scores rollouts."""
 
 import json
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ from tuneloop.algorithms._preference import Judged
 from tuneloop.algorithms.dpo import Algorithm as Dpo
 from tuneloop.artifacts import Artifact, Draft
 from tuneloop.data_prep import data_prep
-from tuneloop.errors import UserError
+from tuneloop.errors import Interrupted, UserError
 from tuneloop.model_reward import model_reward
-from tuneloop.preference import preference
+from tuneloop.preference import Learner, preference
 from tuneloop.reference_logprobs import reference_logprobs
 from tuneloop.reward_model import reward_model
 
@@ -84,6 +86,20 @@ def test_layouts_give_the_same_steps(policy, prompts, logprobs, tmp_path, algori
         if a["step"] == 1:  # margins of 0: rounding puts pairs in order
             del a["rewards/accuracies"], b["rewards/accuracies"]
         assert b == pytest.approx(a, rel=2e-3, abs=1e-4)
+
+
+def test_a_step_that_hears_sigterm_ends_in_a_resume_point(policy, prompts, logprobs, tmp_path, monkeypatch):
+    step = Learner.step
+
+    def told(self: Learner, chosen: list[int]) -> Any:
+        if self.trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, chosen)
+
+    monkeypatch.setattr(Learner, "step", told)
+    with pytest.raises(Interrupted):
+        train(preference, tmp_path / "o", policy, prompts, logprobs=logprobs.ref, algorithm="kto", max_steps=4)
+    assert Artifact(str(tmp_path / "o/resume/00000003")).manifest.facts["step"] == 3
 
 
 def test_smoothed_labels_by_hand():
