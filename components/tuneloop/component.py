@@ -550,8 +550,8 @@ def _signals(stage: Stage) -> Iterator[None]:
             before(signum, frame)
 
     with suppress(ValueError):  # not the main thread: the caller owns the signals
-        for number in (signal.SIGTERM, signal.SIGINT):
-            previous[number] = signal.signal(number, stop)
+        for heard in (signal.SIGTERM, signal.SIGINT):
+            previous[heard] = signal.signal(heard, stop)
     try:
         yield
     except BaseException:

@@ -64,7 +64,7 @@ def policy_update(
         str, Field(description="transformers' name; auto: FlashAttention 2 where it is installed, else sdpa")
     ] = "auto",
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA where there is some")] = "auto",
-    expected_world_size: Annotated[int | None, Field(ge=1, description="refuse to train with another")] = None,
+    expected_world_size: steps.WorldSize = None,
     reset_optimizer: Annotated[bool, Field(description="forget moments and step count")] = False,
     weights: Weights = None,
     seed: int = 0,

@@ -201,6 +201,12 @@ def test_same_inputs_same_bytes(policy, tmp_path):
     assert a.digest == b.digest
 
 
+def test_a_committed_update_stands_whoever_trains_now(policy, tmp_path):
+    rewards = rewards_artifact(tmp_path / "rewards", policy, rollout_rows(policy, 2, 2))
+    made = run(tmp_path / "out", policy, rewards)
+    assert run(tmp_path / "out", policy, rewards, expected_world_size=8).ref == made.ref
+
+
 def test_rollouts_of_another_policy_are_refused(policy, tmp_path):
     other = "xxh3-128:" + "0" * 32
     foreign = rewards_artifact(tmp_path / "foreign", policy, digest=other)
