@@ -100,14 +100,20 @@ def _model(artifact: Artifact, scratch: Path) -> Path:
 
 
 def _base(manifest: Manifest) -> tuple[int | None, Path | None]:
-    """The policy that the checkpoint follows: in an undisturbed run the base, which `publish` proves."""
+    """The policy that the checkpoint follows: in an undisturbed run the base, which `publish` proves.
+
+    One whose files are gone (`tuneloop gc --keep`) is left to the chain.
+    """
     ref = manifest.inputs.get("policy")
     if ref is None:
         return None, None
     policy = Artifact(ref)
     local = local_path(policy.url)
-    held = policy.path if local is None else local / policy.manifest.root
-    return int(policy.manifest.facts["version"]), held / "model"
+    if local is None:
+        return int(policy.manifest.facts["version"]), policy.path / "model"
+    held = local / policy.manifest.root
+    there = all((held / name).is_file() for name in policy.manifest.files if name.startswith("model/"))
+    return (int(policy.manifest.facts["version"]), held / "model") if there else (None, None)
 
 
 def _record(store: Store, done: Published, began: float) -> None:

@@ -56,6 +56,15 @@ def test_every_version_is_that_of_its_checkpoint(tmp_path: Path) -> None:
     assert sorted(records) == [0, 1, 2, 3] and records[3]["delta_bytes"] < records[3]["full_bytes"]
 
 
+def test_a_base_that_was_collected_comes_from_the_chain(tmp_path: Path) -> None:
+    root = str(tmp_path / "w")
+    *_, newest = chain(tmp_path, 2, weights=root)
+    for name in newest.manifest.files:
+        (newest.path / name).unlink()
+    toy(out=f"{tmp_path}/2", policy=newest.ref, weights=root)
+    assert [(v.version, v.base_version) for v in weights.ls(root)] == [(0, None), (1, 0), (2, 1)]
+
+
 def test_without_a_root_nothing_is_published(tmp_path: Path) -> None:
     chain(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
