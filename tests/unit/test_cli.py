@@ -145,6 +145,7 @@ def test_every_option_has_help(call: Call) -> None:
             "server: 'h:1': must be an absolute URL",
         ),
         (["run", "sft", "--to", "kfp"], "run knows no target"),
+        (["run", "sft", "--set", "nodes=2"], "is an object of a cluster"),
     ],
 )
 def test_mistakes_are_one_line(call: Call, tmp_path: Path, words: list[str], says: str) -> None:

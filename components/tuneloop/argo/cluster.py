@@ -84,7 +84,7 @@ def connect(namespace: str = NAMESPACE, context: str | None = None) -> Cluster:
     except config.ConfigException as error:
         if context or "KUBERNETES_SERVICE_HOST" not in os.environ:
             remedy = f"no usable cluster configuration ({error}); set KUBECONFIG, or choose --context"
-            raise UserError("cluster", context or file, remedy) from None
+            raise UserError("cluster", context or file or "~/.kube/config", remedy) from None
         config.load_incluster_config(client_configuration=settings)
         context = IN_CLUSTER
     settings.retries = 1

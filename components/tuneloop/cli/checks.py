@@ -19,11 +19,14 @@ def preflight(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str
     """Refuse a run that cannot succeed on this machine.
 
     Raises:
-        UserError: the workflow does not pass the lint; the store cannot be written; a port is taken; vLLM is
-            asked for and not installed.
+        UserError: the workflow does not pass the lint, or needs a cluster; the store cannot be written; a port is
+            taken; vLLM is asked for and not installed.
     """
+    from tuneloop.argo import spec
+
     if problems := lint_problems(workflow):
         raise UserError("pipeline", problems[0], f"{len(problems)} problems; see `tuneloop lint`")
+    spec.check(workflow["spec"], workflow["spec"]["templates"])
     Store(store).check_writable()
     for path, value in leaves(config):
         if value == "vllm" and "engine" in path and importlib.util.find_spec("vllm") is None:

@@ -77,6 +77,7 @@ def stop(
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the stages to end.")] = 90.0,
 ) -> int:
     """Stop a run. Its stages commit what a resume needs and end."""
+    from tuneloop.cli.show import there
     from tuneloop.errors import Retryable
     from tuneloop.runs import Run
 
@@ -92,7 +93,7 @@ def stop(
             raise Retryable(f"{name}: still running after {timeout:g} s (process {state.workflow.pid})")
         time.sleep(0.05)
     seconds = time.monotonic() - start
-    typer.echo(f"{name}: stopped in {seconds:.1f} s; go on with `tuneloop resume {name}{_at(store)}`")
+    typer.echo(f"{name}: stopped in {seconds:.1f} s; go on with `tuneloop resume {name}{there(store)}`")
     return 0
 
 
@@ -160,7 +161,3 @@ def _carry_out(run: Run, parallelism: int | None, track: bool, warm: bool) -> in
     if outcome.phase != "Succeeded":
         typer.echo(failure(run, outcome), err=True)
     return outcome.exit_code
-
-
-def _at(store: str) -> str:
-    return "" if store == "runs" else f" --store {store}"

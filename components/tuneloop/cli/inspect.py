@@ -20,7 +20,7 @@ def status(
     store: STORE = "runs",
 ) -> None:
     """Show the stages of a run, or all runs. With its iteration and its reward so far."""
-    from tuneloop.cli.show import show, stages
+    from tuneloop.cli.show import show, stages, there
     from tuneloop.runs import Run
     from tuneloop.summary import iterations_line, reward_line
 
@@ -33,7 +33,8 @@ def status(
         return
     run = Run.open(name, store)
     pipeline = run.record.pipeline if run.record else "pipeline unknown"
-    hint = {"interrupted": f"; tuneloop resume {name}", "failed": f"; {_why(run)}; tuneloop resume {name}"}
+    again = f"tuneloop resume {name}{there(store)}"
+    hint = {"interrupted": f"; {again}", "failed": f"; {_why(run)}; {again}"}
     typer.echo(f"{name}  {pipeline}  {run.phase}{hint.get(run.phase, '')}")
     for label, text in (("store", run.url), ("iterations", iterations_line(run)), ("mean reward", reward_line(run))):
         if text:

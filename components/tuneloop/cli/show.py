@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tuneloop.errors import EXIT_USER
 from tuneloop.runs import Run
+from tuneloop.store import normalize
 from tuneloop.summary import clock, newest, size
 
 if TYPE_CHECKING:
@@ -60,8 +62,16 @@ def failure(run: Run, outcome: Outcome) -> str:
     lines = path.read_text(errors="replace").split("\n") if node.log and path.is_file() else []
     said = next((line.strip() for line in reversed(lines) if line.strip()), node.message)
     kind = "" if said.startswith(("error:", "interrupted:")) else "error: "
-    stage = label(node)
-    return f"{kind}{said} (in {stage}; see `tuneloop logs {run.name} {stage}`, then `tuneloop resume {run.name}`)"
+    stage, at = label(node), there(run.store_url)
+    then = f"`tuneloop resume {run.name}{at}`"
+    if outcome.exit_code == EXIT_USER:
+        then += ", or another run with other settings"
+    return f"{kind}{said} (in {stage}; see `tuneloop logs {run.name} {stage}{at}`, then {then})"
+
+
+def there(store: str) -> str:
+    """The option that names a store, where it is not the default."""
+    return "" if normalize(store) == normalize("runs") else f" --store {store.removeprefix('file://')}"
 
 
 def weights(run: Run) -> Table:
