@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tuneloop.argo.launch import KINDS, Kind
 from tuneloop.config import dump, find
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +49,15 @@ def test_stages_have_an_account_without_rights() -> None:
     assert "tuneloop-stage" in named("ServiceAccount") and "tuneloop-stage" not in bound
     mounted = {name for name, account in named("ServiceAccount").items() if account["automountServiceAccountToken"]}
     assert mounted <= {"tuneloop-continue", "tuneloop-launcher"}  # whose steps talk to the API server
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.plural)
+def test_the_launcher_may_start_every_kind_of_job_and_people_may_end_it(kind: Kind) -> None:
+    for role, verbs in (("tuneloop-launcher", {"create", "get", "delete"}), ("tuneloop-user", {"deletecollection"})):
+        rules = named("Role")[role]["rules"]
+        assert any(
+            kind.group in r["apiGroups"] and kind.plural in r["resources"] and verbs <= {*r["verbs"]} for r in rules
+        )
 
 
 @pytest.mark.parametrize("name", ["sft", "grpo", "sft_then_grpo"])
