@@ -206,10 +206,16 @@ class Store:
         """Create and delete a probe key.
 
         Raises:
-            UserError: the store refuses.
+            UserError: the store refuses, or nothing here says with which keys to ask it.
         """
         key = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
-        self.create(key, b"")
+        try:
+            self.create(key, b"")
+        except Retryable as error:
+            if "169.254.169.254" in str(error):  # where a cloud's machine gets its keys: asked when there are no others
+                remedy = "no keys; set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, for an S3 of your own AWS_ENDPOINT_URL"
+                raise UserError("store", self.url, remedy) from error
+            raise
         self.delete(key)
 
     def _staged(self, key: str, data: bytes) -> Path:

@@ -23,13 +23,22 @@ def check(
     timeout: Annotated[float, typer.Option(help="Seconds without a byte.")] = 60.0,
 ) -> int:
     """Run the protocol's tests against an endpoint. Exit code 1 if it fails one."""
+    import socket
+    from urllib.parse import urlsplit
+
     from rich.table import Table
 
     from tuneloop.artifacts import Artifact
     from tuneloop.cli.show import show
     from tuneloop.conformance import Probe, check
     from tuneloop.engines.endpoint import check_url
+    from tuneloop.errors import UserError
 
+    parts = urlsplit(check_url(url))
+    try:
+        socket.create_connection((parts.hostname, parts.port or {"http": 80}.get(parts.scheme, 443)), timeout).close()
+    except OSError as error:
+        raise UserError("url", url, f"does not answer ({error}); start it, or correct the address") from error
     probe = Probe(check_url(url), Artifact(policy) if policy else None, vocabulary, tolerance, timeout)
     table = Table(box=None, pad_edge=False)
     for column in ("check", "result", "what, and why"):
