@@ -44,7 +44,8 @@ def base_model(
     vocab_size: Annotated[int, Field(ge=260, description="of a tiny model, at most")] = 512,
     max_position_embeddings: Annotated[int, Field(ge=16, description="context length of a tiny model")] = 1024,
     save_dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"], Field(description="of the weights; auto: as the model has it")
+        Literal["auto", "bfloat16", "float16", "float32"],
+        Field(description="of the weights; auto: as the model has it"),
     ] = "auto",
     weights: Weights = None,
     seed: int = 0,

@@ -207,9 +207,10 @@ class Component:
         accelerator: bool,
         results: Mapping[str, type],
         after: Callable[[Stage, Manifest], None] | None,
+        identity: Callable[[Any], Mapping[str, Any]] | None,
     ) -> None:
         self.function, self.output, self.image, self.accelerator = function, output, image, accelerator
-        self.results, self.after = dict(results), after
+        self.results, self.after, self.identity = dict(results), after, identity
         self.name = function.__name__
         self.template = self.name.replace("_", "-")
         self.summary = (inspect.getdoc(function) or "").split("\n")[0]
@@ -371,6 +372,7 @@ def component(
     accelerator: bool = False,
     results: Mapping[str, type] | None = None,
     after: Callable[[Stage, Manifest], None] | None = None,
+    identity: Callable[[Any], Mapping[str, Any]] | None = None,
 ) -> Callable[[Callable[..., Results | None]], Component]:
     """Make a stage of a typed function.
 
@@ -383,8 +385,9 @@ def component(
         accelerator: whether it wants GPUs.
         results: scalars it returns.
         after: called once the output stands, also when it stood already; must be idempotent.
+        identity: of parameters that name something which is no artifact (a file): what tells its contents from others.
     """
-    return lambda function: Component(function, output, image, accelerator, results or {}, after)
+    return lambda function: Component(function, output, image, accelerator, results or {}, after, identity)
 
 
 def from_validation(error: ValidationError, prefix: str = "") -> UserError:
@@ -520,6 +523,8 @@ def _open_stage(self: Component, params: Params, inputs: Mapping[str, Artifact],
     )
     fields = self.Params.model_fields
     tracked = {k: v for k, v in params.model_dump(mode="json").items() if fields[k].json_schema_extra != UNTRACKED}
+    if self.identity:
+        tracked |= self.identity(params)
     url = _plain(out)
     path = Draft(url, attempt=attempt).path if find(url) is None else Path(os.devnull)
     return Stage(

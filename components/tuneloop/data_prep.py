@@ -44,7 +44,17 @@ SCHEMAS: dict[Split, pa.Schema] = {
 """In the order in which splits take from a source that they share."""
 
 
-@component("prompts", image="base", results={"train": int, "eval": int, "sft": int})
+def source_digest(params: Any) -> dict[str, str]:
+    """What tells the files that a source reads from others of the same name; nothing where it reads none."""
+    try:
+        digest = getattr(plugins.load("data", params.source), "digest", None)
+    except (ImportError, UserError):  # the stage says so, if it runs
+        return {}
+    found = digest(params.source_args) if digest else None
+    return {"source_digest": found} if found else {}
+
+
+@component("prompts", image="base", results={"train": int, "eval": int, "sft": int}, identity=source_digest)
 def data_prep(
     stage: Stage,
     *,

@@ -211,3 +211,24 @@ def test_splits_are_disjoint_whatever_the_source(
     made = prepare(path, **source, eval=eval, sft=sft)
     found = [row["prompt"] for rows in made.values() for row in rows]
     assert len(found) == len(set(found)) == min(len(set(prompts)), eval + sft + 30)
+
+
+def test_a_file_that_changed_is_no_resume(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "d.jsonl", [{"prompt": "1+1", "answer": "2"}])
+    first = prepare(tmp_path / "p", **source, eval=0, sft=0)
+    assert prepare(tmp_path / "p", **source, eval=0, sft=0) == first
+    jsonl(tmp_path / "d.jsonl", [{"prompt": "1+2", "answer": "3"}])
+    with pytest.raises(UserError, match=r"source-digest.*committed already.*another run name"):
+        prepare(tmp_path / "p", **source, eval=0, sft=0)
+    (tmp_path / "d.jsonl").unlink()
+    assert prepare(tmp_path / "p", **source, eval=0, sft=0) == first, "what is committed needs no source"
+
+
+def test_a_folder_that_changed_is_another_source(tmp_path: Path) -> None:
+    huggingface = pytest.importorskip("tuneloop.data.huggingface")
+    (tmp_path / "a.csv").write_text("prompt,answer\n1+1,2\n")
+    first = huggingface.digest({"path": str(tmp_path)})
+    assert huggingface.digest({"path": str(tmp_path)}) == first
+    (tmp_path / "a.csv").write_text("prompt,answer\n1+2,3\n")
+    assert huggingface.digest({"path": str(tmp_path)}) != first
+    assert huggingface.digest({"path": "name/on-the-hub"}) is None

@@ -1,7 +1,8 @@
 """Sources of prompts: one file a source, each with ``load(n, seed, *, …) -> Splits``.
 
 `n` is how many examples will be asked for in all splits together, `seed` decides their order; what follows are the
-source's own typed arguments, given to `data_prep` as ``source_args``.
+source's own typed arguments, given to `data_prep` as ``source_args``. A source that reads files also has
+``digest(source_args) -> str | None``: equal for equal bytes, so that a run never goes on with data that has changed.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
+import xxhash
 
+from tuneloop.artifacts import file_digest
 from tuneloop.data import Columns, Example, Splits
 from tuneloop.errors import Retryable, UserError
 from tuneloop.seeds import derive
@@ -59,6 +61,17 @@ def load(
     shown = stream(sft_split, sft_columns or columns) if sft_split else main
     pairs = stream(preference_split, preference_columns or columns) if preference_split else None
     return Splits(train=main, eval=held_out, sft=shown, preference=pairs)
+
+
+def digest(arguments: Mapping[str, Any]) -> str | None:
+    """Of the names and bytes of all files in a local folder; None for a name on the hub, which `revision` pins."""
+    folder = Path(str(arguments.get("path")))
+    if not folder.is_dir():
+        return None
+    state = xxhash.xxh3_128()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        state.update(f"{file.relative_to(folder)}:{file_digest(file)}\n".encode())
+    return state.hexdigest()
 
 
 def read(path: str, name: str | None, revision: str | None, split: str) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
 from tuneloop.data import Columns, Example, Splits
 from tuneloop.errors import UserError
@@ -56,6 +57,18 @@ def load(
     return Splits(train=main, eval=held_out, sft=shown, preference=pairs)
 
 
+def digest(arguments: Mapping[str, Any]) -> str | None:
+    """Of the bytes of all files; None where one can not be read."""
+    state = xxhash.xxh3_128()
+    for name in ("train", "eval", "sft", "preference"):
+        if (path := arguments.get(name)) is not None:
+            data = _bytes(str(path))
+            if data is None:
+                return None
+            state.update(f"{name}:{len(data)}:".encode() + data)
+    return state.hexdigest()
+
+
 def read(argument: str, path: str) -> list[dict[str, Any]]:
     """The rows of the file at `path`, which `argument` named.
 
@@ -63,19 +76,23 @@ def read(argument: str, path: str) -> list[dict[str, Any]]:
         UserError: it does not exist, or is not what its name says.
     """
     field = f"source_args.{argument}"
-    folder, _, name = path.rpartition("/")
-    data = Store(folder or ("/" if path.startswith("/") else ".")).get(name)
+    data = _bytes(path)
     if data is None:
         raise UserError(field, path, "no such file")
-    if name.endswith(".parquet"):
+    if path.endswith(".parquet"):
         try:
             rows: list[dict[str, Any]] = pq.read_table(io.BytesIO(data)).to_pylist()
         except (pa.ArrowException, OSError) as error:
             raise UserError(field, path, f"is not readable as Parquet ({error})") from error
         return rows
-    if not name.endswith((".jsonl", ".json")):
+    if not path.endswith((".jsonl", ".json")):
         raise UserError(field, path, "must end in .jsonl, .json or .parquet")
     return _parse(field, path, data)
+
+
+def _bytes(path: str) -> bytes | None:
+    folder, _, name = path.rpartition("/")
+    return Store(folder or ("/" if path.startswith("/") else ".")).get(name)
 
 
 def _parse(field: str, path: str, data: bytes) -> list[dict[str, Any]]:
