@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, ValidationError
 
@@ -36,34 +36,25 @@ def policy_update(
         Field(description="grpo, dr_grpo, dapo, gspo, cispo, rloo, …, or pkg.mod:attr"),
     ] = "grpo",
     algorithm_args: Annotated[dict[str, Any], Field(description="the algorithm's own options")] = {},  # noqa: B006
-    learning_rate: Annotated[float, Field(gt=0)] = 5e-4,
+    learning_rate: steps.LearningRate = 5e-4,
     warmup_steps: Annotated[int, Field(ge=0, description="counted over all iterations")] = 5,
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant",
+    lr_scheduler_type: steps.Scheduler = "constant",
     max_steps: Annotated[int, Field(ge=0, description="of all iterations: where linear and cosine reach 0")] = 0,
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9,
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99,
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0,
-    max_grad_norm: Annotated[float, Field(ge=0, description="0: no clipping")] = 1.0,
+    adam_beta1: steps.Beta = 0.9,
+    adam_beta2: steps.Beta = 0.99,
+    weight_decay: steps.NotNegative = 0.0,
+    max_grad_norm: steps.MaxGradNorm = 1.0,
     updates_per_batch: Annotated[
         int, Field(ge=1, description="optimizer steps: the groups are split into so many mini-batches, each used once")
     ] = 1,
     per_device_train_batch_size: Annotated[int, Field(ge=1, description="rollouts in a micro-batch")] = 128,
     max_staleness: Annotated[int, Field(ge=0, description="versions that rollouts may be older than the policy")] = 0,
-    packing: Annotated[
-        Literal["auto", "packed", "padded"], Field(description="auto: packed on CUDA, padded on CPU")
-    ] = "auto",
+    packing: steps.Packing = "auto",
     gradient_checkpointing: steps.GradientCheckpointing = False,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], Field(description="of the computation; parameters stay float32")
-    ] = "float32",
-    save_dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"],
-        Field(description="of model/, which is what samples; auto: dtype, so that no rounding parts the two"),
-    ] = "auto",
-    attn_implementation: Annotated[
-        str, Field(description="transformers' name; auto: FlashAttention 2 where it is installed, else sdpa")
-    ] = "auto",
-    device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA where there is some")] = "auto",
+    dtype: steps.Dtype = "float32",
+    save_dtype: steps.SaveDtype = "auto",
+    attn_implementation: steps.Attention = "auto",
+    device: steps.Device = "auto",
     expected_world_size: steps.WorldSize = None,
     reset_optimizer: Annotated[bool, Field(description="forget moments and step count")] = False,
     weights: Weights = None,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop import checkpoint, steps
 from tuneloop.artifacts import Artifact
-from tuneloop.component import UNTRACKED, Input, Results, Stage, component
+from tuneloop.component import Input, Results, Stage, component
 from tuneloop.errors import UserError
 from tuneloop.publication import Weights, publish_checkpoint
 
@@ -28,38 +28,27 @@ def sft(
     policy: Input,
     prompts: Input,
     *,
-    max_steps: Annotated[int, Field(ge=1, description="optimizer steps")] = 250,
+    max_steps: steps.MaxSteps = 250,
     per_device_train_batch_size: Annotated[int, Field(ge=1, description="demonstrations in a micro-batch")] = 64,
     gradient_accumulation_steps: Annotated[
         int, Field(ge=1, description="a step is batch x accumulation x processes demonstrations")
     ] = 1,
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-3,
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant",
-    warmup_steps: Annotated[int, Field(ge=0)] = 20,
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0,
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9,
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95,
-    max_grad_norm: Annotated[float, Field(ge=0, description="0: no clipping")] = 1.0,
-    max_length: Annotated[int, Field(ge=2, description="tokens of prompt and completion; longer is an error")] = 256,
-    packing: Annotated[
-        Literal["auto", "packed", "padded"], Field(description="auto: packed on CUDA, padded on CPU")
-    ] = "auto",
+    learning_rate: steps.LearningRate = 1e-3,
+    lr_scheduler_type: steps.Scheduler = "constant",
+    warmup_steps: steps.WarmupSteps = 20,
+    weight_decay: steps.NotNegative = 0.0,
+    adam_beta1: steps.Beta = 0.9,
+    adam_beta2: steps.Beta = 0.95,
+    max_grad_norm: steps.MaxGradNorm = 1.0,
+    max_length: steps.MaxLength = 256,
+    packing: steps.Packing = "auto",
     gradient_checkpointing: steps.GradientCheckpointing = False,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], Field(description="of the computation; parameters stay float32")
-    ] = "float32",
-    attn_implementation: Annotated[
-        str, Field(description="transformers' name; auto: FlashAttention 2 where it is installed, else sdpa")
-    ] = "auto",
-    save_dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"],
-        Field(description="of model/, which is what samples; auto: dtype, so that no rounding parts the two"),
-    ] = "auto",
-    save_steps: Annotated[int, Field(ge=0, description="a resume point each so many steps; 0: on SIGTERM only")] = 0,
-    device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA where there is some")] = "auto",
-    expected_world_size: Annotated[
-        int | None, Field(ge=1, description="refuse to train with another", json_schema_extra=UNTRACKED)
-    ] = None,
+    dtype: steps.Dtype = "float32",
+    attn_implementation: steps.Attention = "auto",
+    save_dtype: steps.SaveDtype = "auto",
+    save_steps: steps.SaveSteps = 0,
+    device: steps.Device = "auto",
+    expected_world_size: steps.WorldSize = None,
     weights: Weights = None,
     seed: int = 0,
 ) -> Results:

@@ -1,4 +1,5 @@
-"""Training on examples in epochs: what `sft`, `preference` and `reward_model` share."""
+"""Training on examples in epochs: what `sft`, `preference` and `reward_model` share; and the parameters of all that
+train."""
 
 from __future__ import annotations
 
