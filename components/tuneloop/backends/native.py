@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tuneloop import plugins
 from tuneloop.backends import LLMBackend, _word, register
 from tuneloop.errors import UserError
 
 if TYPE_CHECKING:
     from tuneloop.component import Component
-
-STAGES = ("sft", "policy_update")
 
 
 @register("native")
@@ -38,10 +36,9 @@ class Native(LLMBackend):
         return [word for k, v in given.items() if v is not None for word in (f"--{k.replace('_', '-')}", _word(v))]
 
     def validate(self) -> None:
-        if self.stage not in STAGES:
-            raise UserError("stage", self.stage, f"is none that trains; known: {', '.join(STAGES)}")
-        module = importlib.import_module(f"tuneloop.{self.stage}")
-        component: Component = getattr(module, self.stage)
+        component: Component = plugins.load("stages", f"tuneloop.{self.stage}:{self.stage}")
+        if "expected_world_size" not in component.Params.model_fields:
+            raise UserError("stage", self.stage, "is none that trains, as sft does")
         self.require(*(name for name, required in component.inputs.items() if required), component.output)
         artifacts = {*component.inputs, component.output}
         component.validate({k: v for k, v in self.args.items() if k not in artifacts})

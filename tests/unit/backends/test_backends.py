@@ -108,6 +108,8 @@ def test_torchtune_chooses_the_recipe_that_the_trainer_chooses(
         (Torchtune(processes=2, args={"model.quantize_base": True}), "processes: 2: must be 1"),
         (Torchtune(model="qwen2_5/1.5B", args={"model.quantize_base": True}), "is not supported"),
         (Native(stage="rollout"), "none that trains"),
+        (Native(stage="nothing"), "nothing"),
+        (Native(stage="preference"), "args.policy: None: is required"),
         (Native(args={"policy": "p"}), "args.prompts"),
         (Native(args={"policy": "p", "prompts": "q", "checkpoint": "c", "max_steps": 0}), "sft.max_steps"),
     ],
