@@ -6,7 +6,8 @@ bounds where the graph decides while it runs (``when``, loops that may stop earl
 Memory of training, bytes a parameter: fp32 master weights 4, gradients 4, Adam's two moments 8, as in Rajbhandari et
 al., "ZeRO" (2020), §3.1, for full precision; divided by the ranks that FSDP shards over. Activations a layer and token:
 34 × hidden bytes, Korthikanti et al., "Reducing Activation Recomputation" (2022), eq. 2 without the attention matrix,
-which fused attention does not keep, at 2 bytes a number, doubled for float32. Logits: 4 bytes each, and their gradient.
+which fused attention does not keep, at 2 bytes a number, doubled for float32; with gradient checkpointing, the input of
+each layer (2 × hidden), and one layer whole. Logits: 4 bytes each, and their gradient, as many as are held at once.
 KV cache a token: 2 × layers × KV heads × head size × bytes a number.
 """
 
@@ -28,7 +29,11 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.tree import Tree
 
-TRAINED = ("sft", "policy_update")
+TRAINED = ("sft", "policy_update", "preference", "reward_model")
+PAIRED = ("preference", "reward_model")
+"""Stages whose batch counts pairs of sequences."""
+AT_ONCE = 1 << 25
+"""Logits that the trainer holds at a time: `tuneloop.trainers.fsdp.LOGITS`, which needs torch to be read."""
 SAMPLED = ("rollout", "evaluate")
 CPU_POOL = 1 << 30
 """Bytes of KV cache that our vLLM server asks for on a CPU, unless told otherwise."""
@@ -259,11 +264,17 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
     parts = [(f"{count:,} × (4 weights + 4 gradients + 8 Adam){shared}", count * 16 / ranks)]
     length, batch = stage.number("max_length") or context, stage.number("per_device_train_batch_size")
     if length and batch:
+        batch *= 2 if stage.stage in PAIRED else 1
         tokens, wide = batch * length, 1 if stage.flags.get("dtype") == "bfloat16" else 2
-        per_token = model.layers * 34 * model.hidden * wide
-        text = f"{batch:g} × {length:g} tokens × {model.layers} layers × 34 × {model.hidden}"
-        parts.append((f"{text}{' × 2 (float32)' if wide == 2 else ''} activations", tokens * per_token))
-        parts.append((f"{batch:g} × {length:g} × {model.vocab} logits × 8", tokens * model.vocab * 8))
+        layers = f"{model.layers} layers × 34"
+        kept = model.layers * 34
+        if stage.flags.get("gradient_checkpointing") == "true":
+            layers, kept = f"({model.layers} layers × 2 + 34 of one)", model.layers * 2 + 34
+        text = f"{batch:g} × {length:g} tokens × {layers} × {model.hidden}{' × 2 (float32)' if wide == 2 else ''}"
+        parts.append((f"{text} activations", tokens * kept * model.hidden * wide))
+        logits = tokens * model.vocab
+        count = f"{batch:g} × {length:g} × {model.vocab}" if logits <= AT_ONCE else f"{AT_ONCE:,}"
+        parts.append((f"{count} logits at once × 8", min(logits, AT_ONCE) * 8))
     return parts
 
 

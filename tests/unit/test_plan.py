@@ -171,3 +171,16 @@ def test_every_grain_that_a_plan_lists_can_be_chosen(iterations: int, part: int)
     for pod in grain.possible(iterations, part):
         sets = {"loop.iterations": iterations, "loop.per_workflow": part, "loop.iterations_per_pod": pod}
         found.configure(None, [f"{key}={value}" for key, value in sets.items()])
+
+
+def test_the_trainers_own_bound_of_logits_is_counted() -> None:
+    fsdp = pytest.importorskip("tuneloop.trainers.fsdp")
+    assert plan.AT_ONCE == fsdp.LOGITS
+
+
+def test_gradient_checkpointing_is_counted() -> None:
+    model = Model("m", 1000, "", layers=10, hidden=8, kv_heads=1, head_dim=8, vocab=16)
+    flags = ("--max-length", "32", "--per-device-train-batch-size", "4", "--dtype", "bfloat16")
+    for checkpointing, kept in (("false", 10 * 34), ("true", 10 * 2 + 34)):
+        stage = plan.read_stage(leaf("sft", "sft", *flags, "--gradient-checkpointing", checkpointing))
+        assert plan.memory(stage, model, None)[1][1] == 4 * 32 * kept * 8
