@@ -273,8 +273,8 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
         text = f"{batch:g} × {length:g} tokens × {layers} × {model.hidden}{' × 2 (float32)' if wide == 2 else ''}"
         parts.append((f"{text} activations", tokens * kept * model.hidden * wide))
         logits = tokens * model.vocab
-        count = f"{batch:g} × {length:g} × {model.vocab}" if logits <= AT_ONCE else f"{AT_ONCE:,}"
-        parts.append((f"{count} logits at once × 8", min(logits, AT_ONCE) * 8))
+        whole = f"{batch:g} × {length:g} × {model.vocab}" if logits <= AT_ONCE else f"{AT_ONCE:,}"
+        parts.append((f"{whole} logits at once × 8", min(logits, AT_ONCE) * 8))
     return parts
 
 
