@@ -88,7 +88,21 @@ def compile_to(built: Any, path: Path, *, manifest: bool = False) -> None:
     if manifest:
         named = KubernetesManifestOptions(pipeline_name=built.name, include_pipeline_manifest=True)
         options = {"kubernetes_manifest_format": True, "kubernetes_manifest_options": named}
-    compiler.Compiler().compile(built, str(path), **options)
+    with _plain_yaml():
+        compiler.Compiler().compile(built, str(path), **options)
+
+
+@contextmanager
+def _plain_yaml() -> Iterator[None]:
+    """Text as PyYAML writes it: hera, once imported, has all of the process write it otherwise (``'n'`` for ``n``)."""
+    import yaml
+
+    known: Any = yaml.Dumper.yaml_representers
+    yaml.Dumper.yaml_representers = {**known, str: yaml.representer.Representer.represent_str}
+    try:
+        yield
+    finally:
+        yaml.Dumper.yaml_representers = known
 
 
 def submit(
