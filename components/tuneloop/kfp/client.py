@@ -98,7 +98,8 @@ def _plain_yaml() -> Iterator[None]:
     import yaml
 
     known: Any = yaml.Dumper.yaml_representers
-    yaml.Dumper.yaml_representers = {**known, str: yaml.representer.Representer.represent_str}
+    plain: Any = yaml.representer.Representer.represent_str
+    yaml.Dumper.yaml_representers = {**known, str: plain}
     try:
         yield
     finally:
