@@ -364,6 +364,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if not (options.policy or options.weights):
         raise UserError("--policy", None, "give a checkpoint to serve, or --weights to follow")
+    shards = int(options.engine_args.get("tensor_parallel_size", 1))
+    if options.weights and shards > 1:  # what is read back is one worker's: proved for whole tensors only
+        remedy = "must be 1 to follow --weights, whose proof reads one worker; or load checkpoints, with --policy"
+        raise UserError("--engine-args tensor_parallel_size", shards, remedy)
     return options
 
 

@@ -213,7 +213,8 @@ def workflows(cluster: Cluster, run: str) -> list[dict[str, Any]]:
     if not found:
         remedy = f"no workflow in namespace {cluster.namespace} of {cluster.context} has the label {RUN_LABEL}={run}"
         raise UserError("run", run, remedy)
-    return found
+    # Kubernetes tells seconds apart; two workflows of one second follow their numbers.
+    return sorted(found, key=lambda w: (w["metadata"]["creationTimestamp"], number(run, w["metadata"]["name"])))
 
 
 def phase(workflow: Mapping[str, Any]) -> str:
