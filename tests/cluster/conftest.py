@@ -81,11 +81,11 @@ def sleeper(seconds: float, queue: str = "tuneloop") -> dict[str, Any]:
     from hera.workflows import DAG, Container
 
     from tuneloop.argo.settings import Cluster
-    from tuneloop.argo.template import _pod, _retry, workflow
+    from tuneloop.argo.template import pod_fields, retry_fields, workflow
 
     with workflow("sleeper") as built:
-        pod = _pod("base", True, Cluster(queue=queue, cpu="100m", memory="64Mi"))
-        stage = Container(name="sleep", command=["python", "-c"], args=[program], **pod, **_retry())
+        pod = pod_fields("base", True, Cluster(queue=queue, cpu="100m", memory="64Mi"))
+        stage = Container(name="sleep", command=["python", "-c"], args=[program], **pod, **retry_fields())
         with DAG(name="main"):
             stage(name="sleep")
     made: dict[str, Any] = built.to_dict()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.settings import Cluster
-from tuneloop.argo.template import OUTPUTS, _pod, _retry
+from tuneloop.argo.template import OUTPUTS, pod_fields, retry_fields
 
 if TYPE_CHECKING:
     from hera.workflows import Container, Workflow
@@ -43,8 +43,8 @@ def segment_template(
             *("--graph", as_text(part(graph.to_dict(), entrypoint))),
             *(word for name, value in passed.items() for word in ("--argument", f"{name}={value}")),
         ],
-        **_pod("rollout", True, cluster or Cluster()),
-        **_retry(),
+        **pod_fields("rollout", True, cluster or Cluster()),
+        **retry_fields(),
     )
 
 

@@ -65,7 +65,7 @@ def jobset_steps(
     from hera.workflows import Parameter, Resource, Steps
     from hera.workflows.models import ExecutorConfig, ValueFrom
 
-    from tuneloop.argo.template import _retry
+    from tuneloop.argo.template import retry_fields
 
     result.name = f"{component.template}-result"
     name = "{{workflow.name}}-%s" % component.template + ("-{{inputs.parameters.iteration}}" if numbered else "")
@@ -96,7 +96,7 @@ def jobset_steps(
         manifest=written(manifest),
         executor=ExecutorConfig(service_account_name="tuneloop-launcher"),
         pod_spec_patch=json.dumps(PATCH, separators=(",", ":")),
-        **_retry(),
+        **retry_fields(),
     )
     passed = {p.name: "{{inputs.parameters.%s}}" % p.name for p in inputs}
     outputs: Any = result.outputs
@@ -190,9 +190,9 @@ def pod_spec(
         accelerator: whether it asks for the cluster's GPUs.
         env: beside what every stage has.
     """
-    from tuneloop.argo.template import _pod
+    from tuneloop.argo.template import pod_fields
 
-    about = _pod(image, accelerator, cluster)
+    about = pod_fields(image, accelerator, cluster)
     container = {
         "name": CONTAINER,
         "image": about["image"],

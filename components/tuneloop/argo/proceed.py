@@ -41,11 +41,11 @@ def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster
     from hera.workflows import Container, Parameter
     from hera.workflows.models import ValueFrom
 
-    from tuneloop.argo.template import OUTPUTS, _pod, _retry
+    from tuneloop.argo.template import OUTPUTS, pod_fields, retry_fields
 
     passed = [f"{name}={{{{inputs.parameters.{name}}}}}" for name in arguments]
     own = ["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}", "--entrypoint", entrypoint]
-    pod = _pod("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"}))
+    pod = pod_fields("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"}))
     return Container(
         name="continue",
         inputs=[Parameter(name=name) for name in arguments],
@@ -55,7 +55,7 @@ def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster
         service_account_name="tuneloop-continue",
         automount_service_account_token=True,
         **pod,
-        **_retry(),
+        **retry_fields(),
     )
 
 

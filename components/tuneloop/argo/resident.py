@@ -1,9 +1,9 @@
 """Stages one after another in this very process, which keeps what the next one would load again.
 
 The executor's threads ask for a stage by `Resident.start`, the main thread runs it in `Resident.serve`. A stage is the
-same program with the same arguments as in a process of its own, and commits the same bytes; whatever a stage leaves
-behind in the interpreter that could change the next one's result is put back. A stage that kills the process kills the
-pod: what was committed stands, and the next pod goes on behind it.
+same program with the same arguments as in a process of its own, and commits the same bytes: a stage seeds every stream
+that it draws from, and what it changes of torch's determinism and random state is put back after it. A stage that
+kills the process kills the pod: what was committed stands, and the next pod goes on behind it.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def stage_template(
         outputs=[Parameter(name=flag(k), value_from=ValueFrom(path=f"{OUTPUTS}/{flag(k)}")) for k in outputs],
         command=component.command(processes if nodes == 1 else 1),
         args=flags,
-        **_pod(component.image, component.accelerator and nodes == 1, cluster),
-        **_retry(),
+        **pod_fields(component.image, component.accelerator and nodes == 1, cluster),
+        **retry_fields(),
     )
     if nodes == 1:
         return made
@@ -156,12 +156,12 @@ def server_template(
         readiness_probe=Probe(
             http_get=HTTPGetAction(path="/health", port=port), period_seconds=1, failure_threshold=600
         ),
-        **_pod("rollout", True, cluster or Cluster()),
-        **_retry(),
+        **pod_fields("rollout", True, cluster or Cluster()),
+        **retry_fields(),
     )
 
 
-def _pod(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any]:
+def pod_fields(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any]:
     """What every pod of ours has: an image, a way to its store, a scratch disk, requests, no rights."""
     from hera.workflows import ConfigMapEnvFrom, EmptyDirVolume, ExistingVolume, Resources, SecretEnvFrom, models
 
@@ -194,7 +194,7 @@ def _pod(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _retry() -> dict[str, Any]:
+def retry_fields() -> dict[str, Any]:
     """Preemption must not use up the attempts of a long run, hence the high limit."""
     from hera.workflows import RetryPolicy, RetryStrategy, models
 

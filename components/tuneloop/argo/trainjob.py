@@ -176,7 +176,7 @@ def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> Cont
     """
     from hera.workflows import Container
 
-    from tuneloop.argo.template import _pod, _retry
+    from tuneloop.argo.template import pod_fields, retry_fields
 
     return Container(
         name=name,
@@ -184,8 +184,8 @@ def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> Cont
         args=["--namespace", "{{workflow.namespace}}", "--manifest", written(dict(job))],
         service_account_name="tuneloop-launcher",
         automount_service_account_token=True,
-        **_pod("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"})),
-        **_retry(),
+        **pod_fields("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"})),
+        **retry_fields(),
     )
 
 
