@@ -82,7 +82,10 @@ class Objective:
             return torch.tensor(values, dtype=torch.float32, device=trainer.ranks.device)
 
         logprobs, entropy = trainer.logprobs([s.document for s in samples], self.temperature)
-        counts = torch.tensor([s.document.target_count for s in samples], device=trainer.ranks.device)
+        # A rank without samples of its own keeps step with the others: then there is nothing to tell the type by.
+        counts = torch.tensor(
+            [s.document.target_count for s in samples], dtype=torch.int64, device=trainer.ranks.device
+        )
         several = any(sample.old for sample in samples)
         tokens = Tokens(
             logprobs,
@@ -93,7 +96,7 @@ class Objective:
             reference=column("reference") if self.algorithm.beta else None,
         )
         loss, measures = self.algorithm.loss(tokens)
-        each = torch.tensor([weight[s.id] for s in samples], device=trainer.ranks.device)
+        each = torch.tensor([weight[s.id] for s in samples], dtype=torch.float32, device=trainer.ranks.device)
         return loss * each.repeat_interleave(counts), {**measures, "entropy": entropy}
 
 

@@ -100,7 +100,7 @@ def sums(policy: Policy, documents: Sequence[Document]) -> Tensor:
     import torch
 
     values, _ = policy.logprobs(documents)
-    counts = torch.tensor([d.target_count for d in documents], device=values.device)
+    counts = torch.tensor([d.target_count for d in documents], dtype=torch.int64, device=values.device)
     owner = torch.arange(len(documents), device=values.device).repeat_interleave(counts)
     return torch.zeros(len(documents), device=values.device).index_add(0, owner, values)
 

@@ -170,7 +170,7 @@ class Learner:
             known = [self.reference[pair.id][side] for pair in pairs for side in ("chosen", "rejected")]
             judged = Judged(
                 found - found.new_tensor(known),
-                torch.tensor([d.target_count for d in documents], device=found.device),
+                torch.tensor([d.target_count for d in documents], dtype=torch.int64, device=found.device),
                 found.new_tensor(divergence),
             )
             loss = self.objective.loss(judged).sum() / len(picked)
