@@ -20,7 +20,7 @@ from hera.workflows.models import ValueFrom
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.proceed import proceed_template
 from tuneloop.argo.settings import Cluster
-from tuneloop.argo.template import OUTPUTS, _pod, _retry, workflow
+from tuneloop.argo.template import OUTPUTS, pod_fields, retry_fields, workflow
 
 IN = "{{inputs.parameters.%s}}"
 MORE = "asInt(%s) < asInt(workflow.parameters.iterations)"
@@ -30,7 +30,7 @@ STAGE = f"mkdir -p {OUTPUTS} && printf %s $0 > {OUTPUTS}/told"
 def build(iterations: int, per_workflow: int, stages: int = 1, image: str = "tuneloop/base:dev") -> dict[str, Any]:
     """A loop of empty stages, in parts of `per_workflow` iterations; each passes on what the one before has told."""
     place = Cluster(cpu="20m", memory="64Mi", queue="")
-    pod = {**_pod("base", False, place), "image": image}
+    pod = {**pod_fields("base", False, place), "image": image}
     with workflow("empty", {"iterations": iterations, "per_workflow": per_workflow}) as built:
         stage = Container(
             name="stage",
@@ -39,7 +39,7 @@ def build(iterations: int, per_workflow: int, stages: int = 1, image: str = "tun
             command=["sh", "-c", STAGE],
             args=[IN % "told"],
             **pod,
-            **_retry(),
+            **retry_fields(),
         )
         loop = _loop(
             stage, stages, "asInt(inputs.parameters.iteration) % asInt(workflow.parameters['per-workflow']) != 0 && "
@@ -59,7 +59,7 @@ def build(iterations: int, per_workflow: int, stages: int = 1, image: str = "tun
 def bare(iterations: int, stages: int, image: str) -> dict[str, Any]:
     """The same recursion, without retries, outputs or parts."""
     with workflow("bare", {"iterations": iterations}) as built:
-        pod = _pod("base", False, Cluster(cpu="20m", memory="64Mi", queue=""))
+        pod = pod_fields("base", False, Cluster(cpu="20m", memory="64Mi", queue=""))
         kept = {k: pod[k] for k in ("image_pull_policy", "resources", "security_context")}
         stage = Container(name="stage", image=image, command=["true"], **kept)
         loop = _loop(stage, stages, "", told=False)
