@@ -44,7 +44,7 @@ from pydantic.fields import FieldInfo
 
 import tuneloop
 from tuneloop.artifacts import DIGEST, MANIFEST, Artifact, Draft, Manifest, canonical, find, split_ref
-from tuneloop.errors import EXIT_RETRY, EXIT_USER, Interrupted, Retryable, UserError
+from tuneloop.errors import EXIT_RETRY, EXIT_USER, Interrupted, Retryable, UserError, say
 from tuneloop.progress import Progress
 from tuneloop.seeds import derive
 from tuneloop.store import Store
@@ -579,9 +579,7 @@ def _lost_peer(error: Exception) -> bool:
 
 def _say(line: str, code: int) -> int:
     rank = int(os.environ.get("RANK", "0"))
-    line = f"rank {rank}: {line}" if rank else line
-    print(" ".join(line.split()), file=sys.stderr, flush=True)
-    return code
+    return say(f"rank {rank}: {line}" if rank else line, code)
 
 
 __all__ = ["UNTRACKED", "Component", "Input", "OptionalInput", "Params", "Results", "Stage", "component"]

@@ -6,6 +6,8 @@ Exit codes are part of the stage contract: 0 committed, 2 the user's mistake (ne
 
 from __future__ import annotations
 
+import sys
+
 EXIT_USER = 2
 EXIT_RETRY = 75  # EX_TEMPFAIL of sysexits.h
 
@@ -28,3 +30,16 @@ class Interrupted(Retryable):
 
 class Corrupt(UserError):
     """Bytes that differ from what their manifest says."""
+
+
+def say(line: str, code: int) -> int:
+    """Print one line on standard error, and return the exit code that goes with it."""
+    print(" ".join(line.split()), file=sys.stderr, flush=True)
+    return code
+
+
+def failed(error: UserError | Retryable) -> int:
+    """Say what ended a program, and return its exit code."""
+    if isinstance(error, UserError):
+        return say(f"error: {error}", EXIT_USER)
+    return say(f"interrupted: {error}", EXIT_RETRY)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tuneloop.artifacts import Artifact
-from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
+from tuneloop.errors import Retryable, UserError, failed
 
 
 def fetch(source: str, into: Path) -> None:
@@ -57,9 +57,7 @@ def main(argv: Sequence[str]) -> int:
             raise UserError("storageUri", given.source, "is required: the reference of an artifact")
         fetch(given.source, given.into)
     except (UserError, Retryable) as error:
-        user = isinstance(error, UserError)
-        print(f"{'error' if user else 'interrupted'}: {error}", file=sys.stderr, flush=True)
-        return EXIT_USER if user else EXIT_RETRY
+        return failed(error)
     print(f"fetch: {given.source} is at {given.into}", flush=True)
     return 0
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuneloop.argo.spec import calls
 from tuneloop.errors import UserError
 from tuneloop.grain import ITERATION, LOST, REQUEUE, compare, possible, unfolded
 from tuneloop.summary import size
@@ -328,13 +329,6 @@ def _lines(facts: Iterator[tuple[str, str]]) -> str:
     return "\n".join(f"  {name}: {text}" for name, text in facts)
 
 
-def _tasks(template: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The tasks of a DAG, or the steps of every group, in the order they are written."""
-    if "dag" in template:
-        return list(template["dag"]["tasks"])
-    return [step for group in template.get("steps", ()) for step in group]
-
-
 def _count(
     workflow: Mapping[str, Any],
     templates: Mapping[str, Any],
@@ -343,7 +337,7 @@ def _count(
     above: tuple[str, ...],
     counts: Counter[str],
 ) -> None:
-    tasks = _tasks(templates[name])
+    tasks = calls(templates[name])
     if not tasks:
         counts[name] += times
         return
@@ -373,7 +367,7 @@ def _fan_out(task: Mapping[str, Any]) -> int:
 def _grow(
     tree: Tree, workflow: Mapping[str, Any], templates: Mapping[str, Any], name: str, above: tuple[str, ...]
 ) -> None:
-    for task in _tasks(templates[name]):
+    for task in calls(templates[name]):
         target = task["template"]
         note = " (while its condition holds)" if "when" in task and target not in above and target != name else ""
         if target == name or target in above:

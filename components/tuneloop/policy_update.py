@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from tuneloop import checkpoint, plugins, steps
 from tuneloop.artifacts import Artifact
-from tuneloop.component import Input, OptionalInput, Results, Stage, component, from_validation
+from tuneloop.component import Input, OptionalInput, Results, Stage, component
 from tuneloop.errors import UserError
 from tuneloop.objective import Objective
 from tuneloop.publication import Weights, publish_checkpoint
@@ -74,9 +74,10 @@ def policy_update(
             at temperature 0; a missing column; no reference where `beta` is set.
         Interrupted: on SIGTERM. Nothing is kept: a retry begins anew.
     """
-    from tuneloop.trainers.fsdp import Optimization
+    from tuneloop.algorithms._objective import PolicyGradient
 
-    objective = open_algorithm(algorithm, algorithm_args)
+    remedy = "is no policy gradient; preferences are for the stage preference"
+    objective = steps.open_algorithm(algorithm, algorithm_args, PolicyGradient, remedy)
     if objective.beta and reference is None:
         raise UserError("algorithm_args.beta", objective.beta, "needs --reference, a checkpoint; or set it to 0")
     if lr_scheduler_type != "constant" and not max_steps:
@@ -84,18 +85,7 @@ def policy_update(
     temperature = check_sampling(policy, rewards, max_staleness)
     samples = read_samples(rewards, int(policy.manifest.facts["version"]), max_staleness)
     ranks = checkpoint.open_ranks(stage, device, expected_world_size)
-    about: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, "packing": packing}
-    about["gradient_checkpointing"] = gradient_checkpointing
-    optimization = Optimization(
-        learning_rate,
-        lr_scheduler_type,
-        warmup_steps,
-        max_steps,
-        weight_decay,
-        adam_beta1,
-        adam_beta2,
-        max_grad_norm,
-    )
+    optimization, about = steps.asked(stage)
     with stage.timed("load"):
         trainer, optimizer = open_trainer(policy, ranks, optimization, about, reset_optimizer)
         trainer.max_length = max(len(sample.document.ids) for sample in samples)
@@ -120,7 +110,7 @@ def policy_update(
             if any(sample.used for sample in batch):
                 losses.append(learner.step(trainer, batch))
     _report(stage, samples, iteration, len(losses))
-    version = checkpoint.write(stage, trainer, policy, dtype if save_dtype == "auto" else save_dtype)
+    version = checkpoint.write(stage, trainer, policy, steps.saved_dtype(stage))
     _kept[_identity(stage.attempt, optimization, about)] = trainer
     return {"loss": sum(losses) / len(losses) if losses else 0.0, "version": version}
 
@@ -149,23 +139,6 @@ def open_trainer(
         return kept, f"carried on from step {kept.step}"
     trainer = Trainer(checkpoint.model_dir(policy), ranks, optimization, **about)
     return trainer, _load_state(trainer, policy, reset)
-
-
-def open_algorithm(name: str, options: dict[str, Any]) -> PolicyGradient:
-    """The policy gradient called `name`.
-
-    Raises:
-        UserError: unknown, none, or an option that is unknown or impossible.
-    """
-    from tuneloop.algorithms._objective import PolicyGradient
-
-    found = plugins.load("algorithms", name, "Algorithm")
-    if not (isinstance(found, type) and issubclass(found, PolicyGradient)):
-        raise UserError("--algorithm", name, "is no policy gradient; preferences are for the stage preference")
-    try:
-        return found(**options)
-    except ValidationError as error:
-        raise from_validation(error, "algorithm_args.") from None
 
 
 def give_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import pyarrow.parquet as pq
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from tuneloop import checkpoint, plugins, steps
 from tuneloop.artifacts import Artifact
-from tuneloop.component import Input, Results, Stage, component, from_validation
+from tuneloop.component import Input, Results, Stage, component
 from tuneloop.errors import UserError
 from tuneloop.pairs import Pair, Split, mismatched, plan, read_pairs, score, sums
 from tuneloop.publication import Weights, publish_checkpoint
@@ -71,9 +71,11 @@ def preference(
         UserError: no pairs, one that is too long, or log-probabilities of other tokens.
         Interrupted: after SIGTERM, once a resume point is committed.
     """
+    from tuneloop.algorithms._preference import Preference
     from tuneloop.trainers.fsdp import Trainer
 
-    objective = open_algorithm(algorithm, algorithm_args)
+    remedy = "learns from rewards, not from pairs; that is for the stage policy_update"
+    objective = steps.open_algorithm(algorithm, algorithm_args, Preference, remedy)
     ranks = checkpoint.open_ranks(stage, device, expected_world_size)
     with stage.timed("data"):
         pairs = read_pairs(prompts, policy, "preference")
@@ -92,25 +94,8 @@ def preference(
         after = accuracy(stage, trainer, held_out, 2 * per_device_train_batch_size)
     stage.facts.update(accuracy_before=before, reference=logprobs.manifest.facts["digest"])
     stage.log(f"accuracy {before:.3f} → {after:.3f} on {len(held_out)} pairs")
-    version = checkpoint.write(stage, trainer, policy, dtype if save_dtype == "auto" else save_dtype)
+    version = checkpoint.write(stage, trainer, policy, steps.saved_dtype(stage))
     return {"loss": loss, "accuracy": after, "version": version}
-
-
-def open_algorithm(name: str, options: dict[str, Any]) -> Preference:
-    """The preference objective called `name`.
-
-    Raises:
-        UserError: unknown, none, or an option that is unknown or impossible.
-    """
-    from tuneloop.algorithms._preference import Preference
-
-    found = plugins.load("algorithms", name, "Algorithm")
-    if not (isinstance(found, type) and issubclass(found, Preference)):
-        raise UserError("--algorithm", name, "learns from rewards, not from pairs; that is for the stage policy_update")
-    try:
-        return found(**options)
-    except ValidationError as error:
-        raise from_validation(error, "algorithm_args.") from None
 
 
 def read_reference(logprobs: Artifact, pairs: Sequence[Pair], split: Split, needs_kl: bool) -> Reference:

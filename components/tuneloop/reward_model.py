@@ -78,7 +78,7 @@ def reward_model(
         source, target = checkpoint.model_dir(policy), stage.out / "model"
         if stage.leader:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
-        trainer.export(source, target, dtype if save_dtype == "auto" else save_dtype)
+        trainer.export(source, target, steps.saved_dtype(stage))
     stage.facts.update(step=trainer.step, save_dtype=save_dtype, accuracy=right)
     stage.log(f"accuracy {right:.3f} on {len(held_out)} pairs")
     return {"loss": loss, "accuracy": right}

@@ -24,7 +24,7 @@ from tuneloop.argo.executor import Outcome, execute
 from tuneloop.argo.resident import Resident
 from tuneloop.argo.state import Node
 from tuneloop.component import write_outputs
-from tuneloop.errors import EXIT_USER, UserError
+from tuneloop.errors import UserError, failed
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         code = run(json.loads(flags.graph), dict(given.partition("=")[::2] for given in flags.argument))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = EXIT_USER
+        code = failed(error)
     sys.exit(code)
 
 

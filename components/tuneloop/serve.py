@@ -63,7 +63,7 @@ from tuneloop.engines import Completion, Request, Sampling
 from tuneloop.engines._follow import Follower
 from tuneloop.engines._loop import EngineLoop, Refused, Ticket
 from tuneloop.engines.vllm import Vllm
-from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
+from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError, say
 
 SAID = ("ids", "logprobs")
 GRACE_S = 2
@@ -283,9 +283,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _serve(listener, options, Path(options.weights_dir or f"{scratch}/model"))
         return 0
     except UserError as error:
-        return _say(f"error: {error}", EXIT_USER)
+        return say(f"error: {error}", EXIT_USER)
     except (Retryable, Refused) as error:
-        return _say(f"interrupted: {error}", EXIT_RETRY)
+        return say(f"interrupted: {error}", EXIT_RETRY)
 
 
 def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path) -> None:
@@ -306,7 +306,7 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
 
     config = uvicorn.Config(Server(loop, follower).app(), log_level="warning", timeout_graceful_shutdown=GRACE_S)
     host, port = listener.getsockname()[:2]
-    _say(f"serve: version {loop.engine.version} at http://{host}:{port}", 0)
+    say(f"serve: version {loop.engine.version} at http://{host}:{port}", 0)
     # uvicorn shuts down on these and then raises them again, for whom it found in charge: us, who return.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
@@ -318,7 +318,7 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
 def _wait_for_a_version(loop: EngineLoop, follower: Follower | None) -> None:
     """A server that only follows can not start before something is published."""
     if follower and not loop.engine.digest:
-        _say(f"serve: waits for a version below {follower.store.url}", 0)
+        say(f"serve: waits for a version below {follower.store.url}", 0)
     while loop.trouble:
         if loop.broken:
             raise Retryable(loop.trouble)
@@ -404,11 +404,6 @@ async def _refuse(request: Any, error: Exception) -> Any:
         error = from_validation(error)
     status = error.status if isinstance(error, Refused) else 400 if isinstance(error, UserError) else 503
     return _json({"error": str(error)}, status)
-
-
-def _say(line: str, code: int) -> int:
-    print(" ".join(line.split()), file=sys.stderr, flush=True)
-    return code
 
 
 if __name__ == "__main__":

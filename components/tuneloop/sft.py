@@ -82,7 +82,7 @@ def sft(
         return measures, sum(len(document.ids) for document in picked)
 
     loss = steps.train(stage, trainer, len(every), batch, max_steps, save_steps, step)
-    version = checkpoint.write(stage, trainer, policy, dtype if save_dtype == "auto" else save_dtype)
+    version = checkpoint.write(stage, trainer, policy, steps.saved_dtype(stage))
     return {"loss": loss, "version": version}
 
 

@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field, ValidationError
 
-from tuneloop import checkpoint
+from tuneloop import checkpoint, plugins
 from tuneloop.artifacts import Artifact, canonical
-from tuneloop.component import UNTRACKED, Stage
+from tuneloop.component import UNTRACKED, Stage, from_validation
 from tuneloop.errors import UserError
 
 if TYPE_CHECKING:
     from tuneloop.trainers._batch import Document
-    from tuneloop.trainers.fsdp import Policy, Ranks
+    from tuneloop.trainers.fsdp import Optimization, Policy, Ranks
 
 MaxSteps = Annotated[int, Field(ge=1, description="optimizer steps")]
 BatchSize = Annotated[int, Field(ge=1, description="pairs in a micro-batch")]
@@ -46,8 +46,43 @@ WorldSize = Annotated[int | None, Field(ge=1, description="refuse to train with 
 
 TRAINER_OPTIONS = ("dtype", "attn_implementation", "packing", "max_length", "gradient_checkpointing")
 
+Algorithm = TypeVar("Algorithm", bound=BaseModel)
 Step = Callable[[list[int]], tuple[dict[str, float], int]]
 """Takes one optimizer step on the examples of these indices; its measures, `loss` first of all, and its tokens."""
+
+
+def asked(stage: Stage) -> tuple[Optimization, dict[str, Any]]:
+    """What the stage's parameters say to a trainer: the optimization, and those of `TRAINER_OPTIONS` that it has."""
+    from tuneloop.trainers.fsdp import Optimization
+
+    given = stage.params.__dict__
+    optimization = Optimization(**{field.name: given[field.name] for field in fields(Optimization)})
+    return optimization, {name: given[name] for name in TRAINER_OPTIONS if name in given}
+
+
+def saved_dtype(stage: Stage) -> str:
+    """What `SaveDtype` comes to."""
+    given = stage.params.__dict__
+    return str(given["dtype"] if given["save_dtype"] == "auto" else given["save_dtype"])
+
+
+def open_algorithm(name: str, options: dict[str, Any], kind: type[Algorithm], remedy: str) -> Algorithm:
+    """The algorithm called `name`, with its own options.
+
+    Args:
+        kind: the class that it has to be of.
+        remedy: what to say of one that is not.
+
+    Raises:
+        UserError: unknown, of another kind, or an option that is unknown or impossible.
+    """
+    found = plugins.load("algorithms", name, "Algorithm")
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise UserError("--algorithm", name, remedy)
+    try:
+        return found(**options)
+    except ValidationError as error:
+        raise from_validation(error, "algorithm_args.") from None
 
 
 def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: Ranks) -> Any:
@@ -59,11 +94,7 @@ def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: Ranks) -> Any
         policy: whose model is trained, from its float32 masters where it has some.
         ranks: who trains.
     """
-    from tuneloop.trainers.fsdp import Optimization
-
-    asked = stage.params.__dict__
-    about = {name: asked[name] for name in TRAINER_OPTIONS}
-    optimization = Optimization(**{field.name: asked[field.name] for field in fields(Optimization)})
+    optimization, about = asked(stage)
     trainer = kind(checkpoint.model_dir(policy), ranks, optimization, **about)
     checkpoint.load_masters(trainer, policy)
     stage.facts.update(trainer.chosen(), optimizer="fresh")

@@ -1,6 +1,8 @@
 """A real cluster, whatever KUBECONFIG names; overlays/local is applied to it first."""
 
+import contextlib
 import os
+import re
 import shutil
 import subprocess
 import uuid
@@ -21,6 +23,18 @@ def kubectl(*words: str, check: bool = True) -> str:
     done = subprocess.run(["kubectl", *words], capture_output=True, text=True)
     assert not check or done.returncode == 0, done.stderr
     return done.stdout
+
+
+@contextlib.contextmanager
+def forwarded(namespace: str, service: str, port: int) -> Iterator[str]:
+    """``host:port`` of a service of the cluster, here."""
+    command = ["kubectl", "-n", namespace, "port-forward", f"svc/{service}", f":{port}"]
+    forward = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield "127.0.0.1:" + re.search(r":(\d+) ->", forward.stdout.readline())[1]
+    finally:
+        forward.terminate()
+        forward.wait()
 
 
 @pytest.fixture(scope="session")

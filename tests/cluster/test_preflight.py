@@ -2,8 +2,6 @@
 
 import base64
 import dataclasses
-import re
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from urllib.parse import urlparse
 import pytest
 import yaml
 
-from tests.cluster.conftest import STORE, kubectl, sleeper
+from tests.cluster.conftest import STORE, forwarded, kubectl, sleeper
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.preflight import LISTED, problems
 from tuneloop.argo.watch import status
@@ -89,14 +87,8 @@ def endpoint(cluster: argo.Cluster) -> Iterator[str]:
     """The store that pods reach inside the cluster, here."""
     url = cluster.core.read_namespaced_config_map("tuneloop-store", cluster.namespace).data["AWS_ENDPOINT_URL"]
     service, namespace = urlparse(url).hostname.split(".")[:2]
-    command = ["kubectl", "-n", namespace, "port-forward", f"svc/{service}", f":{urlparse(url).port}"]
-    forward = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        port = re.search(r":(\d+) ->", forward.stdout.readline())[1]
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        forward.terminate()
-        forward.wait()
+    with forwarded(namespace, service, urlparse(url).port) as place:
+        yield f"http://{place}"
 
 
 def test_an_image_that_no_node_has(cluster: argo.Cluster, run: str) -> None:

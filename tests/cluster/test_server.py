@@ -1,6 +1,5 @@
 """Through an Argo server: Hera's `create`, and the exit status."""
 
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from tests.cluster.conftest import ROOT, STORE
+from tests.cluster.conftest import ROOT, STORE, forwarded
 from tests.cluster.test_queue import until
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.server import Server
@@ -23,14 +22,8 @@ SETTINGS = {"data": {"source": "jsonl", "source_args": {"path": "/nowhere.jsonl"
 
 @pytest.fixture
 def server(cluster: argo.Cluster) -> Iterator[str]:
-    command = ["kubectl", "-n", "argo", "port-forward", "svc/argo-server", ":2746"]
-    forward = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        port = re.search(r":(\d+) ->", forward.stdout.readline())[1]
-        yield f"127.0.0.1:{port}"
-    finally:
-        forward.terminate()
-        forward.wait()
+    with forwarded("argo", "argo-server", 2746) as place:
+        yield place
 
 
 def test_a_pipeline_file_submits_itself_and_returns_how_the_run_ended(

@@ -21,11 +21,9 @@ from typing import Any
 import yaml
 
 import tuneloop
+from tuneloop.argo.settings import PRIORITY_LABEL, QUEUE_LABEL, RUN_LABEL
 from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 
-RUN_LABEL = "tuneloop.dev/run"
-QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
 DONE = ("Succeeded", "Failed", "Error")
 NAMESPACE = "tuneloop"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.settings import Cluster
+from tuneloop.argo.spec import calls
 from tuneloop.argo.template import OUTPUTS, pod_fields, retry_fields
 
 if TYPE_CHECKING:
@@ -55,9 +56,7 @@ def part(workflow: Mapping[str, Any], entrypoint: str) -> dict[str, Any]:
     while wanted:
         if (name := wanted.pop()) not in found:
             found.add(name)
-            tasks = templates[name].get("dag", {}).get("tasks", [])
-            steps = [step for group in templates[name].get("steps", []) for step in group]
-            wanted += [call["template"] for call in (*tasks, *steps)]
+            wanted += [call["template"] for call in calls(templates[name])]
     return {
         "metadata": {"name": entrypoint},
         "spec": {

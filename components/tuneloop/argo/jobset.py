@@ -14,17 +14,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo.settings import Cluster
-from tuneloop.argo.template import RESTRICTED
+from tuneloop.argo.settings import RUN_LABEL, Cluster
+from tuneloop.argo.template import RESTRICTED, RETRIED, RETRIES
 from tuneloop.component import Component
 
 if TYPE_CHECKING:
     from hera.workflows import Container, Steps
 
 PORT = 29500
-RETRIED = [75, 137, 143]
-RESTARTS = 20
-"""As many as a stage of one pod is given; what counts is `RETRIED`."""
 GRACE = 300
 """Seconds between SIGTERM and SIGKILL: the last step, and the resume point."""
 PATCH = {
@@ -77,12 +74,12 @@ def jobset_steps(
         pod_spec(component.image, component.accelerator, command, args, cluster, ranks),
         nodes,
         labels={
-            "tuneloop.dev/run": "{{workflow.parameters.run}}",
+            RUN_LABEL: "{{workflow.parameters.run}}",
             "app.kubernetes.io/part-of": "tuneloop",
             "app.kubernetes.io/component": component.image,
             "workflows.argoproj.io/workflow": "{{workflow.name}}",  # `argo logs` goes by it
         },
-        queue=queue_labels(cluster) if component.accelerator else {},
+        queue=cluster.queue_labels if component.accelerator else {},
         stage=component.template,
     )
     inputs: Any = result.inputs
@@ -128,7 +125,7 @@ def jobset(
         name: of the object; with ``-node-0-0`` at its end at most 63 characters.
         pod: the spec of each.
         labels: of the JobSet and its pods.
-        queue: Kueue's labels, see `queue_labels`.
+        queue: Kueue's labels, see `Cluster.queue_labels`.
         stage: what `tuneloop cluster logs` calls the pods.
     """
     about = {"labels": dict(labels or {}), "annotations": {"workflows.argoproj.io/node-name": stage or name}}
@@ -145,7 +142,7 @@ def jobset(
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "failurePolicy": {
-                "maxRestarts": RESTARTS,
+                "maxRestarts": RETRIES,
                 # No pod of an attempt is left when the next one starts.
                 "restartStrategy": "BlockingRecreate",
                 "rules": [{"name": "bug", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
@@ -167,12 +164,6 @@ def ranks_env(name: str, nodes: int, processes: int) -> list[dict[str, Any]]:
         {"name": "PET_MASTER_PORT", "value": str(PORT)},
         ATTEMPT,
     ]
-
-
-def queue_labels(cluster: Cluster) -> dict[str, str]:
-    """What makes Kueue admit a job; nothing where there is no queue."""
-    labels = {"kueue.x-k8s.io/queue-name": cluster.queue, "kueue.x-k8s.io/priority-class": cluster.priority}
-    return {name: value for name, value in labels.items() if value and cluster.queue}
 
 
 def pod_spec(

@@ -25,7 +25,7 @@ from typing import Any
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.cluster import Cluster, faults
 from tuneloop.argo.watch import follow_pod
-from tuneloop.errors import EXIT_RETRY, EXIT_USER, Interrupted, Retryable, UserError
+from tuneloop.errors import Interrupted, Retryable, UserError, failed
 from tuneloop.torchrun import exit_code
 
 Object = Mapping[str, Any]
@@ -228,9 +228,7 @@ def main(argv: Sequence[str]) -> int:
             delete(cluster, job)
             raise
     except (UserError, Retryable) as error:
-        user = isinstance(error, UserError)
-        print(f"{'error' if user else 'interrupted'}: {error}", file=sys.stderr, flush=True)
-        return EXIT_USER if user else EXIT_RETRY
+        return failed(error)
 
 
 if __name__ == "__main__":

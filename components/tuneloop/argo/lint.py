@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuneloop.argo.expressions import TAG, ExpressionError, parse
+from tuneloop.argo.settings import QUEUE_LABEL
 from tuneloop.argo.spec import depends, used_template
 from tuneloop.errors import UserError
 
-QUEUE = "kueue.x-k8s.io/queue-name"
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
 REFERENCE = re.compile(r"\btasks\.([a-zA-Z0-9][\w-]*)\.|\btasks\['([^']+)'\]")
 LIMITS = {"templates": 200, "tasks": 200, "parameters": 500}
@@ -162,8 +162,8 @@ def _leaf(at: str, template: Mapping[str, Any]) -> Iterator[Problem]:
     if "@" not in image and (":" not in image or image.endswith(":latest")):
         yield Problem(f"{at}.image", container.get("image"), "name a version: a tag other than latest, or a digest")
     gpus = any("gpu" in name for name in (resources.get("limits") or {}))
-    if gpus and QUEUE not in ((template.get("metadata") or {}).get("labels") or {}):
-        yield Problem(f"{at}.metadata.labels", QUEUE, "an accelerator stage carries the queue's label")
+    if gpus and QUEUE_LABEL not in ((template.get("metadata") or {}).get("labels") or {}):
+        yield Problem(f"{at}.metadata.labels", QUEUE_LABEL, "an accelerator stage carries the queue's label")
 
 
 def _expressions(value: Any, at: str) -> Iterator[Problem]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+RUN_LABEL = "tuneloop.dev/run"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+
 
 class Cluster(BaseModel):
     """Names and sizes that a platform team sets. The defaults are those of ``manifests/``."""
@@ -26,3 +30,9 @@ class Cluster(BaseModel):
     claim: str = Field(
         "", description="PersistentVolumeClaim that every stage sees at /store; for --store file:///store/…"
     )
+
+    @property
+    def queue_labels(self) -> dict[str, str]:
+        """What makes Kueue admit a pod or a job; nothing where there is no queue."""
+        labels = {QUEUE_LABEL: self.queue, PRIORITY_LABEL: self.priority}
+        return {name: value for name, value in labels.items() if value and self.queue}

@@ -150,13 +150,17 @@ def check(spec: Mapping[str, Any], templates: Sequence[Mapping[str, Any]]) -> No
         if len(kinds) != 1:
             raise UserError(f"templates.{template['name']}", kinds, f"needs one of {', '.join(KINDS)}")
         _check_pod(template)
-        tasks = template.get("dag", {}).get("tasks") or [step for group in template.get("steps", []) for step in group]
-        for task in tasks:
+        for task in calls(template):
             used = used_template(task)
             if used not in names:
                 raise UserError(f"templates.{template['name']}.{task['name']}.template", used, "no such template")
         if "dag" in template:
             _check_order(template)
+
+
+def calls(template: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The tasks of a DAG, or the steps of every group, in the order they are written; of a leaf none."""
+    return template.get("dag", {}).get("tasks") or [step for group in template.get("steps", ()) for step in group]
 
 
 def used_template(task: Mapping[str, Any]) -> str:

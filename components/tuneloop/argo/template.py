@@ -24,7 +24,11 @@ CLAIM = "/store"
 """Where `Cluster.claim` is mounted."""
 STORE = "tuneloop-store"
 """ConfigMap and Secret with the store's ``AWS_*`` settings; optional, both."""
-RETRY = "lastRetry.status == 'Error' || asInt(lastRetry.exitCode) in [75, 137, 143]"
+RETRIED = [75, 137, 143]
+"""Exit codes of what was interrupted, evicted or preempted."""
+RETRIES = 20
+"""Preemption must not use up the attempts of a long run, hence so many."""
+RETRY = f"lastRetry.status == 'Error' || asInt(lastRetry.exitCode) in {RETRIED}"
 """Evicted, preempted or interrupted: worth another attempt. 2 is the user's mistake, anything else a bug."""
 RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
@@ -167,10 +171,8 @@ def pod_fields(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any
 
     name = cluster.images.format(image=image)
     labels = {"app.kubernetes.io/component": image}
-    if accelerator and cluster.queue:
-        labels["kueue.x-k8s.io/queue-name"] = cluster.queue
-        if cluster.priority:
-            labels["kueue.x-k8s.io/priority-class"] = cluster.priority
+    if accelerator:
+        labels |= cluster.queue_labels
     gpus = cluster.gpus if accelerator else 0
     return {
         "image": name,
@@ -195,13 +197,12 @@ def pod_fields(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any
 
 
 def retry_fields() -> dict[str, Any]:
-    """Preemption must not use up the attempts of a long run, hence the high limit."""
+    """How a pod of ours is tried again."""
     from hera.workflows import RetryPolicy, RetryStrategy, models
 
     backoff = models.Backoff(duration="5s", factor=2, max_duration="10m")
-    return {
-        "retry_strategy": RetryStrategy(limit=20, retry_policy=RetryPolicy.always, expression=RETRY, backoff=backoff)
-    }
+    always = RetryPolicy.always
+    return {"retry_strategy": RetryStrategy(limit=RETRIES, retry_policy=always, expression=RETRY, backoff=backoff)}
 
 
 def _needed(component: Component, dynamic: Sequence[str]) -> dict[str, Any]:

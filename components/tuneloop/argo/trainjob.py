@@ -14,15 +14,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo.jobset import ATTEMPT, jobset, pod_spec, queue_labels, ranks_env, written
-from tuneloop.argo.settings import Cluster
+from tuneloop.argo.jobset import ATTEMPT, jobset, pod_spec, ranks_env, written
+from tuneloop.argo.settings import RUN_LABEL, Cluster
 from tuneloop.backends import LLMBackend
 from tuneloop.errors import UserError
 
 if TYPE_CHECKING:
     from hera.workflows import Container
 
-RUN = "tuneloop.dev/run"
 RAY_START = {"num-cpus": "1", "object-store-memory": str(100 << 20)}
 """One rank group a node; tensors pass by torch's own ways, nothing by Ray's."""
 WORKSPACE = "tuneloop-workspace"
@@ -57,7 +56,7 @@ def trainjob(
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": {"name": name, "labels": {**labels, **queue_labels(cluster)}},
+        "metadata": {"name": name, "labels": {**labels, **cluster.queue_labels}},
         "spec": {
             "runtimeRef": {"name": runtime or f"tuneloop-{backend.framework()}"},
             "labels": labels,
@@ -78,7 +77,7 @@ def trainjob(
 
 def as_jobset(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
     """As a JobSet, for clusters without Kubeflow Trainer. Data and model have to be where the arguments say."""
-    return jobset(name, _pod(backend, name, cluster), backend.nodes, labels=_labels(run), queue=queue_labels(cluster))
+    return jobset(name, _pod(backend, name, cluster), backend.nodes, labels=_labels(run), queue=cluster.queue_labels)
 
 
 def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
@@ -100,7 +99,7 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "labels": {**_labels(run), **queue_labels(cluster)}},
+        "metadata": {"name": name, "labels": {**_labels(run), **cluster.queue_labels}},
         "spec": {"backoffLimit": 0, "ttlSecondsAfterFinished": 3600, "template": template},
     }
 
@@ -131,7 +130,7 @@ def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = ""
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
-        "metadata": {"name": name, "labels": {**_labels(run), **queue_labels(cluster)}},
+        "metadata": {"name": name, "labels": {**_labels(run), **cluster.queue_labels}},
         "spec": {
             "entrypoint": entry,
             "shutdownAfterJobFinishes": True,
@@ -196,4 +195,4 @@ def _pod(backend: LLMBackend, name: str, cluster: Cluster) -> dict[str, Any]:
 
 
 def _labels(run: str) -> dict[str, str]:
-    return {"app.kubernetes.io/part-of": "tuneloop", **({RUN: run} if run else {})}
+    return {"app.kubernetes.io/part-of": "tuneloop", **({RUN_LABEL: run} if run else {})}

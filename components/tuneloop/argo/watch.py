@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from tuneloop.argo.cluster import DONE, RUN_LABEL, Cluster, faults, phase, workflows
+from tuneloop.argo.cluster import DONE, QUEUE_LABEL, RUN_LABEL, Cluster, faults, phase, workflows
 from tuneloop.argo.state import Node
 from tuneloop.errors import UserError
 
@@ -124,7 +124,7 @@ def _waiting(cluster: Cluster, run: str) -> dict[str, str]:
 
 def _why(pod: Any, queued: Mapping[str, str]) -> str:
     if pod.spec.scheduling_gates:
-        name = pod.metadata.labels.get("kueue.x-k8s.io/queue-name", "")
+        name = pod.metadata.labels.get(QUEUE_LABEL, "")
         return f"queue {name}: {queued.get(pod.metadata.name, 'not seen by Kueue yet; is the queue there?')}"
     for container in [*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ())]:
         held = container.state.waiting

@@ -14,7 +14,7 @@ import typer
 
 import tuneloop
 from tuneloop.cli import author, cluster, endpoint, execute, gc, inspect, kfp, weights
-from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
+from tuneloop.errors import EXIT_USER, Retryable, UserError, failed, say
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -68,19 +68,12 @@ def invoke(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
     try:
         return app(kfp.route(arguments), prog_name="tuneloop", standalone_mode=False) or 0
-    except UserError as error:
-        return _say(f"error: {error}", EXIT_USER)
-    except Retryable as error:
-        return _say(f"interrupted: {error}", EXIT_RETRY)
+    except (UserError, Retryable) as error:
+        return failed(error)
     except (KeyboardInterrupt, typer.Abort):
-        return _say("interrupted", 130)
+        return say("interrupted", 130)
     except BrokenPipeError:  # `tuneloop … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except typer.TyperException as error:
-        return _say(f"error: {error.format_message()} (see --help)", EXIT_USER)
-
-
-def _say(line: str, code: int) -> int:
-    print(" ".join(line.split()), file=sys.stderr, flush=True)
-    return code
+        return say(f"error: {error.format_message()} (see --help)", EXIT_USER)

@@ -19,6 +19,7 @@ SETS = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override one key, as in a.b=1; the value is YAML. Repeatable."),
 ]
+OUTPUT = Annotated[Path | None, typer.Option("--output", "-o", help="Write here, not to standard output.")]
 
 
 def plan(
@@ -65,7 +66,7 @@ def render(
     pipeline: PIPELINE,
     config: CONFIG = None,
     sets: SETS = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write here, not to standard output.")] = None,
+    output: OUTPUT = None,
     template: Annotated[
         bool, typer.Option("--template", help="A WorkflowTemplate, named by pipeline and version, for GitOps.")
     ] = False,
@@ -73,11 +74,21 @@ def render(
     """Print the Argo Workflow as YAML. It is what `run` executes and a cluster takes; equal settings, equal bytes."""
     from tuneloop.argo.cluster import as_template, template_name
     from tuneloop.config import dump, find
-    from tuneloop.errors import UserError
 
     found = find(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
     text = dump(as_template(workflow, template_name(found.name)) if template else workflow)
+    put(text, output)
+
+
+def put(text: str, output: Path | None) -> None:
+    """Print `text`, or write it to the file `output`.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    from tuneloop.errors import UserError
+
     if output is None:
         typer.echo(text, nl=False)
         return

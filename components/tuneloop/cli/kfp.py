@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tuneloop.cli.author import CONFIG, PIPELINE, SETS
+from tuneloop.cli.author import CONFIG, OUTPUT, PIPELINE, SETS, put
 from tuneloop.cli.execute import RUN
 
 ENDPOINT = Annotated[
@@ -27,7 +27,7 @@ def render(
     pipeline: PIPELINE,
     config: CONFIG = None,
     sets: SETS = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write here, not to standard output.")] = None,
+    output: OUTPUT = None,
     manifest: Annotated[
         bool, typer.Option("--manifest", help="Kubernetes objects (Pipeline, PipelineVersion), as for GitOps.")
     ] = False,
@@ -35,20 +35,13 @@ def render(
     """Print the compiled pipeline as YAML. It is what the UI takes as an upload; equal settings, equal bytes."""
     import tempfile
 
-    from tuneloop.errors import UserError
     from tuneloop.kfp.client import compile_to
 
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "pipeline.yaml"
         compile_to(build(pipeline, config, sets), path, manifest=manifest)
         text = path.read_text()
-    if output is None:
-        typer.echo(text, nl=False)
-        return
-    try:
-        output.write_text(text)
-    except OSError as error:
-        raise UserError("--output", str(output), f"cannot be written ({error.strerror})") from error
+    put(text, output)
 
 
 @app.command()

@@ -61,7 +61,7 @@ def launch(stage: Component, task: Task, *, nodes: int, processes: int, cluster:
 
     The job is named after its output, so that a launcher that was evicted finds the job that it has started.
     """
-    from tuneloop.argo.jobset import jobset, pod_spec, queue_labels, ranks_env
+    from tuneloop.argo.jobset import jobset, pod_spec, ranks_env
     from tuneloop.argo.launch import main as follow
     from tuneloop.argo.settings import Cluster
 
@@ -72,7 +72,7 @@ def launch(stage: Component, task: Task, *, nodes: int, processes: int, cluster:
     command = ["python", "-m", "tuneloop.torchrun", *stage.command()[1:]]
     env = ranks_env(name, nodes, processes)
     pod = pod_spec(stage.image, stage.accelerator, command, flags(stage, task), wanted, env)
-    queue = queue_labels(wanted) if stage.accelerator else {}
+    queue = wanted.queue_labels if stage.accelerator else {}
     labels = {"app.kubernetes.io/part-of": "tuneloop", "app.kubernetes.io/component": stage.image}
     manifest = jobset(name, pod, nodes, labels=labels, queue=queue, stage=stage.template)
     return follow(["--namespace", namespace, "--manifest", json.dumps(manifest)])

@@ -27,8 +27,6 @@ from tuneloop.kfp.stage import TARGET, URL, result
 TYPES = {"checkpoint": Model, "policy": Model, "reference": Model, "model": Model, "metrics": Metrics}
 """Input or output → artifact type; any other is a Dataset."""
 AWS = ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-QUEUE = "kueue.x-k8s.io/queue-name"
-PRIORITY = "kueue.x-k8s.io/priority-class"
 GPU = "nvidia.com/gpu"
 LAUNCHER = {"cpu": "50m", "memory": "256Mi"}
 """What a pod asks for that only follows a job."""
@@ -233,10 +231,8 @@ def place(task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, accele
 def _accelerate(task: dsl.PipelineTask, cluster: Cluster, kfp: Kfp) -> None:
     if cluster.gpus:
         task.set_accelerator_type(GPU).set_accelerator_limit(cluster.gpus)
-    if cluster.queue:
-        kubernetes.add_pod_label(task, QUEUE, cluster.queue)
-        if cluster.priority:
-            kubernetes.add_pod_label(task, PRIORITY, cluster.priority)
+    for label, value in cluster.queue_labels.items():
+        kubernetes.add_pod_label(task, label, value)
     if kfp.shm:
         kubernetes.empty_dir_mount(task, "shm", "/dev/shm", medium="Memory", size_limit=kfp.shm)
     for label, value in kfp.node_selector.items():
