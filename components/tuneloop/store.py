@@ -15,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 from urllib.parse import unquote, urlparse
 
 import obstore
@@ -85,6 +87,16 @@ class Store:
                 return bytes(obstore.get(self._objects, key).bytes())
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotFoundError):
                 return None
+
+    def open(self, key: str) -> BinaryIO:
+        """`key` as a file: of an object only the parts that are read travel.
+
+        Raises:
+            FileNotFoundError: it does not exist.
+        """
+        if self.root is not None:
+            return (self.root / key).open("rb")
+        return io.BufferedReader(_Object(self, key), 1 << 16)
 
     def put(self, key: str, data: bytes) -> None:
         """Write `key`, replacing what was there."""
@@ -265,6 +277,38 @@ class Store:
             if "NoSuchBucket" in text or "InvalidAccessKey" in text or "SignatureDoesNotMatch" in text:
                 raise UserError("store", self.url, f"{text}; check the bucket and the AWS_* variables") from error
             raise Retryable(f"store: {self.url}/{key}: {text}") from error
+
+
+class _Object(io.RawIOBase):
+    """An object as a file, read range by range."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self.store, self.key, self.at = store, key, 0
+        if not store._is_object(key):
+            raise FileNotFoundError(f"{store.url}/{key}")
+        with store._faults(key):
+            self.size: int = obstore.head(store._objects, key)["size"]
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        length = max(0, min(len(buffer), self.size - self.at))
+        if length:
+            with self.store._faults(self.key):
+                buffer[:length] = obstore.get_range(self.store._objects, self.key, start=self.at, length=length)
+            self.at += length
+        return length
 
 
 def _short(error: BaseException) -> str:

@@ -98,3 +98,14 @@ def test_objects_behave_as_files_do(tmp_path: Path) -> None:
         store.delete("a/b")
         store.delete("a")
         assert [key for key in store.keys("") if not key.endswith(".lock")] == []
+
+
+def test_a_part_of_a_key_is_read_alone(tmp_path: Path) -> None:
+    for store in (Store(str(tmp_path)), Store("memory:///x")):
+        store.create("k", bytes(range(256)) * 1024)
+        with store.open("k") as file:
+            assert (file.seek(-4, 2), file.read()) == (256 * 1024 - 4, b"\xfc\xfd\xfe\xff")
+            assert (file.seek(1 << 17), file.read(2), file.tell()) == (1 << 17, b"\x00\x01", (1 << 17) + 2)
+            assert (file.seek(1 << 20), file.read(1)) == (1 << 20, b""), "behind the end"
+        with pytest.raises(FileNotFoundError):
+            store.open("none")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import html
-import io
 import json
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
 from math import exp
 from operator import itemgetter
 from typing import Any
@@ -15,8 +14,8 @@ from tuneloop.artifacts import Manifest
 from tuneloop.kfp.io import Task
 from tuneloop.store import Store
 
-ROWS, WIDTH = 8, 160
-"""Rows of a preview, and characters of a cell."""
+ROWS, WIDTH, BATCH = 8, 160, 64
+"""Rows of a preview, characters of a cell, and rows read at a time."""
 COLUMNS = ("id", "request_id", "prompt", "completion", "answer", "score", "outcome", "finish_reason", "policy_versions")
 POINTS = 200
 """Most points of a ROC curve: KFP keeps them in its metadata."""
@@ -35,8 +34,8 @@ def page(task: Task, name: str, url: str, manifest: Manifest) -> None:
     parts = [f"## {manifest.stage}", markdown(("", ""), facts.items())]
     for file in sorted(manifest.files):
         if file.endswith(".parquet"):
-            rows = _rows(url, manifest, file)[:ROWS]
-            shown = [column for column in COLUMNS if rows and column in rows[0]]
+            rows = list(islice(_rows(url, manifest, file, COLUMNS), ROWS))
+            shown = list(rows[0]) if rows else []
             parts += [f"### {file}", markdown(shown, ([row[column] for column in shown] for row in rows))]
     task.write(name, "\n\n".join(parts) + "\n")
 
@@ -56,10 +55,13 @@ def confidence(task: Task, name: str, url: str, manifest: Manifest) -> None:
 
     A completion counts as right with full marks, and its confidence is the mean probability of its sampled tokens.
     """
-    rows = [row for row in _rows(url, manifest, "rewards.parquet") if row["score"] is not None and row.get("logprobs")]
-    top = max((row["score"] for row in rows), default=0.0)
-    judged = [(_mean_probability(row["logprobs"]), row["score"] == top) for row in rows]
-    points = roc(judged)
+    scored = [
+        (_mean_probability(row["logprobs"]), row["score"])
+        for row in _rows(url, manifest, "rewards.parquet", ("score", "logprobs"))
+        if row["score"] is not None and row.get("logprobs")
+    ]
+    top = max((score for _, score in scored), default=0.0)
+    points = roc([(sure, score == top) for sure, score in scored])
     task.describe(name, {"confidenceMetrics": points} if points else {})
 
 
@@ -110,13 +112,15 @@ PREVIEWS: Mapping[str, Callable[[Task, str, str, Manifest], None]] = {
 """Output artifact → what fills it."""
 
 
-def _rows(url: str, manifest: Manifest, file: str) -> list[dict[str, Any]]:
+def _rows(url: str, manifest: Manifest, file: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a table, read a few at a time; of its columns those of `columns`, in that order, that it has."""
     import pyarrow.parquet
 
-    data = Store(url).get(f"{manifest.root}/{file}")
-    assert data is not None, f"{url} names {file} in its manifest"
-    rows: list[dict[str, Any]] = pyarrow.parquet.ParquetFile(io.BytesIO(data)).read().to_pylist()
-    return rows
+    with Store(url).open(f"{manifest.root}/{file}") as opened:
+        table = pyarrow.parquet.ParquetFile(opened, buffer_size=1 << 16, pre_buffer=False)
+        wanted = [column for column in columns if column in table.schema_arrow.names]
+        for batch in table.iter_batches(BATCH, columns=wanted):
+            yield from batch.select(wanted).to_pylist()
 
 
 def _mean_probability(logprobs: Sequence[float]) -> float:

@@ -1,12 +1,19 @@
 """What the UI is given: a ROC curve, charts, tables."""
 
+import json
+import random
 import re
 from itertools import pairwise
+from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tuneloop.artifacts import Draft
 from tuneloop.kfp import previews
+from tuneloop.kfp.io import Task
 
 
 def area(points: list[dict[str, float]]) -> float:
@@ -46,3 +53,20 @@ def test_a_table_keeps_its_shape_whatever_is_in_it() -> None:
     assert len(lines) == 4
     assert all(len(re.findall(r"(?<!\\)\|", line)) == 3 for line in lines)
     assert "<script>" not in text and len(lines[3]) < 200
+
+
+def test_a_preview_reads_the_first_rows_alone(tmp_path: Path) -> None:
+    """The middle of the table is lost: who shows eight rows does not notice."""
+    draft = Draft(f"{tmp_path}/rewards")
+    noise = random.Random(0)
+    rows = [{"id": f"id-{i}", "answer": noise.randbytes(200).hex(), "other": i} for i in range(20_000)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), draft.path / "rewards.parquet")
+    manifest = draft.commit(stage="reward", params={}, inputs={}, results={}, timings={}, provenance={}, facts={})
+    path = tmp_path / "rewards" / manifest.root / "rewards.parquet"
+    data = bytearray(path.read_bytes())
+    data[4 << 20 : -(1 << 20)] = bytes(len(data) - (5 << 20))
+    path.write_bytes(data)
+    outputs = {"artifacts": {"preview": {"artifacts": [{"uri": str(tmp_path / "preview")}]}}, "outputFile": "x"}
+    previews.page(Task.read(json.dumps({"outputs": outputs})), "preview", f"file://{tmp_path}/rewards", manifest)
+    shown = (tmp_path / "preview").read_text()
+    assert "| id | answer |" in shown and f"| id-7 | {rows[7]['answer'][:100]}" in shown and "id-8" not in shown
