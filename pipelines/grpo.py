@@ -23,7 +23,7 @@ from tuneloop import plugins
 from tuneloop.argo.settings import Cluster
 from tuneloop.base_model import base_model
 from tuneloop.data_prep import data_prep
-from tuneloop.engines.endpoint import check_url
+from tuneloop.engines.endpoint import check_urls
 from tuneloop.errors import UserError
 from tuneloop.evaluate import evaluate
 from tuneloop.export import export
@@ -78,14 +78,16 @@ class Engine(BaseModel):
         False, description="publish each version as a delta, for whoever serves to pull; else servers load checkpoints"
     )
     weights: str | None = Field(None, description="URL to publish versions below; default: <store>/<run>/weights")
-    rollout_endpoint_url: str | None = Field(None, description="of the engine `endpoint`; needs pull")
+    rollout_endpoint_url: str | None = Field(
+        None, description="of the engine `endpoint`, several with commas between; needs pull"
+    )
 
     @model_validator(mode="after")
     def _one_way(self) -> Engine:
         if (self.name == "endpoint") != (self.rollout_endpoint_url is not None):
             raise ValueError("name endpoint and rollout_endpoint_url go together: set both, or neither")
         if self.rollout_endpoint_url is not None:
-            check_url(self.rollout_endpoint_url)
+            check_urls(self.rollout_endpoint_url)
         if self.name == "endpoint" and not self.pull:
             raise ValueError("an endpoint gets new weights by pulling them: set pull")
         if self.name == "transformers" and self.pull:

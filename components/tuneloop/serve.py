@@ -277,15 +277,27 @@ class Server:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM; returns the exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
     try:
         options = _parse(sys.argv[1:] if argv is None else argv)
         with _bind(options.host, options.port) as listener, tempfile.TemporaryDirectory(prefix="tuneloop-") as scratch:
             _serve(listener, options, Path(options.weights_dir or f"{scratch}/model"))
         return 0
+    except Stopped:
+        return 0
     except UserError as error:
         return say(f"error: {error}", EXIT_USER)
     except (Retryable, Refused) as error:
         return say(f"interrupted: {error}", EXIT_RETRY)
+
+
+class Stopped(Exception):
+    """SIGTERM or SIGINT, before requests are served: whoever waits for a version stops waiting."""
+
+
+def _stop(*_: Any) -> None:
+    raise Stopped
 
 
 def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path) -> None:
@@ -311,6 +323,8 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     uvicorn.Server(config).run(sockets=[listener])
+    if follower:
+        follower.stop()
     loop.stop()
     loop.join(GRACE_S)
 

@@ -3,15 +3,19 @@
 The pointer is polled, or asked at once when somebody wants a version that is not there yet. A version is fetched,
 its lineage checked and its bytes proved in a directory beside the engine; only then does the engine pause, change in
 place and, once what it holds has been read back, go on. Whatever fails before that leaves the old version served; what
-fails in the change poisons the engine, and the directory is then made anew from a full version.
+fails in the change poisons the engine, and the directory is then made anew from a full version. What is served is said
+below the root, so that nobody drops it (`tuneloop.weights.live`).
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from tuneloop.engines._readback import Readback, read_back
 from tuneloop.engines.vllm import Vllm
 from tuneloop.errors import Retryable, UserError
 from tuneloop.store import Store
-from tuneloop.weights import Materialized, materialize, pointer
+from tuneloop.weights import Materialized, live, materialize, pointer
 from tuneloop.weights.materialize import MARKER
 from tuneloop.weights.versions import Chain
 
@@ -51,6 +55,8 @@ class Follower(threading.Thread):
         self._one = threading.RLock()
         self._seen = ""
         self._stopping = False
+        self._name = f"{socket.gethostname()}-{os.getpid()}"
+        self._said: tuple[int, float] = (-1, 0.0)
 
     def run(self) -> None:
         while not self._stopping:
@@ -63,6 +69,7 @@ class Follower(threading.Thread):
                 if said != self.trouble:
                     print(f"serve: {said}", file=sys.stderr, flush=True)
                 self.trouble = said
+            self._announce()
             self._wake.wait(self.poll_s)
             self._wake.clear()
 
@@ -71,9 +78,12 @@ class Follower(threading.Thread):
         self._wake.set()
 
     def stop(self) -> None:
-        """End after the pull at hand."""
+        """End after the pull at hand, and say so."""
         self._stopping = True
         self.wake()
+        if self._said[0] >= 0:
+            with suppress(UserError, Retryable):  # a lease that stays runs out
+                live.withdraw(self.store, self._name)
 
     def reach(self, version: int, digest: str, *, force: bool = False) -> None:
         """Serve `version`, published from the checkpoint `digest`, before returning.
@@ -104,6 +114,18 @@ class Follower(threading.Thread):
             if latest is not None and (latest.ref != self._seen or lost):
                 self._pull(latest.version)
                 self._seen = latest.ref
+
+    def _announce(self) -> None:
+        """Say what is served where that is new, or was said a while ago."""
+        version, now = self.loop.engine.version, time.monotonic()
+        if version < 0 or self._stopping or (version == self._said[0] and now - self._said[1] < live.RENEW_S):
+            return
+        self._said = version, now
+        try:
+            live.announce(self.store, self._name, version)
+        except (UserError, Retryable) as error:
+            remedy = f"pin version {version} where versions are dropped (tuneloop weights gc --pin)"
+            print(f"serve: can not say what it serves ({error}); {remedy}", file=sys.stderr, flush=True)
 
     def _pull(self, version: int, *, force: bool = False) -> None:
         with self._one:

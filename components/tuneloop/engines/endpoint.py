@@ -1,14 +1,16 @@
 """An endpoint that somebody else owns: nothing but ``POST <url>/generate`` is used, and what it answers is checked.
 
 The fleet behind it pulls published weights (docs/weights.md) and may grow, shrink and lose replicas as it likes. Each
-prompt is a request of its own, so that whatever balances there can; it demands a version no older than the policy's
-by `max_staleness`, waits while no replica has it (409), is sent again when a replica is lost, and is aborted by
-hanging up. Every completion says which version made it.
+prompt is a request of its own, so that whatever balances there can; where nothing does, several URLs take turns. A
+request demands a version no older than the policy's by `max_staleness`, waits while no replica has it (409), is sent
+again, to the next URL, when a replica is lost, and is aborted by hanging up. Every completion says which version made
+it.
 """
 
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import math
 import socket
@@ -57,7 +59,7 @@ def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> E
     """The engine behind a URL.
 
     Args:
-        endpoint: absolute; ``/generate`` is appended.
+        endpoint: absolute, ``/generate`` is appended; several are separated by commas.
         args: `Options`.
         timeout_s: seconds without a byte after which a replica counts as lost.
 
@@ -67,7 +69,7 @@ def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> E
     if not endpoint:
         raise UserError("--endpoint", endpoint, "the engine endpoint needs the URL of one")
     try:
-        return Endpoint(check_url(endpoint), Options(**args), timeout_s)
+        return Endpoint(check_urls(endpoint), Options(**args), timeout_s)
     except ValidationError as error:
         raise from_validation(error, "engine_args.") from None
 
@@ -82,6 +84,15 @@ def check_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise UserError("rollout_endpoint_url", url, "must be an absolute URL: http://host:port or https://host/path")
     return url.rstrip("/")
+
+
+def check_urls(text: str) -> list[str]:
+    """The URLs in `text`, which commas separate.
+
+    Raises:
+        UserError: one of them is none.
+    """
+    return [check_url(url.strip()) for url in text.split(",")]
 
 
 class Lost(RuntimeError):
@@ -102,7 +113,7 @@ class Partial:
 
 
 class Endpoint:
-    """`Engine` over an opaque endpoint.
+    """`Engine` over an opaque endpoint, which may have several URLs.
 
     Attributes:
         max_staleness: versions that a token may be older than the policy.
@@ -111,12 +122,13 @@ class Endpoint:
 
     name = "endpoint"
 
-    def __init__(self, url: str, options: Options, timeout_s: float) -> None:
-        self.url, self.options, self.timeout_s = url, options, timeout_s
+    def __init__(self, urls: Sequence[str], options: Options, timeout_s: float) -> None:
+        self.urls, self.options, self.timeout_s = urls, options, timeout_s
         self.context, self.max_staleness = options.max_model_len, options.max_staleness
         self.version, self.digest = -1, ""
         self.requests = self.retries = 0
         self._hook = plugins.load("engines", options.hook) if options.hook else None
+        self._turns = itertools.count()
         self._open: set[socket.socket | None] = set()
         self._stopping = threading.Event()
 
@@ -148,7 +160,7 @@ class Endpoint:
         self._stopping.clear()
         request, sampling = Request("canary", list(ids), [0]), Sampling(0.0, 1, ())
         body = {"sampling": asdict(sampling), "version": self.version, "prompt_logprobs": True}
-        (said,) = self._retry(lambda: self._whole(request, body, sampling))
+        (said,) = self._retry(lambda url: self._whole(url, request, body, sampling))
         if said.start_version != self.version:
             raise self._wrong(f"answers with version {said.start_version} where {self.version} was demanded")
         if said.prompt_logprobs is None or len(said.prompt_logprobs) != len(ids) - 1:
@@ -162,9 +174,9 @@ class Endpoint:
         """One prompt's completions, over as many attempts as it takes."""
         body = {"sampling": asdict(sampling), **self._demand()}
         if not self.options.partial_rollout:
-            return self._retry(lambda: self._whole(request, body, sampling))
+            return self._retry(lambda url: self._whole(url, request, body, sampling))
         parts = [Partial(seed) for seed in request.seeds]
-        self._retry(lambda: self._go_on(request, body, sampling, parts))
+        self._retry(lambda url: self._go_on(url, request, body, sampling, parts))
         return [part.done for part in parts if part.done]
 
     def _demand(self) -> dict[str, int]:
@@ -172,22 +184,24 @@ class Endpoint:
             return {"version": self.version}
         return {"min_version": self.version - self.max_staleness}
 
-    def _retry(self, attempt: Callable[[], Result]) -> Result:
-        tries = 0
+    def _retry(self, attempt: Callable[[str], Result]) -> Result:
+        """What `attempt` of a URL returns. Each goes to the next URL; the wait doubles once all had their turn."""
+        turn, tries = next(self._turns), 0
         while True:
+            url = self.urls[(turn + tries) % len(self.urls)]
             try:
-                return attempt()
+                return attempt(url)
             except Lost as lost:
                 about = lost.about or self.options.model_dump()
                 if tries >= about["max_retries"] or self._stopping.is_set():
-                    raise Retryable(f"{self.url}: {lost}, after {tries} retries") from lost
-                self._stopping.wait(min(about["retry_sleep"], 0.02 * 2.0 ** min(tries, 20)))
+                    raise Retryable(f"{url}: {lost}, after {tries} retries") from lost
+                self._stopping.wait(min(about["retry_sleep"], 0.02 * 2.0 ** min(tries // len(self.urls), 20)))
                 tries += 1
                 self.retries += 1
 
-    def _whole(self, request: Request, body: Mapping[str, Any], sampling: Sampling) -> list[Completion]:
+    def _whole(self, url: str, request: Request, body: Mapping[str, Any], sampling: Sampling) -> list[Completion]:
         """All completions of one prompt from one answer."""
-        with self._ask({"requests": [asdict(request)], **body}) as lines:
+        with self._ask(url, {"requests": [asdict(request)], **body}) as lines:
             for said in lines:
                 if "completions" in said:
                     made = [self._read(c, sampling.max_tokens) for c in said["completions"]]
@@ -198,7 +212,9 @@ class Endpoint:
                     return made
             raise Lost("broke off before the end")
 
-    def _go_on(self, request: Request, body: Mapping[str, Any], sampling: Sampling, parts: Sequence[Partial]) -> None:
+    def _go_on(
+        self, url: str, request: Request, body: Mapping[str, Any], sampling: Sampling, parts: Sequence[Partial]
+    ) -> None:
         """Stream what is not done yet; tokens that arrive before a loss are kept, with their versions."""
         for part in parts:
             if part.done is None and (reason := _ended(part, sampling)):  # only the word that it ended was lost
@@ -209,7 +225,7 @@ class Endpoint:
             asked = [Request(request.id, request.prompt_ids + part.ids, [_seed(part)]) for part in some]
             left = replace(sampling, max_tokens=sampling.max_tokens - length)
             payload = {"requests": [asdict(r) for r in asked], **body, "sampling": asdict(left), "stream": True}
-            with self._ask(payload) as lines:
+            with self._ask(url, payload) as lines:
                 for said in lines:
                     if "sample" in said:
                         self._extend(some[said["index"]], said)
@@ -261,12 +277,14 @@ class Endpoint:
             raise self._wrong(f"answers with version {version} where {bound} was demanded")
 
     def _wrong(self, what: str) -> UserError:
-        return UserError("--endpoint", self.url, f"{what}; `tuneloop endpoint check` shows what it does not keep to")
+        return UserError(
+            "--endpoint", ", ".join(self.urls), f"{what}; `tuneloop endpoint check` shows what it does not keep to"
+        )
 
     @contextmanager
-    def _ask(self, payload: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
+    def _ask(self, url: str, payload: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
         """The lines of one answer."""
-        about = self._prepare(payload)
+        about = self._prepare(url, payload)
         parts = urlsplit(about["url"])
         connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = connect(parts.hostname or "", parts.port, timeout=self.timeout_s)
@@ -297,9 +315,9 @@ class Endpoint:
             if reply is not None:
                 reply.close()  # the socket belongs to both
 
-    def _prepare(self, payload: dict[str, Any]) -> dict[str, Any]:
+    def _prepare(self, url: str, payload: dict[str, Any]) -> dict[str, Any]:
         about: dict[str, Any] = {
-            "url": f"{self.url}/generate",
+            "url": f"{url}/generate",
             "payload": payload,
             "headers": {"Content-Type": "application/json"},
             "max_retries": self.options.max_retries,
@@ -316,7 +334,7 @@ class Endpoint:
         text = " ".join(reply.read(2000).decode(errors="replace").split())[:300]
         if reply.status in LATER:
             raise Lost(f"answers {reply.status}: {text}")
-        raise UserError("--endpoint", self.url, f"answers {reply.status}: {text}")
+        raise UserError("--endpoint", ", ".join(self.urls), f"answers {reply.status}: {text}")
 
     def _hang_up(self) -> None:
         """Whoever still waits stops; the endpoint sees the connections close, and drops what it runs."""

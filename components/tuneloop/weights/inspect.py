@@ -11,7 +11,7 @@ import numpy as np
 
 from tuneloop.errors import UserError
 from tuneloop.store import Store
-from tuneloop.weights import codec, delta
+from tuneloop.weights import codec, delta, live
 from tuneloop.weights.layout import Checkpoint
 from tuneloop.weights.materialize import check, materialize
 from tuneloop.weights.versions import INDEX, Chain, directory
@@ -109,8 +109,8 @@ def _density(old: Checkpoint, new: Checkpoint, name: str) -> float:
 def gc(root: str | Store, keep: int = 1, pinned: Collection[int] = ()) -> list[int]:
     """Drop versions; returns those dropped.
 
-    What stays: the latest, the `keep` newest, those in `pinned` (that a replica serves, or a checkpoint names), and
-    every version that one of them is assembled from. Leftovers of crashed publications below the latest go too;
+    What stays: the latest, the `keep` newest, those in `pinned`, those that replicas say they serve (`live`), and every
+    version that one of them is assembled from. Leftovers of crashed publications below the latest go too;
     above it somebody may be publishing.
 
     Raises:
@@ -122,7 +122,8 @@ def gc(root: str | Store, keep: int = 1, pinned: Collection[int] = ()) -> list[i
     if chain.latest is None:
         return []
     needed: set[int] = set()
-    for version in {*chain.versions[-keep:], chain.latest, *pinned}:
+    served = set(live.versions(chain.store).values()) & set(chain.versions)
+    for version in {*chain.versions[-keep:], chain.latest, *pinned, *served}:
         for _, entry in chain.steps(chain.target(version)):
             needed.add(entry.version)
             if entry.index.encoding is None:

@@ -100,6 +100,18 @@ def test_lost_requests_are_sent_again(policy: Artifact) -> None:
     assert [[c.ids for c in group] for group in made] == [alone(peer, r) for r in REQUESTS] and engine.retries == 1
 
 
+def test_several_urls_take_turns(policy: Artifact) -> None:
+    """One is dead, one has an older version: each request ends where the version is, after a retry at most for each."""
+    older, newer = Peer(2), Peer(3)
+    with serving(older) as first, serving(newer) as second:
+        engine = opened(f"http://127.0.0.1:9, {first},{second}/", policy)
+        made = engine.generate(REQUESTS, SAMPLED, quiet)
+    assert [[c.ids for c in group] for group in made] == [alone(newer, r) for r in REQUESTS]
+    assert len(newer.asked) == 5 and 5 <= engine.retries <= 10
+    with pytest.raises(UserError, match="rollout_endpoint_url: 'there': must be an absolute URL"):
+        create("http://here:1,there", {}, 1.0)
+
+
 def test_partial_rollouts_are_drained_with_their_versions(policy: Artifact) -> None:
     """A replica is lost after three tokens; one with a newer version goes on from them, and every token says which."""
     older, newer = Peer(2), Peer(3)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.unit.weights.exports import Crash, Crashing, Model, content, model, save, update
 from tuneloop.errors import Corrupt, UserError
 from tuneloop.store import Store
-from tuneloop.weights import PointerConflict, PointerRewind, diff, gc, ls, materialize, pointer, publish, verify
+from tuneloop.weights import PointerConflict, PointerRewind, diff, gc, live, ls, materialize, pointer, publish, verify
 from tuneloop.weights.versions import Chain
 
 Case = tuple[str, int, int]
@@ -238,7 +238,12 @@ def test_gc_keeps_what_is_needed_and_drops_the_rest(tmp_path: Path) -> None:
         state = update(rng, state, 0.001)
     Store(root).put("weight_v000002/leftover", b"")
     Store(root).put("weight_v000099/being-written", b"")
-    dropped = gc(root, keep=2, pinned=[5])
+    for replica, version in (("serves", 5), ("died", 3), ("ended", 2), ("elsewhere", 77)):
+        live.announce(Store(root), replica, version)
+    live.withdraw(Store(root), "ended")
+    os.utime(tmp_path / "weights" / "live" / "died.json", (0, time.time() - live.EXPIRY_S - 1))
+    assert live.versions(Store(root)) == {"serves": 5, "elsewhere": 77}
+    dropped = gc(root, keep=2, pinned=[9])
     assert dropped == [0, 1, 2, 3, 6, 7, 8]
     assert [entry.version for entry in ls(root)] == [4, 5, 9, 10, 11, 12, 13]
     left = {key.partition("/")[0] for key in Store(root).keys("")}
