@@ -1,9 +1,12 @@
-"""Seconds and bytes of Workflow status that an iteration costs on Argo, beside a bare loop of as many empty pods.
+"""Seconds and bytes of Workflow that an iteration costs on Argo, beside a bare loop of as many empty pods.
 
 Both loops run on the cluster that KUBECONFIG names, one after the other: ours (retries, outputs, parts that continue
 one another), and the least that Argo can do: the same recursion over the same empty containers in one workflow.
+With `--per-pod`, ours runs so many iterations in each pod, stage after stage; so long a bare loop Argo refuses (depth
+100), and none is run.
 
     python benchmarks/argo_loop.py [--iterations 6] [--per-workflow 2] [--stages 1] [--image tuneloop/base:dev]
+    python benchmarks/argo_loop.py --iterations 1000 --per-workflow 60 --per-pod 60 --stages 3
 """
 
 from __future__ import annotations
@@ -14,36 +17,37 @@ import time
 import uuid
 from typing import Any
 
-from hera.workflows import DAG, Container, Parameter
+from hera.workflows import DAG, Container, Parameter, Workflow
 from hera.workflows.models import ValueFrom
 
 from tuneloop.argo import cluster as argo
+from tuneloop.argo.grain import segment_template
 from tuneloop.argo.proceed import proceed_template
 from tuneloop.argo.settings import Cluster
 from tuneloop.argo.template import OUTPUTS, pod_fields, retry_fields, workflow
 
 IN = "{{inputs.parameters.%s}}"
 MORE = "asInt(%s) < asInt(workflow.parameters.iterations)"
+HERE = "asInt(%s) %% asInt(workflow.parameters['per-workflow']) != 0 && "
 STAGE = f"mkdir -p {OUTPUTS} && printf %s $0 > {OUTPUTS}/told"
 
 
-def build(iterations: int, per_workflow: int, stages: int = 1, image: str = "tuneloop/base:dev") -> dict[str, Any]:
-    """A loop of empty stages, in parts of `per_workflow` iterations; each passes on what the one before has told."""
-    place = Cluster(cpu="20m", memory="64Mi", queue="")
-    pod = {**pod_fields("base", False, place), "image": image}
+def build(
+    iterations: int, per_workflow: int, stages: int = 1, image: str = "tuneloop/base:dev", per_pod: int = 0
+) -> dict[str, Any]:
+    """A loop of empty stages, in parts of `per_workflow` iterations; each passes on what the one before has told.
+
+    Args:
+        per_pod: iterations a pod, a divisor of `per_workflow`; 0: a pod a stage.
+    """
+    place = Cluster(cpu="20m", memory="64Mi" if not per_pod else "256Mi", queue="")
+    with workflow("pod", {"iterations": iterations, "per_workflow": per_pod}) as graph:
+        _loop(_stage(image, place), stages, HERE % "inputs.parameters.iteration")
     with workflow("empty", {"iterations": iterations, "per_workflow": per_workflow}) as built:
-        stage = Container(
-            name="stage",
-            inputs=[Parameter(name="told")],
-            outputs=[Parameter(name="told", value_from=ValueFrom(path=f"{OUTPUTS}/told"))],
-            command=["sh", "-c", STAGE],
-            args=[IN % "told"],
-            **pod,
-            **retry_fields(),
-        )
-        loop = _loop(
-            stage, stages, "asInt(inputs.parameters.iteration) % asInt(workflow.parameters['per-workflow']) != 0 && "
-        )
+        if per_pod:
+            loop = _pods(graph, per_pod, image, place)
+        else:
+            loop = _loop(_stage(image, place), stages, HERE % "inputs.parameters.iteration")
         proceed = proceed_template("main", ("iteration", "told"), place)
         proceed.image = image
         inputs = [Parameter(name="iteration", default="1"), Parameter(name="told", default="0")]
@@ -69,6 +73,35 @@ def bare(iterations: int, stages: int, image: str) -> dict[str, Any]:
     return made
 
 
+def _stage(image: str, place: Cluster) -> Container:
+    """Tells what it was told, and computes nothing."""
+    return Container(
+        name="stage",
+        inputs=[Parameter(name="told")],
+        outputs=[Parameter(name="told", value_from=ValueFrom(path=f"{OUTPUTS}/told"))],
+        command=["sh", "-c", STAGE],
+        args=[IN % "told"],
+        **{**pod_fields("base", False, place), "image": image},
+        **retry_fields(),
+    )
+
+
+def _pods(graph: Workflow, per_pod: int, image: str, place: Cluster) -> DAG:
+    """The loop with a pod for every `per_pod` iterations, as `pipelines/grpo.py` has it."""
+    names = ("iteration", "told")
+    fixed = {"iterations": "{{workflow.parameters.iterations}}", "per-workflow": str(per_pod)}
+    segment = segment_template(graph, "loop", names, names, fixed=fixed, cluster=place)
+    segment.image = image
+    last = "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters.%s : tasks.segment.outputs.parameters.%s"
+    outputs = [Parameter(name=k, value_from=ValueFrom(expression=last % (k, k))) for k in names]
+    reached = "tasks.segment.outputs.parameters.iteration"
+    with DAG(name="loop", inputs=[Parameter(name=n) for n in names], outputs=outputs) as loop:
+        work = segment(name="segment", arguments={name: IN % name for name in names})
+        given = {"iteration": "{{=asInt(%s) + 1}}" % reached, "told": "{{tasks.segment.outputs.parameters.told}}"}
+        work >> loop(name="next", arguments=given, when="{{=%s%s}}" % (HERE % reached, MORE % reached))
+    return loop
+
+
 def _loop(stage: Container, stages: int, here: str, told: bool = True) -> DAG:
     """`stages` of them one after the other, then the next iteration."""
     names = ("iteration", "told") if told else ("iteration",)
@@ -89,8 +122,13 @@ def _loop(stage: Container, stages: int, here: str, told: bool = True) -> DAG:
     return loop
 
 
+def _size(part: Any) -> float:
+    """kB as JSON, which is what etcd and its limit of 1.5 MB see."""
+    return len(json.dumps(part, separators=(",", ":"))) / 1000
+
+
 def measure(cluster: argo.Cluster, made: dict[str, Any], iterations: int) -> None:
-    """Run it to its end, and print seconds an iteration and the size of each workflow's status."""
+    """Run it to its end, and print seconds an iteration and the size of each workflow."""
     run = f"b{uuid.uuid4().hex[:8]}"
     name = made["metadata"]["generateName"].rstrip("-")
     begun = time.monotonic()
@@ -99,11 +137,15 @@ def measure(cluster: argo.Cluster, made: dict[str, Any], iterations: int) -> Non
         code = argo.wait(cluster, run)
         seconds = time.monotonic() - begun
         found = argo.workflows(cluster, run)
-        sizes = [len(json.dumps(w["status"], separators=(",", ":"))) for w in found]
+        whole, status = ([_size(w) for w in found], [_size(w["status"]) for w in found])
         print(
             f"{name:6} exit {code}  {len(found)} workflows  {seconds:7.1f} s, {seconds / iterations:.2f} s an iteration"
-            f"; status {max(sizes) / 1000:.1f} kB at most, {sum(sizes) / 1000 / iterations:.2f} kB an iteration"
+            f"; status {max(status):.1f} kB at most, {sum(status) / iterations:.2f} kB an iteration"
         )
+        for workflow, bytes_whole, bytes_status in zip(found, whole, status):
+            given = {p["name"]: p["value"] for p in workflow["spec"]["arguments"]["parameters"]}
+            first = given.get("iteration", "1")
+            print(f"       from iteration {first:>4}: {bytes_whole:.1f} kB, of which status {bytes_status:.1f} kB")
     finally:
         argo.stop(cluster, run)
         group, version, plural = argo.WORKFLOWS
@@ -117,11 +159,14 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--per-workflow", type=int, default=2)
     parser.add_argument("--stages", type=int, default=1, help="pods an iteration")
+    parser.add_argument("--per-pod", type=int, default=0, help="iterations a pod; 0: a pod a stage")
     parser.add_argument("--image", default="tuneloop/base:dev")
     given = parser.parse_args()
     cluster = argo.connect()
-    measure(cluster, build(given.iterations, given.per_workflow, given.stages, given.image), given.iterations)
-    measure(cluster, bare(given.iterations, given.stages, given.image), given.iterations)
+    ours = build(given.iterations, given.per_workflow, given.stages, given.image, given.per_pod)
+    measure(cluster, ours, given.iterations)
+    if not given.per_pod:
+        measure(cluster, bare(given.iterations, given.stages, given.image), given.iterations)
 
 
 if __name__ == "__main__":
