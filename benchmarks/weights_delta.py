@@ -1,73 +1,223 @@
-"""Weight versions beside the two ways in use: all of it with safetensors, and XOR under zstd-1 (slime, miles, NeMo-RL).
+"""Weight versions beside what is in use: all of it with safetensors or under zstd-1; XOR under zstd-1 (slime, miles).
 
-    python benchmarks/weights_delta.py [--megabytes 128] [--lr 1e-6] [--steps 4] [--repeats 3] [--directory DIR]
+    python benchmarks/weights_delta.py [--megabytes 1024] [--lr 1e-6] [--steps 4] [--repeats 3] [--directory DIR]
 
-A bf16 copy of a random model (normal, std 0.02, 16 equal tensors) is published before and after AdamW steps (0.9/0.95,
-no decay, fresh normal gradients) on its float32 masters. Everything is measured in this process, alternating, and the
-median is printed with the spread; GB/s are of dense bf16 bytes. Use ``--megabytes 1024`` for the size of the issue.
+A bf16 copy of a random model (normal, std 0.02, shapes of Qwen2.5-0.5B, as many layers as the size holds) is written
+before and after the last of `steps` steps of torch's AdamW (0.9/0.95, no decay, fresh normal gradients everywhere) on
+float32 masters. Everything is measured in this process, in turns; medians, with the spread. GB/s are of dense bf16
+bytes, of the wall; `cpu s` is the time of all threads, which other processes on the machine do not change much.
+
+Lines with `RAM` work on arrays in memory, as many threads as there are CPUs, and compare with memcpy; all other lines
+read and write files. Needs 6 times the size in memory, as much on disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import filecmp
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+import zstandard
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from tuneloop.weights import delta, materialize, publish
-from tuneloop.weights.layout import Checkpoint
+from tuneloop.weights import codec, delta, materialize, publish
+from tuneloop.weights.layout import Bytes, Checkpoint
 
-TENSORS = 16
+HIDDEN, INNER, VOCABULARY, KEYS = 896, 4864, 151_936, 128
 
 
-def last_step(size: int, lr: float, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One tensor of `size` elements in bf16, before and after the last of `steps` AdamW steps."""
-    master = torch.randn(size) * 0.02
-    first, second, before = torch.zeros_like(master), torch.zeros_like(master), master.to(torch.bfloat16)
-    for step in range(1, steps + 1):
-        before = master.to(torch.bfloat16)
-        gradient = torch.randn_like(master)
-        first.mul_(0.9).add_(gradient, alpha=0.1)
-        second.mul_(0.95).addcmul_(gradient, gradient, value=0.05)
-        scale = (second / (1 - 0.95**step)).sqrt_().add_(1e-8)
-        master.addcdiv_(first, scale, value=-lr / (1 - 0.9**step))
-    return before, master.to(torch.bfloat16)
+def shapes(size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of about `size` bytes of bf16: a quarter is the embedding, the rest are layers."""
+    yield "model.embed_tokens.weight", (min(VOCABULARY, max(1, size // 8 // HIDDEN)), HIDDEN)
+    layer = {
+        "input_layernorm": (HIDDEN,),
+        "self_attn.q_proj": (HIDDEN, HIDDEN),
+        "self_attn.k_proj": (KEYS, HIDDEN),
+        "self_attn.v_proj": (KEYS, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HIDDEN),
+        "mlp.gate_proj": (INNER, HIDDEN),
+        "mlp.up_proj": (INNER, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INNER),
+    }
+    for i in range(max(1, round(size * 3 / 4 / 2 / sum(int(np.prod(s)) for s in layer.values())))):
+        yield from ((f"model.layers.{i}.{name}.weight", shape) for name, shape in layer.items())
+
+
+def last_step(shape: tuple[int, ...], lr: float, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor in bf16 before and after the last of `steps` AdamW steps."""
+    master = torch.nn.Parameter(torch.randn(shape) * 0.02)
+    optimizer = torch.optim.AdamW([master], lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    for _ in range(steps):
+        before = master.detach().to(torch.bfloat16)
+        master.grad = torch.randn(shape)
+        optimizer.step()
+    return before, master.detach().to(torch.bfloat16)
 
 
 def exports(place: Path, size: int, lr: float, steps: int) -> tuple[Path, Path]:
     """Two model directories, one optimizer step apart."""
-    made = [last_step(size // 2 // TENSORS, lr, steps) for _ in range(TENSORS)]
+    made = {name: last_step(shape, lr, steps) for name, shape in shapes(size)}
     for which, name in enumerate(("old", "new")):
         (place / name).mkdir()
-        save_file({f"layer.{i}": both[which] for i, both in enumerate(made)}, place / name / "model.safetensors")
+        save_file({n: both[which] for n, both in made.items()}, place / name / "model.safetensors")
     return place / "old", place / "new"
 
 
-def timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+class Clock:
+    """Seconds of the wall and of all CPUs, by name; bytes, where something was written or read."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[tuple[float, float]]] = {}
+        self.sizes: dict[str, int] = {}
+
+    def __call__(self, name: str, work: Callable[[], object], size: int | None = None) -> None:
+        wall, cpu = time.perf_counter(), time.process_time()
+        work()
+        self.times.setdefault(name, []).append((time.perf_counter() - wall, time.process_time() - cpu))
+        if size is not None:
+            self.sizes[name] = size
+
+    def table(self, title: str, size: int) -> Table:
+        table = Table("what", "bytes", "share", "seconds (min-max)", "GB/s", "cpu s", title=title)
+        for name, taken in self.times.items():
+            walls, cpus = zip(*taken)
+            middle, count = statistics.median(walls), self.sizes.get(name)
+            spread = f"{middle:.3f} ({min(walls):.3f}-{max(walls):.3f})"
+            bytes_, share = (f"{count:,}", f"{count / size:.2%}") if count else ("", "")
+            table.add_row(name, bytes_, share, spread, f"{size / 1e9 / middle:.2f}", f"{statistics.median(cpus):.2f}")
+        return table
+
+    def ratio(self, a: str, b: str) -> str:
+        """Speed of `a` in that of `b`: the median over the turns, by the wall and by CPU time."""
+        turns = list(zip(self.times[a], self.times[b]))
+        wall, cpu = (statistics.median(y[i] / x[i] for x, y in turns) for i in (0, 1))
+        return f"{wall:.2f} (cpu {cpu:.2f})"
 
 
-def fsync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+ENCODINGS: tuple[codec.Encoding, ...] = ("xor", "gap8-xor")
+
+
+class Memory:
+    """The codec alone, beside memcpy: arrays in, bytes out, and back, hashed and proved."""
+
+    def __init__(self, clock: Clock, old: Checkpoint, new: Checkpoint, threads: int) -> None:
+        self.clock, self.threads = clock, threads
+        self.old, self.new, self.held = ({n: side.view(n).copy() for n in side.tensors} for side in (old, new, old))
+        self.digests = [{n: self.digest(data) for n, data in side.items()} for side in (self.new, self.old)]
+
+    def every(self, work: Callable[[str], Any]) -> dict[str, Any]:
+        return dict(delta.in_order(work, self.old, self.threads))
+
+    @staticmethod
+    def digest(data: Bytes) -> str:
+        return xxhash.xxh3_128_hexdigest(data.data)
+
+    def turn(self) -> None:
+        self.clock("RAM: memcpy", lambda: self.every(lambda n: np.copyto(self.held[n], self.old[n])))
+        for encoding in ENCODINGS:
+            self.there_and_back(encoding)
+
+    def there_and_back(self, encoding: codec.Encoding) -> None:
+        made: dict[str, codec.Delta] = {}
+
+        def encode(name: str) -> None:
+            made[name] = codec.encode(self.old[name], self.new[name], 2, encoding)
+
+        self.clock(f"RAM: {encoding} encode", lambda: self.every(encode))
+        payloads = {n: np.frombuffer(d.payload, np.uint8) for n, d in made.items() if d.payload}
+
+        def apply(name: str, state: dict[str, str]) -> None:
+            if name in payloads:
+                codec.apply(self.held[name], payloads[name], 2, encoding)
+            assert self.digest(self.held[name]) == state[name]
+
+        for state in self.digests:  # XOR undoes itself
+            self.clock(f"RAM: {encoding} apply + verify", lambda: self.every(lambda n: apply(n, state)))  # noqa: B023
+
+    def zstd(self) -> None:
+        """All of it, once: slow, and of interest for its bytes."""
+
+        def compress(name: str) -> None:
+            sizes.append(len(zstandard.ZstdCompressor(level=1).compress(self.new[name].data)))
+
+        sizes: list[int] = []
+        self.clock("RAM: all under zstd-1", lambda: self.every(compress))
+        self.clock.sizes["RAM: all under zstd-1"] = sum(sizes)
+
+
+class Files:
+    """From files to files, and the whole way through a store."""
+
+    def __init__(self, clock: Clock, place: Path, threads: int) -> None:
+        self.clock, self.place, self.threads = clock, place, threads
+        self.old, self.new = Checkpoint(place / "old"), Checkpoint(place / "new")
+        self.loaded = load_file(place / "new" / "model.safetensors")
+
+    def turn(self) -> float:
+        """Returns the share of elements that changed."""
+        self.clock("safetensors save + fsync", self.save, self.new.size)
+        self.clock("safetensors load", self.load, self.new.size)
+        density = [self.there(encoding) for encoding in ENCODINGS]
+        self.through_a_store()
+        return density[0]
+
+    def save(self) -> None:
+        save_file(self.loaded, self.place / "saved")
+        with (self.place / "saved").open("rb") as file:
+            os.fsync(file.fileno())
+
+    def load(self) -> None:
+        for tensor in load_file(self.place / "saved").values():
+            tensor.clone()
+
+    def there(self, encoding: codec.Encoding) -> float:
+        path, written = self.place / "delta.safetensors", list[delta.Written]()
+
+        def encode() -> None:
+            written.append(delta.write(self.old, self.new, path, encoding, 1 << 62, self.threads))
+
+        self.clock(f"{encoding} encode", encode)
+        (done,) = written
+        shutil.copytree(self.old.directory, self.place / "copy")
+        opened, model = delta.DeltaFile(path, encoding, done.names, done.new), Checkpoint(self.place / "copy")
+        self.clock(f"{encoding} apply + verify", lambda: delta.patch(model, [opened], done.new, self.threads))
+        self.clock.sizes |= {f"{encoding} encode": done.size, f"{encoding} apply + verify": done.size}
+        shutil.rmtree(self.place / "copy")
+        return done.changed / done.elements
+
+    def through_a_store(self) -> None:
+        root, replica, old, new = (
+            f"file://{self.place}/root",
+            self.place / "replica",
+            self.place / "old",
+            self.place / "new",
+        )
+        publish(root, 0, old)
+        materialize(root, 0, replica)
+        self.clock("publish (encode, write, fsync, pointer)", lambda: publish(root, 1, new, base=old))
+        self.clock("materialize in place", lambda: materialize(root, 1, replica))
+        shutil.rmtree(replica)
+        self.clock("materialize from nothing", lambda: materialize(root, 1, replica))
+        assert filecmp.cmp(replica / "model.safetensors", new / "model.safetensors", shallow=False)
+        shutil.rmtree(replica)
+        shutil.rmtree(self.place / "root")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=128)
+    parser.add_argument("--megabytes", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
@@ -75,65 +225,30 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
-        bench(Path(scratch), options.megabytes << 20, options.lr, options.steps, options.repeats)
-
-
-def bench(place: Path, size: int, lr: float, steps: int, repeats: int) -> None:
-    old, new = exports(place, size, lr, steps)
-    loaded = load_file(new / "model.safetensors")
-    times: dict[str, list[float]] = {}
-    sizes = {"safetensors save + fsync": size, "safetensors load": size, "memcpy": size}
-
-    def note(name: str, work: Callable[[], object]) -> None:
-        times.setdefault(name, []).append(timed(work))
-
-    a, b = Checkpoint(old), Checkpoint(new)
-    threads = delta.thread_count()
-    source = np.memmap(new / "model.safetensors", np.uint8, "r").view(np.ndarray)
-    target = np.zeros_like(source)
-    density = 0.0
-    for repeat in range(repeats):
-        root = f"file://{place}/root{repeat}"
-        publish(root, 0, old)
-
-        def save() -> None:
-            save_file(loaded, place / "saved")
-            fsync(place / "saved")
-
-        note("memcpy", lambda: np.copyto(target, source))
-        note("safetensors save + fsync", save)
-        note("safetensors load", lambda: [t.clone() for t in load_file(place / "saved").values()])
-        for encoding in ("xor", "gap8-xor"):
-            path = place / "delta.safetensors"
-            name = "XOR + zstd-1" if encoding == "xor" else "gap8-xor"
-            written: list[delta.Written] = []
-            note(f"{name}: encode", lambda: written.append(delta.write(a, b, path, encoding, 1 << 62, threads)))  # noqa: B023
-            done = written[0]
-            density = done.changed / done.elements
-            sizes[f"{name}: encode"] = sizes[f"{name}: apply + verify"] = done.size
-            shutil.rmtree(place / "copy", ignore_errors=True)
-            shutil.copytree(old, place / "copy")
-            opened = delta.DeltaFile(path, encoding, done.names, done.new)
-            model = Checkpoint(place / "copy")
-            note(f"{name}: apply + verify", lambda: delta.patch(model, [opened], done.new, threads))  # noqa: B023
-            for tensor, checksum in done.new.items():
-                assert xxhash.xxh3_128_hexdigest(model.view(tensor).data) == checksum
-        materialize(root, 0, place / f"replica{repeat}")
-        note("publish (encode, write, fsync, pointer)", lambda: publish(root, 1, new, base=old))  # noqa: B023
-        note("materialize in place", lambda: materialize(root, 1, place / f"replica{repeat}"))  # noqa: B023
-        note("materialize from nothing", lambda: materialize(root, 0, place / f"fresh{repeat}"))  # noqa: B023
-        for left in (f"root{repeat}", f"replica{repeat}", f"fresh{repeat}"):
-            shutil.rmtree(place / left)
-    title = f"{size >> 20} MiB of bf16, AdamW at {lr:g}, step {steps}: {density:.2%} changed; {threads} threads"
-    table = Table("what", "bytes", "share", "seconds (min-max)", "GB/s", title=title)
-    for name, seconds in times.items():
-        count, middle = sizes.get(name), statistics.median(seconds)
-        spread = f"{middle:.3f} ({min(seconds):.3f}-{max(seconds):.3f})"
-        bytes_, share = (f"{count:,}", f"{count / size:.2%}") if count else ("", "")
-        table.add_row(name, bytes_, share, spread, f"{size / 1e9 / middle:.2f}")
-    Console(width=120).print(table)
-    ours, theirs = sizes["gap8-xor: encode"], sizes["XOR + zstd-1: encode"]
-    Console(width=120).print(f"bytes: 1/{size / ours:.0f} of full, {ours / theirs:.2f} of XOR + zstd-1")
+        place, clock, threads = Path(scratch), Clock(), delta.thread_count()
+        old, new = map(Checkpoint, exports(place, options.megabytes << 20, options.lr, options.steps))
+        memory = Memory(clock, old, new, threads)
+        for _ in range(options.repeats):
+            memory.turn()
+        memory.zstd()
+        del memory
+        files = Files(clock, place, threads)
+        for _ in range(options.repeats):
+            density = files.turn()
+    steps = f"AdamW at {options.lr:g}, step {options.steps}: {density:.2%} changed"
+    out = Console(width=120)
+    out.print(clock.table(f"{new.size / 1e6:.0f} MB of bf16, {steps}; {threads} threads", new.size))
+    ours, theirs = clock.sizes["gap8-xor encode"], clock.sizes["xor encode"]
+    zstd = clock.sizes["RAM: all under zstd-1"]
+    out.print(f"bytes: 1/{new.size / ours:.0f} of full, 1/{zstd / ours:.0f} of zstd-1, {ours / theirs:.2f} of xor")
+    for what in ("encode", "apply + verify"):
+        mine, xor = f"RAM: gap8-xor {what}", f"RAM: xor {what}"
+        out.print(
+            f"{what} in memory: {clock.ratio(mine, 'RAM: memcpy')} of memcpy's speed, {clock.ratio(mine, xor)} of xor's"
+        )
+    published = clock.ratio("publish (encode, write, fsync, pointer)", "safetensors save + fsync")
+    pulled = clock.ratio("materialize in place", "safetensors load")
+    out.print(f"publish: {published} of the speed of save + fsync; materialize in place: {pulled} of load's")
 
 
 if __name__ == "__main__":

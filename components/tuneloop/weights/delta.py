@@ -7,6 +7,7 @@ compressing are one pass, and neither model is ever held in memory.
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -125,7 +126,7 @@ def patch(target: Checkpoint, deltas: list[DeltaFile], expected: Mapping[str, st
         data = target.view(name)
         touching = [delta for delta in deltas if name in delta.payloads]
         if touching:  # written back as a whole: storing through the map would cost a page fault for every 4 KiB
-            data = data.copy()
+            data = _copy(data)
         for delta in touching:
             codec.apply(data, delta.payloads[name], target.tensors[name].width, delta.encoding)
         compare([(name, xxhash.xxh3_128_hexdigest(data.data))], expected, target.directory)
@@ -134,6 +135,18 @@ def patch(target: Checkpoint, deltas: list[DeltaFile], expected: Mapping[str, st
 
     for _ in in_order(update, target.tensors, threads):
         pass
+
+
+_local = threading.local()
+
+
+def _copy(data: Bytes) -> Bytes:
+    """A copy, in memory that the thread's next one takes over: a quarter of the time of fresh pages."""
+    if not hasattr(_local, "buffer") or len(_local.buffer) < len(data):
+        _local.buffer = np.empty(len(data), np.uint8)
+    copied: Bytes = _local.buffer[: len(data)]
+    np.copyto(copied, data)
+    return copied
 
 
 def compare(found: Iterable[tuple[str, str]], expected: Mapping[str, str], where: Path) -> None:
