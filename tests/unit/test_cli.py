@@ -145,6 +145,9 @@ def test_every_option_has_help(call: Call) -> None:
             "server: 'h:1': must be an absolute URL",
         ),
         (["run", "sft", "--to", "kfp"], "run knows no target"),
+        (["run", "sft", "--to", "argo"], "run knows no target"),
+        (["status", "demo", "--to", "argo", "--context", "nowhere"], "cluster: 'nowhere': no usable cluster"),
+        (["submit", "grpo", "--run", "Demo", "--store", "s3://b"], "--run: 'Demo': use at most 40 lower-case"),
         (["run", "sft", "--set", "nodes=2"], "is an object of a cluster"),
     ],
 )

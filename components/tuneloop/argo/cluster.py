@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -31,6 +31,14 @@ IN_CLUSTER = "in-cluster"
 """The context of a pod that uses its own account."""
 CONTINUES = "tuneloop.dev/continues"
 """Annotation: the workflow of the same run that this one follows."""
+PATIENCE = 300.0
+"""Seconds that an API server may be away while a run is followed: as long as it takes to restart one."""
+
+T = TypeVar("T")
+
+
+class Away(UserError):
+    """The API server does not answer."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,25 @@ def faults(cluster: Cluster) -> Iterator[None]:
         if cluster.context == IN_CLUSTER:
             raise Retryable(f"cluster: {cluster.host} does not answer ({type(error).__name__})") from error
         remedy = f"{cluster.host} does not answer ({type(error).__name__}); is it running, and is this the context?"
-        raise UserError("cluster", cluster.context, remedy) from error
+        raise Away("cluster", cluster.context, remedy) from error
+
+
+def patiently(look: Callable[[], T], *, patience: float = PATIENCE, pause: float = 1.0) -> T:
+    """What `look` gives. Where the API server is in trouble, it is asked again: after `pause` seconds, then twice, four
+    times as many, up to 30.
+
+    Raises:
+        Retryable, Away: it was in trouble for `patience` seconds.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return look()
+        except (Retryable, Away):
+            if time.monotonic() + pause > deadline:
+                raise
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
 
 
 def told(error: Any) -> str:
@@ -141,8 +167,12 @@ def prepare(
         priority: WorkloadPriorityClass of the stages that queue.
 
     Raises:
-        UserError: the workflow has no parameters ``run`` and ``store``.
+        UserError: the workflow has no parameters ``run`` and ``store``; `run` is no name, or too long for its jobs.
     """
+    from tuneloop.argo.jobset import check_names
+    from tuneloop.runs import check_name
+
+    check_name(run)
     made = copy.deepcopy(dict(workflow))
     metadata = made.setdefault("metadata", {})
     metadata.pop("generateName", None)
@@ -158,6 +188,7 @@ def prepare(
     if priority:
         for template in made["spec"].get("templates", ()):
             _prioritize(template, priority)
+    check_names(made)
     return made
 
 
@@ -391,13 +422,15 @@ def _until(done: Callable[[], bool], timeout: float, what: str) -> None:
 
 
 def wait(cluster: Cluster, run: str, *, poll: float = 2.0) -> int:
-    """Wait for the newest workflow of a run to end.
+    """Wait for the newest workflow of a run to end; an API server that is away for a while ends nothing.
 
     Returns:
         0 when it succeeded; else 2 or 75 if a stage ended so, 1 otherwise.
     """
-    while phase(newest := workflows(cluster, run)[-1]) not in DONE:
+    newest = workflows(cluster, run)[-1]
+    while phase(newest) not in DONE:
         time.sleep(poll)
+        newest = patiently(lambda: workflows(cluster, run))[-1]
     return exit_code(newest)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tuneloop.argo.settings import RUN_LABEL, Cluster
 from tuneloop.argo.template import RESTRICTED, RETRIED, RETRIES
 from tuneloop.component import Component
+from tuneloop.errors import UserError
 
 if TYPE_CHECKING:
     from hera.workflows import Container, Steps
@@ -38,6 +39,10 @@ PATCH = {
 """Of the pod that watches: Argo runs it without the sidecar that the workflow's own patch names, and writes to /tmp."""
 JOB = "node"
 CONTAINER = "main"
+LONGEST = 63
+"""Characters of a name that DNS takes for one host."""
+RESUMED = 99
+"""A run's workflows are numbered; room is kept for so many."""
 SHM = {"name": "shm", "emptyDir": {"medium": "Memory"}}
 """Where the ranks of a pod exchange tensors; a container's own has 64 MiB."""
 SHM_MOUNT = {"name": "shm", "mountPath": "/dev/shm"}
@@ -151,6 +156,33 @@ def jobset(
             "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
         },
     }
+
+
+def check_names(workflow: Mapping[str, Any]) -> None:
+    """Refuse a run whose JobSets could not be named: their pods are hosts, and say so only when they are started.
+
+    Args:
+        workflow: as prepared for submission, under its run's name.
+
+    Raises:
+        UserError: with the longest name of a pod.
+    """
+    from tuneloop.argo.cluster import applied
+
+    run = workflow["metadata"]["name"]
+    iterations = next((p["value"] for p in workflow["spec"]["arguments"]["parameters"] if p["name"] == "iterations"), 1)
+    known = {"{{workflow.name}}": f"{run}-{RESUMED}", "{{inputs.parameters.iteration}}": str(iterations)}
+    for job in filter(None, map(applied, workflow["spec"].get("templates", ()))):
+        name = job["metadata"]["name"]
+        for tag, text in known.items():
+            name = name.replace(tag, text)
+        group = job["spec"]["replicatedJobs"][0]
+        longest = f"{name}-{group['name']}-0-{group['template']['spec']['parallelism'] - 1}"
+        if not name[0].isalpha():
+            raise UserError("--run", run, "its stages of several pods are hosts: begin with a letter")
+        if (over := len(longest) - LONGEST) > 0:
+            remedy = f"a pod of several could be called {longest}: take a name at least {over} characters shorter"
+            raise UserError("--run", run, remedy)
 
 
 def ranks_env(name: str, nodes: int, processes: int) -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@
 It is what a workflow engine runs where it cannot read a job's state itself: for a TrainJob (Argo's conditions do not
 reach into its list of conditions), and for every kind of job from Kubeflow Pipelines. A job that stands already under
 the name is followed, not made again: a launcher that was evicted goes on where it was. One that has failed is replaced:
-that is how a run is resumed. SIGTERM ends the job, whose pods commit their resume points, and the launcher with 75.
+that is how a run is resumed, and one that is being deleted is waited for. SIGTERM ends the job, whose pods commit their
+resume points, and the launcher with 75.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.argo import cluster as argo
-from tuneloop.argo.cluster import Cluster, faults
+from tuneloop.argo.cluster import Cluster, faults, patiently
 from tuneloop.argo.watch import follow_pod
 from tuneloop.errors import Interrupted, Retryable, UserError, failed
 from tuneloop.torchrun import exit_code
@@ -90,19 +91,22 @@ def launch(cluster: Cluster, job: Object, *, poll: float = 1.0) -> int:
         raise UserError("kind", job.get("kind"), f"can not be launched; known: {', '.join(KINDS)}")
     name = str(job["metadata"]["name"])
     while not _create(cluster, kind, job):
-        status = _status(cluster, kind, name)
-        if status is not None and kind.succeeded(status) is not False:
+        found = _standing(cluster, kind, name)
+        leaving = found is not None and "deletionTimestamp" in found["metadata"]
+        if found is not None and not leaving and kind.succeeded(_status(found)) is not False:
             break
-        delete(cluster, job, wait=True)
+        if found is not None and not leaving:
+            delete(cluster, job, wait=True)
         time.sleep(poll)
     lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     read: dict[str, threading.Thread] = {}
     while True:
-        status = _status(cluster, kind, name)
-        if status is None:
+        standing = patiently(lambda: _standing(cluster, kind, name))
+        if standing is None:
             raise Retryable(f"{name}: the job was deleted while it was followed")
+        status = _status(standing)
         done = kind.succeeded(status)
-        pods = _pods(cluster, kind, name)
+        pods = patiently(lambda: _pods(cluster, kind, name))
         for pod in pods:
             if pod.metadata.uid not in read and _begun(pod):
                 arguments = (cluster, pod, _short(pod, name), True, lines)
@@ -137,18 +141,21 @@ def _create(cluster: Cluster, kind: Kind, job: Object) -> bool:
             return False
 
 
-def _status(cluster: Cluster, kind: Kind, name: str) -> Object | None:
-    """The job's status; None where there is no such job."""
+def _standing(cluster: Cluster, kind: Kind, name: str) -> Object | None:
+    """The job; None where there is none."""
     from kubernetes.client import ApiException
 
     with faults(cluster):
         try:
-            found = cluster.get(kind.group, kind.version, kind.plural, name)
+            return cluster.get(kind.group, kind.version, kind.plural, name)
         except ApiException as error:
             if error.status == 404:
                 return None
             raise
-    status: Object = found.get("status") or {}
+
+
+def _status(job: Object) -> Object:
+    status: Object = job.get("status") or {}
     return status
 
 
@@ -156,7 +163,8 @@ def delete(cluster: Cluster, job: Object, *, wait: bool = False) -> None:
     """End a job: its pods get SIGTERM.
 
     Args:
-        wait: let it stand until they have ended, so that none of the same name can be made before.
+        wait: let it stand until they have ended, so that none of the same name can be made before; this returns at
+            once all the same.
     """
     from kubernetes.client import ApiException
 
@@ -225,7 +233,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             return launch(cluster, job)
         except Interrupted:
-            delete(cluster, job)
+            delete(cluster, job, wait=True)
             raise
     except (UserError, Retryable) as error:
         return failed(error)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from tuneloop.argo.cluster import DONE, QUEUE_LABEL, RUN_LABEL, Cluster, faults, phase, workflows
+from tuneloop.argo.cluster import DONE, QUEUE_LABEL, RUN_LABEL, Cluster, faults, patiently, phase, workflows
 from tuneloop.argo.state import Node
 from tuneloop.errors import UserError
 
@@ -162,9 +162,10 @@ def logs(cluster: Cluster, run: str, *, stage: str | None = None, follow: bool =
     """
     lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     read: dict[str, threading.Thread] = {}
+    found = workflows(cluster, run)
     while True:
-        over = all(phase(w) in DONE for w in workflows(cluster, run)) or not follow
-        for pod in _started(cluster, run):
+        over = all(phase(w) in DONE for w in found) or not follow
+        for pod in patiently(lambda: _started(cluster, run)):
             name = label(pod)
             if pod.metadata.uid not in read and stage in (None, name):
                 reader = threading.Thread(target=follow_pod, args=(cluster, pod, name, follow, lines), daemon=True)
@@ -184,6 +185,7 @@ def logs(cluster: Cluster, run: str, *, stage: str | None = None, follow: bool =
                 raise UserError("stage", stage, f"has no pod in {run}: it has not run, or its pods are deleted by now")
             return
         time.sleep(1.0)
+        found = patiently(lambda: workflows(cluster, run))
 
 
 def label(pod: Any) -> str:
@@ -207,20 +209,24 @@ def _mains(pod: Any) -> list[Any]:
 def follow_pod(cluster: Cluster, pod: Any, name: str, follow: bool, lines: queue.SimpleQueue[tuple[str, str]]) -> None:
     """Put (`name`, line) into `lines` for all that the pod's main container prints."""
     from kubernetes.client import ApiException
+    from urllib3.exceptions import HTTPError
 
     container = _mains(pod)[0].name
     try:
         stream = cluster.core.read_namespaced_pod_log(
             pod.metadata.name, cluster.namespace, container=container, follow=follow, _preload_content=False
         )
-    except ApiException as error:
-        if error.status != 404:  # deleted since it was listed
-            lines.put((name, f"(no log: {error.reason})"))
+    except (ApiException, HTTPError) as error:
+        if getattr(error, "status", None) != 404:  # deleted since it was listed
+            lines.put((name, f"(no log: {getattr(error, 'reason', type(error).__name__)})"))
         return
     rest = b""
-    for chunk in stream.stream():
-        *whole, rest = (rest + chunk).split(b"\n")
-        for line in whole:
-            lines.put((name, line.decode(errors="replace")))
+    try:
+        for chunk in stream.stream():
+            *whole, rest = (rest + chunk).split(b"\n")
+            for line in whole:
+                lines.put((name, line.decode(errors="replace")))
+    except HTTPError as error:  # the run itself goes on
+        lines.put((name, f"(the log breaks off here: {type(error).__name__}; `tuneloop cluster logs` has all of it)"))
     if rest:
         lines.put((name, rest.decode(errors="replace")))

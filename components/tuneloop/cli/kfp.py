@@ -20,6 +20,10 @@ ROOT = Annotated[
 EXPERIMENT = Annotated[str, typer.Option("--experiment", help="Under which the run is listed.")]
 
 app = typer.Typer(no_args_is_help=True, help="Runs on Kubeflow Pipelines.")
+ON_ARGO = ("plan", "lint", "render", "submit", "schedule", "diff")
+"""Commands that mean Argo anyway."""
+AT_ARGO = ("status", "logs", "stop", "unschedule")
+"""Those of `tuneloop cluster`; the first three have namesakes for this machine."""
 
 
 @app.command()
@@ -167,7 +171,8 @@ def verbs() -> list[str]:
 
 
 def route(arguments: list[str]) -> list[str]:
-    """``submit … --to kfp …`` is ``kfp submit …``, for what one target takes another does not; the default is argo.
+    """``submit … --to kfp …`` is ``kfp submit …``, for what one target takes another does not; ``status … --to argo``
+    is ``cluster status …``. Without ``--to``, what sends or renders means Argo, and what looks at runs this machine.
 
     Raises:
         UserError: another target.
@@ -181,6 +186,9 @@ def route(arguments: list[str]) -> list[str]:
     target, rest = "".join(words[at + 1 : at + 2]), words[:at] + words[at + 2 :]
     if target not in ("argo", "kfp"):
         raise UserError("--to", target, "argo or kfp")
-    if target == "kfp" and rest and rest[0] not in verbs():
-        raise UserError("--to", target, f"is for {', '.join(verbs())}; {rest[0]} knows no target")
-    return ["kfp", *rest] if target == "kfp" else rest
+    own = {"argo": (*ON_ARGO, *AT_ARGO), "kfp": verbs()}[target]
+    if rest and rest[0] not in own:
+        raise UserError("--to", target, f"is for {', '.join(own)}; {rest[0]} knows no target")
+    if target == "kfp":
+        return ["kfp", *rest]
+    return ["cluster", *rest] if rest and rest[0] in AT_ARGO else rest

@@ -65,3 +65,21 @@ def test_a_priority_given_at_submission_reaches_the_jobs() -> None:
 def test_a_job_asks_for_what_all_its_pods_ask_for() -> None:
     templates = {t["name"]: t for t in rendered("nodes=3", "cluster.memory=1Gi", "cluster.gpus=8")["spec"]["templates"]}
     assert requests(templates["sft-job"]) == {"cpu": Decimal("1.5"), "memory": 3 * 2**30, "nvidia.com/gpu": 24}
+
+
+@pytest.mark.parametrize(
+    ("run", "says"),
+    [
+        (
+            "a-run-that-is-quite-long-by-its-name",
+            "policy-update-1000-node-0-2: take a name at least 4 characters shorter",
+        ),
+        ("2nd", "begin with a letter"),
+    ],
+)
+def test_a_run_whose_pods_could_have_no_name_is_refused(run: str, says: str) -> None:
+    sets = ("loop.iterations=1000", "nodes=3")
+    with pytest.raises(UserError, match=f"^--run: '{run}': .*{says}"):
+        prepare(rendered(*sets), run=run, store="s3://b")
+    prepare(rendered(*sets), run="a-run-that-is-quite-long-by-it", store="s3://b")
+    prepare(rendered("loop.iterations=1000"), run=run, store="s3://b")

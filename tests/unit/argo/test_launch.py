@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tuneloop.argo.cluster import IN_CLUSTER, Cluster, workflows
+from tuneloop.argo.cluster import IN_CLUSTER, Cluster, patiently, workflows
 from tuneloop.argo.launch import launch
 from tuneloop.argo.schedule import unschedule
 from tuneloop.errors import Retryable, UserError
@@ -22,18 +22,19 @@ class Jobs(ThreadingHTTPServer):
     Attributes:
         ends: conditions that the jobs end with, in the order they are made.
         made: how many were.
+        faults: so many looks are answered with 503 yet.
     """
 
     def __init__(self, *ends: str, looks: int = 1) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.ends, self.looks, self.made = ends, looks, 0
+        self.ends, self.looks, self.made, self.faults = ends, looks, 0, 0
         self.job: dict[str, Any] | None = None
         self.leaving = False
 
     def see(self) -> dict[str, Any] | None:
         if self.job and self.leaving:
             job, self.job, self.leaving = self.job, None, False
-            return job
+            return {**job, "metadata": {**job["metadata"], "deletionTimestamp": "now"}}
         if self.job:
             self.job["looks"] += 1
             if self.job["looks"] > self.looks:
@@ -55,6 +56,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if "/pods" in self.path:
             return self._answer(200, {"apiVersion": "v1", "kind": "PodList", "items": [], "metadata": {}})
+        if self.server.faults:
+            self.server.faults -= 1
+            return self._answer(503, {"message": "etcdserver: leader changed"})
         found = self.server.see()
         self._answer(200 if found else 404, found or {"message": "not found"})
 
@@ -115,6 +119,34 @@ def test_a_job_that_is_under_way_is_followed(serve: Any) -> None:
     assert launch(cluster, JOB, poll=0.01) == 0
     assert launch(cluster, JOB, poll=0.01) == 0, "and one that has succeeded is left"
     assert server.made == 1
+
+
+def test_a_job_that_is_being_deleted_is_waited_for_and_made_anew(serve: Any) -> None:
+    server = Jobs("Complete", "Complete")
+    cluster = serve(server)
+    server.made, server.job, server.leaving = 1, {**JOB, "looks": 0}, True
+    assert launch(cluster, JOB, poll=0.01) == 0
+    assert server.made == 2
+
+
+def test_a_server_in_trouble_does_not_end_what_follows(serve: Any) -> None:
+    server = Jobs("Complete", looks=3)
+    cluster = serve(server)
+    server.faults = 1
+    assert launch(cluster, JOB, poll=0.01) == 0
+    assert (server.made, server.faults) == (1, 0)
+
+
+def test_patience_ends() -> None:
+    asked = []
+
+    def look() -> None:
+        asked.append(1)
+        raise Retryable("503")
+
+    with pytest.raises(Retryable):
+        patiently(look, patience=0.1, pause=0.01)
+    assert len(asked) == 4  # at 0, 0.01, 0.03 and 0.07 s
 
 
 @pytest.mark.parametrize(("context", "kind"), [(IN_CLUSTER, Retryable), ("mine", UserError)])
