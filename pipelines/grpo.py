@@ -7,7 +7,8 @@ iterations are used up or a batch of rollouts earns `target_reward`. After `per_
 another workflow, so that it may be as long as it likes. With the engine `vllm` one server lives as long as
 the run and loads each new version in place; with `transformers` every rollout generates in its own process, which is
 slower and bit-for-bit reproducible. With `engine.pull` every version is published as a delta, and the server pulls
-it; with the engine `endpoint` a fleet that somebody else owns does, and is asked for rollouts by URL alone.
+it; with the engine `endpoint` a fleet that somebody else owns does, and is asked for rollouts by URL alone, or its
+workers are brought to each version before they are asked (`engine.fleet`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tuneloop.engines.endpoint import check_urls
 from tuneloop.errors import UserError
 from tuneloop.evaluate import evaluate
 from tuneloop.export import export
+from tuneloop.fleet import open_fleet
 from tuneloop.kfp.settings import Kfp
 from tuneloop.policy_update import policy_update
 from tuneloop.reward import reward
@@ -79,17 +81,27 @@ class Engine(BaseModel):
     )
     weights: str | None = Field(None, description="URL to publish versions below; default: <store>/<run>/weights")
     rollout_endpoint_url: str | None = Field(
-        None, description="of the engine `endpoint`, several with commas between; needs pull"
+        None, description="of the engine `endpoint`, several with commas between; its fleet pulls, or `fleet` is set"
+    )
+    fleet: str | None = Field(
+        None,
+        description="of the engine `endpoint`: workers that pull nothing, to be brought to each version before it is "
+        "asked for; http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace",
     )
 
     @model_validator(mode="after")
     def _one_way(self) -> Engine:
-        if (self.name == "endpoint") != (self.rollout_endpoint_url is not None):
-            raise ValueError("name endpoint and rollout_endpoint_url go together: set both, or neither")
+        somewhere = self.rollout_endpoint_url is not None or self.fleet is not None
+        if (self.name == "endpoint") != somewhere:
+            raise ValueError("name endpoint goes with rollout_endpoint_url or fleet: set both, or neither")
         if self.rollout_endpoint_url is not None:
             check_urls(self.rollout_endpoint_url)
-        if self.name == "endpoint" and not self.pull:
-            raise ValueError("an endpoint gets new weights by pulling them: set pull")
+        if self.fleet is not None:
+            open_fleet(self.fleet)
+            if self.fleet.startswith("dynamo:") and self.rollout_endpoint_url is not None:
+                raise ValueError("a graph's name says its URL: set fleet or rollout_endpoint_url, not both")
+        if self.name == "endpoint" and self.pull == (self.fleet is not None):
+            raise ValueError("an endpoint gets new weights by pulling them, or by a fleet: set pull or fleet, not both")
         if self.name == "transformers" and self.pull:
             raise ValueError("transformers loads each checkpoint itself and pulls nothing: unset pull")
         if self.weights is not None and not self.pull:
@@ -98,9 +110,10 @@ class Engine(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """`args`, or the default of the engine that was chosen."""
+        """`args`, or the default of the engine that was chosen; and the fleet."""
         short = {"max_model_len": 256, "enforce_eager": True}
-        return self.args if self.args is not None else short if self.name == "vllm" else {}
+        given = self.args if self.args is not None else short if self.name == "vllm" else {}
+        return {**given, "fleet": self.fleet} if self.fleet else given
 
 
 class Config(BaseModel):

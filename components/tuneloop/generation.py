@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,6 +104,8 @@ def generate(
     stage.facts["staleness"] = staleness(policy, completions, getattr(engine, "max_staleness", 0))
     if pulled := getattr(engine, "pulled", None):
         stage.facts["pulled"] = pulled
+    if refitted := getattr(engine, "refitted", None):
+        stage.facts["refitted"] = asdict(refitted)
     tokens = sum(len(c.ids) for group in completions for c in group)
     stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
     stage.facts.update(

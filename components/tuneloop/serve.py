@@ -4,9 +4,11 @@
 
     python -m tuneloop.serve --policy REF --host 0.0.0.0 --port 8000 --engine-args '{"max_model_len": 1024}'
     python -m tuneloop.serve --weights URL
+    python -m tuneloop.serve
 
 One process: the engine on a thread of its own, HTTP on the main one. Token ids in and out, no text. With ``--weights``
-a third thread follows the versions that a trainer publishes (docs/weights.md).
+a third thread follows the versions that a trainer publishes (docs/weights.md). With neither, it serves nothing until
+it is told what to load.
 
 =====================  =================================================================================================
 ``GET /health``        200 while a version is served whole, else 503 with the reason
@@ -27,6 +29,9 @@ a third thread follows the versions that a trainer publishes (docs/weights.md).
                        those before it, at temperature 1
 ``POST /verify``       compares all that the engine holds with the version it says it serves: ``{"version", "tensors",
                        "identical", "different", "unread"}``; of a server that follows
+``POST /engine/…``     as a worker of a fleet that somebody refits (`tuneloop.fleet`, and the names are Dynamo's):
+                       ``pause_generation {"mode"}``, ``update_weights_from_disk {"model_path", "weight_version"}``,
+                       ``flush_cache``, ``resume_generation``, ``get_weight_version`` → ``{"status": "ok", …}``
 ``POST /sleep``        ``{"level"}``: give back the device's memory once what runs has finished; CUDA and ROCm only
 ``POST /wake_up``      take it again
 =====================  =================================================================================================
@@ -61,7 +66,7 @@ from tuneloop.artifacts import Artifact, split_ref
 from tuneloop.component import from_validation
 from tuneloop.engines import Completion, Request, Sampling
 from tuneloop.engines._follow import Follower
-from tuneloop.engines._loop import EngineLoop, Refused, Ticket
+from tuneloop.engines._loop import EngineLoop, Mode, Refused, Ticket
 from tuneloop.engines.vllm import Vllm
 from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError, say
 
@@ -112,6 +117,19 @@ class ScoreBody(BaseModel):
     version: int | None = None
 
 
+class PauseBody(BaseModel):
+    """What becomes of running requests. Dynamo's callers also say ``clear_cache``, which a change does anyway."""
+
+    mode: Mode = "wait"
+
+
+class UpdateBody(BaseModel):
+    """A checkpoint's ``model`` directory, or its reference; and ``<version>@<digest of the checkpoint>``."""
+
+    model_path: str
+    weight_version: Annotated[str, Field(pattern=r"^\d+@\S+$")]
+
+
 class SleepBody(BaseModel):
     """How deep: 1 keeps the weights on the host, 2 drops them."""
 
@@ -136,6 +154,11 @@ class Server:
             Route("/generate", self.generate, methods=["POST"]),
             Route("/score", self.score, methods=["POST"]),
             Route("/verify", self.verify, methods=["POST"]),
+            Route("/engine/pause_generation", self.pause, methods=["POST"]),
+            Route("/engine/update_weights_from_disk", self.update, methods=["POST"]),
+            Route("/engine/flush_cache", self.flush, methods=["POST"]),
+            Route("/engine/resume_generation", self.resume, methods=["POST"]),
+            Route("/engine/get_weight_version", self.label, methods=["POST"]),
             Route("/sleep", self.sleep, methods=["POST"]),
             Route("/wake_up", self.wake_up, methods=["POST"]),
         ]
@@ -220,6 +243,36 @@ class Server:
             raise UserError("verify", "--policy", "only a server with --weights keeps the files to compare with")
         version, held = await asyncio.to_thread(self.follower.verify)
         return _json({"version": version, **asdict(held)})
+
+    async def pause(self, request: Any) -> Any:
+        """Generate nothing until `resume`."""
+        body = PauseBody.model_validate_json(await request.body() or "{}")
+        await asyncio.wrap_future(self.loop.pause(body.mode))
+        return _json({"status": "ok"})
+
+    async def update(self, request: Any) -> Any:
+        """Change to a checkpoint, verified."""
+        body = UpdateBody.model_validate_json(await request.body())
+        if self.follower:
+            raise UserError("model_path", body.model_path, "this server follows --weights; publish the version there")
+        policy = await asyncio.to_thread(_fetch, _reference(body))
+        await asyncio.wrap_future(_change(self.loop, policy))
+        return await self.label(request)
+
+    async def flush(self, request: Any) -> Any:
+        """Drop the prefix cache."""
+        await asyncio.wrap_future(self.loop.call(Vllm.flush))
+        return _json({"status": "ok"})
+
+    async def resume(self, request: Any) -> Any:
+        """Go on after `pause`."""
+        await asyncio.wrap_future(self.loop.resume())
+        return _json({"status": "ok"})
+
+    async def label(self, request: Any) -> Any:
+        """The version served, as `update` was told it; empty while nothing is served."""
+        engine = self.loop.engine
+        return _json({"status": "ok", "version": f"{engine.version}@{engine.digest}" if engine.digest else ""})
 
     async def sleep(self, request: Any) -> Any:
         """Give back the device's memory."""
@@ -313,12 +366,13 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
         _change(loop, policy).result()
     if follower:
         follower.start()
-    _wait_for_a_version(loop, follower)
+        _wait_for_a_version(loop, follower)
     import uvicorn
 
     config = uvicorn.Config(Server(loop, follower).app(), log_level="warning", timeout_graceful_shutdown=GRACE_S)
     host, port = listener.getsockname()[:2]
-    say(f"serve: version {loop.engine.version} at http://{host}:{port}", 0)
+    what = f"version {loop.engine.version}" if loop.engine.digest else "nothing yet"
+    say(f"serve: {what} at http://{host}:{port}", 0)
     # uvicorn shuts down on these and then raises them again, for whom it found in charge: us, who return.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
@@ -329,9 +383,9 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     loop.join(GRACE_S)
 
 
-def _wait_for_a_version(loop: EngineLoop, follower: Follower | None) -> None:
+def _wait_for_a_version(loop: EngineLoop, follower: Follower) -> None:
     """A server that only follows can not start before something is published."""
-    if follower and not loop.engine.digest:
+    if not loop.engine.digest:
         say(f"serve: waits for a version below {follower.store.url}", 0)
     while loop.trouble:
         if loop.broken:
@@ -341,6 +395,13 @@ def _wait_for_a_version(loop: EngineLoop, follower: Follower | None) -> None:
 
 def _change(loop: EngineLoop, policy: Artifact) -> Future[float]:
     return loop.change(policy.path / "model", policy.manifest.facts["version"], policy.manifest.digest)
+
+
+def _reference(body: UpdateBody) -> str:
+    """The checkpoint that is meant; of its ``model`` directory the artifact around it."""
+    path, digest = Path(body.model_path), body.weight_version.partition("@")[2]
+    url = str(path.parent.parent) if path.is_absolute() and path.name == "model" else split_ref(body.model_path)[0]
+    return f"{url}@{digest}"
 
 
 def _fetch(ref: str) -> Artifact:
@@ -376,8 +437,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)")
     parser.add_argument("--engine-args", type=_object, default={}, help="vLLM's EngineArgs, a JSON object")
     options = parser.parse_args(argv)
-    if not (options.policy or options.weights):
-        raise UserError("--policy", None, "give a checkpoint to serve, or --weights to follow")
     shards = int(options.engine_args.get("tensor_parallel_size", 1))
     if options.weights and shards > 1:  # what is read back is one worker's: proved for whole tensors only
         remedy = "must be 1 to follow --weights, whose proof reads one worker; or load checkpoints, with --policy"

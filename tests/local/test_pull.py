@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.local.loops import command, finish
+from tests.local.loops import command
 from tests.local.test_vllm import ARGS, GREEDY, REQUESTS, SHORT, Running, begin, free_port, quiet
 from tests.policies import commit_policy
 from tuneloop import weights
@@ -278,21 +278,35 @@ def test_a_fleet_loses_one_and_gets_another(
     assert all(len(c.ids) == 100 for group in made for c in group)
 
 
-def test_loop_over_an_endpoint_that_pulls(tmp_path: Path) -> None:
-    """Somebody else's process serves: the loop publishes and asks, and knows of it only its URL."""
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    line = [sys.executable, "-m", "tuneloop.serve", "--weights", f"{tmp_path}/o/weights", "--host", "127.0.0.1"]
+def replica(root: Path, port: int) -> subprocess.Popen[bytes]:
+    line = [sys.executable, "-m", "tuneloop.serve", "--weights", str(root), "--host", "127.0.0.1"]
     line += ["--port", str(port), "--engine-args", json.dumps(ARGS)]
-    serving = subprocess.Popen(line, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(line, stderr=subprocess.DEVNULL)
+
+
+def test_loop_over_a_fleet_that_pulls(tmp_path: Path) -> None:
+    """Somebody else's processes serve: the loop publishes and asks, and knows of them only their URLs. The first is
+    killed during the second iteration; the other joins then, replays the chain, and the loop goes on with it."""
+    ports = free_port(), free_port()
+    root, iterations = tmp_path / "o" / "weights", tmp_path / "o" / "iterations"
+    serving = [replica(root, ports[0])]
     try:
-        settings = {"engine.name": "endpoint", "engine.rollout_endpoint_url": url, "engine.pull": True}
-        settings |= {"loop.iterations": 2, "engine.args": '{"max_retries": 300}'}
-        finish(command("run", "sft_then_grpo", "--run", "o", store=tmp_path, **settings))
+        urls = ",".join(f"http://127.0.0.1:{port}" for port in ports)
+        settings = {"engine.name": "endpoint", "engine.rollout_endpoint_url": urls, "engine.pull": True}
+        settings |= {"loop.iterations": 3, "engine.args": '{"max_retries": 300, "partial_rollout": true}'}
+        loop = subprocess.Popen(command("run", "sft_then_grpo", "--run", "o", store=tmp_path, **settings))
+        while not (iterations / "1" / "rollout" / "manifest.json").is_file():
+            assert loop.poll() is None
+            time.sleep(0.05)
+        serving[0].kill()
+        serving.append(replica(root, ports[1]))
+        assert loop.wait(300) == 0
     finally:
-        serving.kill()
-        serving.wait()
-    for iteration in (1, 2):
-        facts = Artifact(f"{tmp_path}/o/iterations/{iteration}/rollout").manifest.facts
+        for process in serving:
+            process.kill()
+            process.wait()
+    for iteration in (1, 2, 3):
+        facts = Artifact(str(iterations / str(iteration) / "rollout")).manifest.facts
         assert (facts["engine"], facts["version"]) == ("endpoint", iteration)
         assert facts["staleness"] == {"max": 0, "mean": 0, "bound": 0}
         assert facts["canary"]["mean_abs_diff"] < facts["canary"]["tolerance"]

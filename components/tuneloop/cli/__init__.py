@@ -13,7 +13,7 @@ from collections.abc import Callable
 import typer
 
 import tuneloop
-from tuneloop.cli import author, cluster, endpoint, execute, gc, inspect, kfp, weights
+from tuneloop.cli import author, cluster, endpoint, execute, fleet, gc, inspect, kfp, weights
 from tuneloop.errors import EXIT_USER, Retryable, UserError, failed, say
 
 app = typer.Typer(
@@ -55,6 +55,7 @@ for command in COMMANDS:
     app.command(epilog=f"With --to kfp: `tuneloop kfp {name} --help`." if name in kfp.verbs() else None)(command)
 app.add_typer(weights.app, name="weights")
 app.add_typer(endpoint.app, name="endpoint")
+app.add_typer(fleet.app, name="fleet")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(kfp.app, name="kfp")
 

@@ -3,7 +3,8 @@
 Commands run in the order they came. A change of weights happens between two steps: it finishes what runs first
 (``wait``) or lets it go on with the new weights afterwards (``keep``). Nothing is admitted or stepped meanwhile,
 because the thread that does so is the one that changes them; whatever becomes of the change, it then goes on with
-the commands that waited: there is no pause that could be forgotten. An idle loop sleeps.
+the commands that waited: there is no pause that could be forgotten, but the one that somebody outside asked for
+(`EngineLoop.pause`, of a fleet that is refitted). An idle loop sleeps.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class EngineLoop(threading.Thread):
         self.engine = engine
         self.broken = ""
         self.asleep = False
+        self.paused = False
+        self._held: list[Callable[[], None]] = []
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._cancelled: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
@@ -104,7 +107,16 @@ class EngineLoop(threading.Thread):
         The future raises `Refused`: 409 for another version, 503 where nothing is served, 400 for bad requests.
         """
         how = {"prompt_logprobs": prompt_logprobs, "stream": stream}
-        return self._command(lambda: self._admit(requests, sampling, version, min_version, emit, how))
+        return self._command(lambda: self._admit(requests, sampling, version, min_version, emit, how), held=True)
+
+    def pause(self, mode: Mode) -> Future[None]:
+        """Generate nothing until `resume`: what runs finishes first (``wait``) or stays where it is (``keep``); who
+        comes meanwhile waits."""
+        return self._command(lambda: self._pause(mode))
+
+    def resume(self) -> Future[None]:
+        """Go on after `pause`, or do nothing."""
+        return self._command(self._resume)
 
     def sleep(self, level: int) -> Future[None]:
         """Give back the device's memory once all that runs has finished, as `Vllm.sleep` says."""
@@ -130,20 +142,25 @@ class EngineLoop(threading.Thread):
 
     def run(self) -> None:
         while not self._stopping:
-            if not self._busy:
+            if self.paused or not self._busy:
                 self._inbox.get()()
             while not self._inbox.empty():
                 self._inbox.get()()
-            self._step()
+            if not self.paused:
+                self._step()
 
     @property
     def _busy(self) -> bool:
         return bool(self._tickets)
 
-    def _command(self, work: Callable[[], Any]) -> Future[Any]:
+    def _command(self, work: Callable[[], Any], *, held: bool = False) -> Future[Any]:
+        """Run `work` on this thread, in its turn; while the loop is paused not, if it is to be held."""
         answer: Future[Any] = Future()
 
         def execute() -> None:
+            if held and self.paused:
+                self._held.append(execute)
+                return
             try:
                 answer.set_result(work())
             except Exception as error:
@@ -155,7 +172,7 @@ class EngineLoop(threading.Thread):
     def _change(
         self, model: Path, version: int, digest: str, mode: Mode, check: Callable[[Vllm], None] | None
     ) -> float:
-        if mode == "wait":
+        if mode == "wait" and not self.paused:
             self._drain()
         if self.broken:
             raise Refused(503, self.trouble)
@@ -174,6 +191,16 @@ class EngineLoop(threading.Thread):
     def _drain(self) -> None:
         while self._busy:
             self._step()
+
+    def _pause(self, mode: Mode) -> None:
+        if mode == "wait" and not self.paused:
+            self._drain()
+        self.paused = True
+
+    def _resume(self) -> None:
+        self.paused, held, self._held = False, self._held, []
+        for execute in held:
+            execute()
 
     def _sleep(self, level: int) -> None:
         self._drain()

@@ -1,10 +1,10 @@
 """An endpoint that somebody else owns: nothing but ``POST <url>/generate`` is used, and what it answers is checked.
 
-The fleet behind it pulls published weights (docs/weights.md) and may grow, shrink and lose replicas as it likes. Each
-prompt is a request of its own, so that whatever balances there can; where nothing does, several URLs take turns. A
-request demands a version no older than the policy's by `max_staleness`, waits while no replica has it (409), is sent
-again, to the next URL, when a replica is lost, and is aborted by hanging up. Every completion says which version made
-it.
+The fleet behind it pulls published weights (docs/weights.md), or is brought to each version (`tuneloop.fleet`), and may
+grow, shrink and lose replicas as it likes. Each prompt is a request of its own, so that whatever balances there can;
+where nothing does, several URLs take turns. A request demands a version no older than the policy's by `max_staleness`,
+waits while no replica has it (409), is sent again, to the next URL, when a replica is lost, and is aborted by hanging
+up. Every completion says which version made it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from tuneloop.artifacts import Artifact
 from tuneloop.component import from_validation
 from tuneloop.engines import Completion, Engine, Request, Sampling
 from tuneloop.errors import Retryable, UserError
+from tuneloop.fleet import Fleet, open_fleet
+from tuneloop.fleet.refit import Refitted, refit, target
 from tuneloop.seeds import derive
 
 Result = TypeVar("Result")
@@ -48,6 +50,9 @@ class Options(BaseModel):
     max_retries: int = Field(60, ge=0, description="of one request")
     retry_sleep: float = Field(1.0, ge=0, description="seconds between them, at most")
     max_model_len: int = Field(1 << 30, ge=1, description="the most tokens that it takes, prompt and completion")
+    fleet: str | None = Field(
+        None, description="URL of the workers to bring to each version (`tuneloop fleet --help`); none: they pull"
+    )
     hook: str | None = Field(
         None,
         description="pkg.mod:function, called before each request with {url, payload, headers, max_retries, "
@@ -59,19 +64,22 @@ def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> E
     """The engine behind a URL.
 
     Args:
-        endpoint: absolute, ``/generate`` is appended; several are separated by commas.
+        endpoint: absolute, ``/generate`` is appended; several are separated by commas. None: the fleet's own.
         args: `Options`.
         timeout_s: seconds without a byte after which a replica counts as lost.
 
     Raises:
         UserError: no URL, or not one; an unknown option.
     """
-    if not endpoint:
-        raise UserError("--endpoint", endpoint, "the engine endpoint needs the URL of one")
     try:
-        return Endpoint(check_urls(endpoint), Options(**args), timeout_s)
+        options = Options(**args)
     except ValidationError as error:
         raise from_validation(error, "engine_args.") from None
+    fleet = open_fleet(options.fleet) if options.fleet else None
+    where = endpoint or (fleet and fleet.endpoint)
+    if not where:
+        raise UserError("--endpoint", endpoint, "the engine endpoint needs the URL of one")
+    return Endpoint(check_urls(where), options, timeout_s, fleet)
 
 
 def check_url(url: str) -> str:
@@ -118,12 +126,14 @@ class Endpoint:
     Attributes:
         max_staleness: versions that a token may be older than the policy.
         requests, retries: sent so far.
+        refitted: what the last refit took, where the engine has a fleet.
     """
 
     name = "endpoint"
 
-    def __init__(self, urls: Sequence[str], options: Options, timeout_s: float) -> None:
-        self.urls, self.options, self.timeout_s = urls, options, timeout_s
+    def __init__(self, urls: Sequence[str], options: Options, timeout_s: float, fleet: Fleet | None = None) -> None:
+        self.urls, self.options, self.timeout_s, self.fleet = urls, options, timeout_s, fleet
+        self.refitted: Refitted | None = None
         self.context, self.max_staleness = options.max_model_len, options.max_staleness
         self.version, self.digest = -1, ""
         self.requests = self.retries = 0
@@ -133,7 +143,9 @@ class Endpoint:
         self._stopping = threading.Event()
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
-        """Nothing is sent: the fleet pulls. From now on requests demand this version."""
+        """Requests demand this version from now on; a fleet that does not pull is brought to it."""
+        if self.fleet:
+            self.refitted = refit(self.fleet, target(policy), timeout_s=self.timeout_s, force=force)
         self.version, self.digest = policy.manifest.facts["version"], policy.manifest.digest
 
     def generate(

@@ -138,6 +138,11 @@ class Vllm:
             self.engine.engine_core.shutdown()
         self.engine, self.version, self.digest = None, -1, ""
 
+    def flush(self) -> None:
+        """Drop all cached keys and values; requests that run compute theirs again."""
+        if self.engine is not None and not self.engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not drop its prefix cache")
+
     def poison(self) -> None:
         """Nothing is served until the next change succeeds."""
         self.version, self.digest = -1, ""

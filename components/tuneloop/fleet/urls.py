@@ -1,0 +1,49 @@
+"""A fleet whose workers are written down: ``http://a:8000,http://b:8000``.
+
+One that does not answer is one that is down just now, so it is left out of what `discover` finds.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from tuneloop.errors import UserError
+from tuneloop.fleet import Fleet, Worker
+
+CONNECT_S = 5.0
+
+
+class Urls:
+    """See the module."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.urls = urls
+
+    @property
+    def endpoint(self) -> str:
+        return ",".join(self.urls)
+
+    def discover(self) -> list[Worker]:
+        return [Worker(url, url) for url in dict.fromkeys(self.urls) if _listens(url)]
+
+
+def _listens(url: str) -> bool:
+    parts = urlsplit(url)
+    place = parts.hostname or "", parts.port or {"http": 80}.get(parts.scheme, 443)
+    try:
+        socket.create_connection(place, CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def open_fleet(url: str) -> Fleet:
+    """The fleet of the URLs in `url`, which commas separate."""
+    urls = [each.strip().rstrip("/") for each in url.split(",")]
+    for each in urls:
+        parts = urlsplit(each)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError("fleet", url, f"{each!r} must be an absolute URL: http://host:port")
+    return Urls(urls)
