@@ -1,4 +1,4 @@
-"""A stage of two pods: the same bytes as two processes in one pod, also when one of the pods is killed."""
+"""Stages of two pods: the same bytes as two processes in one pod, also when one of the pods is killed."""
 
 import os
 import re
@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import STORE, kubectl
+from tests.cluster.making import digests
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.lint import lint
 from tuneloop.argo.settings import Cluster
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.argo.watch import logs, nodes
 from tuneloop.base_model import base_model
+from tuneloop.config import find
 from tuneloop.data_prep import data_prep
 from tuneloop.sft import sft
 
@@ -76,3 +78,51 @@ def test_one_of_two_pods_is_killed_and_the_bytes_are_those_of_one_pod(cluster: a
     assert jobset["metadata"]["ownerReferences"][0]["kind"] == "Workflow"
     said = [line for stage, line in logs(cluster, run, stage="sft")]
     assert any("resumed after step" in line for line in said), said
+
+
+LOOP = [
+    *("engine.name=transformers", "loop.iterations=2", "nodes=2", "update.device=cpu"),
+    *("data.source_args={digits: 2}", "data.train=16", "data.eval=4", "data.sft=0"),
+    *("data.rewards={length_penalty: 1}", "data.reward_args={length_penalty: {max_length: 24, buffer: 20}}"),
+    *("rollout.prompts_per_iteration=4", "rollout.n=4", "update.per_device_train_batch_size=4"),
+    *(f"cluster.cpu={SMALL.cpu}", f"cluster.memory={SMALL.memory}", f"cluster.images={SMALL.images}"),
+]
+"""Of the pipeline grpo; the reward is one that an untrained model earns now more, now less of."""
+
+
+def updated(grpo: Any, config: Any) -> dict[str, Any]:
+    """data-prep → base-model → the pipeline's loop, then both of its updates anew, each in a pod of two processes."""
+    from hera.workflows import DAG
+
+    with workflow("updated", config.loop.model_dump(include=set(grpo.LOOP_PARAMETERS))) as built:
+        stages, loop = grpo.build_stages(config, None)
+        again = grpo.templates(config.model_copy(update={"nodes": 1, "processes": 2}), ["policy-update"])
+        again["policy-update"].name = "update-one-pod"
+        base = grpo.CHECKPOINT % "base-model"
+        with DAG(name="main"):
+            data = stages["data-prep"](name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
+            model = grpo.base_model_task(stages, data)
+            given = {"policy": base, "prompts": grpo.PROMPTS, "reference": base, "endpoint": ""}
+            before = loop(name="loop", arguments={**given, "iteration": "1"})
+            model >> before
+            policy = base
+            for i in ("1", "2"):
+                about = {"policy": policy, "rewards": f"{RUN}/iterations/{i}/reward", "reference": base}
+                about |= {"iteration": i, "checkpoint": f"{RUN}/one/{i}"}
+                before = before >> again["policy-update"](name=f"one-{i}", arguments=about)
+                policy = grpo.CHECKPOINT % f"one-{i}"
+    made: dict[str, Any] = built.to_dict()
+    assert not lint(made)
+    return made
+
+
+def test_the_updates_of_a_loop_are_jobsets_with_the_bytes_of_one_pod(cluster: argo.Cluster, run: str) -> None:
+    grpo = find("grpo")
+    argo.submit(cluster, updated(grpo.module, grpo.configure(sets=LOOP)), run=run, store=STORE)
+    assert argo.wait(cluster, run) == 0
+    jobs = cluster.list("jobset.x-k8s.io", "v1alpha2", "jobsets", selector=f"{argo.RUN_LABEL}={run}")
+    assert [job["metadata"]["name"] for job in jobs] == [f"{run}-policy-update-{i}" for i in (1, 2)]
+    found = digests(nodes(argo.workflows(cluster, run)[-1]).values(), run)
+    assert {i: found[f"iterations/{i}/policy-update"] for i in "12"} == {i: found[f"one/{i}"] for i in "12"}
+    said = [line for stage, line in logs(cluster, run) if stage == "one-2"]
+    assert any(re.search(r"policy_update: 1 steps on (8|12|16) of 16 rollouts", line) for line in said), said
