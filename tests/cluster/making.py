@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from typing import Any
 
-from hera.workflows import DAG
+from hera.workflows import DAG, Container
 
 from benchmarks.argo_loop import build as empty_loop
 from tests.cluster.conftest import ROOT, kubectl
 from tests.unit import toy as toys
 from tuneloop.argo.settings import Cluster
 from tuneloop.argo.state import Node
-from tuneloop.argo.template import stage_template, workflow
+from tuneloop.argo.template import pod_fields, retry_fields, stage_template, workflow
 from tuneloop.artifacts import split_ref
 from tuneloop.data_prep import data_prep
 
@@ -18,13 +18,17 @@ SMALL = Cluster(cpu="50m", memory="256Mi", queue="")
 RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
 
 
-def digits(seed: int = 0) -> dict[str, Any]:
-    """A pipeline of one real stage: `data_prep`."""
+def digits(seed: int = 0, seconds: float = 0) -> dict[str, Any]:
+    """A pipeline of one real stage, `data_prep`, which may be followed by some seconds of nothing."""
     settings = {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0, "seed": seed}
     with workflow("digits") as built:
         stage = stage_template(data_prep, settings, cluster=SMALL)
+        pod = {**pod_fields("base", False, SMALL), **retry_fields()}
+        wait = Container(name="wait", command=["sleep"], args=[str(seconds)], **pod) if seconds else None
         with DAG(name="main"):
-            stage(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
+            data = stage(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
+            if wait:
+                data >> wait(name="wait")
     made: dict[str, Any] = built.to_dict()
     return made
 

@@ -3,6 +3,7 @@
 import subprocess
 import uuid
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -35,11 +36,15 @@ def look(cluster: argo.Cluster, name: str) -> str:
     made |= {"spec": cron["spec"]["workflowSpec"]}
     command = ["kubectl", "-n", cluster.namespace, "create", "-o", "name", "-f", "-"]
     done = subprocess.run(command, input=yaml.safe_dump(made), text=True, capture_output=True, check=True)
-    created = done.stdout.strip()
-    kubectl("-n", cluster.namespace, "wait", "--for=condition=Completed", created, "--timeout=90s")
-    pods = f"workflows.argoproj.io/workflow={created.rpartition('/')[2]},app.kubernetes.io/component=base"
-    said = kubectl("-n", cluster.namespace, "logs", "-l", pods, "-c", "main", "--tail=-1").splitlines()
-    return next(line for line in said if line.startswith(("started", "skipped", "error")))
+    return said(cluster, done.stdout.strip().rpartition("/")[2])
+
+
+def said(cluster: argo.Cluster, workflow: str) -> str:
+    """What the last step of a looking workflow says in the end."""
+    kubectl("-n", cluster.namespace, "wait", "--for=condition=Completed", f"workflow/{workflow}", "--timeout=90s")
+    pods = f"workflows.argoproj.io/workflow={workflow},app.kubernetes.io/component=base"
+    lines = kubectl("-n", cluster.namespace, "logs", "-l", pods, "-c", "main", "--tail=-1").splitlines()
+    return next(line for line in lines if line.startswith(("started", "skipped", "error")))
 
 
 def runs(cluster: argo.Cluster, name: str) -> list[str]:
@@ -58,11 +63,37 @@ def test_new_data_is_a_new_run_and_old_data_is_skipped(cluster: argo.Cluster, na
     assert look(cluster, name) == f"skipped: no new data since {first}"
 
     schedule(cluster, digits(seed=1), name=name, store=STORE, cron="0 0 1 1 *")
-    said = look(cluster, name)
-    assert said.startswith(f"started {name}-") and said != f"started {first}"
-    second = said.split()[1]
+    told = look(cluster, name)
+    assert told.startswith(f"started {name}-") and told != f"started {first}"
+    second = told.split()[1]
     assert runs(cluster, name) == [first, second]
     assert argo.stop(cluster, second) <= 1
     unschedule(cluster, name)
     with pytest.raises(UserError, match="is none of namespace"):
         unschedule(cluster, name)
+
+
+def test_ticks_that_overlap_are_skipped_and_so_is_a_look_while_a_run_is_under_way(
+    cluster: argo.Cluster, name: str
+) -> None:
+    """The clock ticks every 3 s. A look takes longer: it is let end; what it has started is let end, too."""
+    schedule(cluster, digits(seconds=300), name=name, store=STORE, cron="@every 3s")
+    seen: dict[str, tuple[str, str]] = {}
+
+    def second() -> str | None:
+        """The second look, once it has begun."""
+        for workflow in cluster.list(*argo.WORKFLOWS, selector=f"{LABEL}={name},!{argo.RUN_LABEL}"):
+            ended = workflow.get("status", {}).get("finishedAt") or "under way"
+            seen[workflow["metadata"]["name"]] = (workflow["metadata"]["creationTimestamp"], ended)
+        return sorted(seen, key=seen.__getitem__)[1] if len(seen) > 1 else None
+
+    until(lambda: second() is not None, 120)
+    (begun, first_ended), (second_begun, _) = sorted(seen.values())
+    assert first_ended <= second_begun
+    skipped = (datetime.fromisoformat(first_ended) - datetime.fromisoformat(begun)).total_seconds() / 3
+    assert skipped > 2, seen
+    told = said(cluster, str(second()))
+    unschedule(cluster, name)
+    (run,) = runs(cluster, name)
+    assert told == f"skipped: {run} is under way"
+    assert argo.stop(cluster, run) == 1
