@@ -193,16 +193,39 @@ def build_stages(config: Config, graph: Workflow | None) -> tuple[dict[str, Any]
     return templates(config, AROUND), build_pods(config, graph)
 
 
-def pod_graph(config: Config) -> Workflow | None:
-    """The part of the loop that one pod runs, if pods run several stages; to be called outside a Workflow."""
+def pod_graph(config: Config, *, served: bool = False) -> Workflow | None:
+    """The part of the loop that one pod runs, if pods run several stages; to be called outside a Workflow.
+
+    Args:
+        served: the rollout server is in the same pod, for there is none beside it; the graph's entry is `pod`, then.
+    """
     from tuneloop.argo.template import workflow
 
     if not config.loop.iterations_per_pod:
         return None
     parameters = {**config.loop.model_dump(), "per_workflow": config.loop.iterations_per_pod}
     with workflow("pod", {name: parameters[name] for name in LOOP_PARAMETERS}) as graph:
-        build_loop(config, templates(config, (*ITERATION, "evaluate")))
+        stages = templates(config, (*ITERATION, "evaluate", *(["serve"] if served else [])))
+        loop = build_loop(config, stages)
+        if served:
+            build_served(config, stages, loop)
     return graph
+
+
+def build_served(config: Config, stages: dict[str, Any], loop: DAG) -> None:
+    """The template `pod`: the loop beside its server."""
+    from hera.workflows import DAG, Parameter
+    from hera.workflows.models import ValueFrom
+
+    passed, made = ("iteration", "policy", *CARRIED), ("iteration", "policy", "mean-reward")
+    told = {name: ValueFrom(parameter="{{tasks.loop.outputs.parameters.%s}}" % name) for name in made}
+    with DAG(
+        name="pod",
+        inputs=[Parameter(name=name) for name in passed],
+        outputs=[Parameter(name=name, value_from=value) for name, value in told.items()],
+    ):
+        server, endpoint = serve_task(config, stages, IN % "policy")
+        server >> loop(name="loop", arguments={**{name: IN % name for name in passed}, "endpoint": endpoint})
 
 
 def templates(config: Config, names: Iterable[str]) -> dict[str, Any]:
@@ -442,11 +465,10 @@ def build_kfp(config: Config) -> Any:
 
 def kfp_steps(config: Config) -> dict[str, Any]:
     """Every stage of the loop as a function that makes its KFP task, by name."""
+    from tuneloop.kfp.grain import segment_step
     from tuneloop.kfp.template import position_step, report_step, stage_step
 
-    if config.loop.iterations_per_pod:
-        remedy = "is built for Argo only so far; with Kubeflow Pipelines say 0: a pod a stage"
-        raise UserError("loop.iterations_per_pod", config.loop.iterations_per_pod, remedy)
+    graph = pod_graph(config, served=True)
     pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
     engine = {
         **{"engine": config.engine.name, "engine_args": config.engine.options},
@@ -465,6 +487,7 @@ def kfp_steps(config: Config) -> dict[str, Any]:
         "export": stage_step(export, config.export, **pods),
         "position": position_step(**pods),
         "report": report_step(**pods),
+        **({"iterations": segment_step(graph, "pod", **pods)} if graph else {}),
     }
 
 
@@ -498,22 +521,31 @@ def kfp_rl(config: Config, steps: dict[str, Any], at: str, prompts: Any, policy:
         given |= kfp_publishing(config, at)
         return steps["policy-update"]("policy-update", url=f"{base}/policy-update", **given, **here)
 
-    every, count = config.loop.evaluate_every, config.loop.iterations
+    def turns(i: Any, base: Any, start: Any) -> Any:
+        """As `turn`, of all iterations that one pod runs, `i` the first."""
+        given = {"policy": start, "prompts": prompts, "reference": policy, "seed": seed, "target_reward": target}
+        return steps["iterations"]("iterations", url=at, iteration=i, **given)
+
+    count, pod = config.loop.iterations, config.loop.iterations_per_pod
+    stride, ahead = (pod, turns) if pod else (1, turn)
+    every = 0 if pod else config.loop.evaluate_every  # a pod of several iterations evaluates by itself
+    rounds = range(1, count + 1, stride)
     check("evaluate-before", at, policy)
-    if count <= config.kfp.unroll:
+    if len(rounds) <= config.kfp.unroll:
         trained = policy
-        for i in range(1, count + 1):
+        for i in rounds:
             base = f"{at}/iterations/{i}"
-            trained = turn(i, base, trained).outputs["checkpoint"]
+            trained = ahead(i, base, trained).outputs["checkpoint"]
             if every and i % every == 0:
                 check("evaluate", base, trained, i)
     else:
         asked = {"policy": policy, "run": at, "iterations": count, "evaluate_every": every, "target_reward": target}
+        asked["stride"] = stride
         plan = steps["position"]("plan", iteration=0, **asked)
         with dsl.ParallelFor(plan.outputs["todo"], parallelism=1) as i:
             start = steps["position"]("turn", iteration=i, **asked)
             base = start.outputs["at"]  # made there: a number of KFP's becomes 1 in one text, and 1.0 in another
-            update = turn(i, base, start.outputs["start"])
+            update = ahead(i, base, start.outputs["start"])
             if every:
                 with dsl.If(start.outputs["evaluate"] == True):  # noqa: E712 - kfp reads the comparison
                     check("evaluate", base, update.outputs["checkpoint"], i)

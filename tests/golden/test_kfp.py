@@ -10,14 +10,18 @@ from tuneloop.kfp.client import compile_to
 
 HERE = Path(__file__).parent / "kfp"
 PIPELINES = sorted(Path(__file__).parents[2].glob("pipelines/*.py"))
-FORMS = {"": [], "-unrolled": ["loop.iterations=2", "loop.evaluate_every=1", "cluster.gpus=1"]}
+FORMS = {
+    "": [],
+    "-unrolled": ["loop.iterations=2", "loop.evaluate_every=1", "cluster.gpus=1"],
+    "-coarse": ["loop.iterations_per_pod=10", "loop.iterations=100", "loop.per_workflow=60", "kfp.unroll=0"],
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: p.stem)
 def test_compiled_pipeline(pipeline: Path, form: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if form and pipeline.stem != "grpo":
-        pytest.skip("one written-out loop is enough to read")
+        pytest.skip("one loop of each form is enough to read")
     found = find(str(pipeline))
     path = tmp_path / "pipeline.yaml"
     compile_to(found.module.build_kfp(found.configure(None, FORMS[form])), path)

@@ -13,7 +13,7 @@ from tuneloop.argo.template import OUTPUTS, pod_fields, retry_fields
 if TYPE_CHECKING:
     from hera.workflows import Container, Workflow
 
-KEPT = ("name", "inputs", "outputs", "dag", "steps")
+KEPT = ("name", "inputs", "outputs", "dag", "steps", "daemon")
 
 
 def segment_template(
@@ -77,6 +77,7 @@ def _bare(template: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: template[key] for key in KEPT if key in template}
     if container := template.get("container"):
         env = [item for item in container.get("env", []) if item["name"] == "TUNELOOP_OUTPUTS"]
-        kept["container"] = {"image": container["image"], "command": container["command"], "args": container["args"]}
+        own = ("image", "command", "args", "readinessProbe")
+        kept["container"] = {key: container[key] for key in own if key in container}
         kept["container"]["env"] = env
     return kept

@@ -44,10 +44,15 @@ def curves(task: Task, name: str, url: str, manifest: Manifest) -> None:
     """HTML: one line chart for each quantity of ``metrics.jsonl`` over the optimizer steps."""
     data = Store(url).get(f"{manifest.root}/metrics.jsonl") or b""
     rows = [json.loads(line) for line in data.splitlines()]
-    names = dict.fromkeys(column for row in rows for column in row if column != "step")
-    charts = [chart(each, [(row["step"], row[each]) for row in rows if each in row]) for each in names]
+    task.write(name, charts(rows, "step"))
+
+
+def charts(rows: Sequence[Mapping[str, float]], over: str) -> str:
+    """An HTML page with a chart for each quantity of `rows` over the one named `over`."""
+    names = dict.fromkeys(column for row in rows for column in row if column != over)
+    drawn = [chart(each, [(row[over], row[each]) for row in rows if each in row], over) for each in names]
     style = "body{font:14px sans-serif}svg{width:420px;height:180px;margin:8px;background:#f7f7f7}"
-    task.write(name, f"<!doctype html><meta charset=utf-8><style>{style}</style>{''.join(charts)}\n")
+    return f"<!doctype html><meta charset=utf-8><style>{style}</style>{''.join(drawn)}\n"
 
 
 def confidence(task: Task, name: str, url: str, manifest: Manifest) -> None:
@@ -91,14 +96,14 @@ def markdown(head: Sequence[str], rows: Any) -> str:
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 
 
-def chart(title: str, points: Sequence[tuple[float, float]]) -> str:
-    """An SVG line through (x, y) points, its range in its title."""
+def chart(title: str, points: Sequence[tuple[float, float]], over: str = "step") -> str:
+    """An SVG line through (x, y) points, its range in its title, the x being numbers of what `over` names."""
     xs, ys = [x for x, _ in points], [y for _, y in points]
     x0, y0, y1 = min(xs), min(ys), max(ys)
     across, up = (max(xs) - x0) or 1, (y1 - y0) or 1
     at = [(20 + 380 * (x - x0) / across, 160 - 120 * (y - y0) / up) for x, y in points]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
-    said = html.escape(f"{title}: {ys[0]:.4g} → {ys[-1]:.4g} (from {y0:.4g} to {y1:.4g}, {len(points)} steps)")
+    said = html.escape(f"{title}: {ys[0]:.4g} → {ys[-1]:.4g} (from {y0:.4g} to {y1:.4g}, {len(points)} {over}s)")
     dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2"/>' for x, y in at) if len(at) <= 20 else ""
     body = f'<text x="20" y="22" font-size="13">{said}</text><polyline points="{line}" fill="none" stroke="#06c"/>'
     return f'<svg viewBox="0 0 420 180">{body}{dots}</svg>'

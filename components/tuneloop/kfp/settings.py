@@ -12,7 +12,7 @@ class Kfp(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     unroll: int = Field(
-        8, ge=0, description="a loop of at most so many iterations is written out; a longer one is a ParallelFor"
+        8, ge=0, description="a loop of at most so many turns is written out; a longer one is a ParallelFor"
     )
     retries: int = Field(3, ge=0, description="attempts after the first, whatever the exit code was")
     timeout_s: int = Field(0, ge=0, description="seconds that a stage may take once its pod runs; 0: no limit")

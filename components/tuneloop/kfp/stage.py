@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -41,9 +42,8 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     stage: Component = plugins.load("stages", given.stage)
     task = Task.read(given.executor_input)
-    if (iteration := ended(stage, task)) is not None:
-        print(f"{stage.name}: nothing to do, the loop ended with iteration {iteration}", file=sys.stderr)
-        skip(stage, task, iteration)
+    if (iteration := ended(task)) is not None:
+        skip(task, stage.output, {result(stage, name): kind for name, kind in stage.results.items()}, iteration)
         return 0
     if given.job and (code := launch(stage, task, **given.job)):
         return code
@@ -83,10 +83,10 @@ def flags(stage: Component, task: Task) -> list[str]:
     given: dict[str, Any] = {name: task.inputs[name]["ref"] for name in stage.inputs if name in task.inputs}
     given[stage.output] = task.parameters[URL]
     given |= {k: v for k, v in task.parameters.items() if k in stage.Params.model_fields and v is not None}
-    return [word for name, value in given.items() for word in (f"--{flag(name)}", _text(value))]
+    return [word for name, value in given.items() for word in (f"--{flag(name)}", text(value))]
 
 
-def ended(stage: Component, task: Task) -> int | None:
+def ended(task: Task) -> int | None:
     """The iteration with which the loop ended, if this task belongs to a later one."""
     for handle in task.inputs.values():
         stopped = handle.get("stopped")
@@ -95,26 +95,22 @@ def ended(stage: Component, task: Task) -> int | None:
     return None
 
 
-def skip(stage: Component, task: Task, iteration: int) -> None:
+def skip(task: Task, output: str, results: Mapping[str, type], iteration: int) -> None:
     """Tell KFP that nothing was done: no reference goes on, but for a policy, which stays what it was."""
-    policy = task.inputs.get("policy", {}) if stage.output == "checkpoint" else {}
-    task.describe(stage.output, {**policy, "stopped": iteration})
-    said = f"Nothing was done here: the loop ended with iteration {iteration}."
+    said = f"nothing was done here: the loop ended with iteration {iteration}"
+    print(said, file=sys.stderr)
+    policy = task.inputs.get("policy", {}) if output == "checkpoint" else {}
+    task.describe(output, {**policy, "stopped": iteration})
     for name in task.outputs:
-        task.write(name, said)
-    task.results = {result(stage, name): kind() for name, kind in stage.results.items()}
+        task.write(name, f"{said}\n")
+    task.results = {name: kind() for name, kind in results.items()}
     task.finish()
 
 
 def tell(stage: Component, task: Task, manifest: Manifest) -> None:
     """Tell KFP what was committed."""
     url = split_ref(task.parameters[URL])[0]
-    made = handle(url, manifest)
-    reached = task.inputs.get("rewards", {}).get("mean_reward")
-    if TARGET in task.parameters and reached is not None and reached >= task.parameters[TARGET]:
-        made["stopped"] = int(task.parameters["iteration"])
-    task.describe(stage.output, made)
-    task.write(stage.output, manifest.model_dump_json(indent=1))
+    hand_over(task, stage.output, url, manifest, task.inputs.get("rewards", {}).get("mean_reward"))
     if "results" in task.outputs:
         task.describe("results", {k: v for k, v in manifest.results.items() if isinstance(v, int | float)})
     for name, draw in previews.PREVIEWS.items():
@@ -122,6 +118,17 @@ def tell(stage: Component, task: Task, manifest: Manifest) -> None:
             draw(task, name, url, manifest)
     task.results = {result(stage, name): value for name, value in manifest.results.items()}
     task.finish()
+
+
+def hand_over(
+    task: Task, output: str, url: str, manifest: Manifest, reward: float | None, iteration: int | None = None
+) -> None:
+    """Write the handle of the output, marked ``stopped`` if it is of the iteration whose `reward` ends the loop."""
+    made = handle(url, manifest)
+    if reward is not None and reward >= task.parameters.get(TARGET, math.inf):
+        made["stopped"] = int(iteration or task.parameters["iteration"])
+    task.describe(output, made)
+    task.write(output, manifest.model_dump_json(indent=1))
 
 
 def handle(url: str, manifest: Manifest) -> dict[str, Any]:
@@ -141,7 +148,7 @@ def result(stage: Component, name: str) -> str:
     return f"{name}_result" if name in stage.Params.model_fields else name
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
     value = _whole(value)
     return value if isinstance(value, str) else json.dumps(value)
 

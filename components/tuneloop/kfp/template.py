@@ -101,6 +101,7 @@ def position_step(*, cluster: Cluster | None = None, kfp: Kfp | None = None) -> 
         "iteration": (int, REQUIRED),
         "iterations": (int, REQUIRED),
         "evaluate_every": (int, REQUIRED),
+        "stride": (int, REQUIRED),
         TARGET: (float, REQUIRED),
         "start": (Output[Model], REQUIRED),
         "todo": (dsl.OutputPath(list[int]), REQUIRED),
@@ -108,6 +109,7 @@ def position_step(*, cluster: Cluster | None = None, kfp: Kfp | None = None) -> 
         "evaluate": (dsl.OutputPath(bool), REQUIRED),
     }
     about = {"run": "URL of the run", "iteration": "which asks; 0: after the last", "policy": "before the first"}
+    about["stride"] = "iterations of a round"
     summary = "Where the loop stands: the policy an iteration starts from, and what is left to do."
     return _uncached("position", summary, signature, about, cluster or Cluster(), kfp or Kfp())
 
@@ -211,7 +213,7 @@ def container(
 
 def place(task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, accelerator: bool) -> None:
     """What the task's pod asks for: resources, its queue, a way to its store, no rights."""
-    task.set_cpu_request(cluster.cpu).set_memory_request(cluster.memory).set_memory_limit(cluster.memory)
+    task.set_cpu_request(cluster.cpu).set_memory_request(cluster.memory_request).set_memory_limit(cluster.memory_request)
     task.set_retry(kfp.retries, backoff_duration="5s", backoff_factor=2, backoff_max_duration="600s")
     task.set_env_variable("TUNELOOP_IMAGE", image)
     kubernetes.set_image_pull_policy(task, "IfNotPresent")

@@ -1,6 +1,7 @@
 """A stage as a task of KFP: from the launcher's executor input to the executor output that the launcher reads."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -104,7 +105,7 @@ def test_the_loop_ends_at_its_target(launcher: Launcher) -> None:
     assert find(f"{launcher.run}/evaluate-after") is not None, "the last policy is evaluated"
 
 
-def test_position_is_read_from_what_is_committed(launcher: Launcher) -> None:
+def test_position_is_read_from_what_is_committed(launcher: Launcher, tmp_path: Path) -> None:
     launcher.start("sft", "sft", skill=0)
     start = launcher.handle("sft", "checkpoint")
     asked: Any = {"iterations": 5, "target_reward": 2.0}
@@ -117,8 +118,16 @@ def test_position_is_read_from_what_is_committed(launcher: Launcher) -> None:
     assert (found["ref"], todo) == (policy["ref"], [3, 4, 5])
     assert position(launcher.run, start, iteration=1, **asked)[0] == start
     assert position(launcher.run, start, iteration=3, **asked)[0]["ref"] == policy["ref"]
+    assert position(launcher.run, start, iteration=0, stride=2, **asked)[1] == [3, 5], (
+        "the round of 3 and 4 is not done"
+    )
+    assert position(launcher.run, start, iteration=0, stride=3, **asked)[1] == [1, 4]
     ended, todo = position(launcher.run, start, iteration=0, iterations=5, target_reward=0.5)
     assert (ended["ref"], ended["stopped"], todo) == (policy["ref"], 2, []), "skill 1 has earned 0.5"
+    late, _ = position(launcher.run, start, iteration=5, iterations=5, target_reward=0.5)
+    assert late == ended, "a round after the end finds the end"
+    shutil.rmtree(tmp_path / "run/iterations/1/policy-update")
+    assert position(launcher.run, start, iteration=0, **asked)[1] == [1, 2, 3, 4, 5], "what is lost is made again"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,76 @@
+"""A job of the cluster (TrainJob, JobSet, RayJob, Job) as a step of a pipeline, for trainers that are not ours.
+
+    backend = Trl(trainer="sft", nodes=2, args={"model_name_or_path": "/workspace/model", …})
+    job = trainjob(backend, NAME, config.cluster, model=f"{mark('policy')}#model", dataset=…)
+    train = launch_step(job, inputs=["policy", "prompts"], cluster=config.cluster, kfp=config.kfp)
+    …
+    train("trl", name=f"{run}-trl", policy=model.outputs["checkpoint"], prompts=data.outputs["prompts"])
+
+The task's own pod only starts the job, prints what it prints, and ends with its exit code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kfp import dsl
+from kfp.dsl import Dataset, Input
+
+from tuneloop.argo.grain import as_text
+from tuneloop.argo.settings import Cluster
+from tuneloop.errors import UserError
+from tuneloop.kfp.settings import Kfp
+from tuneloop.kfp.template import LAUNCHER, REQUIRED, TYPES, Step, container, place
+
+ABOUT = {"name": "of the job: the same again follows the one that stands, or replaces it if it has failed"}
+
+
+def mark(name: str) -> str:
+    """What stands in a manifest for a parameter of the task, or for the reference of an input artifact."""
+    return f"@{name}@"
+
+
+NAME = mark("name")
+"""What a job of `launch_step` is called when it is rendered."""
+
+
+def launch_step(
+    job: Mapping[str, Any],
+    *,
+    inputs: Iterable[str] = (),
+    parameters: Iterable[str] = (),
+    cluster: Cluster | None = None,
+    kfp: Kfp | None = None,
+) -> Step:
+    """A step that launches `job` in the namespace ``kfp.jobs`` and ends as it does: ``step("trl", name=…) -> task``.
+
+    Args:
+        job: a manifest, its name `NAME`, with a `mark` where something belongs that only the run knows.
+        inputs, parameters: what is marked; arguments of the step, beside ``name``.
+        cluster, kfp: as for any step; the job has its own resources and its own queue.
+
+    Raises:
+        UserError: the job has another name than `NAME`.
+    """
+    cluster, kfp = (cluster or Cluster()).model_copy(update=LAUNCHER), kfp or Kfp()
+    if job["metadata"]["name"] != NAME:
+        remedy = "render it with tuneloop.kfp.jobs.NAME: every run has a name of its own"
+        raise UserError("metadata.name", job["metadata"]["name"], remedy)
+    image = cluster.images.format(image="base")
+    signature: dict[str, tuple[Any, Any]] = {
+        **{each: (Input[TYPES.get(each, Dataset)], REQUIRED) for each in inputs},
+        **dict.fromkeys(("name", *parameters), (str, REQUIRED)),
+        "job": (dsl.OutputPath(str), REQUIRED),
+    }
+    command = ["python3", "-m", "tuneloop.kfp.launch"]
+    extra = ["--namespace", kfp.jobs, "--manifest", as_text(job)]
+    kind = str(job["kind"]).lower()
+    made = container(kind, f"Launch a {job['kind']} and follow it.", signature, ABOUT, image, command, extra)
+
+    def step(name: str, **arguments: Any) -> dsl.PipelineTask:
+        task = made(**arguments).set_display_name(name)
+        place(task, image, cluster, kfp, False)
+        return task
+
+    return step

@@ -1,0 +1,53 @@
+"""Run a job of the cluster as a task: ``python -m tuneloop.kfp.launch --namespace … --manifest … --executor-input …``
+
+The manifest is text with marks in it: ``@name@`` becomes a name made of the task's parameter ``name``, the same for
+the same, so that a launcher that is started again finds the job that it has started; a mark with the name of another
+parameter becomes its value, one with the name of an input artifact its reference. Then `tuneloop.argo.launch` follows
+the job, and this program ends as it did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+
+import xxhash
+
+from tuneloop.argo.launch import main as follow
+from tuneloop.kfp.io import Task
+
+READABLE = 30
+"""Characters of the parameter that the job's name keeps: names of pods are made of it, and Kubernetes cuts at 63."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Launch and follow; returns the job's exit code."""
+    parser = argparse.ArgumentParser(prog="tuneloop.kfp.launch", description=__doc__)
+    parser.add_argument("--executor-input", required=True)
+    parser.add_argument("--manifest", required=True, help="JSON with marks")
+    parser.add_argument("--namespace", required=True)
+    given = parser.parse_args(argv)
+    task = Task.read(given.executor_input)
+    name = job_name(task.parameters["name"])
+    marks = {**task.parameters, **{k: handle["ref"] for k, handle in task.inputs.items()}, "name": name}
+    manifest = given.manifest
+    for mark, value in marks.items():
+        manifest = manifest.replace(f"@{mark}@", json.dumps(value)[1:-1])
+    code = follow(["--namespace", given.namespace, "--manifest", manifest])
+    if code == 0:
+        task.results = {"job": name}
+        task.finish()
+    return code
+
+
+def job_name(text: str) -> str:
+    """A name that Kubernetes takes, of what is readable in `text`, and another for every other text."""
+    readable = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:READABLE].strip("-")
+    return f"{readable or 'job'}-{xxhash.xxh3_64_hexdigest(text.encode())[:8]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
