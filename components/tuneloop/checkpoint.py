@@ -2,7 +2,9 @@
 
 ``model/`` is what is served: Hugging Face layout, in `save_dtype`. ``trainer/`` is what training goes on from: float32
 parameters and AdamW's moments in DCP, and ``state.json`` with the stage that wrote it, the optimizer steps behind it
-and its betas. ``canary.json`` repeats the ids of the input's. Equal tensors give equal files.
+and its betas. With LoRA ``model/`` has the adapters merged in, ``trainer/`` holds them and their moments alone, and the
+frozen parameters are those of a checkpoint whose digest is ``base`` in ``state.json``, whose URL is ``facts.base``, and
+which is not written again. ``canary.json`` repeats the ids of the input's. Equal tensors give equal files.
 """
 
 from __future__ import annotations
@@ -70,9 +72,26 @@ def check_stop(stage: Stage, policy: Policy) -> None:
 
 
 def load_masters(target: Policy, policy: Artifact) -> None:
-    """Put the float32 parameters behind a checkpoint in place of those of its ``model/``, if it has been trained."""
-    if trainer_state(policy) is not None:
+    """Put the float32 parameters behind a checkpoint in place of those of its ``model/``, if it has been trained whole;
+    where adapters were, ``model/`` with them merged in is all there is."""
+    state = trainer_state(policy)
+    if state is not None and "lora" not in state:
         target.load_masters(policy.path / "trainer")
+
+
+def lora_base(policy: Artifact) -> Artifact:
+    """The checkpoint that the adapters in ``trainer/`` belong to.
+
+    Raises:
+        UserError: it is gone.
+    """
+    state, url = trainer_state(policy), policy.manifest.facts["base"]
+    assert state is not None
+    try:
+        return Artifact(f"{url}@{state['base']}")
+    except UserError as error:
+        remedy = "the checkpoint under the adapters is gone; bring it back, or begin new ones: --reset-optimizer true"
+        raise UserError("lora", url, remedy) from error
 
 
 def write(stage: Stage, trainer: Trainer, policy: Artifact, save_dtype: str) -> int:
@@ -94,7 +113,10 @@ def write(stage: Stage, trainer: Trainer, policy: Artifact, save_dtype: str) -> 
         trainer.save(stage.out / "trainer")
         if stage.leader:
             betas = [trainer.optimization.adam_beta1, trainer.optimization.adam_beta2]
-            state = {"format": 1, "stage": stage.name, "step": trainer.step, "betas": betas}
+            state: dict[str, Any] = {"format": 1, "stage": stage.name, "step": trainer.step, "betas": betas}
+            if trainer.lora:
+                state |= {"lora": trainer.lora.model_dump(mode="json"), "base": trainer.base.manifest.digest}
+                stage.facts["base"] = trainer.base.url
             (stage.out / "trainer" / "state.json").write_text(canonical(state))
     if stage.leader:
         with stage.timed("canary"):

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -71,7 +71,10 @@ class Pipeline:
         *section, key = map(str, first["loc"])
         model: Any = self.Config
         for name in section:
-            model = model.model_fields[name].annotation
+            kind = model.model_fields[name].annotation
+            model = next(
+                (part for part in get_args(kind) if hasattr(part, "model_fields")), kind
+            )  # of `Section | None`
         known = list(model.model_fields)
         near = difflib.get_close_matches(key, known, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"

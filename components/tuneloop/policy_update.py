@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -51,12 +52,15 @@ def policy_update(
     max_staleness: Annotated[int, Field(ge=0, description="versions that rollouts may be older than the policy")] = 0,
     packing: steps.Packing = "auto",
     gradient_checkpointing: steps.GradientCheckpointing = False,
+    lora: steps.LoraOption = None,
     dtype: steps.Dtype = "float32",
     save_dtype: steps.SaveDtype = "auto",
     attn_implementation: steps.Attention = "auto",
     device: steps.Device = "auto",
     expected_world_size: steps.WorldSize = None,
-    reset_optimizer: Annotated[bool, Field(description="forget moments and step count")] = False,
+    reset_optimizer: Annotated[
+        bool, Field(description="forget moments, step count, and that there were adapters")
+    ] = False,
     weights: Weights = None,
     seed: int = 0,
 ) -> Results:
@@ -87,7 +91,7 @@ def policy_update(
     ranks = checkpoint.open_ranks(stage, device, expected_world_size)
     optimization, about = steps.asked(stage)
     with stage.timed("load"):
-        trainer, optimizer = open_trainer(policy, ranks, optimization, about, reset_optimizer)
+        trainer, optimizer = open_trainer(stage, policy, ranks, optimization, about, reset_optimizer)
         trainer.max_length = max(len(sample.document.ids) for sample in samples)
         stage.facts.update(trainer.chosen(), optimizer=optimizer)
         stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
@@ -95,7 +99,8 @@ def policy_update(
     scored = [sample for sample in samples if sample.score is not None and sample.document.target_count]
     if objective.beta and reference is not None:
         with stage.timed("reference"):
-            learner.score(_open_reference(reference, trainer, about), scored, "reference")
+            with reference_policy(reference, trainer, about) as frozen:
+                learner.score(frozen, scored, "reference")
     in_reward = bool(objective.beta) and objective.kl_in == "reward"
     if in_reward:
         with stage.timed("old_logprobs"):
@@ -124,10 +129,16 @@ def _identity(attempt: str, optimization: Optimization, about: Mapping[str, Any]
 
 
 def open_trainer(
-    policy: Artifact, ranks: Ranks, optimization: Optimization, about: Mapping[str, Any], reset: bool
+    stage: Stage,
+    policy: Artifact,
+    ranks: Ranks,
+    optimization: Optimization,
+    about: Mapping[str, Any],
+    reset: bool,
 ) -> tuple[Trainer, str]:
     """The trainer of `policy`, and what became of the optimizer's state.
 
+    Adapters are carried on together with it; where it is fresh they begin anew, over the model with the old ones in it.
     Where this very process wrote `policy` (several iterations in one process), its trainer is taken up again: the same
     numbers as in the checkpoint, without reading them.
     """
@@ -137,8 +148,30 @@ def open_trainer(
     _kept.clear()
     if kept and not reset and ranks.world == 1:
         return kept, f"carried on from step {kept.step}"
-    trainer = Trainer(checkpoint.model_dir(policy), ranks, optimization, **about)
-    return trainer, _load_state(trainer, policy, reset)
+    state = checkpoint.trainer_state(policy)
+    fresh = why_fresh(state, optimization, about, reset)
+    base = checkpoint.lora_base(policy) if not fresh and about["lora"] else policy
+    trainer = steps.new_trainer(stage, Trainer, base, ranks, optimization, about)
+    if fresh or trainer.lora:
+        checkpoint.load_masters(trainer, base)
+    if fresh or state is None:
+        return trainer, f"fresh: {fresh}"
+    trainer.load(policy.path / "trainer", state["step"])
+    return trainer, f"carried on from step {state['step']}"
+
+
+def why_fresh(
+    state: Mapping[str, Any] | None, optimization: Optimization, about: Mapping[str, Any], reset: bool
+) -> str | None:
+    """Why the optimizer can not go on from ``trainer/state.json``; None where it can."""
+    if state is None:
+        return "the checkpoint has no trainer state"
+    if reset:
+        return "reset_optimizer"
+    lora = about["lora"] and about["lora"].model_dump(mode="json")
+    if state["stage"] != "policy_update" or state["betas"] != [optimization.adam_beta1, optimization.adam_beta2]:
+        return f"{state['stage']} wrote it with betas {state['betas']}"
+    return None if state.get("lora") == lora else f"it was written with lora {state.get('lora')}"
 
 
 def give_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None:
@@ -191,26 +224,21 @@ def mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[li
     return [[s for s in samples if part[s.group] == k and s.score is not None] for k in range(count)]
 
 
-def _load_state(trainer: Trainer, policy: Artifact, reset: bool) -> str:
-    """Put the masters in place, and the optimizer's state if it fits; says which."""
-    state = checkpoint.trainer_state(policy)
-    betas = [trainer.optimization.adam_beta1, trainer.optimization.adam_beta2]
-    if state is None:
-        return "fresh: the checkpoint has no trainer state"
-    if reset or state["stage"] != "policy_update" or state["betas"] != betas:
-        checkpoint.load_masters(trainer, policy)
-        return "fresh: reset_optimizer" if reset else f"fresh: {state['stage']} wrote it with betas {state['betas']}"
-    trainer.load(policy.path / "trainer", state["step"])
-    return f"carried on from step {state['step']}"
-
-
-def _open_reference(reference: Artifact, trainer: Trainer, about: dict[str, Any]) -> Policy:
+@contextmanager
+def reference_policy(reference: Artifact, trainer: Trainer, about: Mapping[str, Any]) -> Iterator[Policy]:
+    """The reference, for scoring: another model, or the trainer's own without adapters, where they are all that parts
+    the two."""
     from tuneloop.trainers.fsdp import Policy
+    from tuneloop.trainers.lora import disabled
 
-    policy = Policy(checkpoint.model_dir(reference), trainer.ranks, **about)
+    if trainer.lora and trainer.base.manifest.digest == reference.manifest.digest:
+        with disabled(trainer.model):
+            yield trainer
+        return
+    policy = Policy(checkpoint.model_dir(reference), trainer.ranks, **{**about, "lora": None})
     policy.max_length = trainer.max_length
     checkpoint.load_masters(policy, reference)
-    return policy
+    yield policy
 
 
 def _report(stage: Stage, samples: Sequence[Sample], iteration: int, steps: int) -> None:

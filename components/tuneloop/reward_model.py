@@ -38,6 +38,7 @@ def reward_model(
     max_length: steps.MaxLength = 256,
     packing: steps.Packing = "auto",
     gradient_checkpointing: steps.GradientCheckpointing = False,
+    lora: steps.LoraOption = None,
     dtype: steps.Dtype = "float32",
     attn_implementation: steps.Attention = "auto",
     save_dtype: steps.SaveDtype = "auto",

@@ -4,7 +4,7 @@ train."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -15,6 +15,7 @@ from tuneloop import checkpoint, plugins
 from tuneloop.artifacts import Artifact, canonical
 from tuneloop.component import UNTRACKED, Stage, from_validation
 from tuneloop.errors import UserError
+from tuneloop.trainers.lora import Lora
 
 if TYPE_CHECKING:
     from tuneloop.trainers._batch import Document
@@ -44,7 +45,9 @@ SaveSteps = Annotated[int, Field(ge=0, description="a resume point each so many 
 Device = Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA where there is some")]
 WorldSize = Annotated[int | None, Field(ge=1, description="refuse to train with another", json_schema_extra=UNTRACKED)]
 
-TRAINER_OPTIONS = ("dtype", "attn_implementation", "packing", "max_length", "gradient_checkpointing")
+LoraOption = Annotated[Lora | None, Field(description="adapters by peft in place of all parameters; its names")]
+
+TRAINER_OPTIONS = ("dtype", "attn_implementation", "packing", "max_length", "gradient_checkpointing", "lora")
 
 Algorithm = TypeVar("Algorithm", bound=BaseModel)
 Step = Callable[[list[int]], tuple[dict[str, float], int]]
@@ -95,9 +98,21 @@ def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: Ranks) -> Any
         ranks: who trains.
     """
     optimization, about = asked(stage)
-    trainer = kind(checkpoint.model_dir(policy), ranks, optimization, **about)
+    trainer = new_trainer(stage, kind, policy, ranks, optimization, about)
     checkpoint.load_masters(trainer, policy)
     stage.facts.update(trainer.chosen(), optimizer="fresh")
+    return trainer
+
+
+def new_trainer(
+    stage: Stage, kind: Any, policy: Artifact, ranks: Ranks, optimization: Optimization, about: Mapping[str, Any]
+) -> Any:
+    """A trainer of the model in `policy`, before its masters are read; adapters begin the same on all ranks."""
+    import torch
+
+    torch.manual_seed(stage.seed("adapters"))
+    trainer = kind(checkpoint.model_dir(policy), ranks, optimization, **about)
+    trainer.base = policy
     return trainer
 
 

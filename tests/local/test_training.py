@@ -20,6 +20,7 @@ from tuneloop.component import Component
 from tuneloop.policy_update import policy_update
 from tuneloop.sft import sft
 from tuneloop.trainers.fsdp import Optimization, Ranks, Trainer
+from tuneloop.trainers.lora import Lora
 
 pytestmark = pytest.mark.local
 
@@ -54,19 +55,20 @@ def assert_same_training(one: Artifact, two: Artifact) -> None:
 
 def moments(checkpoint: Artifact) -> dict[str, torch.Tensor]:
     """Everything in ``trainer/``, read by one process."""
-    trainer = Trainer(
-        checkpoint.path / "model", Ranks("cpu"), Optimization(1e-3, "constant", 0, 0, 0.0, 0.9, 0.95, 1.0)
-    )
+    adam = Optimization(1e-3, "constant", 0, 0, 0.0, 0.9, 0.95, 1.0)
+    adapters = json.loads((checkpoint.path / "trainer" / "state.json").read_text()).get("lora")
+    trainer = Trainer(checkpoint.path / "model", Ranks("cpu"), adam, lora=adapters and Lora(**adapters))
     trainer.load(checkpoint.path / "trainer", 1)
     return trainer._state()
 
 
-def test_two_processes_fine_tune_as_one(tmp_path):
+@pytest.mark.parametrize("lora", [None, {"r": 3}])
+def test_two_processes_fine_tune_as_one(tmp_path, lora):
     base, prompts = checkpoint_artifact(tmp_path / "base"), prompts_artifact(tmp_path / "prompts")
     about = {"policy": base.ref, "prompts": prompts.ref, "max_steps": 8, "warmup_steps": 2}
-    about |= {"device": "cpu", "save_dtype": "float32"}
+    about |= {"device": "cpu", "save_dtype": "float32", "lora": json.dumps(lora)}
     finish(launch(sft, tmp_path / "two", 2, per_device_train_batch_size=4, expected_world_size=2, **about))
-    sft(out=str(tmp_path / "one"), per_device_train_batch_size=8, **about)
+    sft(out=str(tmp_path / "one"), per_device_train_batch_size=8, **{**about, "lora": lora})
     one, two = (Artifact(str(tmp_path / name)) for name in ("one", "two"))
     assert_same_training(one, two)
     torch.testing.assert_close(moments(two), moments(one), rtol=1e-2, atol=2e-4)

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -168,6 +169,39 @@ def test_optimizer_is_carried_on_between_updates_only(tmp_path):
         "fresh: policy_update wrote it with betas [0.9, 0.99]",
     ]
     assert policy.manifest.facts["version"] == 5
+
+
+def test_adapters_go_on_over_the_base_of_the_first_update(tmp_path):
+    """A loop of three: from one process to the next as in one; the reference is the base, the adapters switched off."""
+    base = checkpoint_artifact(tmp_path / "base")
+    about: dict[str, Any] = {
+        "lora": {"r": 2},
+        "algorithm_args": {"beta": 0.1},
+        "learning_rate": 1e-2,
+        "updates_per_batch": 2,
+    }
+    policy = base
+    for i in range(3):
+        rewards = rewards_artifact(tmp_path / f"rewards{i}", policy)
+        # The first finds the trainer that wrote `policy` in this process, the second does not.
+        kept, read = (
+            run(tmp_path / f"{name}{i}", policy, rewards, iteration=i, reference=base.ref, **about)
+            for name in ("kept", "read")
+        )
+        assert kept.manifest.digest == read.manifest.digest
+        policy = read
+        assert policy.manifest.facts["base"] == base.url
+    assert policy.manifest.facts["optimizer"] == "carried on from step 4"
+    assert rows(policy)[0]["kl"] > 0
+    whole = run(tmp_path / "whole", policy, rewards_artifact(tmp_path / "r", policy), iteration=3)
+    assert whole.manifest.facts["optimizer"].startswith("fresh: it was written with lora {'lora_alpha'")
+    reset = run(
+        tmp_path / "reset", policy, rewards_artifact(tmp_path / "s", policy), lora={"r": 2}, reset_optimizer=True
+    )
+    assert reset.manifest.facts["base"] == policy.url
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(UserError, match="checkpoint under the adapters is gone"):
+        run(tmp_path / "gone", policy, rewards_artifact(tmp_path / "t", policy), lora={"r": 2})
 
 
 @pytest.mark.parametrize(

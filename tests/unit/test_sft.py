@@ -92,9 +92,9 @@ def test_same_inputs_same_bytes_other_seed_other_bytes(policy, prompts, tmp_path
     assert one.digest == two.digest != other.digest
 
 
-@pytest.mark.parametrize("save_steps", [0, 4])
-def test_stopped_in_mid_epoch_and_resumed_ends_with_the_same_bytes(policy, prompts, tmp_path, save_steps, capfd):
-    options = {"max-steps": 40, "per-device-train-batch-size": 5, "save-steps": save_steps, "device": "cpu"}
+@pytest.mark.parametrize("options", [{"save-steps": 0}, {"save-steps": 4, "lora": '{"r": 2, "lora_dropout": 0.1}'}])
+def test_stopped_in_mid_epoch_and_resumed_ends_with_the_same_bytes(policy, prompts, tmp_path, options, capfd):
+    options = {"max-steps": 40, "per-device-train-batch-size": 5, "device": "cpu", **options}
 
     def program(out: Path) -> int:
         flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]

@@ -26,11 +26,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from tuneloop.artifacts import Artifact
 from tuneloop.errors import UserError
-from tuneloop.trainers import _dcp
+from tuneloop.trainers import _dcp, lora
 from tuneloop.trainers._batch import Batch, Document, collate, plan
+from tuneloop.trainers.lora import Lora
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -155,6 +158,7 @@ class Policy:
             sequences of varying length, so that a block-diagonal mask costs more than padding cut by length.
         max_length: tokens in a packed row.
         gradient_checkpointing: compute each layer's activations again on the way back, in place of keeping them.
+        lora: adapters to train in place of the model, which is frozen; the layers under them then lie in `dtype`.
 
     Attributes:
         attention, packed: what was chosen.
@@ -175,8 +179,9 @@ class Policy:
         packing: Packing = "auto",
         max_length: int = 1024,
         gradient_checkpointing: bool = False,
+        lora: Lora | None = None,
     ) -> None:
-        self.ranks, self.dtype = ranks, getattr(torch, dtype)
+        self.ranks, self.dtype, self.lora = ranks, getattr(torch, dtype), lora
         cuda = ranks.device.type == "cuda"
         flash = cuda and importlib.util.find_spec("flash_attn") is not None
         self.attention = (
@@ -201,7 +206,15 @@ class Policy:
         self._place()
 
     def _open(self, directory: Path) -> Any:
-        return open_model(directory, torch.float32, self.attention)
+        return self._adapt(open_model(directory, torch.float32, self.attention))
+
+    def _adapt(self, model: Any) -> Any:
+        if self.lora:
+            self.lora.inject(model)
+            for name, parameter in model.named_parameters():
+                if lora.BASE in name:  # autocast would make the same of them, at twice the memory
+                    parameter.data = parameter.data.to(self.dtype)
+        return model
 
     def _place(self) -> None:
         if self.ranks.mesh is None:
@@ -220,7 +233,7 @@ class Policy:
         """Before the output layer: logits of any other position would be thrown away."""
         return inputs if self._index is None else (inputs[0].flatten(0, -2)[self._index].unsqueeze(0),)
 
-    def chosen(self) -> dict[str, str]:
+    def chosen(self) -> dict[str, Any]:
         """What ``auto`` came to, for people."""
         form = "packed" if self.packed else "padded"
         return {"attention": self.attention, "packing": form, "dtype": str(self.dtype).removeprefix("torch.")}
@@ -294,15 +307,19 @@ class Policy:
             self.model.train()
 
     def masters(self) -> dict[str, Tensor]:
-        """The parameters by name; tied ones once."""
-        return {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        """The parameters of the model by name, adapters left out; tied ones once."""
+        named = self.model.named_parameters()
+        return {f"model.{lora.plain(name)}": value.detach() for name, value in named if lora.ADAPTER not in name}
 
     def load_masters(self, directory: Path) -> None:
         """Take the parameters that `Trainer.save` wrote."""
         _dcp.load(self.masters(), directory)
 
     def whole_state(self) -> dict[str, Tensor]:
-        """The model's own state, gathered on the first rank; called by all."""
+        """The model's own state, adapters merged in, gathered on the first rank; called by all."""
+        if self.lora:
+            gathered = ((name, _whole(value)) for name, value in lora.merged(self.model))
+            return {name: value.cpu() for name, value in gathered if self.ranks.rank == 0}
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return get_model_state_dict(self.model, options=whole) if self.ranks.mesh else self.model.state_dict()
 
@@ -329,18 +346,30 @@ class Trainer(Policy):
 
     Attributes:
         step: optimizer steps taken, also by those whose state was loaded.
+        trainable: the parameters that it changes, by name: all, or those of adapters.
+        base: the checkpoint that the frozen parameters under adapters are of, for who opened it to say.
     """
+
+    base: Artifact
 
     def __init__(self, model: Path, ranks: Ranks, optimization: Optimization, **about: Any) -> None:
         super().__init__(model, ranks, **about)
         self.optimization, self.step = optimization, 0
+        self.trainable = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            self.trainable.values(),
             lr=optimization.learning_rate,
             betas=(optimization.adam_beta1, optimization.adam_beta2),
             weight_decay=optimization.weight_decay,
             fused=True,
         )
+
+    def count(self) -> int:
+        """Parameters that are trained."""
+        return sum(parameter.numel() for parameter in self.trainable.values())
+
+    def chosen(self) -> dict[str, Any]:
+        return super().chosen() | ({"trainable_parameters": self.count()} if self.lora else {})
 
     def accumulate(self, micro_batches: Sequence[list[int]]) -> Iterator[list[int]]:
         """`micro_batches` one after the other; gradients cross between ranks in the last one's backward pass alone."""
@@ -350,9 +379,14 @@ class Trainer(Policy):
             yield micro
 
     def efficiency(self, tokens_per_s: float) -> dict[str, float]:
-        """What `tokens_per_s`, over all ranks, means: ``flops_per_s`` (6 a parameter and token, attention left out),
-        ``mfu`` where the device's peak is known, and ``peak_memory_bytes``, the most of any rank."""
-        flops = 6.0 * tokens_per_s * sum(parameter.numel() for parameter in self.model.parameters())
+        """What `tokens_per_s`, over all ranks, means.
+
+        Returns:
+            ``flops_per_s``: 4 a parameter and token, 2 more for each that is trained, attention left out; ``mfu`` where
+            the device's peak is known; ``peak_memory_bytes``, the most of any rank.
+        """
+        everything = sum(parameter.numel() for parameter in self.model.parameters())
+        flops = tokens_per_s * (4.0 * everything + 2.0 * self.count())
         found = {"flops_per_s": flops}
         if self.ranks.device.type == "cuda":
             name = torch.cuda.get_device_name()
@@ -375,8 +409,7 @@ class Trainer(Policy):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         limit = self.optimization.max_grad_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        whole = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        whole = float(_whole(torch.nn.utils.clip_grad_norm_(self.trainable.values(), limit)))
         if not math.isfinite(whole):
             raise ArithmeticError(f"step {self.step}: the gradient's norm is {whole}; lower the learning rate")
         self.optimizer.step()
@@ -384,20 +417,20 @@ class Trainer(Policy):
         return whole, rate
 
     def save(self, directory: Path) -> None:
-        """Write parameters and moments; `step` is the caller's to keep. Called by all ranks."""
+        """Write what is trained, and its moments; `step` is the caller's to keep. Called by all ranks."""
         _dcp.save(self._state(), directory)
 
     def load(self, directory: Path, step: int) -> None:
         """Go on from what `save` wrote after `step`, with any number of ranks."""
         _dcp.load(self._state(), directory)
         self.step = step
-        for parameter in self.model.parameters():
+        for parameter in self.trainable.values():
             self.optimizer.state[parameter]["step"].fill_(step)
 
     def _state(self) -> dict[str, Tensor]:
         """Every tensor that training changes. Moments that no step has made yet are zeros."""
-        state = self.masters()
-        for name, parameter in self.model.named_parameters():
+        state = {f"model.{name}": parameter.detach() for name, parameter in self.trainable.items()}
+        for name, parameter in self.trainable.items():
             own = self.optimizer.state[parameter]
             if not own:
                 place = self.ranks.device if self.ranks.device.type == "cuda" else None
@@ -405,6 +438,10 @@ class Trainer(Policy):
                 own["exp_avg"], own["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             state |= {f"{moment}.{name}": own[moment] for moment in ("exp_avg", "exp_avg_sq")}
         return state
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def open_model(directory: Path, dtype: torch.dtype, attention: str) -> Any:

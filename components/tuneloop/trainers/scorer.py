@@ -40,7 +40,8 @@ class Scorer(Policy):
     """Gives documents scores. A language model's directory opens with a new head, of zeros: every score is 0."""
 
     def _open(self, directory: Path) -> Any:
-        made = _open(directory, torch.float32, self.attention)
+        made = self._adapt(_open(directory, torch.float32, self.attention))
+        made.score.requires_grad_(True)  # it is new: adapters beside it would be nothing to it
         return _Scoring(made.model, made.score, made.config)
 
     def scores(self, sequences: Sequence[Sequence[int]]) -> Tensor:

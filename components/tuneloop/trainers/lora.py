@@ -1,0 +1,93 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: the options, and a model with adapters as one without.
+
+What is served never knows of them: a checkpoint's ``model/`` has them merged into its weights. ``trainer/`` holds the
+adapters and their moments alone; the base that they belong to stays where it is, named by the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tuneloop.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BASE, ADAPTER = ".base_layer.", ".lora_"
+"""In the names that peft gives to parameters: of the layer that was there, and of what it added."""
+
+
+class Lora(BaseModel):
+    """Options under the names of peft's LoraConfig."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    r: int = Field(16, ge=1, description="rank of an adapter")
+    lora_alpha: float = Field(32.0, gt=0, description="adapters are scaled by lora_alpha / r")
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: str | tuple[str, ...] = Field(
+        "all-linear", description="all-linear: every linear layer but the output layer; names, or a regular expression"
+    )
+    use_rslora: bool = Field(False, description="scale by lora_alpha / √r instead (arXiv 2312.03732)")
+
+    def inject(self, model: Any) -> None:
+        """Freeze a model of transformers and give it adapters: A random from torch's own stream, B zero.
+
+        Raises:
+            UserError: `target_modules` names nothing, or embeddings, which a tied output layer would share.
+        """
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
+        causal = model.get_output_embeddings() is not None
+        config = LoraConfig(
+            **{**self.model_dump(), "target_modules": targets}, task_type="CAUSAL_LM" if causal else "SEQ_CLS"
+        )
+        known = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if not list(part.children())})
+        try:
+            inject_adapter_in_model(config, model)
+        except ValueError as error:
+            remedy = f"names no layer that LoRA can adapt; this model has {', '.join(known)}"
+            raise UserError("lora.target_modules", targets, remedy) from error
+        for part in (model.get_input_embeddings(), model.get_output_embeddings()):
+            if isinstance(part, BaseTunerLayer):
+                raise UserError("lora.target_modules", targets, "leave embeddings and the output layer out")
+
+
+def plain(name: str) -> str:
+    """What a parameter is called in the model without adapters."""
+    return name.replace(BASE, ".")
+
+
+def merged(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The state of the model that `model` with its adapters amounts to, whole or sharded, in the dtype of the sum."""
+    import torch
+    from peft.tuners.lora import LoraLayer
+
+    layers: dict[str, Any] = {name: part for name, part in model.named_modules() if isinstance(part, LoraLayer)}
+    for name, value in model.state_dict().items():
+        owner, _, leaf = name.rpartition(BASE)
+        if leaf == "weight" and owner in layers:
+            with torch.no_grad():
+                value = value.float() + layers[owner].get_delta_weight("default")
+        if ADAPTER not in name:
+            yield plain(name), value
+
+
+@contextmanager
+def disabled(model: Any) -> Iterator[None]:
+    """The model without its adapters."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [part for part in model.modules() if isinstance(part, LoraLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
