@@ -9,6 +9,9 @@ al., "ZeRO" (2020), §3.1, for full precision; divided by the ranks that FSDP sh
 which fused attention does not keep, at 2 bytes a number, doubled for float32; with gradient checkpointing, the input of
 each layer (2 × hidden), and one layer whole. Logits: 4 bytes each, and their gradient, as many as are held at once.
 KV cache a token: 2 × layers × KV heads × head size × bytes a number.
+
+What a pod asks for (`asked`) is that and the programs around it, on a CPU. On a GPU all this lies in the GPU's memory;
+the pod's own holds the programs, and once the weights and the optimizer's state, as they come from the store and go.
 """
 
 from __future__ import annotations
@@ -16,12 +19,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo.spec import calls
+from tuneloop.argo.spec import applied, calls
 from tuneloop.errors import UserError
 from tuneloop.grain import ITERATION, LOST, REQUEUE, compare, possible, unfolded
 from tuneloop.summary import size
@@ -36,8 +39,16 @@ PAIRED = ("preference", "reward_model")
 AT_ONCE = 1 << 25
 """Logits that the trainer holds at a time: `tuneloop.trainers.fsdp.LOGITS`, which needs torch to be read."""
 SAMPLED = ("rollout", "evaluate")
+HELD = ("base_model", "reference_logprobs", "model_reward")
+"""Stages that hold a model's weights, and little else."""
 CPU_POOL = 1 << 30
 """Bytes of KV cache that our vLLM server asks for on a CPU, unless told otherwise."""
+PROGRAM = {"serve": 3 << 30, "gpu": 8 << 30, "": 1 << 30}
+"""Bytes of a process beside its model: of vLLM's server (two processes), of any with a GPU, of one with torch. Peaks
+measured on a CPU with small models: 0.5 GiB for a rank or a stage that samples, 2 GiB for the server; the rest is
+room. That of a GPU (CUDA's libraries, pinned buffers) is an allowance, and was not measured."""
+STEP = 1 << 28
+"""Memory is asked for in multiples of this."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,9 @@ class Stage:
         name: of the template.
         stage: of the module: ``policy_update``; None for a container of another program.
         flags: name (snake_case) → text, as the container gets them.
-        ranks: of torchrun.
+        ranks: of torchrun, in a pod.
+        nodes: pods that work together.
+        memory: what a pod asks for, as Kubernetes writes it.
     """
 
     name: str
@@ -80,6 +93,8 @@ class Stage:
     image: str
     accelerators: int
     ranks: int
+    nodes: int = 1
+    memory: str = ""
 
     @property
     def engine_args(self) -> dict[str, Any]:
@@ -126,11 +141,13 @@ def draw(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | 
     sums = []
     for stage in stages:
         parts = memory(stage, model, context) if isinstance(model, Model) else []
-        needed = f"{size(sum(count for _, count in parts))} + program" if parts else ""
+        known = "" if parts and whole(stage, context) else " or more" if parts else " (not estimated)"
+        needed = f"{stage.memory}{known}"
         count = f"{pods[stage.name]} in {-(-iterations // grain)}" if stage.name in shared else str(pods[stage.name])
         table.add_row(stage.name, stage.image, str(stage.accelerators or "cpu"), count, needed)
         if parts:
             sums.append(f"  {stage.name}: " + " + ".join(f"{text} = {size(count)}" for text, count in parts))
+            sums[-1] += f"; with its programs {size(asked([stage], parts))}"
     told = f"{model.name}: {model.parameters:,} parameters ({model.how})" if isinstance(model, Model) else model
     lines = [f"work at most\n{_lines(work(stages, pods))}", f"memory of {told}", *sums]
     if not set(ITERATION) <= set(pods):
@@ -164,7 +181,8 @@ def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:
 
 def read_stage(template: Mapping[str, Any]) -> Stage:
     """What a leaf template says of its stage."""
-    body = template.get("container") or template.get("script") or {}
+    job = applied(template)
+    body, group = container_of(template, job), group_of(job)
     words = [*body.get("command", ()), *body.get("args", ())]
     flags: dict[str, str] = {}
     for index, word in enumerate(words):
@@ -173,11 +191,31 @@ def read_stage(template: Mapping[str, Any]) -> Stage:
             following = words[index + 1] if index + 1 < len(words) else ""
             flags[key.replace("-", "_")] = value if equals else following
     module = next((w for w in words if w.startswith("tuneloop.") and w != "tuneloop.torchrun"), None)
-    limits = body.get("resources", {}).get("limits", {})
-    accelerators = sum(int(count) for name, count in limits.items() if "/" in name)
-    ranks = int(flags.get("nproc_per_node", "1"))
-    stage = module.removeprefix("tuneloop.") if module else None
-    return Stage(template["name"], stage, flags, body.get("image", ""), accelerators, ranks)
+    resources = body.get("resources", {})
+    accelerators = sum(int(count) for name, count in resources.get("limits", {}).items() if "/" in name)
+    env = {item["name"]: item.get("value") for item in body.get("env", ())}
+    ranks, nodes = int(env.get("PET_NPROC_PER_NODE") or flags.get("nproc_per_node", "1")), group.get("parallelism", 1)
+    world = flags.get("expected_world_size", "")
+    only_reads = world.isdigit() and int(world) != ranks * nodes  # what the JobSet before it has committed
+    stage = module.removeprefix("tuneloop.") if module and not only_reads else None
+    memory = resources.get("requests", {}).get("memory", "")
+    return Stage(template["name"], stage, flags, body.get("image", ""), accelerators, ranks, nodes, memory)
+
+
+def container_of(template: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+    """The container that works: the template's own, or of the JobSet `job` that it applies; empty where none is."""
+    if job.get("kind") == "JobSet":
+        found: dict[str, Any] = group_of(job)["template"]["spec"]["containers"][0]
+        return found
+    return template.get("container") or template.get("script") or {}
+
+
+def group_of(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec of the one Job of our JobSets; empty for what is none."""
+    if job.get("kind") != "JobSet":
+        return {}
+    found: dict[str, Any] = job["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return found
 
 
 def model_of(stages: list[Stage]) -> Model | str:
@@ -256,26 +294,48 @@ def memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, f
         return _training_memory(stage, model, context)
     if stage.stage == "serve" or (stage.stage in SAMPLED and stage.flags.get("engine") == "transformers"):
         return _sampling_memory(stage, model, context)
+    if stage.stage in HELD:
+        return [(f"{model.parameters:,} × 4 weights", model.parameters * 4.0)]
     return []
+
+
+def whole(stage: Stage, context: int | None) -> bool:
+    """Whether `memory` has all parts: what sequences need can only be told where their length is limited."""
+    if stage.stage in TRAINED:
+        return bool((stage.number("max_length") or context) and stage.number("per_device_train_batch_size"))
+    return stage.stage in ("serve", *HELD) or context is not None
+
+
+def asked(stages: Sequence[Stage], parts: Sequence[tuple[str, float]]) -> int:
+    """Bytes that a pod asks for in which `stages` run, one after another, if `parts` are what they hold."""
+    kinds = ["gpu" if stage.accelerators else stage.stage for stage in stages]
+    program = max(PROGRAM.get(str(kind), PROGRAM[""]) * stage.ranks for kind, stage in zip(kinds, stages))
+    torchrun = PROGRAM[""] / 2 if any(stage.ranks > 1 for stage in stages) else 0
+    states = [count for text, count in parts if "gpu" not in kinds or "weights" in text]
+    return math.ceil((program + torchrun + sum(states)) / STEP) * STEP
 
 
 def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
     count, ranks = model.parameters, stage.ranks
-    shared = f" / {ranks} ranks" if ranks > 1 else ""
-    parts = [(f"{count:,} × (4 weights + 4 gradients + 8 Adam){shared}", count * 16 / ranks)]
+    shared = f" / {stage.nodes} pods" if stage.nodes > 1 else ""
+    kept = "4 weights" if stage.flags.get("lora") else "(4 weights + 4 gradients + 8 Adam)"
+    parts = [(f"{count:,} × {kept}{shared}", count * (4 if stage.flags.get("lora") else 16) / stage.nodes)]
+    if stage.stage == "policy_update" and json.loads(stage.flags.get("algorithm_args", "{}")).get("beta"):
+        parts.append((f"{count:,} × 4 weights of the reference{shared}", count * 4 / stage.nodes))
     length, batch = stage.number("max_length") or context, stage.number("per_device_train_batch_size")
     if length and batch:
         batch *= 2 if stage.stage in PAIRED else 1
         tokens, wide = batch * length, 1 if stage.flags.get("dtype") == "bfloat16" else 2
         layers = f"{model.layers} layers × 34"
-        kept = model.layers * 34
+        numbers = model.layers * 34
         if stage.flags.get("gradient_checkpointing") == "true":
-            layers, kept = f"({model.layers} layers × 2 + 34 of one)", model.layers * 2 + 34
-        text = f"{batch:g} × {length:g} tokens × {layers} × {model.hidden}{' × 2 (float32)' if wide == 2 else ''}"
-        parts.append((f"{text} activations", tokens * kept * model.hidden * wide))
+            layers, numbers = f"({model.layers} layers × 2 + 34 of one)", model.layers * 2 + 34
+        each = f" × {ranks} ranks" if ranks > 1 else ""
+        text = f"{batch:g} × {length:g} tokens × {layers} × {model.hidden}{' × 2 (float32)' if wide == 2 else ''}{each}"
+        parts.append((f"{text} activations", tokens * numbers * model.hidden * wide * ranks))
         logits = tokens * model.vocab
         whole = f"{batch:g} × {length:g} × {model.vocab}" if logits <= AT_ONCE else f"{AT_ONCE:,}"
-        parts.append((f"{whole} logits at once × 8", min(logits, AT_ONCE) * 8))
+        parts.append((f"{whole} logits at once × 8{each}", min(logits, AT_ONCE) * 8 * ranks))
     return parts
 
 
@@ -313,9 +373,8 @@ def work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tuple[str, st
             tokens = f", at most {total * most:,.0f} tokens" if (most := value("max_tokens")) else ""
             yield stage.name, f"{times} × {prompts:g} prompts × {n:g} = {total:,.0f} completions{tokens}"
         elif stage.stage == "sft" and (steps := value("max_steps")):
-            batch = (
-                (value("per_device_train_batch_size") or 1) * (value("gradient_accumulation_steps") or 1) * stage.ranks
-            )
+            batch = (value("per_device_train_batch_size") or 1) * (value("gradient_accumulation_steps") or 1)
+            batch *= stage.ranks * stage.nodes
             tokens = f", at most {steps * batch * most:,.0f} tokens" if (most := value("max_length")) else ""
             yield stage.name, f"{times * steps:,.0f} optimizer steps × {batch:g} demonstrations{tokens}"
         elif stage.stage == "policy_update":

@@ -18,10 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import yaml
-
 import tuneloop
 from tuneloop.argo.settings import PRIORITY_LABEL, QUEUE_LABEL, RUN_LABEL
+from tuneloop.argo.spec import applied
 from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
@@ -190,12 +189,6 @@ def prepare(
             _prioritize(template, priority)
     check_names(made)
     return made
-
-
-def applied(template: Mapping[str, Any]) -> dict[str, Any]:
-    """The object that a resource template applies; empty for any other template."""
-    found: dict[str, Any] = yaml.safe_load(template["resource"]["manifest"]) if "resource" in template else {}
-    return found
 
 
 def _prioritize(template: dict[str, Any], priority: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.settings import RUN_LABEL, Cluster
+from tuneloop.argo.spec import applied
 from tuneloop.argo.template import RESTRICTED, RETRIED, RETRIES
 from tuneloop.component import Component
 from tuneloop.errors import UserError
@@ -167,12 +168,12 @@ def check_names(workflow: Mapping[str, Any]) -> None:
     Raises:
         UserError: with the longest name of a pod.
     """
-    from tuneloop.argo.cluster import applied
-
     run = workflow["metadata"]["name"]
     iterations = next((p["value"] for p in workflow["spec"]["arguments"]["parameters"] if p["name"] == "iterations"), 1)
     known = {"{{workflow.name}}": f"{run}-{RESUMED}", "{{inputs.parameters.iteration}}": str(iterations)}
-    for job in filter(None, map(applied, workflow["spec"].get("templates", ()))):
+    for job in map(applied, workflow["spec"].get("templates", ())):
+        if job.get("kind") != "JobSet":
+            continue
         name = job["metadata"]["name"]
         for tag, text in known.items():
             name = name.replace(tag, text)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from tuneloop.argo.cluster import PRIORITY_LABEL, QUEUE_LABEL, WORKFLOWS, Cluster, applied, faults, queued
+from tuneloop.argo.cluster import PRIORITY_LABEL, QUEUE_LABEL, WORKFLOWS, Cluster, faults, queued
+from tuneloop.argo.spec import applied
 from tuneloop.errors import UserError
 from tuneloop.store import Store
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import yaml
+
 from tuneloop.errors import UserError
 
 Fields = Mapping[str, Any]
@@ -161,6 +163,12 @@ def check(spec: Mapping[str, Any], templates: Sequence[Mapping[str, Any]]) -> No
 def calls(template: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The tasks of a DAG, or the steps of every group, in the order they are written; of a leaf none."""
     return template.get("dag", {}).get("tasks") or [step for group in template.get("steps", ()) for step in group]
+
+
+def applied(template: Mapping[str, Any]) -> dict[str, Any]:
+    """The object that a resource template applies; empty for any other template."""
+    found: dict[str, Any] = yaml.safe_load(template["resource"]["manifest"]) if "resource" in template else {}
+    return found
 
 
 def used_template(task: Mapping[str, Any]) -> str:

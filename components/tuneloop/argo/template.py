@@ -40,8 +40,10 @@ def workflow(name: str, parameters: Mapping[str, Any] | None = None) -> Workflow
         name: of the pipeline, in kebab-case.
         parameters: workflow parameters beside ``run`` and ``store``, with their values.
     """
-    from hera.workflows import Parameter, Workflow
+    from hera.workflows import Parameter
     from hera.workflows.models import ExecutorConfig, Metadata, PodGC, PodSecurityContext, SeccompProfile, TTLStrategy
+
+    from tuneloop.argo.memory import Workflow
 
     labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "tuneloop"}
     own = {key.replace("_", "-"): value for key, value in (parameters or {}).items()}
@@ -186,7 +188,10 @@ def pod_fields(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any
         ],
         "env_from": [ConfigMapEnvFrom(name=STORE, optional=True), SecretEnvFrom(name=STORE, optional=True)],
         "resources": Resources(
-            cpu_request=cluster.cpu, memory_request=cluster.memory, memory_limit=cluster.memory, gpus=gpus or None
+            cpu_request=cluster.cpu,
+            memory_request=cluster.memory_request,
+            memory_limit=cluster.memory_limit,
+            gpus=gpus or None,
         ),
         "security_context": models.SecurityContext.model_validate(RESTRICTED),
         "volumes": [

@@ -1,0 +1,72 @@
+"""A Workflow whose pods ask for the memory that `tuneloop.plan` estimates, where `cluster.memory` is ``auto``.
+
+Such a pod is rendered with a request and no limit (`tuneloop.argo.settings`). Once the whole workflow is there to be
+read, request and limit are set to what its stage needs; where only a part of that is known, the request alone, and
+where nothing is, it stays as it was: a guess must not be what a pod dies of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import hera.workflows
+
+from tuneloop.argo.jobset import written
+from tuneloop.argo.spec import applied
+from tuneloop.grain import ITERATION, unfolded
+from tuneloop.plan import Model, asked, container_of, context_of, memory, model_of, read_stage, whole
+
+LEAST = 2 << 30
+"""Bytes: `tuneloop.argo.settings.UNKNOWN`."""
+
+
+class Workflow(hera.workflows.Workflow):
+    """Hera's, fitted when it is rendered."""
+
+    def to_dict(self) -> Any:
+        """The Workflow as a mapping; also what its YAML is made of."""
+        made = super().to_dict()
+        fit(made)
+        return made
+
+
+def fit(workflow: dict[str, Any]) -> None:
+    """Set the memory of the pods of `workflow` that are rendered without a limit, as far as it can be estimated.
+
+    Raises:
+        UserError: the configuration of the model cannot be read.
+    """
+    templates = workflow["spec"].get("templates", [])
+    found = ((template, applied(template)) for template in templates)
+    unlimited = [(template, job) for template, job in found if _unlimited(container_of(template, job))]
+    if not unlimited:
+        return
+    within, _ = unfolded(workflow)
+    stages = {t["name"]: read_stage(t) for t in within["spec"]["templates"]}
+    model, context = model_of(list(stages.values())), context_of(list(stages.values()))
+    if not isinstance(model, Model):
+        return
+    inner = [stage for name, stage in stages.items() if name in ITERATION]
+    for template, job in unlimited:
+        run = [stages[template["name"]]] if template["name"] in stages else inner
+        parts = [part for stage in run for part in memory(stage, model, context)]
+        if parts:
+            _ask(container_of(template, job), asked(run, parts), all(whole(stage, context) for stage in run))
+        if job:
+            template["resource"]["manifest"] = written(job)
+
+
+def _unlimited(container: Mapping[str, Any]) -> bool:
+    resources = container.get("resources", {})
+    return "memory" in resources.get("requests", {}) and "memory" not in resources.get("limits", {})
+
+
+def _ask(container: dict[str, Any], amount: int, limited: bool) -> None:
+    """Write `amount` bytes into `container`: as request and limit, or as a request that is at least the default's."""
+    resources = container["resources"]
+    text = f"{amount >> 20}Mi"
+    if limited:
+        resources["limits"] = {**resources.get("limits", {}), "memory": text}
+    if limited or amount > LEAST:
+        resources["requests"]["memory"] = text

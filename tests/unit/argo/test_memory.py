@@ -1,0 +1,63 @@
+"""What pods ask for where nobody says how much memory they need."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.unit.test_plan import PUBLISHED
+from tuneloop.argo.preflight import quantity
+from tuneloop.config import find
+
+GIB = 2**30
+
+
+def memory(*sets: str) -> dict[str, tuple[float, float | None]]:
+    """Template → GiB that its container requests, and its limit; of a JobSet, each of its pods."""
+    pipeline = find("sft_then_grpo")
+    found = {}
+    for template in pipeline.build(pipeline.configure(sets=sets))["spec"]["templates"]:
+        container: dict[str, Any] = template.get("container", {})
+        if "resource" in template:
+            pod = yaml.safe_load(template["resource"]["manifest"])["spec"]["replicatedJobs"][0]["template"]["spec"]
+            (container,) = pod["template"]["spec"]["containers"]
+        if container:
+            limit = container["resources"].get("limits", {}).get("memory")
+            asked = float(quantity(container["resources"]["requests"]["memory"]) / GIB)
+            found[template["name"]] = (asked, float(quantity(limit) / GIB) if limit else None)
+    return found
+
+
+def test_known_needs_are_request_and_limit_and_a_guess_limits_nothing() -> None:
+    found = memory()
+    # 853,376 × 16 bytes, 64 × 256 tokens of activations and logits, and the program's GiB
+    assert found["sft"] == (1.75, 1.75)
+    assert found["policy-update"][0] == found["policy-update"][1]  # lengths are limited by vLLM's max_model_len
+    assert found["data-prep"] == found["reward"] == (2.0, None)
+    alone = memory("engine.name=transformers")
+    assert alone["policy-update"] == (2.0, None), "of sequences without a limit only a part is known"
+
+
+def test_what_a_user_says_holds() -> None:
+    assert {pair for name, pair in memory("cluster.memory=3Gi").items() if name != "continue"} == {(3.0, 3.0)}
+
+
+def test_every_pod_of_a_jobset_asks_for_its_share(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-0.6B"][1]))
+    sets = [f"base_model={tmp_path}", "sft.per_device_train_batch_size=1", "sft.max_length=32"]
+    one, two = memory(*sets), memory(*sets, "nodes=2")
+    states = PUBLISHED["Qwen3-0.6B"][0] * 16 / GIB
+    assert one["sft"][1] > states + 1
+    assert abs(one["sft"][1] - two["sft-job"][1] - states / 2) <= 0.25  # as they are rounded
+    assert two["sft-result"] == (2.0, None)
+
+
+def test_a_pod_of_several_stages_holds_what_all_of_them_do() -> None:
+    fine, coarse = memory("cluster.gpus=1"), memory("cluster.gpus=1", "loop.iterations_per_pod=10")
+    assert coarse["segment"][1] == fine["policy-update"][1] > 8, "programs with a GPU"
+
+
+def test_of_a_model_that_is_elsewhere_nothing_is_known() -> None:
+    limits = {name: limit for name, (_, limit) in memory("base_model=some/model").items() if name != "continue"}
+    assert set(limits.values()) == {None}
