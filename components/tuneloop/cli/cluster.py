@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,6 +37,10 @@ def submit(
     server: Annotated[
         str | None, typer.Option("--server", help="URL of an Argo server to send it to; needs no kubeconfig.")
     ] = None,
+    fleet: Annotated[
+        Path | None,
+        typer.Option("--fleet", help="Manifest of a Dynamo graph: brought up first, goes with the run."),
+    ] = None,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
@@ -44,10 +49,13 @@ def submit(
     from tuneloop.argo.preflight import problems
     from tuneloop.config import find
 
+    graph = _graph(fleet, run, namespace) if fleet else None
     found = find(pipeline)
-    workflow = found.build(found.configure(config, sets or ()))
+    workflow = found.build(found.configure(config, [*_rolled_out_by(graph), *(sets or ())]))
     made = argo.prepare(workflow, run=run, store=store, namespace=namespace, priority=priority)
     if server:
+        if graph:
+            raise UserError("--fleet", str(fleet), "needs a kubeconfig; bring the graph up by `tuneloop fleet up`")
         return _submit_to(server, made, run, namespace, wait)
     there = argo.connect(namespace, context)
     if found_wanting := problems(there, made):
@@ -57,12 +65,37 @@ def submit(
     if check:
         typer.echo(f"{run}: can be submitted to {there.context}, namespace {namespace}")
         return 0
-    name = argo.create(there, made, run)
+    name = _start(there, made, run, graph)
     typer.echo(f"{run}: submitted as workflow {name}; see `tuneloop cluster status {run}`")
     if not wait:
         return 0
     _print_logs(there, run, None, follow=True)
     return argo.wait(there, run)
+
+
+def _graph(manifest: Path, run: str, namespace: str) -> dict[str, Any]:
+    """The Dynamo graph of a manifest, labelled as the run's."""
+    from tuneloop.argo.settings import RUN_LABEL
+    from tuneloop.cli.fleet import documents
+    from tuneloop.fleet.graph import render
+
+    return render(documents(manifest), namespace=namespace, labels={RUN_LABEL: run})
+
+
+def _rolled_out_by(graph: dict[str, Any] | None) -> list[str]:
+    """Settings of a pipeline that rolls out with a graph."""
+    if graph is None:
+        return []
+    return ["engine.name=endpoint", "engine.fleet=dynamo://{name}.{namespace}".format(**graph["metadata"])]
+
+
+def _start(there: Cluster, made: dict[str, Any], run: str, graph: dict[str, Any] | None) -> str:
+    from tuneloop.argo import cluster as argo
+    from tuneloop.fleet.graph import bring_up
+
+    if graph is None:
+        return argo.create(there, made, run)
+    return str(bring_up(there, graph, lambda: argo.create(there, made, run), tell=typer.echo))
 
 
 def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: bool) -> int:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+
+from tuneloop.cli.cluster import CONTEXT, NAMESPACE
 
 app = typer.Typer(no_args_is_help=True, help="Fleets of rollout workers that are brought to each version.")
 FLEET = Annotated[
@@ -14,6 +18,12 @@ FLEET = Annotated[
         help="http://host:port,…, dns://name:port, service://name.namespace or dynamo://name.namespace.",
     ),
 ]
+SETS = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="path=value below the graph, as in spec.services.Worker.replicas=2; repeatable."),
+]
+IMAGE = Annotated[str | None, typer.Option(help="Of the components that name none.")]
+READY = Annotated[float, typer.Option(help="Seconds until the graph is ready.")]
 TIMEOUT = Annotated[float, typer.Option(help="Seconds without an answer after which a worker counts as gone.")]
 
 
@@ -23,29 +33,59 @@ def fleet() -> None:
 
 
 @app.command("status")
-def status(fleet: FLEET, timeout: TIMEOUT = 10.0) -> int:
-    """List the workers of a fleet and what each serves. Exit code 1 where they differ, or one does not answer."""
-    from rich.table import Table
+def status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) -> int:
+    """List the workers of a fleet and what each serves. Exit code 1 where they differ, or one does not answer.
 
-    from tuneloop.cli.show import show
+    A Dynamo graph is shown as its cluster sees it, by the three gates of its readiness, where this is no pod of it.
+    """
+    import os
+
+    from tuneloop.fleet import named
+
+    if fleet.startswith("dynamo:") and "KUBERNETES_SERVICE_HOST" not in os.environ:
+        name, namespace, port = named(fleet)
+        return _gates(name, namespace, port, context)
+    return _workers(fleet, timeout)
+
+
+def _workers(fleet: str, timeout: float) -> int:
     from tuneloop.errors import Retryable
     from tuneloop.fleet import open_fleet
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("worker", "url", "serves"):
-        table.add_column(column, no_wrap=True)
-    served: list[str | None] = []
+    rows: list[tuple[str, str, str]] = []
+    served: set[str] = set()
     for worker in open_fleet(fleet).discover():
         try:
-            served.append(worker.version(timeout))
-            told = served[-1] or "nothing"
+            told = worker.version(timeout) or "nothing"
         except Retryable as error:
-            served.append(None)
-            told = f"[red]{error}[/red]"
-        table.add_row(worker.id, worker.url, told)
+            told = str(error)
+        served.add(told)
+        rows.append((worker.id, worker.url, told))
+    _table(("worker", "url", "serves"), rows)
+    return 0 if len(served) == 1 and "@" in min(served) else 1
+
+
+def _gates(name: str, namespace: str, port: int | None, context: str | None) -> int:
+    from tuneloop.argo.cluster import connect
+    from tuneloop.fleet.dynamo import FRONTEND_PORT
+    from tuneloop.fleet.graph import gates
+
+    found = gates(connect(namespace, context), name, port or FRONTEND_PORT)
+    _table(("gate", "", "why"), [(gate.name, "open" if gate.open else "shut", gate.why) for gate in found])
+    return 0 if all(gate.open for gate in found) else 1
+
+
+def _table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
+    from rich.table import Table
+
+    from tuneloop.cli.show import show
+
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     show(table)
-    typer.echo(f"{len(served)} workers, {len(set(served) - {None, ''})} versions")
-    return 0 if len(set(served)) == 1 and served[0] else 1
 
 
 @app.command("refit")
@@ -65,3 +105,61 @@ def refit(
     changed = [paused for paused in done.workers.values() if paused]
     longest = f", paused for {max(changed):.2f} s at most" if changed else ""
     typer.echo(f"{wanted.label}: {len(done.workers)} workers have it, {len(changed)} got it now{longest}")
+
+
+@app.command("up")
+def up(
+    manifest: Annotated[Path, typer.Argument(help="YAML with a DynamoGraphDeployment, among others.")],
+    name: Annotated[str | None, typer.Option(help="In place of the manifest's.")] = None,
+    sets: SETS = None,
+    image: IMAGE = None,
+    recreate: Annotated[bool, typer.Option(help="Replace a graph that differs; else it is used as it is.")] = False,
+    timeout: READY = 1800.0,
+    namespace: NAMESPACE = "tuneloop",
+    context: CONTEXT = None,
+) -> None:
+    """Create a graph of Dynamo and wait until it is ready; it is deleted again if it does not become so.
+
+    It stays until `tuneloop fleet down`. `tuneloop submit --fleet MANIFEST` makes one that goes with its run.
+    """
+    from tuneloop.argo.cluster import connect
+    from tuneloop.fleet.graph import bring_up, render
+
+    graph = render(documents(manifest), name=name, namespace=namespace, image=image, sets=sets or ())
+    bring_up(connect(namespace, context), graph, recreate=recreate, timeout=timeout, tell=typer.echo)
+    typer.echo(
+        f"use it with --set engine.name=endpoint --set engine.fleet=dynamo://{graph['metadata']['name']}.{namespace}"
+    )
+
+
+@app.command("down")
+def down(
+    name: Annotated[str, typer.Argument(help="Of the graph.")],
+    namespace: NAMESPACE = "tuneloop",
+    context: CONTEXT = None,
+) -> int:
+    """Delete a graph of Dynamo, and with it its pods. Exit code 1 where there was none."""
+    from tuneloop.argo.cluster import connect
+    from tuneloop.fleet import graph
+
+    there = graph.down(connect(namespace, context), name)
+    typer.echo(f"{name}: {'deleted' if there else 'there was none'}")
+    return 0 if there else 1
+
+
+def documents(manifest: Path) -> list[dict[str, Any]]:
+    """What is in a YAML file.
+
+    Raises:
+        UserError: it can not be read, or is no YAML.
+    """
+    import yaml
+
+    from tuneloop.errors import UserError
+
+    try:
+        return [each for each in yaml.safe_load_all(manifest.read_text()) if isinstance(each, dict)]
+    except OSError as error:
+        raise UserError("manifest", str(manifest), f"cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError("manifest", str(manifest), f"is not YAML ({' '.join(str(error).split())})") from error

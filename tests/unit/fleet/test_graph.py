@@ -1,0 +1,125 @@
+"""What is written of a graph, and when it counts as ready; against a real API in tests/cluster/test_fleet.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from tuneloop.cli import invoke
+from tuneloop.errors import UserError
+from tuneloop.fleet.graph import drift, frontend_gate, operator_gate, pods_gate, render
+
+BETA = """
+apiVersion: v1
+kind: Secret
+metadata: {name: not-this-one}
+---
+apiVersion: nvidia.com/v1beta1
+kind: DynamoGraphDeployment
+metadata: {name: graph, labels: {team: rl}}
+spec:
+  components:
+    - {name: Frontend, type: frontend}
+    - name: Worker
+      type: worker
+      podTemplate:
+        spec: {serviceAccountName: theirs, containers: [{name: main, image: own:1}]}
+"""
+ALPHA = {
+    "apiVersion": "nvidia.com/v1alpha1",
+    "kind": "DynamoGraphDeployment",
+    "metadata": {"name": "graph"},
+    "spec": {"services": {"Worker": {"replicas": 1, "extraPodSpec": {"mainContainer": {"command": ["serve"]}}}}},
+}
+
+
+def test_a_manifest_is_changed_where_it_is_told_to_and_nowhere_else() -> None:
+    documents = list(yaml.safe_load_all(BETA))
+    made = render(
+        documents,
+        name="mine",
+        namespace="ns",
+        labels={"run": "demo"},
+        image="default:2",
+        sets=["spec.components.Worker.replicas=3", "spec.env=[{name: A, value: b}]"],
+    )
+    assert made["metadata"] == {"name": "mine", "namespace": "ns", "labels": {"team": "rl", "run": "demo"}}
+    frontend, worker = made["spec"]["components"]
+    assert frontend["podTemplate"] == {"spec": {"containers": [{"name": "main", "image": "default:2"}]}}
+    assert worker == {**documents[1]["spec"]["components"][1], "replicas": 3}, "its account and image stay"
+    assert documents == list(yaml.safe_load_all(BETA))
+    assert drift(documents[1]["spec"], made["spec"], "spec") == []
+    assert drift(made["spec"], documents[1]["spec"], "spec") == [
+        "spec.components[0].podTemplate.spec.containers",
+        "spec.components[1].replicas",
+        "spec.env",
+    ]
+    older = render([ALPHA], image="default:2", sets=["spec.services.Worker.replicas=2"])
+    assert older["spec"]["services"]["Worker"] == {
+        "replicas": 2,
+        "extraPodSpec": {"mainContainer": {"command": ["serve"], "image": "default:2"}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("documents", "sets", "said"),
+    [
+        ([], [], "manifest: '0 of kind DynamoGraphDeployment'"),
+        ([ALPHA, ALPHA], [], "'2 of kind"),
+        ([{**ALPHA, "metadata": {}}], [], "has no name"),
+        ([ALPHA], ["spec.replicas"], "write path=value"),
+        ([ALPHA], ["metadata.name.there=1"], "below no mapping"),
+        ([{**ALPHA, "spec": {"components": []}}], ["spec.components.Worker.replicas=1"], "nothing named Worker"),
+    ],
+)
+def test_a_manifest_that_can_not_be_meant(documents: list[Any], sets: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        render(documents, sets=sets)
+
+
+@pytest.mark.parametrize(
+    ("status", "open_", "why"),
+    [
+        (None, False, "not seen"),
+        ({"state": "pending"}, False, "pending"),
+        ({"state": "successful"}, True, "successful"),
+        ({"state": "successful", "observedGeneration": 1}, False, "successful, of an earlier generation"),
+        ({"state": "successful", "observedGeneration": 2}, True, "successful"),
+    ],
+)
+def test_the_operators_gate(status: Any, open_: bool, why: str) -> None:
+    gate = operator_gate({"metadata": {"generation": 2}, "status": status})
+    assert (gate.open, gate.why) == (open_, why)
+
+
+def test_the_pods_gate() -> None:
+    def pod(ready: str, leaving: bool = False) -> Any:
+        conditions = [SimpleNamespace(type="Ready", status=ready)]
+        metadata = SimpleNamespace(deletion_timestamp="now" if leaving else None)
+        return SimpleNamespace(metadata=metadata, status=SimpleNamespace(conditions=conditions))
+
+    assert pods_gate([]).why == "0 of 0 ready" and not pods_gate([]).open
+    assert not pods_gate([pod("True"), pod("False")]).open
+    assert pods_gate([pod("True"), pod("False", leaving=True)]).open
+
+
+@pytest.mark.parametrize(("status", "open_"), [(200, True), (404, True), (500, True), (502, False), (503, False)])
+def test_the_frontends_gate(status: int, open_: bool) -> None:
+    assert frontend_gate(status).open is open_
+    assert frontend_gate(0, "ConnectionRefused").why == "ConnectionRefused" and not frontend_gate(0).open
+
+
+def test_submitting_with_a_graph_sets_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text(BETA)
+    line = ["submit", "grpo", "--run", "demo", "--store", "s3://b/p", "--fleet", str(path)]
+    assert invoke([*line, "--set", "engine.rollout_endpoint_url=http://a"]) == 2
+    assert "a graph's name says its URL: set fleet or rollout_endpoint_url" in capsys.readouterr().err
+    assert invoke([*line, "--server", "http://argo"]) == 2
+    assert "--fleet" in capsys.readouterr().err
+    path.write_text("a: [")
+    assert invoke(line) == 2 and "is not YAML" in capsys.readouterr().err
