@@ -334,14 +334,19 @@ def directory(name: str, store: str) -> Path:
     return (local_path(store) or Path(ROOT).absolute()) / name
 
 
-def create(record: Record, workflow: str) -> Run:
+def create(record: Record, workflow: str, replaced: Record | None = None) -> Run:
     """Write the record of a new run, its configuration and its rendered workflow; the record last.
+
+    Args:
+        replaced: the record of a run of this name that may go.
 
     Raises:
         UserError: the name cannot be used, or is taken by a run with another configuration or store.
     """
     check_name(record.run)
     place = Store(str(directory(record.run, record.store)))
+    if replaced:
+        place.delete("run.json")
     place.put("config.yaml", yaml.safe_dump(record.config, sort_keys=False).encode())
     place.put("workflow.yaml", workflow.encode())
     try:

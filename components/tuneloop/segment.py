@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 from tuneloop.argo.executor import Outcome, execute
 from tuneloop.argo.resident import Resident
 from tuneloop.argo.state import Node
-from tuneloop.component import write_outputs
 from tuneloop.errors import UserError, failed
+from tuneloop.program import write_outputs
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

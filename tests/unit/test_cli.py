@@ -325,6 +325,20 @@ def test_a_stage_that_fails_says_why_and_a_mended_run_resumes(call: Call) -> Non
     assert "has no manifest.json" in again.err
 
 
+def test_a_run_that_failed_before_its_loop_takes_other_settings(call: Call, tmp_path: Path) -> None:
+    at = ("--run", "m", *QUICK)
+    (tmp_path / "runs/m").mkdir(parents=True)
+    (tmp_path / "runs/m/evaluate-before").touch()  # a directory belongs there
+    assert "m: failed" in call("run", TOY, *at).out
+    (tmp_path / "runs/m/evaluate-before").unlink()
+    misfit = call("run", TOY, *at, "--set", "sft.skill=2")
+    assert misfit.code == 2 and "--skill: 2" in misfit.err and "is committed already" in misfit.err
+    result = call("run", TOY, *at, "--set", "iterations=1")
+    assert result.code == 0, result.out + result.err
+    assert "begins again with another iterations, sft.skill" in result.out
+    refused(call("run", TOY, *at), "exists with another iterations")
+
+
 @pytest.mark.local
 def test_a_killed_run_is_interrupted_and_resumes(call: Call, tmp_path: Path) -> None:
     child = program("run", TOY, "--run", "k", *QUICK, "--set", "iterations=3", cwd=tmp_path, start_new_session=True)

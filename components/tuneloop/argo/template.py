@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from tuneloop.argo.settings import Cluster
-from tuneloop.component import Component, flag
+from tuneloop.component import Component
+from tuneloop.program import flag
 
 if TYPE_CHECKING:
     from hera.workflows import Container, Steps, Workflow

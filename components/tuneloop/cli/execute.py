@@ -40,7 +40,10 @@ def run(
     track: TRACK = True,
     warm: WARM = True,
 ) -> int:
-    """Run a pipeline on this machine. The same run again resumes it: committed stages end at once."""
+    """Run a pipeline on this machine. The same run again resumes it: committed stages end at once.
+
+    A run that ended before its loop began may be given other settings; what it has committed must still fit them.
+    """
     from tuneloop import runs
     from tuneloop.cli.checks import preflight
     from tuneloop.config import dump, find
@@ -50,12 +53,13 @@ def run(
     resolved = found.configure(config, sets or ()).model_dump(mode="json")
     name = name or f"{found.name.replace('_', '-')[:24]}-{time.strftime('%Y%m%d-%H%M%S')}"
     if (record := runs.read_record(name, store)) is not None:
-        _same(record, found.name, resolved, normalize(store))
-        return _continue(runs.Run(name, store, record), parallelism, track, warm)
+        standing = runs.Run(name, store, record)
+        if _same(standing, found.name, resolved, normalize(store)):
+            return _continue(standing, parallelism, track, warm)
     workflow = found.build(found.validate(resolved))
     preflight(resolved, workflow, store)
     fresh = runs.Record(run=name, pipeline=found.name, path=str(found.path), config=resolved, store=normalize(store))
-    return _carry_out(runs.create(fresh, dump(workflow)), parallelism, track, warm)
+    return _carry_out(runs.create(fresh, dump(workflow), replaced=record), parallelism, track, warm)
 
 
 def resume(
@@ -97,18 +101,29 @@ def stop(
     return 0
 
 
-def _same(record: Any, pipeline: str, config: dict[str, Any], store: str) -> None:
-    """Refuse a run name that stands for something else."""
+def _same(standing: Run, pipeline: str, config: dict[str, Any], store: str) -> bool:
+    """Whether the run of this name was started with these very settings; refuse a name that stands for another one.
+
+    Before the loop a failed run may be mended: the stages themselves refuse what does not fit their committed outputs.
+    Within the loop a change could leave iterations behind that are no longer part of the run.
+    """
     from tuneloop.errors import UserError
     from tuneloop.runs import differences
 
+    record = standing.record
+    assert record
     asked = {"pipeline": pipeline, "store": store, **config}
-    if differing := differences(asked, {"pipeline": record.pipeline, "store": record.store, **record.config}):
+    differing = differences(asked, {"pipeline": record.pipeline, "store": record.store, **record.config})
+    begun = standing.iteration or standing.phase in ("running", "succeeded")
+    if differing and (begun or {"pipeline", "store"} & {*differing}):
         what = ", ".join(differing[:5])
         remedy = (
             f"exists with another {what}; `tuneloop resume {record.run}` continues it as it was, or choose another name"
         )
         raise UserError("--run", record.run, remedy)
+    if differing:
+        typer.echo(f"{record.run}: ended before its loop; begins again with another {', '.join(differing[:5])}")
+    return not differing
 
 
 def _continue(run: Run, parallelism: int | None, track: bool, warm: bool) -> int:

@@ -65,7 +65,8 @@ def failure(run: Run, outcome: Outcome) -> str:
     stage, at = label(node), there(run.store_url)
     then = f"`tuneloop resume {run.name}{at}`"
     if outcome.exit_code == EXIT_USER:
-        then += ", or another run with other settings"
+        run.refresh()
+        then += ", or another run with other settings" if run.iteration else ", or run it again with other settings"
     return f"{kind}{said} (in {stage}; see `tuneloop logs {run.name} {stage}{at}`, then {then})"
 
 

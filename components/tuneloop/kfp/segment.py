@@ -18,11 +18,11 @@ from typing import Any
 
 from tuneloop import segment
 from tuneloop.artifacts import Manifest, find
-from tuneloop.component import flag
 from tuneloop.errors import UserError, failed
 from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.stage import ended, hand_over, skip, text
+from tuneloop.program import flag
 
 RESULTS = {"last_iteration": int, "mean_reward": float}
 """Output parameters: the last iteration that was done, and what its rollouts earned."""

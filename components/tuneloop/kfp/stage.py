@@ -25,9 +25,10 @@ import xxhash
 
 from tuneloop import plugins
 from tuneloop.artifacts import Manifest, find, split_ref
-from tuneloop.component import Component, flag
+from tuneloop.component import Component
 from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
+from tuneloop.program import flag
 
 URL, TARGET = "url", "target_reward"
 """Parameters of the adapter's own: where the output is committed; the mean reward that ends a loop."""

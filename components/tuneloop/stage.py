@@ -1,0 +1,172 @@
+"""What a stage's function is given: where to write, what to report, when to stop, how to go on after a stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from tuneloop.artifacts import MANIFEST, Artifact, Draft, canonical
+from tuneloop.errors import Interrupted
+from tuneloop.progress import Progress
+from tuneloop.seeds import derive
+from tuneloop.store import Store
+
+
+class Params(BaseModel):
+    """A stage's parameters; generated from its signature."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+@dataclasses.dataclass
+class Stage:
+    """What a stage's function is given of the run it is part of.
+
+    Attributes:
+        name: of the stage.
+        params: validated parameters.
+        out: the directory to write output files to; the same for all ranks of one machine, and for all machines where
+            the store is a volume that they share.
+        out_url: where it will be committed.
+        rank, local_rank, world_size: as torchrun sets them.
+        facts: what the manifest will say of the output (JSON).
+        timings: seconds, and rates whose name ends in ``_per_s``.
+        barrier: waits for all ranks; the trainer replaces it once a process group exists.
+    """
+
+    name: str
+    params: Params
+    out: Path
+    out_url: str
+    attempt: str
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    timings: dict[str, float] = dataclasses.field(default_factory=dict)
+    barrier: Callable[[], None] = lambda: None
+    stopping: bool = False
+
+    @property
+    def leader(self) -> bool:
+        return self.rank == 0
+
+    def log(self, message: str) -> None:
+        """One line for people, on standard error, from the first rank only."""
+        if self.leader:
+            print(f"{self.name}: {message}", file=sys.stderr, flush=True)
+
+    def progress(self, total: int, unit: str) -> Progress:
+        """A progress display of `total` units; ``update(done, loss=…)`` moves it."""
+        return Progress(self.name, total, unit, quiet=not self.leader)
+
+    def seed(self, purpose: str, *index: int | str) -> int:
+        """The seed of a named stream, from the stage's ``seed`` parameter (and ``iteration``, if it has one)."""
+        iteration = getattr(self.params, "iteration", 0)
+        return derive(getattr(self.params, "seed", 0), purpose, iteration, *index)
+
+    def metric(self, step: int, **values: float) -> None:
+        """Append one row to ``metrics.jsonl``. No times in here: the file is part of the digest."""
+        if self.leader:
+            with (self.out / "metrics.jsonl").open("a") as file:
+                file.write(canonical({"step": step, **values}) + "\n")
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds spent inside to ``timings[name]``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - start
+
+    def check_stop(self) -> None:
+        """Leave the stage if SIGTERM has arrived.
+
+        Raises:
+            Interrupted: exit code 75 follows.
+        """
+        if self.stopping:
+            raise Interrupted(f"{self.name}: stopped by a signal")
+
+    def save_resume(self, step: int, write: Callable[[Path], None]) -> None:
+        """Commit what a retry needs to go on from `step`; called by all ranks.
+
+        `write` gets a directory that the ranks of one machine share. Older resume points are dropped, and those of
+        other inputs or parameters.
+        """
+        draft = Draft(f"{self.out_url}/resume/{step:08d}", attempt=self.attempt)
+        write(draft.path)
+        self._bring(draft)
+        if self.leader:
+            store = Store(self.out_url)
+            for name in self._resume_points():
+                if not self._is_own(point := Artifact(f"{self.out_url}/resume/{name}")):
+                    store.delete(f"resume/{name}/{MANIFEST}")  # else it would stand in our way, or pass for the newest
+                    store.delete(f"resume/{name}/{point.manifest.root}")
+            draft.commit(stage=self.name, **self._identity(), facts={"step": step})
+            for name in self._resume_points()[:-1]:
+                store.delete(f"resume/{name}")
+        self.barrier()
+
+    def latest_resume(self) -> Artifact | None:
+        """The newest resume point that an earlier attempt of this very stage committed."""
+        for name in reversed(self._resume_points()):
+            if self._is_own(artifact := Artifact(f"{self.out_url}/resume/{name}")):
+                return artifact
+        return None
+
+    def _is_own(self, point: Artifact) -> bool:
+        return {"params": point.manifest.params, "inputs": point.manifest.inputs} == self._identity()
+
+    def _resume_points(self) -> list[str]:
+        keys = Store(self.out_url).keys("resume")
+        return sorted(key.split("/")[1] for key in keys if key.endswith(f"/{MANIFEST}"))
+
+    def _bring(self, draft: Draft) -> None:
+        """Before the leader commits: what every machine has written is where the leader finds it."""
+        self.barrier()
+        if self.local_rank == 0 and not self.leader:
+            draft.contribute(self.rank)
+        self.barrier()
+
+    def _identity(self) -> dict[str, Any]:
+        return {"params": self._tracked, "inputs": self._inputs}
+
+    _tracked: dict[str, Any] = dataclasses.field(default_factory=dict)
+    _inputs: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@contextmanager
+def hearing(stage: Stage) -> Iterator[None]:
+    """SIGTERM and SIGINT set ``stage.stopping``; whatever ends the stage early leaves no half-written output.
+
+    A handler of the caller's hears them, too: who runs several stages has to know, also where this one ends well.
+    """
+    previous: dict[int, Any] = {}
+
+    def stop(signum: int, frame: object) -> None:
+        stage.stopping = True
+        if callable(before := previous.get(signum)) and before is not signal.default_int_handler:
+            before(signum, frame)
+
+    with suppress(ValueError):  # not the main thread: the caller owns the signals
+        for heard in (signal.SIGTERM, signal.SIGINT):
+            previous[heard] = signal.signal(heard, stop)
+    try:
+        yield
+    except BaseException:
+        if stage.leader:
+            Draft(stage.out_url, attempt=stage.attempt).discard()
+        raise
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
