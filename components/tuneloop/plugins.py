@@ -15,7 +15,7 @@ from tuneloop.errors import UserError
 
 def names(family: str) -> list[str]:
     """The variants that ship with tuneloop or are registered by entry point."""
-    return sorted({*_own(family), *(entry.name for entry in _registered().select(group=f"tuneloop.{family}"))})
+    return sorted({*shipped(family), *(entry.name for entry in _registered().select(group=f"tuneloop.{family}"))})
 
 
 def load(family: str, name: str, attribute: str | None = None) -> Any:
@@ -35,7 +35,7 @@ def load(family: str, name: str, attribute: str | None = None) -> Any:
             return getattr(importlib.import_module(module), path)
         except (ImportError, AttributeError) as error:
             raise UserError(family, name, f"cannot be imported ({error})") from error
-    if name not in _own(family):
+    if name not in shipped(family):
         for entry in _registered().select(group=f"tuneloop.{family}", name=name):
             return entry.load()
         raise UserError(family, name, f"unknown; known: {', '.join(names(family))}, or a dotted path pkg.mod:attr")
@@ -56,7 +56,8 @@ def variant(family: str) -> AfterValidator:
 
 
 @cache
-def _own(family: str) -> list[str]:
+def shipped(family: str) -> list[str]:
+    """The variants that ship with tuneloop."""
     package = importlib.import_module(f"tuneloop.{family}")
     return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationInfo
 
 from tuneloop import checkpoint, plugins, steps
 from tuneloop.artifacts import Artifact
@@ -19,6 +19,12 @@ from tuneloop.samples import Sample, check_sampling, read_samples
 if TYPE_CHECKING:
     from tuneloop.algorithms._objective import PolicyGradient
     from tuneloop.trainers.fsdp import Optimization, Policy, Ranks, Trainer
+
+
+def _check_schedule(max_steps: int, info: ValidationInfo) -> int:
+    if info.data.get("lr_scheduler_type", "constant") != "constant" and not max_steps:
+        raise ValueError(f"the schedule {info.data['lr_scheduler_type']} must know where it ends")
+    return max_steps
 
 
 @component(
@@ -34,13 +40,22 @@ def policy_update(
     algorithm: Annotated[
         str,
         plugins.variant("algorithms"),
+        steps.algorithm_of("PolicyGradient"),
         Field(description="grpo, dr_grpo, dapo, gspo, cispo, rloo, …, or pkg.mod:attr"),
     ] = "grpo",
-    algorithm_args: Annotated[dict[str, Any], Field(description="the algorithm's own options")] = {},  # noqa: B006
+    algorithm_args: Annotated[
+        dict[str, Any],
+        steps.options_of("PolicyGradient"),
+        Field(description="the algorithm's own options", validate_default=True),
+    ] = {},  # noqa: B006
     learning_rate: steps.LearningRate = 5e-4,
     warmup_steps: Annotated[int, Field(ge=0, description="counted over all iterations")] = 5,
     lr_scheduler_type: steps.Scheduler = "constant",
-    max_steps: Annotated[int, Field(ge=0, description="of all iterations: where linear and cosine reach 0")] = 0,
+    max_steps: Annotated[
+        int,
+        AfterValidator(_check_schedule),
+        Field(ge=0, description="of all iterations: where linear and cosine reach 0", validate_default=True),
+    ] = 0,
     adam_beta1: steps.Beta = 0.9,
     adam_beta2: steps.Beta = 0.99,
     weight_decay: steps.NotNegative = 0.0,
@@ -78,14 +93,9 @@ def policy_update(
             at temperature 0; a missing column; no reference where `beta` is set.
         Interrupted: on SIGTERM. Nothing is kept: a retry begins anew.
     """
-    from tuneloop.algorithms._objective import PolicyGradient
-
-    remedy = "is no policy gradient; preferences are for the stage preference"
-    objective = steps.open_algorithm(algorithm, algorithm_args, PolicyGradient, remedy)
+    objective: PolicyGradient = steps.open_algorithm(algorithm, algorithm_args, "PolicyGradient")
     if objective.beta and reference is None:
         raise UserError("algorithm_args.beta", objective.beta, "needs --reference, a checkpoint; or set it to 0")
-    if lr_scheduler_type != "constant" and not max_steps:
-        raise UserError("--max-steps", max_steps, f"the schedule {lr_scheduler_type} must know where it ends")
     temperature = check_sampling(policy, rewards, max_staleness)
     samples = read_samples(rewards, int(policy.manifest.facts["version"]), max_staleness)
     ranks = checkpoint.open_ranks(stage, device, expected_world_size)

@@ -37,9 +37,16 @@ def preference(
     logprobs: Input,
     *,
     algorithm: Annotated[
-        str, plugins.variant("algorithms"), Field(description="dpo, ipo, kto, or pkg.mod:attr")
+        str,
+        plugins.variant("algorithms"),
+        steps.algorithm_of("Preference"),
+        Field(description="dpo, ipo, kto, or pkg.mod:attr"),
     ] = "dpo",
-    algorithm_args: Annotated[dict[str, Any], Field(description="the algorithm's own options")] = {},  # noqa: B006
+    algorithm_args: Annotated[
+        dict[str, Any],
+        steps.options_of("Preference"),
+        Field(description="the algorithm's own options", validate_default=True),
+    ] = {},  # noqa: B006
     max_steps: steps.MaxSteps = 100,
     per_device_train_batch_size: steps.BatchSize = 32,
     gradient_accumulation_steps: steps.Accumulation = 1,
@@ -72,11 +79,9 @@ def preference(
         UserError: no pairs, one that is too long, or log-probabilities of other tokens.
         Interrupted: after SIGTERM, once a resume point is committed.
     """
-    from tuneloop.algorithms._preference import Preference
     from tuneloop.trainers.fsdp import Trainer
 
-    remedy = "learns from rewards, not from pairs; that is for the stage policy_update"
-    objective = steps.open_algorithm(algorithm, algorithm_args, Preference, remedy)
+    objective: Preference = steps.open_algorithm(algorithm, algorithm_args, "Preference")
     ranks = checkpoint.open_ranks(stage, device, expected_world_size)
     with stage.timed("data"):
         pairs = read_pairs(prompts, policy, "preference")

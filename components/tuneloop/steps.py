@@ -3,13 +3,14 @@ train."""
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo
 
 from tuneloop import checkpoint, plugins
 from tuneloop.artifacts import Artifact, canonical
@@ -47,9 +48,21 @@ WorldSize = Annotated[int | None, Field(ge=1, description="refuse to train with 
 
 LoraOption = Annotated[Lora | None, Field(description="adapters by peft in place of all parameters; its names")]
 
+Kind = Literal["PolicyGradient", "Preference"]
+KINDS: dict[Kind, tuple[str, str]] = {
+    "PolicyGradient": (
+        "tuneloop.algorithms._objective",
+        "is no policy gradient; preferences are for the stage preference",
+    ),
+    "Preference": (
+        "tuneloop.algorithms._preference",
+        "learns from rewards, not from pairs; that is for the stage policy_update",
+    ),
+}
+"""Of algorithms: where the class is, and what to say of one that is not of it."""
+
 TRAINER_OPTIONS = ("dtype", "attn_implementation", "packing", "max_length", "gradient_checkpointing", "lora")
 
-Algorithm = TypeVar("Algorithm", bound=BaseModel)
 Step = Callable[[list[int]], tuple[dict[str, float], int]]
 """Takes one optimizer step on the examples of these indices; its measures, `loss` first of all, and its tokens."""
 
@@ -69,23 +82,66 @@ def saved_dtype(stage: Stage) -> str:
     return str(given["dtype"] if given["save_dtype"] == "auto" else given["save_dtype"])
 
 
-def open_algorithm(name: str, options: dict[str, Any], kind: type[Algorithm], remedy: str) -> Algorithm:
-    """The algorithm called `name`, with its own options.
+def find_algorithm(name: str, kind: Kind) -> Any:
+    """The class of the algorithm called `name`.
 
-    Args:
-        kind: the class that it has to be of.
-        remedy: what to say of one that is not.
+    Raises:
+        UserError: unknown, or of another kind.
+    """
+    module, remedy = KINDS[kind]
+    found = plugins.load("algorithms", name, "Algorithm")
+    if not (isinstance(found, type) and issubclass(found, getattr(importlib.import_module(module), kind))):
+        raise UserError("algorithm", name, remedy)
+    return found
+
+
+def open_algorithm(name: str, options: dict[str, Any], kind: Kind) -> Any:
+    """The algorithm called `name`, with its own options: a model of class `kind`.
 
     Raises:
         UserError: unknown, of another kind, or an option that is unknown or impossible.
     """
-    found = plugins.load("algorithms", name, "Algorithm")
-    if not (isinstance(found, type) and issubclass(found, kind)):
-        raise UserError("--algorithm", name, remedy)
+    found = find_algorithm(name, kind)
     try:
         return found(**options)
     except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "extra_forbidden":
+            remedy = f"{name} has no such option; it has {', '.join(found.model_fields)}"
+            raise UserError(f"algorithm_args.{first['loc'][0]}", first["input"], remedy) from None
         raise from_validation(error, "algorithm_args.") from None
+
+
+def algorithm_of(kind: Kind) -> AfterValidator:
+    """Marks a parameter that names an algorithm: one that ships with tuneloop and is of another kind is refused before
+    anything runs. What else there is may be installed only where the stage runs."""
+
+    def check(name: str) -> str:
+        if name in plugins.shipped("algorithms"):
+            try:
+                find_algorithm(name, kind)
+            except UserError as error:
+                raise ValueError(error.remedy) from None
+        return name
+
+    return AfterValidator(check)
+
+
+def options_of(kind: Kind) -> AfterValidator:
+    """Marks the parameter with the options of the algorithm that the parameter ``algorithm`` before it names."""
+
+    def check(options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        name = info.data.get("algorithm")  # None: refused already
+        if name in plugins.shipped("algorithms"):
+            try:
+                open_algorithm(name, options, kind)
+            except UserError as error:
+                raise UserError(
+                    error.field.removeprefix("algorithm_args").strip("."), error.value, error.remedy
+                ) from None
+        return options
+
+    return AfterValidator(check)
 
 
 def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: Ranks) -> Any:

@@ -134,3 +134,29 @@ def test_equal_configurations_render_equal_bytes() -> None:
     one, two = (config.dump(toy.build(toy.configure(None, ["iterations=4"]))) for _ in range(2))
     assert one == two
     assert one != config.dump(toy.build(toy.configure(None, ["iterations=5"])))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "item", "field", "says"),
+    [
+        ("grpo", "update.algorithm_args.epsilon=-1", "update.algorithm_args.epsilon", "greater than 0"),
+        ("grpo", "update.algorithm_args.bta=1", "update.algorithm_args.bta", "grpo has no such option; it has epsilon"),
+        ("grpo", "update.algorithm=dr_grpo", "update.algorithm_args", "max_completion_length must be set"),
+        ("grpo", "update.algorithm=dpo", "update.algorithm", "preferences are for the stage preference"),
+        ("grpo", "update.lr_scheduler_type=linear", "update.max_steps", "must know where it ends"),
+        ("dpo", "preference.algorithm=grpo", "preference.algorithm", "for the stage policy_update"),
+        (
+            "dpo",
+            "preference.algorithm_args.label_smoothing=1",
+            "preference.algorithm_args.label_smoothing",
+            "less than",
+        ),
+        ("sft", "sft.lora.rank=4", "sft.lora.rank", "known: r, lora_alpha"),
+    ],
+)
+def test_what_training_can_not_do_is_refused_before_anything_runs(
+    pipeline: str, item: str, field: str, says: str
+) -> None:
+    error = refusal(config.find(pipeline), None, item)
+    assert error.field == field
+    assert says in str(error)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from torch import Tensor
 
 from tuneloop.algorithms import _terms
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ class PolicyGradient(BaseModel):
         Args:
             targets: int64 ``[completions]``: target tokens of every completion of the mini-batch, on all ranks.
         """
-        ones = torch.ones_like(targets, dtype=torch.float32)
+        ones = targets.new_ones(targets.shape).float()
         if self.loss_agg_mode == "token-mean":
             return ones / targets.sum()
         by = targets if self.loss_agg_mode == "seq-mean-token-mean" else self.max_completion_length * ones
@@ -159,5 +160,5 @@ class PolicyGradient(BaseModel):
         """The rewards, less ``β Σ KL`` over the completion where the divergence enters there."""
         if batch.kl is None or self.kl_in != "reward":
             return batch.rewards
-        owner = torch.arange(len(batch.targets)).repeat_interleave(batch.targets)
-        return batch.rewards - self.beta * torch.zeros_like(batch.rewards).index_add(0, owner, batch.kl)
+        sums = [float(part.sum()) for part in batch.kl.split(batch.targets.tolist())]
+        return batch.rewards - self.beta * batch.rewards.new_tensor(sums)

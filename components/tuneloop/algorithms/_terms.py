@@ -1,14 +1,17 @@
 """The mathematics that objectives share. Tensors are float32 over target tokens, ``[targets]``, unless said otherwise.
 
+No algorithm imports torch where its file is read: so that its options are checked where there is no torch.
+
 `sequence`, int64 ``[targets]``, is the completion that each token belongs to.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EPSILON = 1e-4  # added to a standard deviation, as TRL does
 LOG_LIMIT = 20.0  # log-ratios beyond this are clamped before exp
@@ -23,12 +26,12 @@ Scale = Literal["group", "batch", "none"]
 def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
     """Each token gets the sum over its completion."""
     count = int(sequence.max()) + 1 if len(sequence) else 0
-    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, sequence, values)[sequence]
+    return values.new_zeros(count).index_add(0, sequence, values)[sequence]
 
 
 def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
     """Each token gets the mean over its completion's target tokens."""
-    return sequence_sum(values, sequence) / sequence_sum(torch.ones_like(values), sequence)
+    return sequence_sum(values, sequence) / sequence_sum(values.new_ones(values.shape), sequence)
 
 
 def group_relative(rewards: Tensor, groups: Tensor, valid: Tensor, scale: Scale) -> Tensor:
@@ -45,8 +48,8 @@ def group_relative(rewards: Tensor, groups: Tensor, valid: Tensor, scale: Scale)
     Returns:
         Float32 ``[completions]``, 0 where not valid.
     """
-    result = torch.zeros_like(rewards)
-    overall = rewards[valid].std() if int(valid.sum()) > 1 else torch.tensor(0.0)
+    result = rewards.new_zeros(rewards.shape)
+    overall = rewards[valid].std() if int(valid.sum()) > 1 else 0.0
     for members in _groups(rewards, groups, valid):
         own = rewards[members]
         by = {"group": own.std() + EPSILON, "batch": overall + EPSILON, "none": 1.0}[scale]
@@ -56,7 +59,7 @@ def group_relative(rewards: Tensor, groups: Tensor, valid: Tensor, scale: Scale)
 
 def leave_one_out(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
     """``R_i - mean of the group's others`` (RLOO, arXiv 2402.14740); arguments and zeros as of `group_relative`."""
-    result = torch.zeros_like(rewards)
+    result = rewards.new_zeros(rewards.shape)
     for members in _groups(rewards, groups, valid):
         own = rewards[members]
         result[members] = own - (own.sum() - own) / (len(own) - 1)
@@ -86,7 +89,7 @@ def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, delta: f
     """
     outside = ((ratio < 1 - low) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
     bounded = ratio if delta is None else ratio.clamp(max=delta)
-    return torch.min(bounded * advantages, ratio.clamp(1 - low, 1 + high) * advantages), outside
+    return (bounded * advantages).minimum(ratio.clamp(1 - low, 1 + high) * advantages), outside
 
 
 def importance(
@@ -110,13 +113,11 @@ def importance(
         gap = sequence_mean(gap, sequence)
     ratio = gap.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
     if mode == "none":
-        return torch.ones_like(ratio), ratio
+        return ratio.new_ones(ratio.shape), ratio
     if mode.endswith("truncate"):
         return ratio.clamp(min=low, max=high), ratio
-    inside = torch.ones_like(ratio, dtype=torch.bool)
-    inside = inside if low is None else inside & (ratio >= low)
-    inside = inside if high is None else inside & (ratio <= high)
-    return torch.where(inside, torch.ones_like(ratio) if mode == "geometric_mask" else ratio, 0.0), ratio
+    inside = (ratio >= (0.0 if low is None else low)) & (ratio <= (math.inf if high is None else high))
+    return inside.float() if mode == "geometric_mask" else ratio.where(inside, 0.0), ratio
 
 
 def soft_overlong(lengths: Tensor, limit: int, cache: int) -> Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from tuneloop.algorithms import grpo
 from tuneloop.algorithms._objective import Tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Algorithm(grpo.Algorithm):

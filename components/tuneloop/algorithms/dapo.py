@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from tuneloop.algorithms import _terms, grpo
 from tuneloop.algorithms._objective import Completions
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Algorithm(grpo.Algorithm):

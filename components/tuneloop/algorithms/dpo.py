@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pydantic import Field
-from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from tuneloop.algorithms._preference import Judged, Preference
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Algorithm(Preference):
@@ -15,6 +18,8 @@ class Algorithm(Preference):
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of pairs that are the wrong way round (cDPO)")
 
     def loss(self, judged: Judged) -> Tensor:
+        from torch.nn.functional import logsigmoid
+
         chosen, rejected = judged.pairs(judged.ratios)
         margin = self.beta * (chosen - rejected)
         return -(1 - self.label_smoothing) * logsigmoid(margin) - self.label_smoothing * logsigmoid(-margin)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from tuneloop.algorithms import _terms
 from tuneloop.algorithms._objective import Completions, PolicyGradient
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Algorithm(PolicyGradient):

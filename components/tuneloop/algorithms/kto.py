@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
-from torch import Tensor
 
 from tuneloop.algorithms._preference import Judged, Preference
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Algorithm(Preference):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from tuneloop.algorithms import _terms
 from tuneloop.algorithms._objective import Completions, PolicyGradient
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Algorithm(PolicyGradient):
@@ -24,6 +25,8 @@ class Algorithm(PolicyGradient):
     baseline: Literal["none", "group"] = Field("none", description="group: rewards less their group's mean")
 
     def advantages(self, batch: Completions) -> Tensor:
+        import torch
+
         rewards = batch.rewards
         if self.baseline == "group":
             rewards = _terms.group_relative(rewards, batch.groups, batch.valid, "none")

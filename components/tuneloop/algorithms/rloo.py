@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from tuneloop.algorithms import _terms
 from tuneloop.algorithms._objective import Completions, PolicyGradient, Tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Algorithm(PolicyGradient):
