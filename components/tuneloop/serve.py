@@ -334,7 +334,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, _stop)
     try:
         options = _parse(sys.argv[1:] if argv is None else argv)
-        with _bind(options.host, options.port) as listener, tempfile.TemporaryDirectory(prefix="tuneloop-") as scratch:
+        with (
+            _bind(options.host, options.port) as listener,
+            tempfile.TemporaryDirectory(prefix="tuneloop-", ignore_cleanup_errors=True) as scratch,
+        ):
             _serve(listener, options, Path(options.weights_dir or f"{scratch}/model"))
         return 0
     except Stopped:

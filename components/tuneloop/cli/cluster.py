@@ -48,6 +48,7 @@ def submit(
     from tuneloop.argo import cluster as argo
     from tuneloop.argo.preflight import problems
     from tuneloop.config import find
+    from tuneloop.fleet.graph import served
 
     graph = _graph(fleet, run, namespace) if fleet else None
     found = find(pipeline)
@@ -58,6 +59,8 @@ def submit(
             raise UserError("--fleet", str(fleet), "needs a kubeconfig; bring the graph up by `tuneloop fleet up`")
         return _submit_to(server, made, run, namespace, wait)
     there = argo.connect(namespace, context)
+    if graph:
+        served(there)
     if found_wanting := problems(there, made):
         for problem in found_wanting:
             typer.echo(f"error: {problem}", err=True)

@@ -64,7 +64,7 @@ def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> E
     """The engine behind a URL.
 
     Args:
-        endpoint: absolute, ``/generate`` is appended; several are separated by commas. None: the fleet's own.
+        endpoint: absolute, ``/generate`` is appended; several have commas between. None: the fleet's, or its workers'.
         args: `Options`.
         timeout_s: seconds without a byte after which a replica counts as lost.
 
@@ -77,9 +77,9 @@ def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> E
         raise from_validation(error, "engine_args.") from None
     fleet = open_fleet(options.fleet) if options.fleet else None
     where = endpoint or (fleet and fleet.endpoint)
-    if not where:
+    if not (where or fleet):
         raise UserError("--endpoint", endpoint, "the engine endpoint needs the URL of one")
-    return Endpoint(check_urls(where), options, timeout_s, fleet)
+    return Endpoint(check_urls(where) if where else (), options, timeout_s, fleet)
 
 
 def check_url(url: str) -> str:
@@ -134,6 +134,7 @@ class Endpoint:
     def __init__(self, urls: Sequence[str], options: Options, timeout_s: float, fleet: Fleet | None = None) -> None:
         self.urls, self.options, self.timeout_s, self.fleet = urls, options, timeout_s, fleet
         self.refitted: Refitted | None = None
+        self._given = urls
         self.context, self.max_staleness = options.max_model_len, options.max_staleness
         self.version, self.digest = -1, ""
         self.requests = self.retries = 0
@@ -146,6 +147,7 @@ class Endpoint:
         """Requests demand this version from now on; a fleet that does not pull is brought to it."""
         if self.fleet:
             self.refitted = refit(self.fleet, target(policy), timeout_s=self.timeout_s, force=force)
+            self.urls = self._given or self.refitted.urls
         self.version, self.digest = policy.manifest.facts["version"], policy.manifest.digest
 
     def generate(

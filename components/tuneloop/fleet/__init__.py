@@ -111,7 +111,7 @@ class Fleet(Protocol):
 
     @property
     def endpoint(self) -> str | None:
-        """Where the fleet as a whole answers ``/generate``, as the engine `endpoint` takes it; None: not known."""
+        """Where the fleet as a whole answers ``/generate``; None: only its workers do."""
 
     def discover(self) -> Sequence[Worker]:
         """The workers that there are now, each once.

@@ -16,12 +16,10 @@ from tuneloop.fleet import Fleet, Worker
 class Dns:
     """See the module."""
 
+    endpoint = None
+
     def __init__(self, name: str, port: int) -> None:
         self.name, self.port = name, port
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://{self.name}:{self.port}"
 
     def discover(self) -> list[Worker]:
         try:

@@ -40,11 +40,13 @@ class Refitted:
 
     Attributes:
         workers: id → seconds for which it was paused; 0 for one that had the version.
+        urls: of the workers.
         passes: looks at the fleet.
         seconds: in all.
     """
 
     workers: dict[str, float] = field(default_factory=dict)
+    urls: list[str] = field(default_factory=list)
     passes: int = 0
     seconds: float = 0.0
 
@@ -81,6 +83,7 @@ def refit(
         new = [worker for name, worker in found.items() if name not in done.workers]
         if found and not new:
             done.workers = {name: done.workers[name] for name in found}
+            done.urls = [worker.url for worker in found.values()]
             done.seconds = time.monotonic() - start
             return done
         lost = _pass(new, wanted, timeout_s, force, done.workers)

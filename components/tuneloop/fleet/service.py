@@ -19,12 +19,10 @@ SLICES = ("discovery.k8s.io", "v1", "endpointslices")
 class Service:
     """See the module. `port` is the pods'; None: the only one that they have."""
 
+    endpoint = None
+
     def __init__(self, name: str, namespace: str, port: int | None) -> None:
         self.name, self.namespace, self.port = name, namespace, port
-
-    @property
-    def endpoint(self) -> str | None:
-        return f"http://{self.name}.{self.namespace}:{self.port}" if self.port else None
 
     def discover(self) -> list[Worker]:
         cluster = argo.connect(self.namespace)

@@ -18,12 +18,10 @@ CONNECT_S = 5.0
 class Urls:
     """See the module."""
 
+    endpoint = None
+
     def __init__(self, urls: Sequence[str]) -> None:
         self.urls = urls
-
-    @property
-    def endpoint(self) -> str:
-        return ",".join(self.urls)
 
     def discover(self) -> list[Worker]:
         return [Worker(url, url) for url in dict.fromkeys(self.urls) if _listens(url)]
