@@ -135,11 +135,16 @@ class Checkpoint:
     def write(self, name: str, data: Bytes) -> None:
         """Replace the bytes of a tensor in its file."""
         tensor = self.tensors[name]
-        with (self.directory / tensor.file).open("r+b", buffering=0) as file:
-            file.seek(tensor.start)
-            left = data.data
-            while left:
-                left = left[file.write(left) :]
+        fill(self.directory / tensor.file, tensor.start, data)
+
+
+def fill(path: Path, start: int, data: Bytes) -> None:
+    """Write `data` into a file that exists, from the byte `start` on; others may write other bytes meanwhile."""
+    with path.open("r+b", buffering=0) as file:
+        file.seek(start)
+        left = data.data
+        while left:
+            left = left[file.write(left) :]
 
 
 def visible_files(directory: Path) -> list[Path]:
@@ -151,8 +156,8 @@ def visible_files(directory: Path) -> list[Path]:
 def create(path: Path, entries: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> None:
     """Preallocate a safetensors file, all zeros, byte-compatible with the library's own.
 
-    Several processes can then open a `Checkpoint` for writing and fill in what each holds (an FSDP shard of dimension 0
-    is a byte range): no rank gathers a tensor, and the file equals a full export.
+    Several processes can then `fill` in what each holds (an FSDP shard of dimension 0 is a byte range): no rank gathers
+    a tensor, and the file equals a full export.
 
     Args:
         entries: tensor name → (safetensors dtype, shape, bytes).

@@ -1,0 +1,82 @@
+"""Two ranks write one export, each its own rows: byte for byte what one process would have written and published."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.making import tiny_model
+from tuneloop import weights
+from tuneloop.artifacts import scan
+from tuneloop.trainers import _export
+from tuneloop.trainers.fsdp import Optimization, Ranks, Trainer, open_model
+from tuneloop.trainers.lora import Lora
+
+pytestmark = pytest.mark.local
+ADAM = Optimization(1e-2, "constant", 0, 0, 0.01, 0.9, 0.95, 1.0)
+
+
+CASES = {"rows": "qwen3", "files": "llama", "apart": "qwen3", "lora": "llama"}
+"""`files`: more than one; `apart`: machines without a common directory; `lora`: adapters are merged in."""
+
+
+def test_the_files_are_those_of_one_process(tmp_path: Path) -> None:
+    for how, arch in CASES.items():
+        tiny_model(tmp_path / how / "source", arch, tie=how != "files")
+    words = [sys.executable, "-m", "tuneloop.torchrun", "--standalone", "--nproc-per-node=2", "-m", __name__]
+    subprocess.run([*words, str(tmp_path)], check=True, timeout=300)
+    for how in CASES:
+        ours, theirs = tmp_path / how / "ours", tmp_path / how / "theirs"
+        assert scan(ours) == scan(theirs) != {}
+        assert len(list(ours.glob("*.safetensors"))) == (3 if how == "files" else 1)
+        published = []
+        for export in (ours, theirs):
+            root = str(tmp_path / how / f"weights-{export.name}")
+            weights.publish(root, 0, tmp_path / how / "source")
+            published.append(weights.publish(root, 1, export))
+        assert published[0].ref == published[1].ref
+
+
+def export(how: str, work: Path, ranks: Ranks) -> None:
+    """What a rank does: one export each way."""
+    source, target = work / "source", work / "ours"
+    _export.FILE_SIZE = "20KB" if how == "files" else "50GB"
+    trainer = Trainer(source, ranks, ADAM, lora=Lora(r=2) if how == "lora" else None)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.to_local().add_(torch.randn(parameter.shape)[_rows(parameter, ranks)], alpha=0.01)
+    gather = DTensor.full_tensor
+    if how != "apart":
+        DTensor.full_tensor = None  # type: ignore[method-assign, assignment]
+    elif ranks.rank:
+        target = work / "elsewhere"
+    written = trainer.export(source, target, "bfloat16")
+    DTensor.full_tensor = gather  # type: ignore[method-assign]
+    whole = trainer.whole_state()
+    if ranks.rank == 0:
+        one = open_model(source, torch.bfloat16, "sdpa")
+        one.load_state_dict(whole)
+        one.save_pretrained(work / "theirs", max_shard_size=_export.FILE_SIZE)
+        for name, value in one.state_dict().items():
+            assert torch.equal(value, written.state_dict()[name])
+    else:
+        assert written is None and not (work / "elsewhere").exists()
+
+
+def _rows(parameter: DTensor, ranks: Ranks) -> slice:
+    size = -(-len(parameter) // ranks.world)
+    return slice(ranks.rank * size, (ranks.rank + 1) * size)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with_all = Ranks("cpu")
+    for case in CASES:
+        export(case, Path(sys.argv[1]) / case, with_all)
