@@ -154,14 +154,15 @@ class Follower(threading.Thread):
 
 
 def prove(engine: Vllm, model: Path) -> Readback:
-    """What the engine holds is what lies in `model`.
+    """What the engine holds is what lies in `model`: every tensor of it, or nothing is served.
 
     Raises:
-        RuntimeError: it is not.
+        RuntimeError: it is not, or for some tensors nobody can tell.
     """
     held = read_back(engine.engine, model, PROBE)
-    if held.different:
-        raise RuntimeError(f"{len(held.different)} of {held.tensors} tensors differ, {held.different[0]} among them")
+    for names, what in ((held.different, "differ"), (held.unread, "can not be read back from this engine")):
+        if names:
+            raise RuntimeError(f"{len(names)} of {held.tensors} tensors {what}, {names[0]} among them")
     return held
 
 

@@ -5,10 +5,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.making import checkpoint_artifact
 from tuneloop import weights
-from tuneloop.engines._follow import Follower
+from tuneloop.engines._follow import Follower, prove
 from tuneloop.engines._loop import EngineLoop
 from tuneloop.engines.vllm import Vllm
 
@@ -34,3 +39,22 @@ def test_a_server_that_waits_for_a_version_ends_when_told_to(tmp_path: Path) -> 
         assert "waits for a version" in (process.stderr or sys.stdin).readline()
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+def test_what_can_not_be_read_back_is_not_served(tmp_path: Path) -> None:
+    """vLLM's worker is a plain module here: one tensor right, one wrong, one that it keeps in no known form."""
+    held = torch.nn.ModuleDict({name: torch.nn.Linear(3, 2, bias=False) for name in ("right", "wrong")})
+    files = {f"{name}.weight": part.weight.detach().clone() for name, part in held.items()}
+    worker = SimpleNamespace(get_model=lambda: held)
+    engine = SimpleNamespace(engine=SimpleNamespace(collective_rpc=lambda work, args: [work(worker, *args)]))
+    path = tmp_path / "model.safetensors"
+    save_file(files, path)
+    assert prove(engine, tmp_path).identical == 2  # type: ignore[arg-type]
+    files["wrong.weight"][1, 2] += 1
+    save_file(files, path)
+    with pytest.raises(RuntimeError, match=r"1 of 2 tensors differ, wrong\.weight among them"):
+        prove(engine, tmp_path)  # type: ignore[arg-type]
+    files["wrong.weight"][1, 2] -= 1
+    save_file({"right.weight": files["right.weight"], "experts.weight": files["wrong.weight"]}, path)
+    with pytest.raises(RuntimeError, match=r"1 of 2 tensors can not be read back from this engine, experts\.weight"):
+        prove(engine, tmp_path)  # type: ignore[arg-type]
