@@ -9,13 +9,16 @@ the run and loads each new version in place; with `transformers` every rollout g
 slower and bit-for-bit reproducible. With `engine.pull` every version is published as a delta, and the server pulls
 it; with the engine `endpoint` a fleet that somebody else owns does, and is asked for rollouts by URL alone, or its
 workers are brought to each version before they are asked (`engine.fleet`).
+
+With `loop.asynchronous` the next batch is sampled while the policy is updated on this one: nobody waits, and all but
+the first batch of a workflow are one version old.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -35,7 +38,7 @@ from tuneloop.reward import reward
 from tuneloop.rollout import rollout
 
 if TYPE_CHECKING:
-    from hera.workflows import DAG, Task, Workflow
+    from hera.workflows import DAG, Parameter, Task, Workflow
 
 SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "model", "weights"}
 
@@ -58,6 +61,10 @@ class Loop(BaseModel):
     )
     iterations_per_pod: int = Field(
         0, ge=0, description="0: a pod a stage; else so many iterations in one pod, stage after stage in one process"
+    )
+    asynchronous: bool = Field(
+        False,
+        description="sample the next batch while the policy is updated on this one: rollouts are then one version old",
     )
     target_reward: float = Field(0.98, description="stop once a batch of rollouts earns this mean reward")
     evaluate_every: int = Field(0, ge=0, description="evaluate each so many iterations; 0: only before and after")
@@ -145,7 +152,25 @@ class Config(BaseModel):
             )
         if pod and (part := self.loop.per_workflow) % pod:
             raise UserError("loop.per_workflow", part, f"must be a multiple of loop.iterations_per_pod ({pod})")
+        if pod and self.loop.asynchronous:
+            raise UserError(
+                "loop.asynchronous",
+                True,
+                "overlaps stages; loop.iterations_per_pod runs one at a time: set it to 0",
+            )
+        if self.loop.asynchronous and (self.engine.pull or self.engine.fleet):
+            raise UserError(
+                "loop.asynchronous",
+                True,
+                "samples with the version before the newest, which a server that follows the newest no longer has: "
+                "leave engine.pull and engine.fleet out",
+            )
         return self
+
+    @property
+    def staleness(self) -> dict[str, int]:
+        """How old the rollouts may be that the policy learns from: at least as old as the loop makes them."""
+        return {"max_staleness": max(self.update.max_staleness, int(self.loop.asynchronous))}
 
 
 RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
@@ -153,6 +178,9 @@ IN = "{{inputs.parameters.%s}}"
 LOOP_PARAMETERS = ("iterations", "per_workflow", "target_reward")
 AROUND = ("data-prep", "base-model", "evaluate", "export", "serve")
 ITERATION = ("rollout", "reward", "policy-update")
+SAMPLING = ("prompts", "endpoint", "iteration", "policy")
+BATCH_OUTPUTS = ("rewards", "mean-reward")
+LOOP_OUTPUTS = ("policy", "iteration", "mean-reward")
 CARRIED = ("prompts", "reference")
 """References that every iteration needs, and so every workflow of the loop."""
 MORE = (
@@ -245,7 +273,9 @@ def templates(config: Config, names: Iterable[str]) -> dict[str, Any]:
         "base-model": lambda: stage(base_model, {**model, **seed, **published}),
         "rollout": lambda: stage(rollout, {**config.rollout.model_dump(), **engine}, **sampling),
         "reward": lambda: stage(reward, config.reward.model_dump()),
-        "policy-update": lambda: stage(policy_update, {**config.update.model_dump(), **seed, **published}, **training),
+        "policy-update": lambda: stage(
+            policy_update, {**config.update.model_dump(), **config.staleness, **seed, **published}, **training
+        ),
         "evaluate": lambda: stage(evaluate, {**config.evaluate.model_dump(), **engine}, **sampling),
         "export": lambda: stage(export, config.export.model_dump()),
         "serve": lambda: server_template(**server, **published),
@@ -266,72 +296,131 @@ def base_model_task(stages: dict[str, Any], data: Task) -> Task:
 
 
 def build_loop(config: Config, stages: dict[str, Any]) -> DAG:
-    """One iteration, which calls the next."""
+    """Iterations from a policy on, until the loop or this workflow's part of it ends."""
     from hera.workflows import DAG, Parameter
-    from hera.workflows.models import ValueFrom
+
+    names = ("iteration", "policy", *CARRIED, "endpoint")
+    if not config.loop.asynchronous:
+        return build_turn(config, stages, "loop", names, None)
+    batch = build_batch(stages)
+    turn = build_turn(config, stages, "turn", (*names, "rewards", "mean-reward"), batch)
+    with DAG(
+        name="loop",
+        inputs=[Parameter(name=name) for name in names],
+        outputs=[told(name, "{{tasks.turn.outputs.parameters.%s}}" % name) for name in LOOP_OUTPUTS],
+    ) as loop:
+        given = {name: IN % name for name in names}
+        first = batch(name="batch", arguments={name: given[name] for name in SAMPLING})
+        scored = {name: "{{tasks.batch.outputs.parameters.%s}}" % name for name in BATCH_OUTPUTS}
+        first >> turn(name="turn", arguments={**given, **scored})
+    return loop
+
+
+def build_batch(stages: dict[str, Any]) -> DAG:
+    """Rollouts of an iteration, and their rewards."""
+    from hera.workflows import DAG, Parameter
+
+    with DAG(
+        name="batch",
+        inputs=[Parameter(name=name) for name in SAMPLING],
+        outputs=[told(name, "{{tasks.reward.outputs.parameters.%s}}" % name) for name in BATCH_OUTPUTS],
+    ) as batch:
+        sample_tasks(stages)
+    return batch
+
+
+def sample_tasks(stages: dict[str, Any]) -> Task:
+    """From the enclosing template's policy to scored rollouts: the task that scores."""
+    at = f"{RUN}/iterations/{IN % 'iteration'}"
+    sample = stages["rollout"](
+        name="rollout", arguments={**{name: IN % name for name in SAMPLING}, "rollouts": f"{at}/rollout"}
+    )
+    score: Task = stages["reward"](
+        name="reward",
+        arguments={"rollouts": "{{tasks.rollout.outputs.parameters.rollouts}}", "rewards": f"{at}/reward"},
+    )
+    sample >> score
+    return score
+
+
+def build_turn(config: Config, stages: dict[str, Any], name: str, inputs: Sequence[str], batch: DAG | None) -> DAG:
+    """One iteration, which calls the next.
+
+    Args:
+        name: of the template.
+        inputs: its parameters.
+        batch: what `build_batch` made, if the loop is asynchronous: then the iteration is given its rewards, and
+            samples those of the next beside its update, with the policy that it starts from.
+    """
+    from hera.workflows import DAG, Parameter
 
     at = f"{RUN}/iterations/{IN % 'iteration'}"
-    more = MORE % ("inputs.parameters.iteration", "tasks.reward.outputs.parameters['mean-reward']")
+    reward = "inputs.parameters" if batch else "tasks.reward.outputs.parameters"
     here = "asInt(inputs.parameters.iteration) % asInt(workflow.parameters['per-workflow']) != 0"
+    more = "{{=%s && %s}}" % (here, MORE % ("inputs.parameters.iteration", f"{reward}['mean-reward']"))
+    after = "{{=asInt(inputs.parameters.iteration) + 1}}"
     own = {
         "policy": "tasks['policy-update'].outputs.parameters.checkpoint",
         "iteration": f"string({IN % 'iteration'})",
-        "mean-reward": "tasks.reward.outputs.parameters['mean-reward']",
+        "mean-reward": f"{reward}['mean-reward']",
     }
-    # Only a recursion that ran has outputs; Argo says so by its status.
+    # Only a task that ran has outputs; Argo says so by its status.
     last = "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters['%s'] : %s"
-    sampling = {name: IN % name for name in ("prompts", "endpoint", "iteration")}
+    ahead = "{{=tasks.ahead.status == 'Succeeded' ? tasks.ahead.outputs.parameters['%s'] : ''}}"
     carried = {name: IN % name for name in (*CARRIED, "endpoint")}
     with DAG(
-        name="loop",
-        inputs=[Parameter(name=name) for name in ("iteration", "policy", *carried)],
-        outputs=[
-            Parameter(name=name, value_from=ValueFrom(expression=last % (name, mine))) for name, mine in own.items()
-        ],
-    ) as loop:
-        sample = stages["rollout"](
-            name="rollout",
-            arguments={**sampling, "policy": IN % "policy", "rollouts": f"{at}/rollout"},
-        )
-        score = stages["reward"](
-            name="reward",
-            arguments={"rollouts": "{{tasks.rollout.outputs.parameters.rollouts}}", "rewards": f"{at}/reward"},
-        )
+        name=name,
+        inputs=[Parameter(name=name) for name in inputs],
+        outputs=[told(name, expression=last % (name, own[name])) for name in LOOP_OUTPUTS],
+    ) as turn:
+        scored = None if batch else sample_tasks(stages)
         update = stages["policy-update"](
             name="policy-update",
             arguments={
                 "policy": IN % "policy",
-                "rewards": "{{tasks.reward.outputs.parameters.rewards}}",
+                "rewards": "{{%s.rewards}}" % reward,
                 "reference": IN % "reference",
                 "checkpoint": f"{at}/policy-update",
                 "iteration": IN % "iteration",
             },
         )
-        following = loop(
+        over = [update]
+        if scored:
+            scored >> update
+        if batch:
+            sampling = {**{name: IN % name for name in SAMPLING}, "iteration": after}
+            over.append(batch(name="ahead", arguments=sampling, when=more))
+            carried |= {name: ahead % name for name in BATCH_OUTPUTS}
+        following = turn(
             name="next",
-            arguments={
-                "iteration": "{{=asInt(inputs.parameters.iteration) + 1}}",
-                "policy": CHECKPOINT % "policy-update",
-                **carried,
-            },
-            when="{{=%s && %s}}" % (here, more),
+            arguments={"iteration": after, "policy": CHECKPOINT % "policy-update", **carried},
+            when=more,
         )
-        sample >> score >> update
         if config.loop.evaluate_every:
             check = stages["evaluate"](
                 name="evaluate",
                 arguments={
-                    **sampling,
+                    **{name: IN % name for name in SAMPLING},
                     "policy": CHECKPOINT % "policy-update",
                     "metrics": f"{at}/evaluate",
                 },
                 when="{{=asInt(inputs.parameters.iteration) %% %d == 0}}" % config.loop.evaluate_every,
             )
-            update >> check
+            over >> check  # a server holds one version at a time
             following.depends = "policy-update && (evaluate.Succeeded || evaluate.Skipped)"
         else:
-            update >> following
-    return loop
+            over >> following
+    return turn
+
+
+def told(name: str, value: str = "", expression: str | None = None) -> Parameter:
+    """An output parameter of a graph."""
+    from hera.workflows import Parameter
+    from hera.workflows.models import ValueFrom
+
+    return Parameter(
+        name=name, value_from=ValueFrom(expression=expression) if expression else ValueFrom(parameter=value)
+    )
 
 
 def build_pods(config: Config, graph: Workflow) -> DAG:
@@ -468,6 +557,8 @@ def kfp_steps(config: Config) -> dict[str, Any]:
     from tuneloop.kfp.grain import segment_step
     from tuneloop.kfp.template import position_step, report_step, stage_step
 
+    if config.loop.asynchronous:
+        raise UserError("loop.asynchronous", True, "is built for Argo and for one machine: leave it out here")
     graph = pod_graph(config, served=True)
     pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
     engine = {

@@ -150,7 +150,8 @@ def draw(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | 
             sums[-1] += f"; with its programs {size(asked([stage], parts))}"
     told = f"{model.name}: {model.parameters:,} parameters ({model.how})" if isinstance(model, Model) else model
     lines = [f"work at most\n{_lines(work(stages, pods))}", f"memory of {told}", *sums]
-    if not set(ITERATION) <= set(pods):
+    overlapped = any(call["name"] == "ahead" for template in templates.values() for call in calls(template))
+    if not set(ITERATION) <= set(pods) or overlapped:  # one pod would run the stages in turn
         return Group(tree, table, Text("\n".join(lines)))
     grains = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     headings = ("grain of the loop", "overhead an iteration", "accelerator idle", "")

@@ -13,7 +13,11 @@ from tuneloop.config import dump, find
 HERE = Path(__file__).parent
 MANIFESTS = HERE.parents[1] / "manifests" / "components" / "pipelines"
 PIPELINES = sorted(HERE.parents[1].glob("pipelines/*.py"))
-FORMS = {"": [], "-transformers": ["--set", "engine.name=transformers", "--set", "loop.evaluate_every=5"]}
+FORMS = {
+    "": [],
+    "-transformers": ["--set", "engine.name=transformers", "--set", "loop.evaluate_every=5"],
+    "-asynchronous": ["--set", "loop.asynchronous=true", "--set", "loop.evaluate_every=5"],
+}
 
 
 def render(pipeline: Path, flags: list[str]) -> str:

@@ -137,6 +137,15 @@ def test_every_option_has_help(call: Call) -> None:
             "engine: {'rollout_endpoint_url': 'x'}: name endpoint",
         ),
         (["plan", "grpo", "--set", "loop.iterations_per_pod=7"], "loop.per_workflow: 60: must be a multiple"),
+        (
+            ["plan", "grpo", "--set", "loop.iterations_per_pod=6", "--set", "loop.asynchronous=true"],
+            "loop.asynchronous: True: overlaps stages",
+        ),
+        (
+            ["plan", "grpo", "--set", "engine.pull=true", "--set", "loop.asynchronous=true"],
+            "loop.asynchronous: True: samples with the version before the newest",
+        ),
+        (["render", "grpo", "--to", "kfp", "--set", "loop.asynchronous=true"], "is built for Argo and for one machine"),
         (["plan", "grpo", "--set", "cluster.memory=much"], "cluster.memory: 'much'"),
         (["plan", "grpo", "--set", "cluster.cpu=1G"], "cluster.cpu: '1G'"),
         (["plan", "grpo", "--set", "loop=3"], "loop: 3: is a section"),

@@ -79,7 +79,7 @@ class Display:
 
     def _enter(self, node: Node) -> None:
         iteration = iteration_of(node)
-        if iteration != self.iteration:
+        if iteration > self.iteration or not iteration:  # an update may begin after the next batch's rollout
             self._end_iteration()
             self.iteration = iteration
             if iteration and self.first is None:
