@@ -11,6 +11,7 @@ from tuneloop.argo.executor import Outcome, execute
 from tuneloop.argo.parts import execute_parts
 from tuneloop.argo.proceed import LOCAL, following
 from tuneloop.argo.state import Node, read
+from tuneloop.config import find
 from tuneloop.runs import Run
 
 
@@ -80,3 +81,20 @@ def test_the_following_workflow_is_the_same_but_for_where_it_starts() -> None:
     assert after["spec"]["templates"] == before["spec"]["templates"]
     given = {p["name"]: p["value"] for p in after["spec"]["arguments"]["parameters"]}
     assert (given["iteration"], given["iterations"]) == ("7", "7")
+
+
+def test_every_workflow_of_a_loop_starts_a_server_of_its_own() -> None:
+    """It boots with the policy that the workflow goes on from, and is what its part of the loop asks."""
+    grpo = find("grpo")
+    templates = {t["name"]: t for t in grpo.build(grpo.configure(sets=["loop.per_workflow=1"]))["spec"]["templates"]}
+    for name, policy in (
+        ("main", "{{tasks.base-model.outputs.parameters.checkpoint}}"),
+        ("continued", "{{inputs.parameters.policy}}"),
+    ):
+        tasks = {task["name"]: task for task in templates[name]["dag"]["tasks"]}
+        given = {p["name"]: p["value"] for p in tasks["part"]["arguments"]["parameters"]}
+        assert tasks["serve"]["arguments"]["parameters"] == [{"name": "policy", "value": policy}]
+        assert given["endpoint"] == "http://{{tasks.serve.ip}}:8765"
+        assert "serve" in tasks["part"]["depends"] or "evaluate-before" in tasks["part"]["depends"]
+    passed = {p["name"] for p in templates["continue"]["inputs"]["parameters"]}
+    assert "endpoint" not in passed, "the server ends with its workflow"
