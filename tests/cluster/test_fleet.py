@@ -63,7 +63,7 @@ def test_a_graph_is_ready_before_its_run_and_goes_with_it(
         return start(cluster, run)
 
     wanted = manifest(cluster, run, labels={argo.RUN_LABEL: run})
-    assert graphs.bring_up(cluster, wanted, begin, tell=said.append, timeout=120) == run
+    assert graphs.bring_up(cluster, wanted, begin, tell=said.append, timeout=300) == run
     assert said[0] == f"{run}: created" and said[-2:] == [f"{run}: ready", "start"]
     live = graphs.find(cluster, run)
     workflow = argo.workflows(cluster, run)[0]["metadata"]
@@ -126,7 +126,7 @@ def test_one_that_stood_before_is_nobody_elses_to_end(cluster: argo.Cluster, ope
     """It is used as it is, told where it differs, not owned, and left where the job can not be started."""
     said: list[str] = []
     try:
-        graphs.bring_up(cluster, manifest(cluster, run), tell=said.append, timeout=120)
+        graphs.bring_up(cluster, manifest(cluster, run), tell=said.append, timeout=300)
         other = graphs.render([manifest(cluster, run)], sets=["spec.components.worker.replicas=3"])
 
         def fails() -> str:

@@ -26,6 +26,8 @@ from tuneloop.engines._client import Client
 from tuneloop.engines.transformers import Transformers
 from tuneloop.engines.vllm import Vllm
 from tuneloop.errors import Retryable, UserError
+from tuneloop.fleet import open_fleet
+from tuneloop.fleet.refit import refit, target
 from tuneloop.generation import StaleWeights, prove
 from tuneloop.rollout import rollout
 
@@ -291,16 +293,21 @@ def test_idle_costs_nothing(server: Running, versions: list[Artifact]) -> None:
     assert server.cpu_seconds() - before < 0.1
 
 
+def broken(policy: Artifact, url: Path) -> Artifact:
+    """A checkpoint that is as it was committed, and no model."""
+    draft = Draft(str(url))
+    for name in policy.manifest.files:
+        (draft.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (draft.path / name).write_bytes((policy.path / name).read_bytes())
+    (draft.path / "model" / "model.safetensors").write_bytes(b"\x00" * 64)
+    draft.commit(stage="sft", facts={"version": 9})
+    return Artifact(str(url))
+
+
 def test_a_failed_load_poisons_until_one_succeeds(
     server: Running, versions: list[Artifact], fresh: list[Any], tmp_path: Path
 ) -> None:
-    draft = Draft(str(tmp_path / "broken"))
-    for name in versions[0].manifest.files:
-        (draft.path / name).parent.mkdir(parents=True, exist_ok=True)
-        (draft.path / name).write_bytes((versions[0].path / name).read_bytes())
-    (draft.path / "model" / "model.safetensors").write_bytes(b"\x00" * 64)
-    draft.commit(stage="sft", facts={"version": 9})
-    status, said = server.ask("POST", "/load", {"ref": str(tmp_path / "broken")})
+    status, said = server.ask("POST", "/load", {"ref": broken(versions[0], tmp_path / "broken").url})
     assert status == 503 and "failed" in said["error"]
     assert server.ask("GET", "/health")[0] == 503
     body = {"requests": [{"id": "a", "prompt_ids": [5, 6], "seeds": [0]}]}
@@ -320,6 +327,36 @@ def test_rollout_through_the_server(server: Running, versions: list[Artifact], t
     served, own = (pq.read_table(Artifact(str(tmp_path / n)).path / "rollouts.parquet").to_pylist() for n in "rs")
     assert served == own
     assert {v for row in served for v in row["policy_versions"]} == {2}
+
+
+def test_a_worker_of_a_fleet_is_refitted(
+    server: Running, versions: list[Artifact], fresh: list[Any], tmp_path: Path
+) -> None:
+    """The stage brings the fleet to its policy; who asks while a worker is paused is answered by the new weights; a
+    worker whose update failed is resumed, serves nothing, and is mended by the next refit."""
+    prompts, fleet = commit_prompts(tmp_path / "p", [f"reverse {i} =" for i in range(10, 20)]), open_fleet(server.url)
+    for version, done in ((1, False), (2, False), (2, True)):
+        asked = {"policy": versions[version].ref, "prompts": prompts.ref, "prompts_per_iteration": 2, "n": 2}
+        made = rollout(out=f"{tmp_path}/{version}{done}", **asked, engine="endpoint", engine_args={"fleet": server.url})
+        assert made.facts["version"] == version
+        assert (made.facts["refitted"]["workers"][server.url] == 0) is done
+
+    assert server.ask("POST", "/engine/pause_generation", {"mode": "keep"})[1] == {"status": "ok"}
+    with ThreadPoolExecutor(1) as pool:
+        body = {"requests": [{"id": "a", "prompt_ids": SHORT[0], "seeds": [0]}], "sampling": {"max_tokens": 2}}
+        waiting = pool.submit(server.ask, "POST", "/generate", body)
+        time.sleep(0.5)
+        assert not waiting.done()
+        refit(fleet, target(versions[1]))
+        assert waiting.result(10)[1]["completions"][0]["start_version"] == 1
+
+    with pytest.raises(Retryable, match=r"update_weights_from_disk: answers 503: .*failed"):
+        refit(fleet, target(broken(versions[0], tmp_path / "broken")))
+    assert server.ask("GET", "/health")[0] == 503 and server.ask("POST", "/generate", body)[0] == 503
+    refit(fleet, target(versions[0]))
+    client = Client(server.url, 60)
+    client.load(versions[0])
+    assert tokens(client.generate(REQUESTS, GREEDY, quiet)) == fresh[0][0]
 
 
 def test_the_port_is_taken(server: Running, versions: list[Artifact]) -> None:

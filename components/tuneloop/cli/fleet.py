@@ -61,6 +61,8 @@ def _workers(fleet: str, timeout: float) -> int:
             told = str(error)
         served.add(told)
         rows.append((worker.id, worker.url, told))
+    if not rows:
+        raise Retryable(f"fleet {fleet}: no worker answers")
     _table(("worker", "url", "serves"), rows)
     return 0 if len(served) == 1 and "@" in min(served) else 1
 

@@ -135,11 +135,11 @@ def served(cluster: Cluster) -> str:
     raise UserError("cluster", cluster.context, f"has no {KIND} ({PLURAL}.{GROUP}); install Dynamo's operator first")
 
 
-def find(cluster: Cluster, name: str) -> dict[str, Any] | None:
-    """The graph as it is now, or None."""
+def find(cluster: Cluster, name: str, version: str | None = None) -> dict[str, Any] | None:
+    """The graph as it is now, in the newest or a given version of the API, or None."""
     from kubernetes.client import ApiException
 
-    version = served(cluster)
+    version = version or served(cluster)
     with faults(cluster):
         try:
             return cluster.get(GROUP, version, PLURAL, name)
@@ -192,7 +192,9 @@ def bring_up(
 
 def _ensure(cluster: Cluster, graph: Object, recreate: bool, tell: Callable[[str], object]) -> bool:
     """Create the graph unless it stands; whether it did."""
-    name, live = str(graph["metadata"]["name"]), find(cluster, graph["metadata"]["name"])
+    name, (group, _, version) = str(graph["metadata"]["name"]), str(graph["apiVersion"]).partition("/")
+    served(cluster)
+    live = find(cluster, name, version)
     if live is not None and live["metadata"].get("deletionTimestamp"):
         _gone(cluster, name)
         live = None
@@ -203,7 +205,6 @@ def _ensure(cluster: Cluster, graph: Object, recreate: bool, tell: Callable[[str
             return False
         down(cluster, name)
         _gone(cluster, name)
-    group, _, version = str(graph["apiVersion"]).partition("/")
     with faults(cluster):
         cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, PLURAL, graph)
     tell(f"{name}: created")
