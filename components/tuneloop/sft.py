@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pyarrow.parquet as pq
 from pydantic import Field
@@ -12,12 +12,15 @@ from pydantic import Field
 from tuneloop import checkpoint, steps
 from tuneloop.artifacts import Artifact
 from tuneloop.component import Input, Results, Stage, component
+from tuneloop.corpus import Corpus
 from tuneloop.errors import UserError
 from tuneloop.publication import Weights, publish_checkpoint
 
 if TYPE_CHECKING:
     from tuneloop.trainers._batch import Document
     from tuneloop.trainers.fsdp import Trainer
+
+COLUMNS = ("id", "prompt", "chat", "completion")
 
 
 @component(
@@ -44,6 +47,9 @@ def sft(
     packing: steps.Packing = "auto",
     gradient_checkpointing: steps.GradientCheckpointing = False,
     lora: steps.LoraOption = None,
+    cpu_offload: steps.CpuOffload = False,
+    torch_compile: steps.TorchCompile = False,
+    use_liger_kernel: steps.UseLigerKernel = False,
     dtype: steps.Dtype = "float32",
     attn_implementation: steps.Attention = "auto",
     save_dtype: steps.SaveDtype = "auto",
@@ -70,19 +76,18 @@ def sft(
         documents = read_demonstrations(prompts, checkpoint.model_dir(policy), max_length)
     with stage.timed("load"):
         trainer = steps.open_trainer(stage, Trainer, policy, ranks)
-        steps.check_fits({name: [document] for name, document in documents.items()}, trainer, max_length)
+        steps.check_fits({name: [document] for name, document in documents.extremes.items()}, trainer, max_length)
     stage.log(f"{len(documents)} demonstrations, {trainer.chosen()}")
     batch = per_device_train_batch_size * gradient_accumulation_steps * ranks.world
-    every = list(documents.values())
 
     def step(chosen: list[int]) -> tuple[dict[str, float], int]:
-        picked = [every[i] for i in chosen]
+        picked = [documents[i] for i in chosen]
         loss, norm, rate = train_step(stage, trainer, picked, per_device_train_batch_size)
         targets = sum(document.target_count for document in picked)
         measures = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "targets": targets}
         return measures, sum(len(document.ids) for document in picked)
 
-    loss = steps.train(stage, trainer, len(every), batch, max_steps, save_steps, step)
+    loss = steps.train(stage, trainer, len(documents), batch, max_steps, save_steps, step)
     version = checkpoint.write(stage, trainer, policy, steps.saved_dtype(stage))
     return {"loss": loss, "version": version}
 
@@ -107,39 +112,46 @@ def train_step(stage: Stage, trainer: Trainer, documents: Sequence[Document], li
     return trainer.ranks.sum([total])[0], norm, rate
 
 
-def read_demonstrations(prompts: Artifact, model: Path, max_length: int) -> dict[str, Document]:
-    """The demonstrations by id, tokenized; a target is every completion token, or all that the assistant says.
+def read_demonstrations(prompts: Artifact, model: Path, max_length: int) -> Corpus:
+    """The demonstrations, tokenized, never all in memory at once.
+
+    A target is every completion token, or in a conversation all that the assistant says.
 
     Raises:
         UserError: none, a missing column, or one longer than `max_length`.
     """
-    from tuneloop.tokens import encode_completion, encode_conversation, encode_prompt, load_tokenizer
-    from tuneloop.trainers._batch import Document
+    from tuneloop.tokens import load_tokenizer
 
     if "sft.parquet" not in prompts.manifest.files:
         raise UserError("--prompts", prompts.url, "holds no sft.parquet; give it what data_prep commits")
-    table = pq.read_table(prompts.path / "sft.parquet")
-    for column in ("id", "prompt", "chat", "completion"):
-        if column not in table.column_names:
+    table = pq.ParquetFile(prompts.path / "sft.parquet")
+    for column in COLUMNS:
+        if column not in table.schema_arrow.names:
             raise UserError("--prompts", column, f"is no column of {prompts.url}/sft.parquet; make the data again")
-    if not table.num_rows:
+    if not table.metadata.num_rows:
         raise UserError("--prompts", prompts.url, "holds no demonstrations; raise data_prep's sft, or leave sft out")
     tokenizer = load_tokenizer(model)
-    documents = {}
-    for row in table.to_pylist():
-        if row["completion"] is None:
-            ids, targets = encode_conversation(tokenizer, row["prompt"])
-        else:
-            prompt = encode_prompt(tokenizer, row["prompt"], row["chat"])
-            completion = encode_completion(tokenizer, row["completion"])
-            ids, targets = prompt + completion, [False] * len(prompt) + [True] * len(completion)
-        if len(ids) > max_length:
-            field = "prompt" if True not in targets[:max_length] else "completion"
-            text = row[field] or row["prompt"]
-            remedy = f"{len(ids)} tokens in all, over max_length {max_length}; raise it"
-            raise UserError(f"{field} of {row['id']}", text[:60], remedy)
-        documents[row["id"]] = Document(ids, targets)
-    return documents
+    batches = table.iter_batches(1024, columns=list(COLUMNS))
+    rows = (row for batch in batches for row in batch.to_pylist())
+    return Corpus((row["id"], _tokenize(row, tokenizer, max_length)) for row in rows)
+
+
+def _tokenize(row: dict[str, Any], tokenizer: Any, max_length: int) -> Document:
+    from tuneloop.tokens import encode_completion, encode_conversation, encode_prompt
+    from tuneloop.trainers._batch import Document
+
+    if row["completion"] is None:
+        ids, targets = encode_conversation(tokenizer, row["prompt"])
+    else:
+        prompt = encode_prompt(tokenizer, row["prompt"], row["chat"])
+        completion = encode_completion(tokenizer, row["completion"])
+        ids, targets = prompt + completion, [False] * len(prompt) + [True] * len(completion)
+    if len(ids) > max_length:
+        field = "prompt" if True not in targets[:max_length] else "completion"
+        text = row[field] or row["prompt"]
+        remedy = f"{len(ids)} tokens in all, over max_length {max_length}; raise it"
+        raise UserError(f"{field} of {row['id']}", text[:60], remedy)
+    return Document(ids, targets)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ train."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from tuneloop.errors import UserError
 from tuneloop.trainers.lora import Lora
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tuneloop.trainers._batch import Document
     from tuneloop.trainers.fsdp import Optimization, Policy, Ranks
 
@@ -46,6 +49,9 @@ SaveSteps = Annotated[int, Field(ge=0, description="a resume point each so many 
 Device = Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA where there is some")]
 WorldSize = Annotated[int | None, Field(ge=1, description="refuse to train with another", json_schema_extra=UNTRACKED)]
 
+CpuOffload = Annotated[bool, Field(description="FSDP shards and optimizer in the host's memory; several GPUs only")]
+TorchCompile = Annotated[bool, Field(description="compile layers; resuming is then exact to float tolerance only")]
+UseLigerKernel = Annotated[bool, Field(description="liger-kernel's Triton kernels; GPUs only")]
 LoraOption = Annotated[Lora | None, Field(description="adapters by peft in place of all parameters; its names")]
 
 Kind = Literal["PolicyGradient", "Preference"]
@@ -61,7 +67,17 @@ KINDS: dict[Kind, tuple[str, str]] = {
 }
 """Of algorithms: where the class is, and what to say of one that is not of it."""
 
-TRAINER_OPTIONS = ("dtype", "attn_implementation", "packing", "max_length", "gradient_checkpointing", "lora")
+TRAINER_OPTIONS = (
+    "dtype",
+    "attn_implementation",
+    "packing",
+    "max_length",
+    "gradient_checkpointing",
+    "lora",
+    "cpu_offload",
+    "torch_compile",
+    "use_liger_kernel",
+)
 
 Step = Callable[[list[int]], tuple[dict[str, float], int]]
 """Takes one optimizer step on the examples of these indices; its measures, `loss` first of all, and its tokens."""
@@ -214,14 +230,20 @@ def train(stage: Stage, trainer: Any, count: int, batch: int, max_steps: int, sa
 
 def draw(stage: Stage, count: int, start: int, batch: int) -> list[int]:
     """Places `start` … `start + batch - 1` of the endless stream of epochs over `count` examples."""
-    import torch
-
     chosen: list[int] = []
     while len(chosen) < batch:
         epoch, offset = divmod(start + len(chosen), count)
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(stage.seed("order", epoch)))
+        order = _shuffled(count, stage.seed("order", epoch))
         chosen += order[offset : offset + batch - len(chosen)].tolist()
     return chosen
+
+
+@functools.lru_cache(2)
+def _shuffled(count: int, seed: int) -> Tensor:
+    """0 … count - 1 in random order, int64; kept, for every step of an epoch asks for the same one."""
+    import torch
+
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
 def check_fits(documents: dict[str, Sequence[Document]], policy: Policy, max_length: int) -> None:

@@ -83,7 +83,7 @@ def test_every_demonstration_is_seen_once_an_epoch(policy, prompts, tmp_path):
         row["targets"] for row in rows(run(tmp_path / "o", policy, prompts, max_steps=8, per_device_train_batch_size=6))
     ]
     documents = read_demonstrations(prompts, policy.path / "model", 64)
-    assert sum(found[:4]) == sum(found[4:]) == sum(d.target_count for d in documents.values())
+    assert sum(found[:4]) == sum(found[4:]) == sum(d.target_count for d in documents)
     assert found[:4] != found[4:]
 
 

@@ -272,4 +272,6 @@ def _kind(annotation: Any) -> type:
         return _kind(next(part for part in get_args(annotation) if part is not type(None)))
     if origin is Literal:
         return type(get_args(annotation)[0])
+    if issubclass(origin, BaseModel):
+        return dict
     return list if origin is tuple else origin

@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from tuneloop.artifacts import Artifact
 from tuneloop.errors import UserError
-from tuneloop.trainers import _dcp, _export, lora
+from tuneloop.trainers import _dcp, _export, _options, lora
 from tuneloop.trainers._batch import Batch, Document, collate, plan
 from tuneloop.trainers.lora import Lora
 
@@ -96,7 +96,7 @@ class Ranks:
             torch.cuda.set_device(self.device)
         if self.world > 1:
             if not dist.is_initialized():
-                dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+                dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")  # gloo: of offloaded shards
                 atexit.register(dist.destroy_process_group)
             self.mesh = init_device_mesh(kind, (self.world,))
         present = round(self.sum([1.0])[0])
@@ -159,6 +159,9 @@ class Policy:
         max_length: tokens in a packed row.
         gradient_checkpointing: compute each layer's activations again on the way back, in place of keeping them.
         lora: adapters to train in place of the model, which is frozen; the layers under them then lie in `dtype`.
+        cpu_offload: keep shards and optimizer in the host's memory (FSDP2's `CPUOffloadPolicy`).
+        torch_compile: compile each layer, for sequences of any length.
+        use_liger_kernel: Triton kernels of liger-kernel in place of norms, rotary embedding and MLP.
 
     Attributes:
         attention, packed: what was chosen.
@@ -166,7 +169,7 @@ class Policy:
         vocab_size: ids stay below it.
 
     Raises:
-        UserError: the model can not be loaded.
+        UserError: the model can not be loaded, or there is not what an option needs.
     """
 
     def __init__(
@@ -180,8 +183,12 @@ class Policy:
         max_length: int = 1024,
         gradient_checkpointing: bool = False,
         lora: Lora | None = None,
+        cpu_offload: bool = False,
+        torch_compile: bool = False,
+        use_liger_kernel: bool = False,
     ) -> None:
-        self.ranks, self.dtype, self.lora = ranks, getattr(torch, dtype), lora
+        _options.check(ranks.device.type, ranks.world, cpu_offload, torch_compile, use_liger_kernel)
+        self.ranks, self.dtype, self.lora, self._liger = ranks, getattr(torch, dtype), lora, use_liger_kernel
         cuda = ranks.device.type == "cuda"
         flash = cuda and importlib.util.find_spec("flash_attn") is not None
         self.attention = (
@@ -202,13 +209,19 @@ class Policy:
             head.forward = self._head(head.forward)
         if gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if torch_compile:
+            for block in self._blocks():
+                block.compile(dynamic=True)  # else the second length that it meets compiles it again, to other bits
         self.model.train()
-        self._place()
+        self._place(CPUOffloadPolicy() if cpu_offload else OffloadPolicy())
 
     def _open(self, directory: Path) -> Any:
         return self._adapt(open_model(directory, torch.float32, self.attention))
 
     def _adapt(self, model: Any) -> Any:
+        """`model` of transformers with what is to be put into it."""
+        if self._liger:
+            _options.use_liger_kernel(model)
         if self.lora:
             self.lora.inject(model)
             for name, parameter in model.named_parameters():
@@ -216,16 +229,19 @@ class Policy:
                     parameter.data = parameter.data.to(self.dtype)
         return model
 
-    def _place(self) -> None:
+    def _blocks(self) -> list[torch.nn.Module]:
+        """The layers, as transformers names those that are not to be parted."""
+        names = set(self.model._no_split_modules or ())
+        return [module for module in self.model.modules() if type(module).__name__ in names]
+
+    def _place(self, offload: OffloadPolicy) -> None:
         if self.ranks.mesh is None:
             self.model.to(self.ranks.device)
             return
         low = self.dtype if self.dtype != torch.float32 else None
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
-        names = set(self.model._no_split_modules or ())
-        blocks = [module for module in self.model.modules() if type(module).__name__ in names]
-        for module in [*blocks, self.model]:
-            fully_shard(module, mesh=self.ranks.mesh, mp_policy=policy)
+        for module in [*self._blocks(), self.model]:
+            fully_shard(module, mesh=self.ranks.mesh, mp_policy=policy, offload_policy=offload)
             module.set_gradient_divide_factor(1.0)  # a sum, not a mean: the loss is divided by the global count
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
@@ -438,7 +454,7 @@ class Trainer(Policy):
         for name, parameter in self.trainable.items():
             own = self.optimizer.state[parameter]
             if not own:
-                place = self.ranks.device if self.ranks.device.type == "cuda" else None
+                place = parameter.device if parameter.device.type == "cuda" else None
                 own["step"] = torch.tensor(float(self.step), device=place)
                 own["exp_avg"], own["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             state |= {f"{moment}.{name}": own[moment] for moment in ("exp_avg", "exp_avg_sq")}

@@ -153,6 +153,14 @@ def test_bad_models_and_devices(tmp_path, monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="no CUDA device"):
             Ranks("cuda")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for option, why in {
+        "cpu_offload": "no GPU to take anything off",
+        "use_liger_kernel": "run on a GPU only",
+        "torch_compile": "install no-such-compiler",
+    }.items():
+        with pytest.raises(UserError, match=f"--{option.replace('_', '-')}.*{why}"):
+            Policy(tmp_path, Ranks("cpu"), **{option: True})
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "llama"])

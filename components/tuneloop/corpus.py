@@ -1,0 +1,62 @@
+"""Tokenized documents in temporary files, mapped into memory: a data set may be larger than what the machine has."""
+
+from __future__ import annotations
+
+import tempfile
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, overload
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tuneloop.trainers._batch import Document
+
+
+class Corpus(Sequence["Document"]):
+    """Documents by place. Five bytes a token on disk (``TMPDIR``), eight a document in memory.
+
+    Args:
+        documents: name and document, read once.
+
+    Attributes:
+        extremes: name → document of the longest, and of the one with the highest token id.
+        tokens: of all documents.
+    """
+
+    def __init__(self, documents: Iterable[tuple[str, Document]]) -> None:
+        self._ends = array("q", [0])
+        with tempfile.TemporaryFile() as ids, tempfile.TemporaryFile() as targets:
+            longest: tuple[int, str, Document] | None = None
+            highest: tuple[int, str, Document] | None = None
+            for name, document in documents:
+                ids.write(np.asarray(document.ids, np.int32).tobytes())
+                targets.write(np.asarray(document.targets, np.bool_).tobytes())
+                self._ends.append(self._ends[-1] + len(document.ids))
+                if longest is None or len(document.ids) > longest[0]:
+                    longest = len(document.ids), name, document
+                if highest is None or max(document.ids) > highest[0]:
+                    highest = max(document.ids), name, document
+            ids.flush()
+            targets.flush()
+            self.extremes = {found[1]: found[2] for found in (longest, highest) if found}
+            self.tokens = self._ends[-1]
+            empty = not self.tokens  # which can not be mapped
+            self._ids = np.zeros(0, np.int32) if empty else np.memmap(ids, np.int32, "r")
+            self._targets = np.zeros(0, np.bool_) if empty else np.memmap(targets, np.bool_, "r")
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, place: int) -> Document: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Document]: ...
+    def __getitem__(self, place: int | slice) -> Document | list[Document]:
+        from tuneloop.trainers._batch import Document
+
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        i = range(len(self))[place]
+        part = slice(self._ends[i], self._ends[i + 1])
+        return Document(self._ids[part].tolist(), self._targets[part].tolist())

@@ -1,0 +1,39 @@
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+
+from tuneloop.corpus import Corpus
+from tuneloop.trainers._batch import Document
+
+
+def made(count: int, length: int) -> Iterator[tuple[str, Document]]:
+    for i in range(count):
+        n = length + i % 7
+        yield f"d{i}", Document([(i * 31 + t) % 100_003 for t in range(n)], [t % 3 == 2 for t in range(n)])
+
+
+def test_documents_come_back_as_they_went_in() -> None:
+    wanted = [document for _, document in made(20, 1)]
+    found = Corpus(made(20, 1))
+    assert [*found] == wanted
+    assert found[3:5] == wanted[3:5]
+    assert found[-1] == wanted[-1]
+    assert (len(found), found.tokens) == (20, sum(len(d.ids) for d in wanted))
+    with pytest.raises(IndexError):
+        found[20]
+    assert max(len(d.ids) for d in found.extremes.values()) == 7
+    assert max(max(d.ids) for d in found.extremes.values()) == max(max(d.ids) for d in wanted)
+    assert len(found.extremes) <= 2
+    assert len(Corpus([])) == 0
+
+
+def test_memory_does_not_grow_with_the_tokens() -> None:
+    """Four hundred thousand tokens, which as lists of numbers would be many times what is allowed here."""
+    tracemalloc.start()
+    try:
+        found = Corpus(made(400, 1000))
+        assert found.tokens > 400_000
+        assert tracemalloc.get_traced_memory()[1] < 500_000
+    finally:
+        tracemalloc.stop()
