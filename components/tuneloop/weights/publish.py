@@ -23,15 +23,14 @@ APPLY_COST = 0.1
 core against 1.5 s a GB from an object store (against 0.5 s from files in the page cache it is 0.35)."""
 
 
-def anchor_due(restore_cost: float) -> bool:
-    """Whether the next version is published in full as well, which bounds the time of a restore.
+RESTORE_BOUND = 3.0
+"""The next version is published in full as well (an anchor) where replaying the deltas since the last full one would
+cost more than this many restores of a full version.
 
-    ``restore_cost`` sums, over the deltas since the last full version, (bytes of the delta / bytes in full) +
-    `APPLY_COST`: the time to replay them, in units of restoring the full version before them. At most 3 keeps a replica
-    that starts from nothing within four times a full restore. At 1 % of the bytes a version, every 28th version is an
-    anchor and the publisher sends 1/22 of the full bytes on average; where deltas are denser, sooner.
-    """
-    return restore_cost > 3
+The cost sums, over these deltas, (bytes of the delta / bytes in full) + `APPLY_COST`. At 3, a replica that starts from
+nothing is there within four times a full restore. At 1 % of the bytes a version, every 28th version is an anchor and
+the publisher sends 1/22 of the full bytes on average; where deltas are denser, sooner.
+"""
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,7 @@ def publish(
     source: str | None = None,
     encoding: codec.Encoding | None = "gap8-xor",
     threads: int | None = None,
+    restore_bound: float = RESTORE_BOUND,
 ) -> Published:
     """Publish `directory` as `version` below `root` and move ``latest`` to it.
 
@@ -87,6 +87,7 @@ def publish(
         base_version: the version that `base` holds; where another one is the base, `base` is left aside.
         source: what the version was made from (a checkpoint's digest): replicas say that they serve it.
         encoding: of the delta; None publishes in full.
+        restore_bound: how soon the next anchor comes, as `RESTORE_BOUND` says; 0 makes every version one.
 
     Raises:
         PointerRewind: ``latest`` is at a newer version.
@@ -110,7 +111,7 @@ def publish(
         attempt.describe_full()
         clock = time.perf_counter()
         try:
-            attempt.commit()
+            attempt.commit(restore_bound)
         except Conflict:  # a duplicate was faster
             chain = attempt.chain = Chain(chain.store)
             return attempt.stand_by()
@@ -223,7 +224,7 @@ class _Attempt:
     def _total(self) -> int:
         return sum(t.end - t.start for t in self.new.tensors.values())
 
-    def commit(self) -> None:
+    def commit(self, restore_bound: float) -> None:
         """Upload files, then the index that makes the version exist.
 
         Raises:
@@ -231,7 +232,7 @@ class _Attempt:
         """
         assert self.full is not None
         store, main = self.chain.store, self.full
-        if self.delta is not None and not anchor_due(self.delta.tuneloop.restore_cost):
+        if self.delta is not None and self.delta.tuneloop.restore_cost <= restore_bound:
             main = self.delta
         elif self.delta is not None:
             main = self._with_delta(self.full, self.delta)

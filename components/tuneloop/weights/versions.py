@@ -70,7 +70,7 @@ class Extra(BaseModel):
     stored_bytes: int = Field(description="of the files in this directory")
     elements: int = 0
     changed: int | None = Field(None, description="elements that differ from the base version")
-    restore_cost: float = Field(0.0, description="of the deltas since the last full version; see publish.anchor_due")
+    restore_cost: float = Field(0.0, description="of the deltas since the last full version; see publish.RESTORE_BOUND")
     source: str | None = Field(None, description="digest of the checkpoint that it was published from")
 
 

@@ -65,7 +65,8 @@ class World:
                 if before is not None and not self.damaged:
                     verify(self.root)
         at_hand = self.exports[version - 1] if version and seed % 2 else None
-        publish(self.root, version, self.exports[version], base=at_hand, encoding=encoding)  # type: ignore[arg-type]
+        bound = (3.0, 0.5, 0.0)[seed % 3]
+        publish(self.root, version, self.exports[version], base=at_hand, encoding=encoding, restore_bound=bound)  # type: ignore[arg-type]
 
     def pull(self, seed: int, choice: int) -> None:
         replica = self.place / f"replica{choice % 2}"
@@ -226,6 +227,15 @@ def test_anchors_bound_the_chain_and_replicas_pass_them_by_delta(tmp_path: Path)
         state = update(rng, state, 0.02)
     anchors = [entry.version for entry in ls(root) if entry.encoding is None]
     assert len(anchors) > 1 and all(Chain(root).entry(a).index.tuneloop.delta_index for a in anchors[1:])
+
+
+@pytest.mark.parametrize(("bound", "anchors"), [(0.0, [0, 1, 2, 3, 4, 5]), (0.25, [0, 3]), (9.0, [0])])
+def test_how_soon_the_next_anchor_comes_is_a_setting(tmp_path: Path, bound: float, anchors: list[int]) -> None:
+    """The export stays as it is, so that a delta has no bytes and costs the 0.1 of applying it."""
+    export, root = save(tmp_path / "export", model(np.random.default_rng(9))), f"file://{tmp_path}/weights"
+    for version in range(6):
+        publish(root, version, export, restore_bound=bound)
+    assert [entry.version for entry in ls(root) if entry.encoding is None] == anchors
 
 
 def test_gc_keeps_what_is_needed_and_drops_the_rest(tmp_path: Path) -> None:
