@@ -1,4 +1,4 @@
-"""A stage of two pods from Kubeflow Pipelines: the compiled task's own container launches a JobSet and follows it.
+"""Jobs of two pods from Kubeflow Pipelines: the compiled task's own container launches a JobSet or a TrainJob.
 
 No KFP backend is here. What its launcher would do is done by the test: the pod gets the command of the compiled
 pipeline, with ``{{$}}`` replaced by an executor input, and the executor output is read where it was asked for.
@@ -8,15 +8,24 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from kfp import dsl
 
-from tests.cluster.conftest import STORE, kubectl
+from tests.cluster.conftest import ROOT, STORE, kubectl
+from tests.cluster.test_jobset import SMALL
+from tests.cluster.volumes import apply
 from tuneloop.argo import cluster as argo
+from tuneloop.argo.trainjob import trainjob
+from tuneloop.backends.native import Native
 from tuneloop.config import find
 from tuneloop.kfp.client import compile_to
+from tuneloop.kfp.jobs import NAME, launch_step, mark
+from tuneloop.kfp.launch import job_name
+from tuneloop.kfp.settings import Kfp
 
 pytestmark = pytest.mark.cluster
 
@@ -27,13 +36,10 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The sft pipeline's document."""
-    path = tmp_path_factory.mktemp("kfp") / "sft.yaml"
-    pipeline = find("sft")
-    compile_to(pipeline.module.build_kfp(pipeline.configure(None, SETTINGS)), path)
-    found: dict[str, Any] = next(iter(yaml.load_all(path.read_text(), yaml.CSafeLoader)))
+def compiled(built: Any, directory: Path) -> dict[str, Any]:
+    """The document of a pipeline."""
+    compile_to(built, directory / "pipeline.yaml")
+    found: dict[str, Any] = next(iter(yaml.load_all((directory / "pipeline.yaml").read_text(), yaml.CSafeLoader)))
     return found
 
 
@@ -44,11 +50,12 @@ class Tasks:
         self.namespace, self.run, self.spec = namespace, run, spec
 
     def start(self, task: str, inputs: dict[str, Any] | None = None, **changed: Any) -> tuple[int, str, dict[str, Any]]:
-        """Exit code, output, and the metadata of the task's first output artifact."""
-        within = self.spec["components"]["comp-exit-handler-1"]["dag"]["tasks"][task]
+        """Exit code, output, and what was told: the handle of the stage's artifact, and output parameters."""
+        graph = self.spec["components"].get("comp-exit-handler-1") or self.spec["root"]
+        within = graph["dag"]["tasks"][task]
         constants = {k: v["runtimeValue"]["constant"] for k, v in within["inputs"]["parameters"].items() if _fixed(v)}
         component = self.spec["components"][f"comp-{task}"]
-        outputs = component["outputDefinitions"]["artifacts"]
+        outputs = component["outputDefinitions"].get("artifacts", {})
         executor_input = {
             "inputs": {
                 "parameterValues": {**constants, "url": f"{STORE}/{self.run}/{task}", "seed": 0, **changed},
@@ -58,6 +65,7 @@ class Tasks:
             },
             "outputs": {
                 "artifacts": {k: {"artifacts": [{"name": k, "uri": f"/tmp/kfp/{k}"}]} for k in outputs},
+                "parameters": {k: {} for k in component["outputDefinitions"].get("parameters", {})},
                 "outputFile": "/tmp/kfp/output.json",
             },
         }
@@ -70,9 +78,10 @@ class Tasks:
         code = int(kubectl("-n", self.namespace, "get", "pod", name, "-o", ended))
         said = kubectl("-n", self.namespace, "logs", name)
         kubectl("-n", self.namespace, "delete", "pod", name)
-        told = json.loads(said.rpartition("EXECUTOR OUTPUT ")[2]) if code == 0 else {}
-        stage = {"data-prep": "prompts"}.get(task, "checkpoint")
-        return code, said, told["artifacts"][stage]["artifacts"][0]["metadata"] if code == 0 else {}
+        told = json.loads(said.rpartition("EXECUTOR OUTPUT ")[2]) if code == 0 else {"artifacts": {}}
+        artifacts = [listed["artifacts"][0].get("metadata", {}) for listed in told["artifacts"].values()]
+        handle = next((about for about in artifacts if "ref" in about), {})
+        return code, said, {**told.get("parameterValues", {}), **handle}
 
     def _pod(self, name: str, image: str, command: list[str]) -> None:
         script = '"$@" && echo && echo "EXECUTOR OUTPUT $(cat /tmp/kfp/output.json)"'
@@ -98,28 +107,69 @@ def _fixed(value: dict[str, Any]) -> bool:
     return "runtimeValue" in value and "{{" not in str(value["runtimeValue"]["constant"])
 
 
-@pytest.fixture
-def tasks(cluster: argo.Cluster, run: str, compiled: dict[str, Any]) -> Iterator[Tasks]:
-    yield Tasks(cluster.namespace, run, compiled)
+@pytest.fixture(scope="module")
+def tasks(cluster: argo.Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tasks]:
+    """Of the sft pipeline, in a run of its own."""
+    pipeline, run = find("sft"), f"t{os.urandom(4).hex()}"
+    built = pipeline.module.build_kfp(pipeline.configure(None, SETTINGS))
+    yield Tasks(cluster.namespace, run, compiled(built, tmp_path_factory.mktemp("kfp")))
     kubectl("-n", cluster.namespace, "delete", "pods", "-l", f"test={run}", "--wait=false")
 
 
-def test_a_stage_of_two_pods_is_launched_followed_and_told(tasks: Tasks) -> None:
+@pytest.fixture(scope="module")
+def made(tasks: Tasks) -> dict[str, Any]:
+    """Handles of prompts and of a model in the store."""
     code, said, prompts = tasks.start("data-prep")
     assert code == 0, said
     code, said, model = tasks.start("base-model", {"prompts": prompts})
     assert code == 0, said
-    given = {"policy": model, "prompts": prompts}
-    code, said, trained = tasks.start("sft", given)
+    return {"policy": model, "prompts": prompts}
+
+
+def test_a_stage_of_two_pods_is_launched_followed_and_told(tasks: Tasks, made: dict[str, Any]) -> None:
+    code, said, trained = tasks.start("sft", made)
     assert code == 0, said
     assert "node-0-0: " in said, "the pods' own lines"
     assert (trained["version"], trained["stage"]) == (1, "sft") and trained["ref"].startswith(
         f"{STORE}/{tasks.run}/sft@"
     )
-    code, said, again = tasks.start("sft", given)
+    code, said, again = tasks.start("sft", made)
     assert (code, again) == (0, trained) and "node-0-0: " not in said, "committed: no job was started"
 
-    wrong = {"policy": model, "prompts": model}
-    code, said, _ = tasks.start("sft", wrong, url=f"{STORE}/{tasks.run}/wrong")
+    code, said, _ = tasks.start("sft", {**made, "prompts": made["policy"]}, url=f"{STORE}/{tasks.run}/wrong")
     assert code == 2, said
     assert "holds no sft.parquet" in said, "the trainer's last words"
+
+
+@pytest.fixture
+def runtimes() -> Iterator[None]:
+    """The ClusterTrainingRuntimes that ``manifests/components/trainer`` brings, with the images under test."""
+    text = (ROOT / "manifests/components/trainer/torch.yaml").read_text()
+    text = text.replace("tuneloop/trainer:dev", IMAGES.format(image="trainer"))
+    apply(text)
+    yield
+    apply(text, "delete")
+
+
+def test_a_trainjob_of_two_pods_as_a_component_of_any_pipeline(
+    tasks: Tasks, made: dict[str, Any], runtimes: None, tmp_path: Path
+) -> None:
+    own = {"policy": mark("policy"), "prompts": mark("prompts"), "checkpoint": mark("url")}
+    backend = Native(nodes=2, args={**own, "max_steps": 3, "device": "cpu", "per_device_train_batch_size": 2})
+    job, inputs = trainjob(backend, NAME, SMALL), ["policy", "prompts"]
+    step = launch_step(job, inputs=inputs, parameters=["url"], cluster=SMALL, kfp=Kfp(jobs=tasks.namespace))
+
+    @dsl.pipeline(name="own")
+    def built(policy: dsl.Input[dsl.Model], prompts: dsl.Input[dsl.Dataset], url: str, name: str) -> None:
+        step("trainjob", name=name, url=url, policy=policy, prompts=prompts)
+
+    own_tasks = Tasks(tasks.namespace, tasks.run, compiled(built, tmp_path))
+    for given in ({"name": f"{tasks.run}-pair"}, {"name": f"{tasks.run}-pair"}):  # the second finds the first's job
+        code, said, told = own_tasks.start("trainjob", made, url=f"{STORE}/{tasks.run}/pair", **given)
+        assert code == 0, said
+        assert told["job"].startswith(f"{tasks.run}-pair-") and "node-0-0: " in said and "node-0-1: " in said
+    wrong = {"name": f"{tasks.run}-wrong", "url": f"{STORE}/{tasks.run}/wrong"}
+    code, said, _ = own_tasks.start("trainjob", {**made, "prompts": made["policy"]}, **wrong)
+    assert code == 2 and "holds no sft.parquet" in said.splitlines()[-1], said
+    kubectl("-n", tasks.namespace, "delete", "trainjobs", told["job"], "--ignore-not-found")
+    kubectl("-n", tasks.namespace, "delete", "trainjobs", job_name(wrong["name"]), "--ignore-not-found")

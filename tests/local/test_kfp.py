@@ -25,10 +25,10 @@ class Here:
     def __init__(self, directory: Path) -> None:
         self.store, self.root, self.package = directory / "store", directory / "root", directory / "grpo.yaml"
 
-    def run(self, run: str, *, cache: bool = False, target_reward: float = 2.0, unroll: int = 8) -> None:
+    def run(self, run: str, *, cache: bool = False, target_reward: float = 2.0, unroll: int = 8, pod: int = 0) -> None:
         """Compile `grpo`, load what was compiled, and run that."""
         pipeline = find("grpo")
-        sets = {**LOOP, "kfp.retries": 0, "kfp.unroll": unroll}
+        sets = {**LOOP, "kfp.retries": 0, "kfp.unroll": unroll, "loop.iterations_per_pod": pod}
         config = pipeline.configure(None, [f"{k}={v}" for k, v in sets.items()])
         compiler.Compiler().compile(pipeline.module.build_kfp(config), str(self.package))
         local(self.root, cache=cache)
@@ -91,3 +91,21 @@ def test_a_reached_target_ends_the_loop(here: Here) -> None:
     assert not (early / "iterations/2").exists(), "the second iteration did nothing"
     policy = Artifact(str(early / "export")).manifest.inputs["policy"]
     assert policy.endswith(Artifact(str(early / "iterations/1/policy-update")).manifest.digest)
+
+
+def test_several_iterations_in_one_task(here: Here) -> None:
+    """Both in one, written out; then an iteration a task, in a loop that its target ends."""
+    store = here.store / "pods"
+    shutil.copytree(here.store / "ours", store)
+    for name in ("iterations", *AFTER_THE_LOOP):
+        shutil.rmtree(store / name)
+    here.run("pods", pod=2)
+    assert "iterations" in here.started and "rollout" not in here.started
+    assert digests(here.store, "pods") == digests(here.store, "ours")
+
+    for name in ("iterations/2", "iterations/1/policy-update", *AFTER_THE_LOOP):
+        shutil.rmtree(store / name)
+    here.run("pods", pod=1, unroll=0, target_reward=-1.0)
+    assert not (store / "iterations/2").exists(), "the second task did nothing"
+    policy = Artifact(str(store / "export")).manifest.inputs["policy"]
+    assert policy.endswith(Artifact(str(store / "iterations/1/policy-update")).manifest.digest)

@@ -10,6 +10,7 @@ wrong is one line (`UserError`, `Retryable`), whatever the client library raised
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ from tuneloop.errors import Retryable, UserError
 
 DONE = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 EXPERIMENT = "tuneloop"
-INNER = ("executor", "root", "-driver")
+INNER = re.compile(r"executor(\(\d+\))?|root|.+-driver|.+\.onExit")
 """Nodes that KFP adds to each task: of no interest to people."""
 
 
@@ -219,12 +220,12 @@ def stop(client: Any, run: str) -> bool:
 
 def tasks(run: Any) -> list[TaskStatus]:
     """The tasks of a run by start, as its graph names them."""
-    details = (run.run_details and run.run_details.task_details) or []
-    mine = [each for each in details if not _is_inner(each.display_name or "")]
+    details, names = (run.run_details and run.run_details.task_details) or [], _names(run)
+    mine = [each for each in details if not _is_inner(each)]
     started = sorted(mine, key=lambda each: (each.start_time is None, str(each.start_time)))
     return [
         TaskStatus(
-            each.display_name or "",
+            names.get(each.display_name, each.display_name),
             each.state or "PENDING",
             (each.end_time - each.start_time).total_seconds()
             if each.state in DONE and each.end_time and each.start_time
@@ -238,7 +239,9 @@ def tasks(run: Any) -> list[TaskStatus]:
 def logs(client: Any, run: str, task: str | None = None) -> Iterator[tuple[str, str]]:
     """(task, line) of what the stages wrote, task by task; pods that are gone are left out, if no archive has them."""
     found = find(client, run)
-    for name, pod in _pods(client, found.run_id):
+    names = _names(found)
+    for node, pod in _pods(client, found.run_id):
+        name = names.get(node, node)
         if task in (None, name):
             text = _get(client, f"/apis/v1alpha1/runs/{found.run_id}/nodes/{pod}/log")
             for line in (text or "").splitlines():
@@ -297,8 +300,19 @@ def _equals(name: str) -> str:
     return json.dumps({"predicates": [{"operation": "EQUALS", "key": "display_name", "stringValue": name}]})
 
 
-def _is_inner(name: str) -> bool:
-    return name.startswith(INNER[:2]) or name.endswith(INNER[2])
+def _is_inner(task: Any) -> bool:
+    """Whether KFP made the node; the one of the whole workflow has its name, with which its pods' names begin."""
+    pods = [child.pod_name or "" for child in task.child_tasks or ()]
+    return bool(INNER.fullmatch(task.display_name)) or any(pod.startswith(f"{task.display_name}-") for pod in pods)
+
+
+def _names(run: Any) -> dict[str, str]:
+    """Name of a task in the compiled graph, which states and logs go by → what the pipeline calls it."""
+    given = run.pipeline_spec or {}
+    spec = given.get("pipeline_spec", given)
+    graphs = [spec.get("root", {}), *spec.get("components", {}).values()]
+    tasks = [item for graph in graphs for item in graph.get("dag", {}).get("tasks", {}).items()]
+    return {name: task["taskInfo"]["name"] for name, task in tasks}
 
 
 def _told(error: Any) -> str:

@@ -26,7 +26,9 @@ from tuneloop.kfp.stage import TARGET, URL, result
 
 TYPES = {"checkpoint": Model, "policy": Model, "reference": Model, "model": Model, "metrics": Metrics}
 """Input or output → artifact type; any other is a Dataset."""
-AWS = ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+PLAIN, SECRET = ("AWS_ENDPOINT_URL", "AWS_REGION"), ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+"""Settings of the store by where they stand. None stands in both: KFP patches its pods, and of two variables of one
+name that makes one with two sources, which Kubernetes refuses."""
 GPU = "nvidia.com/gpu"
 LAUNCHER = {"cpu": "50m", "memory": "256Mi"}
 """What a pod asks for that only follows a job."""
@@ -213,13 +215,15 @@ def container(
 
 def place(task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, accelerator: bool) -> None:
     """What the task's pod asks for: resources, its queue, a way to its store, no rights."""
-    task.set_cpu_request(cluster.cpu).set_memory_request(cluster.memory_request).set_memory_limit(cluster.memory_request)
+    task.set_cpu_request(cluster.cpu).set_memory_request(cluster.memory_request).set_memory_limit(
+        cluster.memory_request
+    )
     task.set_retry(kfp.retries, backoff_duration="5s", backoff_factor=2, backoff_max_duration="600s")
     task.set_env_variable("TUNELOOP_IMAGE", image)
     kubernetes.set_image_pull_policy(task, "IfNotPresent")
     kubernetes.set_security_context(task, run_as_user=1000, run_as_group=1000, run_as_non_root=True)
-    kubernetes.use_config_map_as_env(task, STORE, {key: key for key in AWS}, optional=True)
-    kubernetes.use_secret_as_env(task, STORE, {key: key for key in AWS}, optional=True)
+    kubernetes.use_config_map_as_env(task, STORE, {key: key for key in PLAIN}, optional=True)
+    kubernetes.use_secret_as_env(task, STORE, {key: key for key in SECRET}, optional=True)
     if kfp.image_pull_secrets:
         kubernetes.set_image_pull_secrets(task, kfp.image_pull_secrets)
     if kfp.timeout_s:

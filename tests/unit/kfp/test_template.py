@@ -42,6 +42,8 @@ def test_pods_ask_for_what_the_cluster_section_says(compiled: Any) -> None:
         assert pod["activeDeadlineSeconds"] == "60" and pod["pvcMount"][0]["mountPath"] == "/data", name
         assert pod["securityContext"]["runAsNonRoot"] is True, name
         assert pod["secretAsEnv"][0]["optional"] is True, name
+        sources = [*pod["secretAsEnv"][0]["keyToEnv"], *pod["configMapAsEnv"][0]["keyToEnv"]]
+        assert len({each["envVar"] for each in sources}) == len(sources) == 4, "one variable, one source"
     container = spec["deploymentSpec"]["executors"]["exec-sft"]["container"]
     assert container["resources"]["accelerator"]["resourceCount"] == "2"
     assert "--nproc-per-node=2" in container["command"]
