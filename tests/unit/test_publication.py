@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tuneloop import publication, weights
 from tuneloop.artifacts import Artifact, Manifest
 from tuneloop.component import OptionalInput, Results, Stage, component
 from tuneloop.errors import Corrupt
+from tuneloop.kfp import stage as kfp_stage
 from tuneloop.publication import Weights, publish_checkpoint, published
 
 
@@ -116,3 +118,19 @@ def test_the_stages_publish() -> None:
 
     for stage in (base_model, sft, policy_update):
         assert stage.after is publish_checkpoint and "weights" in stage.Params.model_fields
+
+
+def test_a_task_of_kfp_publishes_too(tmp_path: Path) -> None:
+    """The adapter runs the stage's own program, so that what follows the commit follows it there."""
+    weights_url, at = str(tmp_path / "w"), tmp_path / "kfp"
+    given = {
+        "inputs": {"parameterValues": {"url": f"{tmp_path}/0", "weights": weights_url}, "artifacts": {}},
+        "outputs": {
+            "artifacts": {"checkpoint": {"artifacts": [{"name": "checkpoint", "uri": f"{at}/checkpoint"}]}},
+            "outputFile": f"{at}/executor_output.json",
+        },
+    }
+    assert kfp_stage.main([f"{__name__}:toy", "--executor-input", json.dumps(given)]) == 0
+    (listed,) = weights.ls(weights_url)
+    assert listed.version == 0 and listed.latest
+    assert published(weights_url)[0]["full"]
