@@ -317,25 +317,42 @@ def _own(cluster: Cluster, graph: Object, workflow: str, tell: Callable[[str], o
     name = str(graph["metadata"]["name"])
     with faults(cluster):
         owner = cluster.get(*argo.WORKFLOWS, workflow)
-        live = find(cluster, name) or {"metadata": {}}
-        run = owner["metadata"].get("labels", {}).get(RUN_LABEL)
+    run = owner["metadata"].get("labels", {}).get(RUN_LABEL)
+    reference = {
+        "apiVersion": owner["apiVersion"],
+        "kind": owner["kind"],
+        "name": workflow,
+        "uid": owner["metadata"]["uid"],
+        "controller": False,
+        "blockOwnerDeletion": False,
+    }
+    while True:
+        live = find(cluster, name)
+        if live is None:
+            raise Retryable(f"{name}: was deleted while its run was started")
         if run is None or live["metadata"].get("labels", {}).get(RUN_LABEL) != run:
             tell(f"{name}: was not made for this run, and stays when it ends")
             return
-        reference = {
-            "apiVersion": owner["apiVersion"],
-            "kind": owner["kind"],
-            "name": workflow,
-            "uid": owner["metadata"]["uid"],
-            "controller": False,
-            "blockOwnerDeletion": False,
-        }
-        metadata = live["metadata"]
-        others = [each for each in metadata.get("ownerReferences", ()) if each["uid"] != reference["uid"]]
-        patch = {"resourceVersion": metadata["resourceVersion"], "ownerReferences": [*others, reference]}
-        cluster.custom.patch_namespaced_custom_object(
-            GROUP, served(cluster), cluster.namespace, PLURAL, name, {"metadata": patch}
-        )
+        if _refer(cluster, live["metadata"], reference):
+            return
+
+
+def _refer(cluster: Cluster, metadata: Object, reference: Object) -> bool:
+    """Add an owner; False where somebody, as the operator does, changed the object meanwhile."""
+    from kubernetes.client import ApiException
+
+    others = [each for each in metadata.get("ownerReferences", ()) if each["uid"] != reference["uid"]]
+    patch = {"resourceVersion": metadata["resourceVersion"], "ownerReferences": [*others, reference]}
+    with faults(cluster):
+        try:
+            cluster.custom.patch_namespaced_custom_object(
+                GROUP, served(cluster), cluster.namespace, PLURAL, metadata["name"], {"metadata": patch}
+            )
+            return True
+        except ApiException as error:
+            if error.status == 409:
+                return False
+            raise
 
 
 def down(cluster: Cluster, name: str) -> bool:

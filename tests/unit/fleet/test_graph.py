@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import yaml
+from kubernetes.client import ApiException
 
+from tuneloop.argo.cluster import Cluster
+from tuneloop.argo.settings import RUN_LABEL
 from tuneloop.cli import invoke
 from tuneloop.errors import UserError
-from tuneloop.fleet.graph import drift, frontend_gate, operator_gate, pods_gate, render
+from tuneloop.fleet.graph import PLURAL, _own, drift, frontend_gate, operator_gate, pods_gate, render
 
 BETA = """
 apiVersion: v1
@@ -111,6 +114,40 @@ def test_the_pods_gate() -> None:
 def test_the_frontends_gate(status: int, open_: bool) -> None:
     assert frontend_gate(status).open is open_
     assert frontend_gate(0, "ConnectionRefused").why == "ConnectionRefused" and not frontend_gate(0).open
+
+
+class Api:
+    """What `_own` uses of Kubernetes: a workflow, and a graph that its operator changes before the first patch."""
+
+    def __init__(self, run: str) -> None:
+        self.changes, self.patches, self.run = 0, list[dict[str, Any]](), run
+
+    def get_api_resources(self, group: str, version: str) -> Any:
+        return SimpleNamespace(resources=[SimpleNamespace(name=PLURAL)])
+
+    def get_namespaced_custom_object(self, group: str, version: str, space: str, plural: str, name: str) -> Any:
+        if plural == "workflows":
+            about = {"name": name, "uid": "w1", "labels": {RUN_LABEL: "demo"}}
+            return {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": about}
+        about = {"name": name, "resourceVersion": str(self.changes), "labels": {RUN_LABEL: self.run}}
+        return {"metadata": {**about, "ownerReferences": [{"uid": "other"}]}}
+
+    def patch_namespaced_custom_object(self, *words: Any) -> None:
+        self.changes += not self.patches
+        self.patches.append(words[-1]["metadata"])
+        if words[-1]["metadata"]["resourceVersion"] != str(self.changes):
+            raise ApiException(status=409, reason="Conflict")
+
+
+@pytest.mark.parametrize(("run", "patches"), [("demo", 2), ("another", 0)])
+def test_the_owner_of_a_graph(run: str, patches: int) -> None:
+    """Beside others, after a conflict again, and none of a graph that another run made."""
+    api, said = Api(run), list[str]()
+    _own(Cluster("ns", "test", "", None, api, None), {"metadata": {"name": "graph"}}, "demo", said.append)
+    assert len(api.patches) == patches and len(said) == (not patches)
+    if api.patches:
+        other, mine = api.patches[-1]["ownerReferences"]
+        assert (other, mine["uid"], mine["controller"]) == ({"uid": "other"}, "w1", False)
 
 
 def test_submitting_with_a_graph_sets_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
