@@ -13,12 +13,12 @@ from typing import Any
 import hera.workflows
 
 from tuneloop.argo.jobset import written
+from tuneloop.argo.settings import UNKNOWN
 from tuneloop.argo.spec import applied
 from tuneloop.grain import ITERATION, unfolded
 from tuneloop.plan import Model, asked, container_of, context_of, memory, model_of, read_stage, whole
 
-LEAST = 2 << 30
-"""Bytes: `tuneloop.argo.settings.UNKNOWN`."""
+LEAST = int(UNKNOWN.removesuffix("Gi")) << 30
 
 
 class Workflow(hera.workflows.Workflow):
