@@ -1,0 +1,59 @@
+"""The whole pull path on real S3: versions published there, a vLLM server that follows, and one that comes late."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlparse
+
+import pytest
+
+from tests.cluster.conftest import STORE, forwarded
+from tests.local.test_pull import follow, publish, step, until
+from tests.policies import commit_policy
+from tuneloop import weights
+from tuneloop.argo import cluster as argo
+from tuneloop.store import Store
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def root(cluster: argo.Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A URL below the cluster's store, reached from here with the keys that its pods have; emptied afterwards."""
+    secret = cluster.core.read_namespaced_secret("tuneloop-store", cluster.namespace).data
+    for name, value in secret.items():
+        monkeypatch.setenv(name, base64.b64decode(value).decode())
+    url = urlparse(
+        cluster.core.read_namespaced_config_map("tuneloop-store", cluster.namespace).data["AWS_ENDPOINT_URL"]
+    )
+    service, namespace = (url.hostname or "").split(".")[:2]
+    with forwarded(namespace, service, url.port or 80) as place:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{place}")
+        root = f"{STORE}/weights-{uuid.uuid4().hex[:8]}"
+        yield root
+        Store(root).delete("")
+
+
+def test_versions_go_through_s3(root: str, tmp_path: Path) -> None:
+    policies = [commit_policy(tmp_path / "v0")]
+    assert publish(root, policies[0]).full
+    running = follow(root)
+    try:
+        for version in (1, 2):
+            policies.append(step(policies[-1], tmp_path / f"v{version}", version))
+            assert publish(root, policies[-1]).encoding == "gap8-xor"
+            pulled = until(running, lambda said: said["pulled"].get("version") == version, 120)["pulled"]  # noqa: B023
+            assert pulled["deltas"] == [version] and pulled["full"] is None
+            held = running.ask("POST", "/verify")[1]
+            assert held["version"] == version and held["identical"] == held["tensors"] and not held["unread"]
+    finally:
+        running.process.kill()
+        running.process.wait()
+    late = weights.materialize(root, None, tmp_path / "late")
+    assert (late.full, late.deltas, late.source) == (0, [1, 2], policies[2].manifest.digest)
+    with pytest.raises(weights.PointerRewind):
+        publish(root, policies[1])
+    assert weights.verify(root).version == 2 and weights.gc(root) == []
