@@ -160,16 +160,19 @@ def test_a_trainjob_of_two_pods_as_a_component_of_any_pipeline(
     step = launch_step(job, inputs=inputs, parameters=["url"], cluster=SMALL, kfp=Kfp(jobs=tasks.namespace))
 
     @dsl.pipeline(name="own")
-    def built(policy: dsl.Input[dsl.Model], prompts: dsl.Input[dsl.Dataset], url: str, name: str) -> None:
-        step("trainjob", name=name, url=url, policy=policy, prompts=prompts)
+    def built(policy: dsl.Input[dsl.Model], prompts: dsl.Input[dsl.Dataset], url: str, job_name: str) -> None:
+        step("trainjob", job_name=job_name, url=url, policy=policy, prompts=prompts)
 
     own_tasks = Tasks(tasks.namespace, tasks.run, compiled(built, tmp_path))
-    for given in ({"name": f"{tasks.run}-pair"}, {"name": f"{tasks.run}-pair"}):  # the second finds the first's job
+    for given in (
+        {"job_name": f"{tasks.run}-pair"},
+        {"job_name": f"{tasks.run}-pair"},
+    ):  # the second finds the first's job
         code, said, told = own_tasks.start("trainjob", made, url=f"{STORE}/{tasks.run}/pair", **given)
         assert code == 0, said
         assert told["job"].startswith(f"{tasks.run}-pair-") and "node-0-0: " in said and "node-0-1: " in said
-    wrong = {"name": f"{tasks.run}-wrong", "url": f"{STORE}/{tasks.run}/wrong"}
+    wrong = {"job_name": f"{tasks.run}-wrong", "url": f"{STORE}/{tasks.run}/wrong"}
     code, said, _ = own_tasks.start("trainjob", {**made, "prompts": made["policy"]}, **wrong)
     assert code == 2 and "holds no sft.parquet" in said.splitlines()[-1], said
     kubectl("-n", tasks.namespace, "delete", "trainjobs", told["job"], "--ignore-not-found")
-    kubectl("-n", tasks.namespace, "delete", "trainjobs", job_name(wrong["name"]), "--ignore-not-found")
+    kubectl("-n", tasks.namespace, "delete", "trainjobs", job_name(wrong["job_name"]), "--ignore-not-found")

@@ -221,7 +221,7 @@ def stop(client: Any, run: str) -> bool:
 def tasks(run: Any) -> list[TaskStatus]:
     """The tasks of a run by start, as its graph names them."""
     details, names = (run.run_details and run.run_details.task_details) or [], _names(run)
-    mine = [each for each in details if not _is_inner(each)]
+    mine = [each for each in details if each.display_name in names or not _is_inner(each)]
     started = sorted(mine, key=lambda each: (each.start_time is None, str(each.start_time)))
     return [
         TaskStatus(
@@ -243,9 +243,9 @@ def logs(client: Any, run: str, task: str | None = None) -> Iterator[tuple[str, 
     for node, pod in _pods(client, found.run_id):
         name = names.get(node, node)
         if task in (None, name):
-            text = _get(client, f"/apis/v1alpha1/runs/{found.run_id}/nodes/{pod}/log")
-            for line in (text or "").splitlines():
-                yield name, line
+            text = _get(client, f"/apis/v1alpha1/runs/{found.run_id}/nodes/{pod}/log") or ""
+            if not text.startswith('{"error_message"'):  # said with status 200, where neither pod nor archive has it
+                yield from ((name, line) for line in text.splitlines())
 
 
 def _pods(client: Any, run_id: str) -> list[tuple[str, str]]:
@@ -302,8 +302,8 @@ def _equals(name: str) -> str:
 
 def _is_inner(task: Any) -> bool:
     """Whether KFP made the node; the one of the whole workflow has its name, with which its pods' names begin."""
-    pods = [child.pod_name or "" for child in task.child_tasks or ()]
-    return bool(INNER.fullmatch(task.display_name)) or any(pod.startswith(f"{task.display_name}-") for pod in pods)
+    name, pods = task.display_name or "root", [child.pod_name or "" for child in task.child_tasks or ()]
+    return bool(INNER.fullmatch(name)) or any(pod.startswith(f"{name}-") for pod in pods)
 
 
 def _names(run: Any) -> dict[str, str]:

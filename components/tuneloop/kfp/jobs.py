@@ -4,7 +4,7 @@
     job = trainjob(backend, NAME, config.cluster, model=f"{mark('policy')}#model", dataset=…)
     train = launch_step(job, inputs=["policy", "prompts"], cluster=config.cluster, kfp=config.kfp)
     …
-    train("trl", name=f"{run}-trl", policy=model.outputs["checkpoint"], prompts=data.outputs["prompts"])
+    train("trl", job_name=f"{run}-trl", policy=model.outputs["checkpoint"], prompts=data.outputs["prompts"])
 
 The task's own pod only starts the job, prints what it prints, and ends with its exit code.
 """
@@ -23,7 +23,7 @@ from tuneloop.errors import UserError
 from tuneloop.kfp.settings import Kfp
 from tuneloop.kfp.template import LAUNCHER, REQUIRED, TYPES, Step, container, place
 
-ABOUT = {"name": "of the job: the same again follows the one that stands, or replaces it if it has failed"}
+ABOUT = {"job_name": "of the job: the same again follows the one that stands, or replaces it if it has failed"}
 
 
 def mark(name: str) -> str:
@@ -31,7 +31,7 @@ def mark(name: str) -> str:
     return f"@{name}@"
 
 
-NAME = mark("name")
+NAME = mark("job_name")
 """What a job of `launch_step` is called when it is rendered."""
 
 
@@ -43,11 +43,11 @@ def launch_step(
     cluster: Cluster | None = None,
     kfp: Kfp | None = None,
 ) -> Step:
-    """A step that launches `job` in the namespace ``kfp.jobs`` and ends as it does: ``step("trl", name=…) -> task``.
+    """A step that launches `job` in the namespace ``kfp.jobs`` and ends as it does: ``step(name, job_name=…)``.
 
     Args:
         job: a manifest, its name `NAME`, with a `mark` where something belongs that only the run knows.
-        inputs, parameters: what is marked; arguments of the step, beside ``name``.
+        inputs, parameters: what is marked; arguments of the step, beside ``job_name``.
         cluster, kfp: as for any step; the job has its own resources and its own queue.
 
     Raises:
@@ -60,7 +60,7 @@ def launch_step(
     image = cluster.images.format(image="base")
     signature: dict[str, tuple[Any, Any]] = {
         **{each: (Input[TYPES.get(each, Dataset)], REQUIRED) for each in inputs},
-        **dict.fromkeys(("name", *parameters), (str, REQUIRED)),
+        **dict.fromkeys(("job_name", *parameters), (str, REQUIRED)),
         "job": (dsl.OutputPath(str), REQUIRED),
     }
     command = ["python3", "-m", "tuneloop.kfp.launch"]

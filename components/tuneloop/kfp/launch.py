@@ -1,6 +1,6 @@
 """Run a job of the cluster as a task: ``python -m tuneloop.kfp.launch --namespace … --manifest … --executor-input …``
 
-The manifest is text with marks in it: ``@name@`` becomes a name made of the task's parameter ``name``, the same for
+The manifest is text with marks in it: ``@job_name@`` becomes a name made of that parameter of the task, the same for
 the same, so that a launcher that is started again finds the job that it has started; a mark with the name of another
 parameter becomes its value, one with the name of an input artifact its reference. Then `tuneloop.argo.launch` follows
 the job, and this program ends as it did.
@@ -31,8 +31,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--namespace", required=True)
     given = parser.parse_args(argv)
     task = Task.read(given.executor_input)
-    name = job_name(task.parameters["name"])
-    marks = {**task.parameters, **{k: handle["ref"] for k, handle in task.inputs.items()}, "name": name}
+    name = job_name(task.parameters["job_name"])
+    marks = {**task.parameters, **{k: handle["ref"] for k, handle in task.inputs.items()}, "job_name": name}
     manifest = given.manifest
     for mark, value in marks.items():
         manifest = manifest.replace(f"@{mark}@", json.dumps(value)[1:-1])

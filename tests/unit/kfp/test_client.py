@@ -38,8 +38,9 @@ TASKS = [
     {"display_name": "sft-driver", "state": "SUCCEEDED", "start_time": "2026-11-21T08:00:01Z"},
     {
         **{"display_name": "sft", "state": "SUCCEEDED", "start_time": "2026-11-21T08:00:02Z"},
-        **{"end_time": "2026-11-21T08:00:07Z"},
+        **{"end_time": "2026-11-21T08:00:07Z", "child_tasks": [{"pod_name": "sft-x7-17"}]},
     },
+    {"state": "SUCCEEDED", "start_time": "2026-11-21T08:00:02Z"},
     {"display_name": "executor(0)", "state": "SUCCEEDED", "start_time": "2026-11-21T08:00:02Z"},
     {"display_name": "evaluate", "state": "RUNNING", "start_time": "2026-11-21T08:00:08Z"},
     {"display_name": "exit-handler-1.onExit", "state": "RUNNING", "start_time": "2026-11-21T08:00:09Z"},
