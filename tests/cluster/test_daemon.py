@@ -1,0 +1,37 @@
+"""A loop of several workflows with a vLLM server: each workflow has its own, which boots with what it goes on from."""
+
+import os
+
+import pytest
+
+from tests.cluster.conftest import STORE
+from tests.cluster.making import digests
+from tuneloop.argo import cluster as argo
+from tuneloop.argo.watch import status
+from tuneloop.config import find
+
+pytestmark = pytest.mark.cluster
+
+IMAGES = os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev")
+SETTINGS = [
+    *("loop.iterations=2", "loop.per_workflow=1", "loop.target_reward=2", "evaluate.limit=4"),
+    *("data.source_args={digits: 2}", "data.train=16", "data.eval=4", "data.sft=0"),
+    *("data.rewards={length_penalty: 1}", "data.reward_args={length_penalty: {max_length: 24, buffer: 20}}"),
+    *("rollout.prompts_per_iteration=4", "rollout.n=4", f"cluster.images={IMAGES}"),
+]
+
+
+def test_every_workflow_has_a_server_of_its_own(cluster: argo.Cluster, run: str) -> None:
+    """The stages themselves refuse rollouts of another version. The memory is what the plan estimates."""
+    pipeline = find("grpo")
+    argo.submit(cluster, pipeline.build(pipeline.configure(sets=SETTINGS)), run=run, store=STORE)
+    assert argo.wait(cluster, run) == 0
+    seen = status(cluster, run)
+    assert seen.workflows == [run, f"{run}-2"]
+    servers = [node for node in seen.nodes.values() if node.template == "serve" and node.type == "Pod"]
+    made = digests(seen.nodes.values(), run)
+    booted = [node.inputs["policy"].rpartition("@")[2] for node in servers]
+    assert booted == [made["base-model"], made["iterations/1/policy-update"]]
+    assert "iterations/2/policy-update" in made and "export" in made
+    left = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{argo.RUN_LABEL}={run}").items
+    assert not [pod.metadata.name for pod in left if pod.status.phase == "Running"]
