@@ -44,9 +44,9 @@ HELD = ("base_model", "reference_logprobs", "model_reward")
 CPU_POOL = 1 << 30
 """Bytes of KV cache that our vLLM server asks for on a CPU, unless told otherwise."""
 PROGRAM = {"serve": 3 << 30, "gpu": 8 << 30, "": 1 << 30}
-"""Bytes of a process beside its model: of vLLM's server (two processes), of any with a GPU, of one with torch. Peaks
-measured on a CPU with small models: 0.5 GiB for a rank or a stage that samples, 2 GiB for the server; the rest is
-room. That of a GPU (CUDA's libraries, pinned buffers) is an allowance, and was not measured."""
+"""Bytes of a process beside its model: of vLLM's server, of any with a GPU, of one with torch. The last was measured on
+a CPU (a peak of 0.5 GiB; the rest is room). The server's is what it ran in, with its pool, in 4 GiB; that with a GPU
+(CUDA's libraries, pinned buffers) is an allowance, and was not measured."""
 STEP = 1 << 28
 """Memory is asked for in multiples of this."""
 
