@@ -1,6 +1,7 @@
 """SFT tokens a second: ours beside TRL's SFTTrainer, in one process, one step of each in turn.
 
     python benchmarks/sft_tokens.py [--steps 12] [--dtype float32|bfloat16] [--hidden 128]
+    python benchmarks/sft_tokens.py --scaling    ours alone, by one process and by two, of one thread each
 
 Both train the same Qwen3 from the same weights on the same documents, as many a step, with the same AdamW, loss on the
 completion only, no gradient checkpointing. Lengths are lognormal (mean about 94, 16 to 512), 22 documents a step. TRL
@@ -12,9 +13,12 @@ steps of ours to TRL's next to it, and the smaller of the two is the one to quot
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -140,16 +144,51 @@ def beside_trl(
     return rates[2:]
 
 
+def alone(model: Path, dtype: str, data: list[tuple[list[int], int]], steps: int) -> None:
+    """Print the tokens a second of ours, over the ranks that torchrun started."""
+    step = ours(model, dtype, data)
+    rates = []
+    for k in range(steps):
+        begin = time.perf_counter()
+        tokens = step(k)
+        rates.append(tokens / (time.perf_counter() - begin))
+    if os.environ["RANK"] == "0":
+        print(json.dumps(statistics.median(rates[2:])))
+
+
+def scaling(model: Path, options: argparse.Namespace) -> None:
+    """A table of one process and two, the same batches."""
+    print(f"SFT, Qwen3 of width {options.hidden}, {options.dtype}, 1 thread a process, real tokens/s")
+    rates = []
+    for count in (1, 2):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", __file__]
+        same = ["--steps", str(options.steps), "--dtype", options.dtype, "--hidden", str(options.hidden)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*launch, *same, "--rank", str(model)], env=env, check=True, stdout=subprocess.PIPE, text=True
+        )
+        rates.append(float(done.stdout.splitlines()[-1]))
+        print(f"{count} processes {rates[-1]:>9,.0f} {rates[-1] / rates[0]:>6.2f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    data = documents(BATCH * (options.steps + 2) * 2, 0)
+    if options.rank:
+        alone(options.rank, options.dtype, data, options.steps + 2)
+        return
     with tempfile.TemporaryDirectory() as work:
         model = make_model(Path(work) / "model", options.hidden)
-        data = documents(BATCH * (options.steps + 2) * 2, 0)
+        if options.scaling:
+            scaling(model, options)
+            return
         step = ours(model, options.dtype, data)
         found = {
             packing: beside_trl(model, options.dtype, data, packing, Path(work), options.steps + 2, step)

@@ -127,6 +127,9 @@ def policy_update(
         for batch in mini_batches(stage, samples, updates_per_batch):
             if any(sample.used for sample in batch):
                 losses.append(learner.step(trainer, batch))
+    tokens = sum(len(sample.document.ids) for sample in samples if sample.used)
+    stage.timings["tokens_per_s"] = tokens / stage.timings["train"]
+    stage.facts["efficiency"] = trainer.efficiency(stage.timings["tokens_per_s"])
     _report(stage, samples, iteration, len(losses))
     version = checkpoint.write(stage, trainer, policy, steps.saved_dtype(stage))
     _kept[_identity(stage.attempt, optimization, about)] = trainer

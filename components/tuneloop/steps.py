@@ -7,6 +7,7 @@ import functools
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -210,9 +211,11 @@ def train(stage: Stage, trainer: Any, count: int, batch: int, max_steps: int, sa
     batch = _resume(stage, trainer, batch)
     bar = stage.progress(max_steps, "steps")
     loss, seen, began = float("nan"), 0, time.perf_counter()
+    second = min(trainer.step + 1, max_steps - 1)  # the first one warms up
     with stage.timed("train"):
         while trainer.step < max_steps:
-            measures, tokens = step(draw(stage, count, trainer.step * batch, batch))
+            with trainer.watched() if trainer.step == second else nullcontext():
+                measures, tokens = step(draw(stage, count, trainer.step * batch, batch))
             (stop,) = trainer.ranks.max([float(stage.stopping)])  # together, or one rank waits for another for ever
             stage.metric(trainer.step, **measures)
             loss, seen = measures["loss"], seen + tokens

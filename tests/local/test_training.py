@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.making import checkpoint_artifact, prompts_artifact, rewards_artifact, rollout_rows
+from tests.making import checkpoint_artifact, prompts_artifact, rewards_artifact, rollout_rows, tiny_model
 from tuneloop.artifacts import Artifact
 from tuneloop.component import Component
+from tuneloop.errors import Interrupted
 from tuneloop.policy_update import policy_update
 from tuneloop.sft import sft
+from tuneloop.trainers._batch import Document
 from tuneloop.trainers.fsdp import Optimization, Ranks, Trainer
 from tuneloop.trainers.lora import Lora
 
@@ -72,14 +75,38 @@ def test_two_processes_fine_tune_as_one(tmp_path, lora):
     one, two = (Artifact(str(tmp_path / name)) for name in ("one", "two"))
     assert_same_training(one, two)
     torch.testing.assert_close(moments(two), moments(one), rtol=1e-2, atol=2e-4)
+    spent = two.manifest.facts["efficiency"]
+    assert 0 < spent["communication_s"] < spent["step_s"]
+    assert "communication_s" not in one.manifest.facts["efficiency"]
 
 
-def test_two_processes_update_as_one(tmp_path):
-    """Llama, with a KL term, several steps, and micro-batches that do not divide by the processes."""
+def test_compiled_layers_compute_the_same(tmp_path):
+    """Of two lengths and with adapters; what is exported has the names that it always has."""
+    directory = tiny_model(tmp_path / "model", dtype=torch.float32)
+    documents = [Document([5, 6, 7, 8], [False, True, True, True]), Document([9, 8, 7], [False, False, True])]
+    found: list[list[torch.Tensor]] = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        adam = Optimization(1e-2, "constant", 0, 0, 0.0, 0.9, 0.95, 1.0)
+        trainer = Trainer(directory, Ranks("cpu"), adam, lora=Lora(r=2), torch_compile=compiled)
+        for _ in range(2):
+            (-trainer.logprobs(documents[:1])[0].sum() - trainer.logprobs(documents)[0].sum()).backward()
+            trainer.update()
+        found.append([*trainer.trainable.values()])
+        trainer.export(directory, tmp_path / str(compiled), "float32")
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("False", "True"))
+    assert one.keys() == two.keys() == load_file(directory / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 3}])
+def test_two_processes_update_as_one(tmp_path, lora):
+    """Llama, with a KL term, several steps, and micro-batches that do not divide by the processes. With adapters the
+    reference is the base."""
     base = checkpoint_artifact(tmp_path / "base", "llama")
     reference = checkpoint_artifact(tmp_path / "reference", "llama", seed=1)
     rewards = rewards_artifact(tmp_path / "rewards", base, rollout_rows(base, 5, 3, gap=0.1))
-    about = {"policy": base.ref, "rewards": rewards.ref, "reference": reference.ref}
+    about = {"policy": base.ref, "rewards": rewards.ref, "reference": base.ref if lora else reference.ref}
     about |= {"updates_per_batch": 2, "warmup_steps": 0, "device": "cpu", "save_dtype": "float32"}
     terms = {"beta": 0.1}
     finish(
@@ -89,10 +116,11 @@ def test_two_processes_update_as_one(tmp_path):
             2,
             per_device_train_batch_size=2,
             algorithm_args=json.dumps(terms),
+            lora=json.dumps(lora),
             **about,
         )
     )
-    policy_update(out=str(tmp_path / "one"), per_device_train_batch_size=16, algorithm_args=terms, **about)
+    policy_update(out=str(tmp_path / "one"), per_device_train_batch_size=16, algorithm_args=terms, lora=lora, **about)
     assert_same_training(Artifact(str(tmp_path / "one")), Artifact(str(tmp_path / "two")))
 
 
@@ -119,3 +147,27 @@ def test_two_processes_stopped_and_resumed_end_with_the_same_bytes(tmp_path):
     alone = Artifact(str(tmp_path / "alone"))
     assert alone.manifest.facts["resumed_world_size"] == 2
     assert_same_training(alone, whole)
+
+
+def test_one_process_stopped_and_resumed_by_two_trains_the_same(tmp_path):
+    """Adapters and their moments are dealt to more ranks than wrote them."""
+    base, prompts = checkpoint_artifact(tmp_path / "base"), prompts_artifact(tmp_path / "prompts")
+    about = {"policy": base.ref, "prompts": prompts.ref, "max_steps": 60, "device": "cpu"}
+    about |= {"per_device_train_batch_size": 6, "lora": {"r": 3}, "save_dtype": "float32"}
+
+    def interrupt() -> None:
+        while not any((tmp_path / "two").glob("data-*/metrics.jsonl")):
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(Interrupted):
+        sft(out=str(tmp_path / "two"), **about)
+    thread.join()
+    finish(launch(sft, tmp_path / "two", 2, **{**about, "lora": json.dumps(about["lora"])}))
+    sft(out=str(tmp_path / "one"), **about)
+    one, two = (Artifact(str(tmp_path / name)) for name in ("one", "two"))
+    assert two.manifest.facts["resumed_world_size"] == 1
+    assert 0 < two.manifest.facts["resumed_from"] < 60
+    assert_same_training(one, two)

@@ -53,7 +53,9 @@ class Batch:
 def plan(lengths: Sequence[int], limit: int, world: int, packed: bool) -> list[list[list[int]]]:
     """Deal documents to ranks: rank → micro-batches → indices into `lengths`.
 
-    Every rank gets equally many micro-batches, as the collectives of a sharded model demand; some may be empty.
+    Every rank gets equally many micro-batches, as the collectives of a sharded model demand; some may be empty. Those
+    that run side by side are neighbours in size: over all of them ranks wait for one another no longer than the largest
+    takes.
 
     Args:
         limit: at most so many documents in a micro-batch.
@@ -66,8 +68,16 @@ def plan(lengths: Sequence[int], limit: int, world: int, packed: bool) -> list[l
         micro = [order[start::count] for start in range(count)]
     else:
         micro = cut(order, lengths, limit)
-    micro += [[] for _ in range(-len(micro) % world)]
+    if world > 1:
+        micro.sort(key=lambda batch: size(batch, lengths, packed))
+    micro = [[] for _ in range(-len(micro) % world)] + micro
     return [micro[rank::world] for rank in range(world)]
+
+
+def size(batch: Sequence[int], lengths: Sequence[int], packed: bool) -> int:
+    """Tokens of a micro-batch, with padding where there is some."""
+    own = [lengths[i] for i in batch]
+    return sum(own) if packed else len(own) * max(own, default=0)
 
 
 def cut(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tuneloop.artifacts import Artifact
 from tuneloop.errors import UserError
-from tuneloop.trainers import _dcp, _export, _options, lora
+from tuneloop.trainers import _dcp, _export, _options, _traffic, lora
 from tuneloop.trainers._batch import Batch, Document, collate, plan
 from tuneloop.trainers.lora import Lora
 
@@ -376,6 +376,7 @@ class Trainer(Policy):
     def __init__(self, model: Path, ranks: Ranks, optimization: Optimization, **about: Any) -> None:
         super().__init__(model, ranks, **about)
         self.optimization, self.step = optimization, 0
+        self._traffic: dict[str, float] = {}
         self.trainable = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
         self.optimizer = torch.optim.AdamW(
             self.trainable.values(),
@@ -399,16 +400,23 @@ class Trainer(Policy):
                 self.model.set_requires_gradient_sync(number == len(micro_batches))
             yield micro
 
-    def efficiency(self, tokens_per_s: float) -> dict[str, float]:
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Measure for `efficiency` what part of a step goes by in collectives; nothing where one process trains."""
+        with _traffic.watched(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext():
+            yield
+
+    def efficiency(self, tokens_per_s: float) -> dict[str, float | None]:
         """What `tokens_per_s`, over all ranks, means.
 
         Returns:
-            ``flops_per_s``: 4 a parameter and token, 2 more for each that is trained, attention left out; ``mfu`` where
-            the device's peak is known; ``peak_memory_bytes``, the most of any rank.
+            ``flops_per_s``: 4 a parameter and token, 2 more for each that is trained, attention left out; ``mfu``, None
+            where the device's peak is not known, as on a CPU; ``peak_memory_bytes``, the most of any rank; and with
+            several ranks ``communication_s`` of ``step_s``: of the step that was `watched`, the most of any rank.
         """
         everything = sum(parameter.numel() for parameter in self.model.parameters())
         flops = tokens_per_s * (4.0 * everything + 2.0 * self.count())
-        found = {"flops_per_s": flops}
+        found: dict[str, float | None] = {"flops_per_s": flops, "mfu": None}
         if self.ranks.device.type == "cuda":
             name = torch.cuda.get_device_name()
             peaks = [peak for known, peak in PEAK_FLOPS.items() if known in name and self.dtype == torch.bfloat16]
@@ -416,8 +424,8 @@ class Trainer(Policy):
             memory = float(torch.cuda.max_memory_allocated())
         else:
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # of the process, on Linux
-        (found["peak_memory_bytes"],) = self.ranks.max([memory])
-        return found
+        names, values = zip(("peak_memory_bytes", memory), *self._traffic.items())
+        return found | dict(zip(names, self.ranks.max(values)))
 
     def update(self) -> tuple[float, float]:
         """Clip the gradients that have been summed up, and take one step.

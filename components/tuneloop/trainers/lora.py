@@ -80,14 +80,18 @@ def merged(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def disabled(model: Any) -> Iterator[None]:
-    """The model without its adapters."""
+    """The model without its adapters.
+
+    They are scaled by 0. peft's own switch takes the gradient off them, and FSDP, which looks once, would find a model
+    with nothing to train.
+    """
     from peft.tuners.lora import LoraLayer
 
-    layers = [part for part in model.modules() if isinstance(part, LoraLayer)]
-    for layer in layers:
-        layer.enable_adapters(False)
+    layers = [(part, part.scaling) for part in model.modules() if isinstance(part, LoraLayer)]
+    for layer, scaling in layers:
+        layer.scaling = dict.fromkeys(scaling, 0.0)
     try:
         yield
     finally:
-        for layer in layers:
-            layer.enable_adapters(True)
+        for layer, scaling in layers:
+            layer.scaling = scaling

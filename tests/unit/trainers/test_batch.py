@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuneloop.trainers._batch import FORWARD_COST, Document, collate, cut, pack, plan
+from tuneloop.trainers._batch import FORWARD_COST, Document, collate, cut, pack, plan, size
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=24)
 CPU = torch.device("cpu")
@@ -23,6 +23,15 @@ def test_every_document_is_dealt_once(lengths, limit, world, packed):
     flat = [i for micro in ranks for batch in micro for i in batch]
     assert sorted(flat) == list(range(len(lengths)))
     assert all(len(batch) <= limit for micro in ranks for batch in micro)
+
+
+@given(LENGTHS, st.integers(1, 8), st.integers(2, 4), st.booleans())
+def test_ranks_wait_for_one_another_no_longer_than_the_largest_micro_batch(lengths, limit, world, packed):
+    side_by_side = [
+        [size(batch, lengths, packed) for batch in batches] for batches in zip(*plan(lengths, limit, world, packed))
+    ]
+    waited = sum(max(sizes) - min(sizes) for sizes in side_by_side)
+    assert waited <= max(max(sizes) for sizes in side_by_side)
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=9), st.integers(1, 9))
