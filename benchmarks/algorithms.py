@@ -2,7 +2,7 @@
 
     python benchmarks/algorithms.py [--algorithms grpo dapo gspo rloo] [--seed 0] [--iterations 80]
 
-One run makes the SFT checkpoint; each algorithm goes on from its export with its own defaults, on the engine
+One run makes the SFT checkpoint; each algorithm goes on from its export with its own defaults (`dr_grpo` needs one), on the engine
 `transformers`, all iterations in one process. A row: the iteration at which the mean training reward of five batches
 reached the target, that of the last ten, and the greedy reward on held-out prompts before and after. No peer: it shows
 that each variant learns, on a task this small it does not rank them.
@@ -17,12 +17,15 @@ import tempfile
 from pathlib import Path
 
 TARGET, WINDOW = 0.95, 5
-ALGORITHMS = ["grpo", "dapo", "gspo", "rloo", "dr_grpo", "cispo", "reinforce_plus_plus"]
+ALGORITHMS = {
+    **dict.fromkeys(("grpo", "dapo", "gspo", "rloo", "cispo", "reinforce_plus_plus"), "{}"),
+    "dr_grpo": "{max_completion_length: 8}",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS, choices=ALGORITHMS)
+    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=80)
     flags = parser.parse_args()
@@ -35,7 +38,8 @@ def main() -> None:
             name = algorithm.replace("_", "-")
             settings = {
                 **{"seed": flags.seed, "base_model": model, "engine.name": "transformers"},
-                **{"update.algorithm": algorithm, "loop.iterations": flags.iterations, "loop.target_reward": 2},
+                **{"update.algorithm": algorithm, "update.algorithm_args": ALGORITHMS[algorithm]},
+                **{"loop.iterations": flags.iterations, "loop.target_reward": 2},
                 **{"loop.per_workflow": flags.iterations, "loop.iterations_per_pod": flags.iterations},
             }
             run(store, "grpo", name, settings)
