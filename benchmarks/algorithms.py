@@ -2,10 +2,10 @@
 
     python benchmarks/algorithms.py [--algorithms grpo dapo gspo rloo] [--seed 0] [--iterations 80]
 
-One run makes the SFT checkpoint; each algorithm goes on from its export with its own defaults (`dr_grpo` needs one), on the engine
-`transformers`, all iterations in one process. A row: the iteration at which the mean training reward of five batches
-reached the target, that of the last ten, and the greedy reward on held-out prompts before and after. No peer: it shows
-that each variant learns, on a task this small it does not rank them.
+One run makes the SFT checkpoint; each algorithm goes on from its export with its own defaults (`dr_grpo` needs one
+option), on the engine `transformers`, all iterations in one process. A row: the iteration at which the mean training
+reward of five batches reached the target, that of the last ten, and the greedy reward on held-out prompts before and
+after. No peer: it shows that each variant learns; on a task this small it does not rank them.
 """
 
 from __future__ import annotations
