@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean, pstdev
 from typing import Annotated, Any
 
@@ -26,6 +27,9 @@ def reward(
         dict[str, float] | None, Field(description="reward → weight; default: each row's own")
     ] = None,
     timeout_s: Annotated[float, Field(gt=0, description="seconds that one call of a reward may take")] = 5.0,
+    escape_score: Annotated[
+        float | None, Field(description="of programs that tried to leave the sandbox; default: none, so not trained on")
+    ] = None,
     error_budget: Annotated[float, Field(ge=0, le=1, description="share of rollouts that may go unscored")] = 0.05,
     workers: Annotated[int, Field(ge=1, description="processes")] = 1,
 ) -> Results:
@@ -37,7 +41,8 @@ def reward(
 
     Raises:
         Retryable: more failures than the budget, timeouts and crashes among them: another attempt may do better.
-        UserError: more failures than the budget, all of them `unverifiable`: the data or the rewards must change.
+        UserError: more failures than the budget, all of them `unverifiable` or `escape`: the data, the rewards or the
+            policy must change.
     """
     path = rollouts.path / "rollouts.parquet"
     if not path.is_file():
@@ -56,6 +61,8 @@ def reward(
 
     with stage.timed("score"):
         outcomes = score_all(rows, timeout_s=timeout_s, workers=workers, progress=advance)
+    if escape_score is not None:
+        outcomes = [replace(o, score=escape_score) if o.outcome == "escape" else o for o in outcomes]
     _check_budget(outcomes, error_budget)
     columns = {
         "outcome": pa.array([o.outcome for o in outcomes], pa.string()),
@@ -86,7 +93,8 @@ def summarize(rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> di
         solved.append(outcome.score >= full_marks(parse_spec(row["reward_spec"])) - 1e-9)
         groups[row["group"]].append(outcome.score)
         for name, value in outcome.breakdown.items():
-            parts[name].append(float(value))
+            if not isinstance(value, str):
+                parts[name].append(value)
     counts = Counter(outcome.outcome for outcome in outcomes)
     return {
         "mean": fmean(scores),
@@ -110,7 +118,9 @@ def _check_budget(outcomes: Sequence[Outcome], budget: float) -> None:
     story = f"{len(failed)} of {len(outcomes)} rollouts have no score ({dict(kinds)}): {listed}"
     if kinds["timeout"] or kinds["infra_error"]:
         raise Retryable(f"reward: {story}; the budget is {budget:.0%}. If it happens again, mend the reward")
-    raise UserError("reward.error_budget", budget, f"{story}; correct the data or the rewards")
+    escaping = "read what the policy tries; escape_score teaches it not to"
+    remedy = escaping if kinds["escape"] else "correct the data or the rewards"
+    raise UserError("reward.error_budget", budget, f"{story}; {remedy}")
 
 
 if __name__ == "__main__":

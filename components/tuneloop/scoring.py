@@ -4,9 +4,10 @@ A reward is a module of the family ``rewards`` (or ``package.module:function``):
 
     RANGE = (0.0, 1.0)  # the default
 
-    def score(completion: str, answer: str, metadata: dict) -> float | None: ...
+    def score(completion: str, answer: str, metadata: dict) -> float | None | tuple[float, dict[str, float]]: ...
 
-None says that it can not judge (the gold answer does not parse, metadata is missing). Rewards run in a forked
+None says that it can not judge (the gold answer does not parse, metadata is missing); a pair adds what the breakdown
+is to say besides; `Escape` is for a completion whose program tried to leave its sandbox. Rewards run in a forked
 process that reports after every call; the parent watches the clock. Whatever a call does (raise, exit, crash the
 interpreter, hang in C with signals blocked, return NaN or something outside `RANGE`), the process is replaced
 where it must be and the next call is judged afresh: one bad call costs its own row only, and it is never a score.
@@ -33,9 +34,13 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from tuneloop import plugins
 from tuneloop.errors import UserError
 
-Kind = Literal["score", "timeout", "infra_error", "unverifiable"]
+Kind = Literal["score", "timeout", "infra_error", "unverifiable", "escape"]
 Row = Mapping[str, Any]
-KINDS: tuple[Kind, ...] = ("score", "timeout", "infra_error", "unverifiable")
+KINDS: tuple[Kind, ...] = ("score", "timeout", "infra_error", "unverifiable", "escape")
+
+
+class Escape(Exception):
+    """A reward raises it: what the completion asked to run tried to get out, and was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,10 @@ class Outcome:
     """What became of one completion.
 
     Attributes:
-        outcome: ``score``, or what kept it from one: the first failure among its rewards.
+        outcome: ``score``, or what kept it from one: ``escape``, else the first failure among its rewards.
         score: the weighted sum of its rewards; None unless `outcome` is ``score``.
-        breakdown: reward name → its value before weighting, or what went wrong with it.
+        breakdown: reward name → its value before weighting, or what went wrong with it; ``name.part`` → what a reward
+            says besides.
     """
 
     outcome: Kind
@@ -56,7 +62,7 @@ class Outcome:
 class Reward(NamedTuple):
     """A reward function and the closed interval it promises to stay in."""
 
-    function: Callable[[str, str, dict[str, Any]], float | None]
+    function: Callable[[str, str, dict[str, Any]], float | tuple[float, dict[str, float]] | None]
     low: float
     high: float
 
@@ -64,6 +70,7 @@ class Reward(NamedTuple):
 class _Verdict(NamedTuple):
     kind: Kind
     value: float | str
+    parts: Mapping[str, float] = {}
 
 
 class _Job(NamedTuple):
@@ -158,7 +165,8 @@ def score_all(
 
 def _combine(spec: Mapping[str, float], verdicts: Mapping[str, _Verdict]) -> Outcome:
     breakdown = {name: verdict.value for name, verdict in verdicts.items()}
-    for verdict in verdicts.values():
+    breakdown |= {f"{name}.{part}": value for name, v in verdicts.items() for part, value in v.parts.items()}
+    for verdict in sorted(verdicts.values(), key=lambda v: v.kind != "escape"):
         if verdict.kind != "score":
             return Outcome(verdict.kind, None, breakdown)
     return Outcome("score", math.fsum(spec[n] * float(v.value) for n, v in verdicts.items()), breakdown)
@@ -241,11 +249,15 @@ def _judge(reward: Reward, row: Row) -> _Verdict:
         value = reward.function(row["completion"], row["answer"], json.loads(row["metadata"] or "{}"))
         if value is None:
             return _Verdict("unverifiable", "could not judge it")
+        value, parts = value if isinstance(value, tuple) else (value, {})
         if not isinstance(value, Real):
             return _Verdict("infra_error", f"returned {type(value).__name__}, not a number")
         number = float(value)
+        parts = {str(part): float(share) for part, share in parts.items()}
+    except Escape as error:
+        return _Verdict("escape", str(error)[:300])
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the reward's doing, too
         return _Verdict("infra_error", f"{type(error).__name__}: {error}"[:300])
     if not reward.low <= number <= reward.high:  # NaN fails this, too
         return _Verdict("infra_error", f"returned {number}, outside its range [{reward.low:g}, {reward.high:g}]")
-    return _Verdict("score", number)
+    return _Verdict("score", number, parts)

@@ -51,7 +51,7 @@ def test_scores_facts_and_metrics(tmp_path: Path) -> None:
         "mean": 0.25,
         "std": pytest.approx(math.sqrt(0.1875)),
         "solved": 0.25,
-        "outcomes": {"score": 8, "timeout": 0, "infra_error": 0, "unverifiable": 0},
+        "outcomes": {"score": 8, "timeout": 0, "infra_error": 0, "unverifiable": 0, "escape": 0},
         "breakdown": {"exact": 0.25},
         "zero_variance": 0.5,
     }
@@ -68,7 +68,13 @@ def test_failures_within_the_budget_are_no_scores(tmp_path: Path) -> None:
     assert table["outcome"].to_pylist() == ["score"] * 6 + ["infra_error", "timeout"]
     assert table["score"].to_pylist() == [1.0] * 6 + [None] * 2
     assert manifest.results["mean_reward"] == 1.0  # failures are not zeros
-    assert manifest.facts["reward"]["outcomes"] == {"score": 6, "timeout": 1, "infra_error": 1, "unverifiable": 0}
+    assert manifest.facts["reward"]["outcomes"] == {
+        "score": 6,
+        "timeout": 1,
+        "infra_error": 1,
+        "unverifiable": 0,
+        "escape": 0,
+    }
 
 
 def test_more_failures_than_the_budget_stop_the_run(tmp_path: Path) -> None:

@@ -1,0 +1,188 @@
+"""Run a program that nobody trusts, and say what became of it; `_jail` is the side that is shut in.
+
+The program gets an interpreter of its own with an empty environment and no file open but its input, so nothing of the
+caller is in its memory. It sees the standard library and an empty directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import platform
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tuneloop.errors import UserError
+
+Kind = Literal["done", "error", "timeout", "memory", "output", "escape"]
+JAIL = Path(__file__).with_name("_jail.py")
+SYSTEM = (
+    *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo"),
+    *("/etc/localtime", "/etc/ld.so.cache", "/dev/null", "/dev/urandom"),
+)
+MEMORY = 3
+"""The exit code that `_jail` gives for it."""
+NOTES = 1 << 16
+"""Most bytes of a call's result."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use.
+
+    Attributes:
+        seconds: of processor time, rounded up, and of the clock.
+        memory: bytes of address space.
+        output: bytes on standard output.
+    """
+
+    seconds: float
+    memory: int
+    output: int
+
+    def __post_init__(self) -> None:
+        if min(self.seconds, self.memory, self.output) <= 0:  # to the kernel a negative limit is none
+            raise ValueError(f"limits must be positive: {self}")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What became of a program.
+
+    Attributes:
+        kind: ``done``: it ended by itself without an error. ``escape``: the kernel ended it at a door.
+        stdout: what it wrote, cut at the limit.
+        result: Python's `repr` of the call's value; None where there was no call, or it did not return.
+        door: what it tried, where `kind` is ``escape``.
+    """
+
+    kind: Kind
+    stdout: str
+    result: str | None = None
+    door: str = ""
+
+
+def check_kernel() -> None:
+    """Whether programs can be shut in here.
+
+    Raises:
+        UserError: not Linux on x86_64, or a kernel or a pod without Landlock. Nothing is ever run outside of it.
+    """
+    where = f"{sys.platform} {platform.machine()}"
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        raise UserError("rewards", "code", f"runs programs only where it can shut them in: linux x86_64, not {where}")
+    if ctypes.CDLL(None, use_errno=True).syscall(444, None, 0, 1) < 1:
+        remedy = "the kernel has no Landlock (Linux 5.13, CONFIG_SECURITY_LANDLOCK), or the pod's seccomp forbids it"
+        raise UserError("rewards", "code", f"can not shut programs in: {remedy}; score on another node")
+
+
+def run(program: str, stdin: str, call: str | None, limits: Limits) -> Ending:
+    """Run `program` (Python) shut in.
+
+    Args:
+        program: its source.
+        stdin: what it reads.
+        call: an expression, evaluated after it.
+        limits: what it may use.
+
+    Raises:
+        OSError: it could not be shut in; it was not run then.
+    """
+    with tempfile.TemporaryDirectory() as home, contextlib.ExitStack() as open_:
+        source = open_.enter_context(_in_memory(json.dumps({"program": program, "call": call})))
+        given = open_.enter_context(_in_memory(stdin))
+        reader, writer = os.pipe()
+        open_.callback(os.close, reader)
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(JAIL), _about(source, writer, home, limits)],
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={},
+            cwd=home,
+            pass_fds=(source, writer),
+        )
+        os.close(writer)
+        assert process.stdout is not None
+        open_.enter_context(process.stdout)
+        try:
+            out, notes, over = _collect(process, reader, limits)
+        finally:
+            process.kill()
+            process.wait()
+    return _judge(process.returncode, out.decode(errors="replace"), notes.decode(errors="replace"), over)
+
+
+@contextlib.contextmanager
+def _in_memory(text: str) -> Iterator[int]:
+    """A file that nobody else sees and no write can block on, to be read from its start."""
+    number = os.memfd_create("given")
+    try:
+        with open(number, "w", encoding="utf-8", closefd=False) as file:
+            file.write(text)
+        os.lseek(number, 0, os.SEEK_SET)
+        yield number
+    finally:
+        os.close(number)
+
+
+def _about(source: int, notes: int, home: str, limits: Limits) -> str:
+    library = str(Path(os.__file__).parent)
+    places = (home, library, str(Path(sys.base_prefix, "lib")), *SYSTEM)
+    readable = sorted({os.path.realpath(place) for place in places if os.path.exists(place)})
+    seconds = max(math.ceil(limits.seconds), 1)
+    return json.dumps(
+        {"source": source, "notes": notes, "seconds": seconds, "memory": limits.memory, "readable": readable}
+    )
+
+
+def _collect(process: subprocess.Popen[bytes], reader: int, limits: Limits) -> tuple[bytes, bytes, Kind | None]:
+    """What it writes to standard output and to the notes, and which limit it overran; returns once it is known."""
+    end = time.monotonic() + limits.seconds
+    assert process.stdout is not None
+    most = {process.stdout.fileno(): limits.output, reader: NOTES}
+    found = dict.fromkeys(most, b"")
+    with selectors.DefaultSelector() as waiting:
+        for number in most:
+            waiting.register(number, selectors.EVENT_READ)
+        while waiting.get_map():
+            ready = waiting.select(max(end - time.monotonic(), 0))
+            if not ready:
+                return *found.values(), "timeout"  # type: ignore[return-value]
+            for key, _ in ready:
+                data = os.read(key.fd, 1 << 16)
+                found[key.fd] = (found[key.fd] + data)[: most[key.fd] + 1]
+                if not data:
+                    waiting.unregister(key.fd)
+                elif len(found[key.fd]) > most[key.fd]:
+                    return *found.values(), "output"  # type: ignore[return-value]
+    try:
+        process.wait(max(end - time.monotonic(), 0.1))
+    except subprocess.TimeoutExpired:  # it closed both and goes on
+        return *found.values(), "timeout"  # type: ignore[return-value]
+    return *found.values(), None  # type: ignore[return-value]
+
+
+def _judge(code: int, out: str, notes: str, over: Kind | None) -> Ending:
+    state, *lines = notes.split("\n")
+    if state != "ready":
+        raise OSError(f"the program could not be shut in and was not run: {state or 'the interpreter did not start'}")
+    if code == -signal.SIGSYS:
+        doors = [line.removeprefix("escape ") for line in lines if line.startswith("escape ")]
+        return Ending("escape", out, door=doors[-1] if doors else "a forbidden system call")
+    if over:
+        return Ending(over, out)
+    result = lines[-1].removeprefix("result ") if lines and lines[-1].startswith("result ") else None
+    kinds: dict[int, Kind] = {0: "done", MEMORY: "memory", -signal.SIGKILL: "timeout", -signal.SIGXCPU: "timeout"}
+    return Ending(kinds.get(code, "error"), out, result)

@@ -1,0 +1,119 @@
+"""Programs (Python) that pass tests. Each test runs them shut in: see `_sandbox`, and docs/training.md for what holds.
+
+``metadata["tests"]`` lists the tests, of these forms:
+
+- ``{"stdin": "1 2\\n", "stdout": "3\\n"}``: the whole program, what it prints; blanks at the end of lines do not count;
+- ``{"call": "add(1, 2)", "returns": 3}``: an expression evaluated after the program, and its value;
+- ``"assert add(1, 2) == 3"``: the same, where one side of ``==`` is a literal.
+
+What is expected never enters the sandbox, so that a program can not copy it; an assertion of another form would have
+to be decided inside, by whoever is judged, and is refused. ``metadata["code"]`` may hold the limits: `seconds` (of all
+tests together, 4; stay below the stage's `timeout_s`), `memory_mb` (256) and `output_kb` (64).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from tuneloop.rewards._sandbox import Ending, Limits, check_kernel, run
+from tuneloop.scoring import Escape
+
+BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+REASONS = ("error", "timeout", "memory", "output")
+
+check_kernel()
+
+
+@dataclass(frozen=True)
+class Test:
+    """One test: what goes in, and what must come out."""
+
+    stdin: str
+    call: str | None
+    expected: Any
+
+    def passed(self, ending: Ending) -> bool:
+        """Whether a program that ended so passes."""
+        if ending.kind != "done":
+            return False
+        if self.call is None:
+            return _lines(ending.stdout) == _lines(self.expected)
+        try:
+            return bool(ast.literal_eval(ending.result or "") == self.expected)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # no literal: whatever it is, not what is asked
+            return False
+
+
+def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float, dict[str, float]] | None:
+    """The share of tests that the program in `completion` passes, and the shares that ended by each of `REASONS`.
+
+    The last fenced block is the program, else all of it. None without tests, or with one that is of no form above.
+
+    Raises:
+        Escape: the program tried to get out. No further test is run.
+    """
+    tests = [_test(given) for given in metadata.get("tests") or []]
+    if not tests or None in tests:
+        return None
+    limits = {"seconds": 4.0, "memory_mb": 256, "output_kb": 64, **metadata.get("code", {})}
+    end = time.monotonic() + limits["seconds"]
+    program = extract(completion)
+    passed, ended = 0, Counter[str]()
+    for test in filter(None, tests):
+        left = end - time.monotonic()
+        if left <= 0:
+            ended["timeout"] += 1
+            continue
+        ending = run(program, test.stdin, test.call, Limits(left, limits["memory_mb"] << 20, limits["output_kb"] << 10))
+        if ending.kind == "escape":
+            raise Escape(ending.door)
+        ended[ending.kind] += 1
+        passed += test.passed(ending)
+    return passed / len(tests), {reason: ended[reason] / len(tests) for reason in REASONS}
+
+
+def extract(completion: str) -> str:
+    """The program that a completion gives.
+
+    >>> extract("Sure:\\n```python\\nprint(1)\\n```\\nThat is all.")
+    'print(1)\\n'
+    """
+    blocks: list[str] = BLOCK.findall(completion)
+    return blocks[-1] if blocks else completion
+
+
+def _test(given: Any) -> Test | None:
+    if isinstance(given, str):
+        return _assertion(given)
+    if isinstance(given, dict) and given.keys() == {"call", "returns"}:
+        return Test("", str(given["call"]), given["returns"])
+    if isinstance(given, dict) and "stdout" in given and given.keys() <= {"stdin", "stdout"}:
+        return Test(str(given.get("stdin", "")), None, str(given["stdout"]))
+    return None
+
+
+def _assertion(text: str) -> Test | None:
+    try:
+        (statement,) = ast.parse(text.strip()).body
+    except (SyntaxError, ValueError):
+        return None
+    if not (isinstance(statement, ast.Assert) and isinstance(compared := statement.test, ast.Compare)):
+        return None
+    if len(compared.ops) != 1 or not isinstance(compared.ops[0], ast.Eq):
+        return None
+    left, right = compared.left, compared.comparators[0]
+    for expected, call in ((right, left), (left, right)):
+        try:
+            return Test("", ast.unparse(call), ast.literal_eval(expected))
+        except ValueError:
+            continue
+    return None
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
