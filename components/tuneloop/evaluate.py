@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop.component import Input, Results, Stage, component
+from tuneloop.episodes import EnvironmentArgs, EnvironmentName, KeepReasoning, MaxTurns, Play, told
 from tuneloop.errors import Retryable
 from tuneloop.generation import (
     CanaryTolerance,
@@ -23,7 +24,6 @@ from tuneloop.generation import (
     read_prompts,
 )
 from tuneloop.scoring import KINDS, score_all
-from tuneloop.tokens import decode
 
 SAMPLES = pa.schema(
     {
@@ -49,6 +49,10 @@ def evaluate(
     limit: Annotated[int, Field(ge=1, description="prompts, at most")] = 256,
     temperature: Annotated[float, Field(ge=0, description="0: the likeliest token, always")] = 0.0,
     max_tokens: MaxTokens = 64,
+    environment: EnvironmentName = None,
+    environment_args: EnvironmentArgs = {},  # noqa: B006
+    max_turns: MaxTurns = 8,
+    keep_reasoning: KeepReasoning = False,
     seed: int = 0,
     canary_tolerance: CanaryTolerance = 0.05,
     engine_args: EngineArgs = {},  # noqa: B006
@@ -64,14 +68,16 @@ def evaluate(
         Retryable: as `rollout`, or nothing could be scored.
     """
     rows = read_prompts(prompts, "eval")[:limit]
-    job = Job(rows, [f"i{iteration:06d}-e{i:05d}" for i in range(len(rows))], 1, temperature, max_tokens)
+    groups = [f"i{iteration:06d}-e{i:05d}" for i in range(len(rows))]
+    play = Play.of(environment, environment_args, max_turns, keep_reasoning)
+    job = Job(rows, groups, 1, temperature, max_tokens, play)
     served = open_engine(engine, endpoint, engine_args, timeout_s)
     try:
         tokenizer, _, completions = generate(stage, policy, job, served, canary_tolerance)
     finally:
         served.close()
-    texts = [decode(tokenizer, group[0].ids) for group in completions]
-    judged = [{**row, "reward_spec": row["reward"], "completion": text} for row, text in zip(rows, texts)]
+    heard = [told(tokenizer, row, group[0]) for row, group in zip(rows, completions)]
+    judged = [{**row, "reward_spec": row["reward"], **said} for row, said in zip(rows, heard)]
     with stage.timed("score"):
         outcomes = score_all(judged, timeout_s=reward_timeout_s, progress=lambda _: stage.check_stop())
     scores = [outcome.score for outcome in outcomes if outcome.score is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from tuneloop import plugins
 from tuneloop.artifacts import Artifact
 from tuneloop.component import UNTRACKED, Stage
 from tuneloop.engines import Completion, Engine, Request, Sampling
+from tuneloop.episodes import Play, mask, play
 from tuneloop.errors import UserError
 from tuneloop.rollouts import request_id
 from tuneloop.tokens import encode_prompt, load_tokenizer, stop_ids
@@ -45,13 +47,14 @@ class StaleWeights(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """Completions to make: one request a row of prompts, `n` seeds a request."""
+    """Completions to make: one request a row of prompts, `n` seeds a request; episodes where there is `play`."""
 
     rows: Sequence[Mapping[str, Any]]
     groups: Sequence[str]
     n: int
     temperature: float
     max_tokens: int
+    play: Play | None = None
 
 
 def read_prompts(prompts: Artifact, name: str) -> list[dict[str, Any]]:
@@ -74,7 +77,7 @@ def read_prompts(prompts: Artifact, name: str) -> list[dict[str, Any]]:
 
 def generate(
     stage: Stage, policy: Artifact, job: Job, engine: Engine, tolerance: float
-) -> tuple[Any, list[Request], list[list[Completion]]]:
+) -> tuple[Any, list[Request], Sequence[Sequence[Completion]]]:
     """Run `job` on the weights of `policy`, proved; leaves facts and timings in the stage.
 
     Returns:
@@ -100,13 +103,18 @@ def generate(
         bar.update(count)
 
     with stage.timed("generate"):
-        completions = engine.generate(requests, sampling, done)
+        completions: Sequence[Sequence[Completion]]
+        if job.play is None:
+            completions = engine.generate(requests, sampling, done)
+        else:
+            seed = functools.partial(stage.seed, "sample")
+            completions = play(job.play, engine, job.rows, requests, sampling, tokenizer, seed, done)
     stage.facts["staleness"] = staleness(policy, completions, getattr(engine, "max_staleness", 0))
     if pulled := getattr(engine, "pulled", None):
         stage.facts["pulled"] = pulled
     if refitted := getattr(engine, "refitted", None):
         stage.facts["refitted"] = asdict(refitted)
-    tokens = sum(len(c.ids) for group in completions for c in group)
+    tokens = sum(sum(mask(c)) for group in completions for c in group)
     stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
     stage.facts.update(
         version=policy.manifest.facts["version"],

@@ -22,7 +22,8 @@ def load(family: str, name: str, attribute: str | None = None) -> Any:
     """The variant `name` of `family`.
 
     Args:
-        family: a package below tuneloop: ``rewards``, ``data``, ``algorithms``, ``engines``, ``trainers``.
+        family: a package below tuneloop: ``rewards``, ``data``, ``algorithms``, ``engines``, ``trainers``,
+            ``environments``.
         name: a module of that package, else an entry point in group ``tuneloop.<family>``, or ``package.module:attr``.
         attribute: taken from a module found by its short name; None gives the module.
 

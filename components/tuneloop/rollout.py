@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 
 from tuneloop import rollouts
 from tuneloop.component import Input, Results, Stage, component
+from tuneloop.episodes import EnvironmentArgs, EnvironmentName, KeepReasoning, MaxTurns, Play
 from tuneloop.generation import (
     CanaryTolerance,
     Endpoint,
@@ -51,12 +52,16 @@ def rollout(
     top_p: Annotated[float, _uncut(1.0), Field(description="must stay 1")] = 1.0,
     top_k: Annotated[int, _uncut(-1), Field(description="must stay -1")] = -1,
     max_tokens: MaxTokens = 64,
+    environment: EnvironmentName = None,
+    environment_args: EnvironmentArgs = {},  # noqa: B006
+    max_turns: MaxTurns = 8,
+    keep_reasoning: KeepReasoning = False,
     seed: int = 0,
     canary_tolerance: CanaryTolerance = 0.05,
     engine_args: EngineArgs = {},  # noqa: B006
     timeout_s: TimeoutS = 600.0,
 ) -> Results:
-    """Generate `n` completions for each prompt of the iteration's batch.
+    """Generate `n` completions for each prompt of the iteration's batch; with an environment, `n` episodes.
 
     The batch is a function of (seed, iteration): prompts come from a permutation of ``train.parquet`` for each epoch.
     It counts only if the engine proves that it serves `policy`: by the digest it echoes, by the canary's
@@ -70,7 +75,8 @@ def rollout(
     rows = read_prompts(prompts, "train")
     chosen = [rows[i] for i in batch(len(rows), prompts_per_iteration, seed, iteration)]
     groups = [f"i{iteration:06d}-p{p:05d}" for p in range(len(chosen))]
-    job = Job(chosen, groups, n, temperature, max_tokens)
+    play = Play.of(environment, environment_args, max_turns, keep_reasoning)
+    job = Job(chosen, groups, n, temperature, max_tokens, play)
     served = open_engine(engine, endpoint, engine_args, timeout_s)
     try:
         tokenizer, requests, completions = generate(stage, policy, job, served, canary_tolerance)

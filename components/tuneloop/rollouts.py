@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tuneloop.engines import Completion, Request
-from tuneloop.tokens import decode
+from tuneloop.episodes import mask, told
 
 FILE = "rollouts.parquet"
 SCHEMA = pa.schema(
@@ -50,14 +50,13 @@ def make_rows(
             "prompt_ids": request.prompt_ids,
             "completion_ids": said.ids,
             "logprobs": said.logprobs,
-            "loss_mask": [True] * len(said.ids),
+            "loss_mask": mask(said),
             "policy_versions": said.versions or [said.start_version] * len(said.ids),
             "finish_reason": said.finish_reason,
             "prompt": row["prompt"],
-            "completion": decode(tokenizer, said.ids),
             "answer": row["answer"],
             "reward_spec": row["reward"],
-            "metadata": row["metadata"],
+            **told(tokenizer, row, said),
         }
         for sample, said in enumerate(completions)
     ]

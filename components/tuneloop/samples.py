@@ -121,7 +121,7 @@ def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -
         if not version - max_staleness <= token_version <= version:
             remedy = f"the policy is version {version} and max_staleness {max_staleness}; sample again"
             raise UserError(f"policy_versions of {name}", token_version, remedy)
-    score = row["score"] if row["outcome"] == "score" else None
+    score = row["score"] if row["outcome"] in ("score", "escape") else None  # an escape has one if it is punished
     if row["outcome"] == "score" and (score is None or not math.isfinite(score)):
         raise UserError(f"score of {name}", score, "must be a finite number where outcome is score; run reward again")
     return Sample(

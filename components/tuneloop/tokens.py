@@ -101,6 +101,43 @@ def encode_conversation(tokenizer: Any, messages: str) -> tuple[list[int], list[
     return ids, targets
 
 
+def encode_reply(
+    tokenizer: Any, text: str, chat: bool, role: str, stops: Sequence[int], keep_reasoning: bool = False
+) -> list[int]:
+    """The ids between two turns of the policy: from behind the token that ended the one, to where the other begins.
+
+    Plain text is itself. In a chat it is what the template puts between the end of the assistant's turn and its next:
+    the end of that message, a message of `role`, the opening of a new one. The template is tried on a conversation
+    that stands for all; the policy's own turn, of which only the ids as sampled count, is never rendered.
+
+    Args:
+        stops: ids that end a turn.
+        keep_reasoning: accept a template that takes reasoning out of the turn before.
+
+    Raises:
+        UserError: a template that can not say this, does not end turns with one of `stops`, or rewrites the turn.
+    """
+    if not chat:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    said = {"role": "assistant", "content": "<think>\na\n</think>\n\nb"}
+    turns = [{"role": "user", "content": "a"}, said]
+    try:
+        before = list(tokenizer.apply_chat_template(turns, return_dict=False))
+        turns.append({"role": role, "content": text})
+        after = list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+    except Exception as error:  # jinja's, and whatever a template raises
+        raise UserError("chat template", role, f"can not render a reply of this role ({error})") from error
+    ends = [place + 1 for place, token in enumerate(before) if token in stops]
+    if not ends:
+        raise UserError("chat template", list(stops), "ends no turn of the assistant with one of these ids")
+    if keep_reasoning:
+        end = [place + 1 for place, token in enumerate(after) if token in stops][len(ends) - 1]
+    elif after[: (end := ends[-1])] != before[:end]:
+        remedy = "strips reasoning from earlier turns, or else rewrites them, so the policy would not see what it said;"
+        raise UserError("chat template", role, f"{remedy} --keep-reasoning true goes on with what was sampled")
+    return after[end:]
+
+
 def stop_ids(tokenizer: Any, model: Path) -> tuple[int, ...]:
     """The ids that end a completion: the tokenizer's end of sequence and those of generation_config.json, sorted."""
     config = model / "generation_config.json"

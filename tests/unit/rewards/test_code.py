@@ -16,6 +16,7 @@ from tuneloop.data_prep import data_prep
 from tuneloop.errors import UserError
 from tuneloop.reward import reward
 from tuneloop.rewards import _sandbox
+from tuneloop.samples import read_samples
 from tuneloop.scoring import Outcome, score_all
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -37,6 +38,10 @@ THREADS = """
 import threading, time
 while True: threading.Thread(target=time.sleep, args=(60,)).start()
 """
+TOKENS = {
+    "request_id": "r", "prompt_ids": [1], "completion_ids": [2], "logprobs": [-1.0], "loss_mask": [True],
+    "policy_versions": [3], "finish_reason": "stop",
+}  # fmt: skip
 LIMITS = _sandbox.Limits(8, 256 << 20, 1 << 16)
 ANY = {"stdin": "", "stdout": "never"}
 
@@ -177,7 +182,7 @@ def test_limits_must_be_limits() -> None:
 
 def test_an_escape_is_kept_out_of_training_or_punished(tmp_path: Path) -> None:
     rows = [
-        {"completion": text, "answer": "", "reward_spec": '{"code": 1.0}', "metadata": metadata, "group": "g"}
+        {**TOKENS, "completion": text, "answer": "", "reward_spec": '{"code": 1.0}', "metadata": metadata, "group": "g"}
         for metadata in [json.dumps({"tests": [CALL]})]
         for text in (ADD, "def add(a, b): return 0", "open('/etc/passwd')")
     ]
@@ -194,7 +199,7 @@ def test_an_escape_is_kept_out_of_training_or_punished(tmp_path: Path) -> None:
         reward(out=str(tmp_path / place), **given, **options)
         made = Artifact(str(tmp_path / place))
         table = pq.read_table(made.path / "rewards.parquet")
-        assert table["score"].to_pylist() == scores
+        assert table["score"].to_pylist() == scores == [sample.score for sample in read_samples(made, 3, 0)]
         assert table["outcome"].to_pylist() == ["score", "score", "escape"]
         assert made.manifest.facts["reward"]["outcomes"]["escape"] == 1
         assert made.manifest.facts["reward"]["breakdown"]["code"] == 0.5

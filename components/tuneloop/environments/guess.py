@@ -1,0 +1,42 @@
+"""A number to be found: the policy guesses, and hears ``higher`` or ``lower``. Its reward is 1 once it has found it.
+
+The number is the row's answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tuneloop.environments import Environment, Reply
+from tuneloop.errors import UserError
+
+NUMBER = re.compile(r"-?\d{1,18}")
+
+
+def create(row: Mapping[str, Any]) -> Environment:
+    """An episode over the number ``row["answer"]``.
+
+    Raises:
+        UserError: it is none.
+    """
+    if not NUMBER.fullmatch(row["answer"]):
+        raise UserError(f"prompts row {row['id']}: answer", row["answer"], "the environment guess needs a whole number")
+    return Guess(int(row["answer"]))
+
+
+class Guess:
+    """`Environment` that knows a number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def step(self, said: str) -> Reply:
+        guesses = NUMBER.findall(said)
+        if not guesses:
+            return Reply("say a number\n", role="user", reward=0.0)
+        guess = int(guesses[-1])
+        if guess == self.number:
+            return Reply(done=True, reward=1.0)
+        return Reply("higher\n" if guess < self.number else "lower\n", role="user", reward=0.0)

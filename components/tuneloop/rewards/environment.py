@@ -1,0 +1,11 @@
+"""What the environment itself said of the episode, 0 to 1: ``metadata["environment"]["reward"]``, as rollout put it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
+    """The environment's reward; None without an environment, or from one that has no opinion."""
+    reward = metadata.get("environment", {}).get("reward")
+    return None if reward is None else float(reward)
