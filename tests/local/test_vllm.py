@@ -25,11 +25,13 @@ from tuneloop.engines import vllm as vllm_engine
 from tuneloop.engines._client import Client
 from tuneloop.engines.transformers import Transformers
 from tuneloop.engines.vllm import Vllm
+from tuneloop.episodes import Play, play
 from tuneloop.errors import Retryable, UserError
 from tuneloop.fleet import open_fleet
 from tuneloop.fleet.refit import refit, target
 from tuneloop.generation import StaleWeights, prove
 from tuneloop.rollout import rollout
+from tuneloop.tokens import load_tokenizer
 
 pytestmark = pytest.mark.local
 
@@ -402,3 +404,22 @@ def test_stale_server_weights_are_caught(server: Running, versions: list[Artifac
     client.load(wrong)
     with pytest.raises(StaleWeights, match="stale or wrong"):
         prove(client, wrong, 0.05)
+
+
+def test_episodes_of_several_turns(server: Running, versions: list[Artifact]) -> None:
+    """What vLLM says of each turn's tokens is what one pass over the whole episode gives."""
+    client, reference = Client(server.url, 60), Transformers()
+    for engine in (client, reference):
+        engine.load(versions[0])
+    rows = [{"id": str(i), "answer": "", "metadata": "{}", "chat": True} for i in range(len(SHORT))]
+    requests = [Request(f"i0-p{i}", prompt, [2 * i, 2 * i + 1]) for i, prompt in enumerate(SHORT)]
+    how = Play("tests.unit.test_episodes:echo", {"replies": 2}, max_turns=3, keep_reasoning=False)
+    words = load_tokenizer(versions[0].path / "model")
+    sampling = Sampling(1.0, 24, (words.eos_token_id, *range(100)))
+    played = play(how, client, rows, requests, sampling, words, lambda name, turn: turn, quiet)
+    assert max(episode.about["turns"] for group in played for episode in group) == 3
+    for request, group in zip(requests, played, strict=True):
+        for episode in group:
+            scored = reference.score(request.prompt_ids + episode.ids)[len(request.prompt_ids) - 1 :]
+            ours, theirs = ([p for p, m in zip(given, episode.mask) if m] for given in (episode.logprobs, scored))
+            assert ours == pytest.approx(theirs, abs=1e-3)

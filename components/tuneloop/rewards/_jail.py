@@ -23,18 +23,18 @@ from typing import Any
 
 ESCAPE_CALL = 101  # ptrace: not in ALLOWED
 MEMORY, FAILED = 3, 1
-CLONE, KILL, TGKILL, PRLIMIT, SECCOMP = 56, 62, 234, 302, 317
+IOCTL, CLONE, KILL, FCNTL, TGKILL, PRLIMIT, SECCOMP = 16, 56, 62, 72, 234, 302, 317
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 CLONE_THREAD = 0x10000
 NEWER = 424
 """System calls from here on have one number on all architectures; C libraries do without them."""
 QUIET = (53, 141, 144, 160, 203)  # socketpair, setpriority, sched_setscheduler, setrlimit, sched_setaffinity: EPERM
 ALLOWED = (
-    *(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28),
+    *(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28),
     # read write open close stat fstat lstat poll lseek mmap mprotect munmap brk rt_sigaction rt_sigprocmask
-    # rt_sigreturn ioctl pread64 readv writev access pipe select sched_yield mremap msync mincore madvise
-    *(32, 33, 34, 35, 36, 37, 38, 39, 60, 63, 72, 78, 79, 80, 89, 95, 96, 97, 98, 99, 100, 102, 104, 107, 108),
-    # dup dup2 pause nanosleep getitimer alarm setitimer getpid exit uname fcntl getdents getcwd chdir readlink umask
+    # rt_sigreturn pread64 readv writev access pipe select sched_yield mremap msync mincore madvise
+    *(32, 33, 34, 35, 36, 37, 38, 39, 60, 63, 78, 79, 80, 89, 95, 96, 97, 98, 99, 100, 102, 104, 107, 108),
+    # dup dup2 pause nanosleep getitimer alarm setitimer getpid exit uname getdents getcwd chdir readlink umask
     # gettimeofday getrlimit getrusage sysinfo times getuid getgid geteuid getegid
     *(110, 111, 115, 131, 137, 138, 157, 158, 186, 201, 202, 204, 217, 218, 219, 221, 228, 229, 230, 231),
     # getppid getpgrp getgroups sigaltstack statfs fstatfs prctl arch_prctl gettid time futex sched_getaffinity
@@ -82,10 +82,16 @@ def landlock(readable: list[str]) -> None:
 
 
 def seccomp() -> None:
-    """Install the filter (linux/seccomp.h, linux/filter.h): `ALLOWED`, threads, and signals to this process itself."""
+    """Install the filter (linux/seccomp.h, linux/filter.h): `ALLOWED`, and some calls by what they ask for."""
     kill, deny, absent, allow = 0x80000000, 0x00050001, 0x00050026, 0x7FFF0000
     load, equal, greater, some, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    number, architecture, first, third = 0, 4, 16, 32  # offsets in struct seccomp_data; low halves of arguments
+    number, architecture, first, second, third = (
+        0,
+        4,
+        16,
+        24,
+        32,
+    )  # offsets in struct seccomp_data; low halves of arguments
     program = [(load, 0, 0, architecture), (equal, 1, 0, 0xC000003E), (give, 0, 0, kill), (load, 0, 0, number)]
     program += [(greater, 0, 1, NEWER), (give, 0, 0, absent)]  # the calls of x32 among them
     for call in ALLOWED:
@@ -94,9 +100,14 @@ def seccomp() -> None:
         program += [(equal, 0, 1, call), (give, 0, 0, deny)]
     program += [(equal, 0, 4, CLONE), (load, 0, 0, first), (some, 0, 1, CLONE_THREAD), (give, 0, 0, allow)]
     program += [(give, 0, 0, kill)]
-    for call in (KILL, TGKILL):
-        program += [(equal, 0, 4, call), (load, 0, 0, first), (equal, 0, 1, os.getpid()), (give, 0, 0, allow)]
-        program += [(give, 0, 0, kill)]
+    for call, place, values in (
+        (KILL, first, [os.getpid()]),
+        (TGKILL, first, [os.getpid()]),
+        (FCNTL, second, [0, 1, 2, 3, 4, 1030]),  # F_SETOWN and F_SETSIG would send any signal to anybody
+        (IOCTL, second, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]),  # asks for a terminal, and on descriptors
+    ):
+        known = [step for value in values for step in ((equal, 0, 1, value), (give, 0, 0, allow))]
+        program += [(equal, 0, len(known) + 2, call), (load, 0, 0, place), *known, (give, 0, 0, kill)]
     program += [(equal, 0, 6, PRLIMIT), (load, 0, 0, third), (equal, 0, 3, 0), (load, 0, 0, third + 4)]
     program += [(equal, 0, 1, 0), (give, 0, 0, allow), (give, 0, 0, deny)]  # to ask is allowed, to set is not
     program += [(give, 0, 0, kill)]

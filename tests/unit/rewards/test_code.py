@@ -107,6 +107,7 @@ ATTACKS = {
     "becomes a command": "import os; os.execv('/bin/sh', ['sh'])",
     "kills its judge": "import os; os.kill(os.getppid(), 9)",
     "kills everybody": "import os; os.kill(-1, 9)",
+    "kills by a descriptor": "import fcntl; fcntl.fcntl(1, fcntl.F_SETOWN, PARENT)",
     "traces": "import ctypes; ctypes.CDLL(None).ptrace(16, PARENT, 0, 0)",
     "C's own open": "import __main__; __main__.libc.open(b'SECRET', 0)",
     "hidden memory": "import os; os.memfd_create('x')",
