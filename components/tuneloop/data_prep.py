@@ -16,7 +16,7 @@ from tuneloop import plugins
 from tuneloop.component import Results, Stage, component, from_validation
 from tuneloop.data import Example, Splits
 from tuneloop.errors import UserError
-from tuneloop.scoring import Outcome, full_marks, parse_spec, score_all
+from tuneloop.scoring import Outcome, find_reward, full_marks, parse_spec, score_all
 
 Split = Literal["train", "eval", "sft", "preference", "preference_eval"]
 
@@ -110,9 +110,10 @@ def data_prep(
                 asked = "one is needed" if name == "train" else "ask for fewer, or give it more data"
                 raise UserError(f"data_prep.{name}", number, f"{source} has only {len(rows[name])} left; {asked}")
     whole = [row for part in rows.values() for row in part]
-    checked = [row for row in whole if row["answer"] is not None]
+    checkable = {name: weight for name, weight in rewards.items() if not find_reward(name).needs_episode}
+    checked = [row for row in whole if row["answer"] is not None and checkable]
     with stage.timed("check"):
-        _check_gold(stage, checked, timeout_s)
+        _check_gold(stage, checked, checkable, timeout_s)
     if len(checked) < len(whole):
         stage.facts["unchecked"] = len(whole) - len(checked)
     kept = {name: part for name, part in rows.items() if part or SCHEMAS[name] is not PAIRS}
@@ -224,16 +225,17 @@ def _json(metadata: Mapping[str, Any], name: str) -> str:
         raise UserError(f"data_prep {name}", metadata, f"its metadata is not JSON ({error})") from error
 
 
-def _check_gold(stage: Stage, rows: list[dict[str, Any]], timeout_s: float) -> None:
-    """Score every solution by its own rewards.
+def _check_gold(stage: Stage, rows: list[dict[str, Any]], rewards: Mapping[str, float], timeout_s: float) -> None:
+    """Score every solution by its own rewards, those that need an episode left out.
 
     Raises:
         UserError: one earns less than full marks; the first ones are named.
     """
     if not rows:
         return
-    asked = [{**row, "completion": row["solution"], "reward_spec": row["reward"]} for row in rows]
-    spec = parse_spec(rows[0]["reward"])
+    text = json.dumps(rewards, sort_keys=True)
+    asked = [{**row, "completion": row["solution"], "reward_spec": text} for row in rows]
+    spec = parse_spec(text)
     best = full_marks(spec)
     bar = stage.progress(len(rows) * len(spec), "checks")
 

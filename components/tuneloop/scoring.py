@@ -60,11 +60,13 @@ class Outcome:
 
 
 class Reward(NamedTuple):
-    """A reward function and the closed interval it promises to stay in."""
+    """A reward function, the closed interval it promises to stay in, and whether it judges an episode with an
+    environment only (``NEEDS_EPISODE``), so that a gold answer by itself can not be checked with it."""
 
     function: Callable[[str, str, dict[str, Any]], float | tuple[float, dict[str, float]] | None]
     low: float
     high: float
+    needs_episode: bool = False
 
 
 class _Verdict(NamedTuple):
@@ -95,7 +97,8 @@ def find_reward(name: str) -> Reward:
         raise UserError("rewards", name, "has no function score(completion, answer, metadata)")
     home = sys.modules.get(getattr(function, "__module__", ""))
     low, high = getattr(function, "RANGE", getattr(home, "RANGE", (0.0, 1.0)))
-    return Reward(function, float(low), float(high))
+    episode = getattr(function, "NEEDS_EPISODE", getattr(home, "NEEDS_EPISODE", False))
+    return Reward(function, float(low), float(high), bool(episode))
 
 
 @functools.lru_cache(maxsize=1024)

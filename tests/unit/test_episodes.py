@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.policies import commit_policy, commit_prompts, tokenizer
 from tuneloop.artifacts import Artifact, Draft
+from tuneloop.data_prep import data_prep
 from tuneloop.engines import Request
 from tuneloop.engines.transformers import Transformers
 from tuneloop.environments import Reply, tool_calls
@@ -200,6 +201,17 @@ def test_calls_that_are_none() -> None:
     assert [call.problem for call in tool_calls(said)] == ["is not JSON", "", "has no name"]
     assert Calculator().step(said).text.count("error: ") == 3
     assert calculate("1/3") * 3 == 1
+
+
+def test_what_only_an_episode_shows_is_not_asked_of_gold_answers(tmp_path: Path) -> None:
+    small = {"source_args": {"digits": 2}, "train": 3, "eval": 2, "sft": 2}
+    made = data_prep(out=str(tmp_path / "a"), rewards={"environment": 1.0}, **small)
+    assert made.facts["unchecked"] == 7
+    both = data_prep(out=str(tmp_path / "b"), rewards={"environment": 1.0, "exact": 0.5}, **small)
+    assert "unchecked" not in both.facts
+    with pytest.raises(UserError, match=r"7 of 7 gold answers earn less than 1 .*'format'"):
+        data_prep(out=str(tmp_path / "c"), rewards={"environment": 1.0, "format": 1.0},
+                  reward_args={"format": {"pattern": "x"}}, **small)  # fmt: skip
 
 
 def test_guess() -> None:

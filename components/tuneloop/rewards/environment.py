@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+NEEDS_EPISODE = True
+
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
     """The environment's reward; None without an environment, or from one that has no opinion."""
