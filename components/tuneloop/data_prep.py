@@ -61,7 +61,7 @@ def data_prep(
     source: Annotated[
         str,
         plugins.variant("data"),
-        Field(description="digits, reasoning_gym, jsonl, huggingface, or a dotted path"),
+        Field(description="digits, functions, reasoning_gym, jsonl, huggingface, or a dotted path"),
     ] = "digits",
     source_args: Annotated[dict[str, Any], Field(description="the source's own arguments")] = {},  # noqa: B006
     train: Annotated[int, Field(ge=0, description="training prompts, at most: what the others leave")] = 10_000,
