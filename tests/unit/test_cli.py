@@ -335,17 +335,17 @@ def test_a_stage_that_fails_says_why_and_a_mended_run_resumes(call: Call) -> Non
 
 
 def test_a_run_that_failed_before_its_loop_takes_other_settings(call: Call, tmp_path: Path) -> None:
-    at = ("--run", "m", *QUICK)
+    at = ("--run", "m", *QUICK, "--set", "iterations=1")
     (tmp_path / "runs/m").mkdir(parents=True)
     (tmp_path / "runs/m/evaluate-before").touch()  # a directory belongs there
     assert "m: failed" in call("run", TOY, *at).out
     (tmp_path / "runs/m/evaluate-before").unlink()
     misfit = call("run", TOY, *at, "--set", "sft.skill=2")
     assert misfit.code == 2 and "--skill: 2" in misfit.err and "is committed already" in misfit.err
-    result = call("run", TOY, *at, "--set", "iterations=1")
+    result = call("run", TOY, *at, "--set", "per_workflow=80")
     assert result.code == 0, result.out + result.err
-    assert "begins again with another iterations, sft.skill" in result.out
-    refused(call("run", TOY, *at), "exists with another iterations")
+    assert "begins again with another per_workflow, sft.skill" in result.out
+    refused(call("run", TOY, *at), "exists with another per_workflow")
 
 
 @pytest.mark.local
