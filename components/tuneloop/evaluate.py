@@ -10,7 +10,7 @@ from pydantic import Field
 
 from tuneloop.component import Input, Results, Stage, component
 from tuneloop.episodes import EnvironmentArgs, EnvironmentName, KeepReasoning, MaxTurns, Play, told
-from tuneloop.errors import Retryable
+from tuneloop.errors import Retryable, UserError
 from tuneloop.generation import (
     CanaryTolerance,
     Endpoint,
@@ -65,6 +65,7 @@ def evaluate(
 
     Raises:
         UserError, StaleWeights: as `rollout`.
+        UserError: nothing could be scored, and none of it for want of time or by a crash.
         Retryable: as `rollout`, or nothing could be scored.
     """
     rows = read_prompts(prompts, "eval")[:limit]
@@ -83,7 +84,12 @@ def evaluate(
     scores = [outcome.score for outcome in outcomes if outcome.score is not None]
     counts = {kind: sum(outcome.outcome == kind for outcome in outcomes) for kind in KINDS}
     if not scores:
-        raise Retryable(f"evaluate: none of {len(rows)} completions could be scored: {counts}; see the rewards")
+        story = f"none of {len(rows)} completions could be scored: {counts}"
+        if counts["timeout"] or counts["infra_error"]:
+            raise Retryable(f"evaluate: {story}; see the rewards")
+        raise UserError(
+            "rewards", rows[0]["reward"], f"{story}; they must fit the data, and the environment be rollout's"
+        )
     samples = [{**row, "score": o.score, "outcome": o.outcome} for row, o in zip(judged, outcomes)]
     pq.write_table(pa.Table.from_pylist(samples, schema=SAMPLES), stage.out / "samples.parquet")
     mean = sum(scores) / len(scores)

@@ -303,7 +303,8 @@ def memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, f
 def whole(stage: Stage, context: int | None) -> bool:
     """Whether `memory` has all parts: what sequences need can only be told where their length is limited."""
     if stage.stage in TRAINED:
-        return bool((stage.number("max_length") or context) and stage.number("per_device_train_batch_size"))
+        limited = (stage.number("max_length") or context) and stage.number("per_device_train_batch_size")
+        return bool(limited) and not stage.flags.get("lora")  # adapters are not counted
     return stage.stage in ("serve", *HELD) or context is not None
 
 

@@ -305,7 +305,8 @@ class Run:
         """How many completions the mean reward of an `evaluate` or `reward` artifact is the mean of; 0: not stated."""
         facts = entry.manifest.facts
         outcomes = facts.get("outcomes") or facts.get("reward", {}).get("outcomes") or {}
-        return int(outcomes.get("score", 0))
+        punished = entry.manifest.params.get("escape_score") is not None
+        return int(outcomes.get("score", 0)) + (int(outcomes.get("escape", 0)) if punished else 0)
 
     def _recorded(self, *stages: str) -> Iterator[Curve]:
         """The columns of ``metrics.jsonl``, over optimizer steps outside the loop, over iterations inside."""

@@ -11,7 +11,7 @@ from tests.policies import commit_policy, commit_prompts
 from tuneloop.artifacts import Artifact
 from tuneloop.engines import Request, Sampling
 from tuneloop.engines.transformers import Transformers
-from tuneloop.errors import Retryable, UserError
+from tuneloop.errors import UserError
 from tuneloop.evaluate import SAMPLES, evaluate
 from tuneloop.tokens import load_tokenizer, stop_ids
 
@@ -69,7 +69,7 @@ def test_limit_and_repetition(tmp_path: Path, policy: Artifact) -> None:
 
 def test_nothing_scored_is_no_zero(tmp_path: Path, policy: Artifact) -> None:
     prompts = commit_prompts(tmp_path / "p", PROMPTS, reward=json.dumps({f"{__name__}:shy": 1.0}))
-    with pytest.raises(Retryable, match="none of 8 completions could be scored"):
+    with pytest.raises(UserError, match="none of 8 completions could be scored"):
         run(tmp_path / "m", policy, prompts)
 
 

@@ -62,7 +62,10 @@ def _answer(call: Call) -> str:
         value = calculate(expression)
     except ValueError as error:
         return f"error: {error}"
-    return str(value) if value.denominator == 1 else f"{float(value):.12g}"
+    try:
+        return str(value) if value.denominator == 1 else f"{float(value):.12g}"
+    except (OverflowError, ValueError):  # beyond a float, or beyond the digits that Python writes out
+        return "error: the value is too large"
 
 
 def _value(node: ast.expr) -> Fraction:

@@ -44,8 +44,8 @@ ROUTES = (
     "flush_cache",
     "resume_generation",
 )
-BACKENDS = {"http": "urls", "https": "urls"}
-"""Scheme → backend, where it has another name."""
+BACKENDS = {"http": "urls", "https": "urls", "dns": "dns", "service": "service", "dynamo": "dynamo"}
+"""Scheme → module."""
 
 
 class Unreachable(Retryable):
@@ -129,11 +129,20 @@ def open_fleet(url: str) -> Fleet:
         UserError: an unknown scheme, or a URL that the backend does not understand.
     """
     scheme, there, _ = url.partition("://")
-    if not there:
+    known = sorted({*BACKENDS, *(set(plugins.names("fleet")) - set(plugins.shipped("fleet")))})
+    if not there or scheme not in known:
         remedy = "must be a URL: http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace"
-        raise UserError("fleet", url, remedy)
+        raise UserError("fleet", url, f"{remedy}; schemes: {', '.join(known)}")
     fleet: Fleet = plugins.load("fleet", BACKENDS.get(scheme, scheme), "open_fleet")(url)
     return fleet
+
+
+def port_of(url: str) -> int | None:
+    """The port in `url`: None where there is none, 0 where it can not be one."""
+    try:
+        return urlsplit(url).port
+    except ValueError:
+        return 0
 
 
 def named(url: str) -> tuple[str, str, int | None]:
@@ -144,10 +153,7 @@ def named(url: str) -> tuple[str, str, int | None]:
     """
     parts = urlsplit(url)
     name, _, namespace = (parts.hostname or "").partition(".")
-    try:
-        port = parts.port
-    except ValueError:
-        name = ""
-    if not name or not namespace or "." in namespace or parts.path not in ("", "/"):
+    port = port_of(url)
+    if not name or port == 0 or not namespace or "." in namespace or parts.path not in ("", "/"):
         raise UserError("fleet", url, f"must be {parts.scheme}://name.namespace, with :port where it needs one")
     return name, namespace, port

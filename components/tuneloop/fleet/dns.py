@@ -10,7 +10,7 @@ import socket
 from urllib.parse import urlsplit
 
 from tuneloop.errors import Retryable, UserError
-from tuneloop.fleet import Fleet, Worker
+from tuneloop.fleet import Fleet, Worker, port_of
 
 
 class Dns:
@@ -33,6 +33,7 @@ class Dns:
 def open_fleet(url: str) -> Fleet:
     """The fleet of ``dns://name:port``."""
     parts = urlsplit(url)
-    if not parts.hostname or not parts.port or parts.path not in ("", "/"):
+    port = port_of(url)
+    if not parts.hostname or not port or parts.path not in ("", "/"):
         raise UserError("fleet", url, "must be dns://name:port")
-    return Dns(parts.hostname, parts.port)
+    return Dns(parts.hostname, port)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from tuneloop.errors import UserError
-from tuneloop.fleet import Fleet, Worker
+from tuneloop.fleet import Fleet, Worker, port_of
 
 CONNECT_S = 5.0
 
@@ -42,6 +42,6 @@ def open_fleet(url: str) -> Fleet:
     urls = [each.strip().rstrip("/") for each in url.split(",")]
     for each in urls:
         parts = urlsplit(each)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname or port_of(each) == 0:
             raise UserError("fleet", url, f"{each!r} must be an absolute URL: http://host:port")
     return Urls(urls)

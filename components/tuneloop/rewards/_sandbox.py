@@ -139,7 +139,7 @@ def _in_memory(text: str) -> Iterator[int]:
 
 def _about(source: int, notes: int, home: str, limits: Limits) -> str:
     library = str(Path(os.__file__).parent)
-    places = (home, library, str(Path(sys.base_prefix, "lib")), *SYSTEM)
+    places = (home, library, str(JAIL), str(Path(sys.base_prefix, "lib")), *SYSTEM)
     readable = sorted({os.path.realpath(place) for place in places if os.path.exists(place)})
     seconds = max(math.ceil(limits.seconds), 1)
     return json.dumps(
@@ -176,6 +176,8 @@ def _collect(process: subprocess.Popen[bytes], reader: int, limits: Limits) -> t
 
 def _judge(code: int, out: str, notes: str, over: Kind | None) -> Ending:
     state, *lines = notes.split("\n")
+    if over == "timeout" and not state:  # its time was shorter than the interpreter's start
+        return Ending("timeout", out)
     if state != "ready":
         raise OSError(f"the program could not be shut in and was not run: {state or 'the interpreter did not start'}")
     if code == -signal.SIGSYS:

@@ -24,6 +24,7 @@ from tuneloop.rewards._sandbox import Ending, Limits, check_kernel, run
 from tuneloop.scoring import Escape
 
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+LIMITS = {"seconds": 4.0, "memory_mb": 256, "output_kb": 64}
 REASONS = ("error", "timeout", "memory", "output")
 
 check_kernel()
@@ -44,7 +45,7 @@ class Test:
         if self.call is None:
             return _lines(ending.stdout) == _lines(self.expected)
         try:
-            return bool(ast.literal_eval(ending.result or "") == self.expected)
+            return bool(_plain(ast.literal_eval(ending.result or "")) == _plain(self.expected))
         except (ValueError, SyntaxError, MemoryError, RecursionError):  # no literal: whatever it is, not what is asked
             return False
 
@@ -52,7 +53,8 @@ class Test:
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float, dict[str, float]] | None:
     """The share of tests that the program in `completion` passes, and the shares that ended by each of `REASONS`.
 
-    The last fenced block is the program, else all of it. None without tests, or with one that is of no form above.
+    The last fenced block is the program, else all of it. None without tests, with one of no form
+    above, or with other limits.
 
     Raises:
         Escape: the program tried to get out. No further test is run.
@@ -60,7 +62,9 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float
     tests = [_test(given) for given in metadata.get("tests") or []]
     if not tests or None in tests:
         return None
-    limits = {"seconds": 4.0, "memory_mb": 256, "output_kb": 64, **metadata.get("code", {})}
+    limits = {**LIMITS, **metadata.get("code", {})}
+    if limits.keys() != LIMITS.keys() or not all(isinstance(v, int | float) and v > 0 for v in limits.values()):
+        return None
     end = time.monotonic() + limits["seconds"]
     program = extract(completion)
     passed, ended = 0, Counter[str]()
@@ -69,7 +73,12 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float
         if left <= 0:
             ended["timeout"] += 1
             continue
-        ending = run(program, test.stdin, test.call, Limits(left, limits["memory_mb"] << 20, limits["output_kb"] << 10))
+        ending = run(
+            program,
+            test.stdin,
+            test.call,
+            Limits(left, int(limits["memory_mb"] * 2**20), int(limits["output_kb"] * 2**10)),
+        )
         if ending.kind == "escape":
             raise Escape(ending.door)
         ended[ending.kind] += 1
@@ -113,6 +122,13 @@ def _assertion(text: str) -> Test | None:
         except ValueError:
             continue
     return None
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, for JSON has no tuples."""
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return {key: _plain(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def _lines(text: str) -> list[str]:

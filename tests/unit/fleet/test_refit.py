@@ -140,7 +140,7 @@ def test_backends(crew: Crew) -> None:
     ("url", "said"),
     [
         ("graph", "must be a URL"),
-        ("ftp://a", "unknown; known: dns, dynamo"),
+        ("ftp://a", "schemes: dns, dynamo, http"),
         ("http://a,b", "'b' must be an absolute URL"),
         ("dns://a", "must be dns://name:port"),
         ("service://a", "must be service://name.namespace"),

@@ -177,10 +177,6 @@ def test_a_program_that_can_not_be_shut_in_is_not_run(tmp_path: Path, monkeypatc
     assert not ran.exists()
 
 
-def test_limits_must_be_limits() -> None:
-    assert "limits must be positive" in str(judge(ADD, CALL, memory_mb=-1).breakdown["code"])
-
-
 def test_an_escape_is_kept_out_of_training_or_punished(tmp_path: Path) -> None:
     rows = [
         {**TOKENS, "completion": text, "answer": "", "reward_spec": '{"code": 1.0}', "metadata": metadata, "group": "g"}
@@ -209,3 +205,16 @@ def test_an_escape_is_kept_out_of_training_or_punished(tmp_path: Path) -> None:
 def test_the_source_of_functions_passes_its_own_tests(tmp_path: Path) -> None:
     data_prep(out=str(tmp_path / "d"), source="functions", rewards={"code": 1.0}, train=3, eval=2, sft=2, timeout_s=30)
     assert Artifact(str(tmp_path / "d")).manifest.facts["rows"] == {"eval": 2, "sft": 2, "train": 3}
+
+
+def test_harmless_programs_that_look_at_their_own_stack_are_not_escapes() -> None:
+    program = "import traceback\ntraceback.print_stack()\nprint(3)"
+    assert judge(program, {"stdin": "", "stdout": "3\n"}).score == 1.0
+
+
+def test_a_budget_shorter_than_a_start_is_a_timeout_and_wrong_limits_are_not_judged() -> None:
+    pair, test = "def pair(): return 1, 1", {"call": "pair()", "returns": [1, 1]}
+    assert judge(pair, test).score == 1.0, "JSON has no tuples"
+    assert judge(pair, test, seconds=0.001).breakdown["code.timeout"] == 1.0
+    for limits in ({"second": 1}, {"seconds": "4"}, {"seconds": 0}, {"memory_mb": -1}):
+        assert judge(pair, test, **limits).outcome == "unverifiable"
