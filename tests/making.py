@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -165,3 +169,16 @@ def _model(policy: Artifact) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(policy.path / "model", dtype=torch.float32)
+
+
+def sigterm_while_training(out: Path) -> threading.Thread:
+    """Send this process SIGTERM once the stage that writes to `out` has taken a step; join what is returned."""
+
+    def interrupt() -> None:
+        while not any(out.glob("data-*/metrics.jsonl")):
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    return thread

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.making import checkpoint_artifact, prompts_artifact, rewards_artifact, rollout_rows, tiny_model
+from tests.making import (
+    checkpoint_artifact,
+    prompts_artifact,
+    rewards_artifact,
+    rollout_rows,
+    sigterm_while_training,
+    tiny_model,
+)
 from tuneloop.artifacts import Artifact
 from tuneloop.component import Component
 from tuneloop.errors import Interrupted
@@ -155,13 +161,7 @@ def test_one_process_stopped_and_resumed_by_two_trains_the_same(tmp_path):
     about = {"policy": base.ref, "prompts": prompts.ref, "max_steps": 60, "device": "cpu"}
     about |= {"per_device_train_batch_size": 6, "lora": {"r": 3}, "save_dtype": "float32"}
 
-    def interrupt() -> None:
-        while not any((tmp_path / "two").glob("data-*/metrics.jsonl")):
-            time.sleep(0.002)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    thread = sigterm_while_training(tmp_path / "two")
     with pytest.raises(Interrupted):
         sft(out=str(tmp_path / "two"), **about)
     thread.join()

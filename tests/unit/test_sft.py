@@ -1,8 +1,4 @@
 import json
-import os
-import signal
-import threading
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -10,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.making import checkpoint_artifact, commit, demonstrations, prompts_artifact
+from tests.making import checkpoint_artifact, commit, demonstrations, prompts_artifact, sigterm_while_training
 from tuneloop.artifacts import Artifact, Draft
 from tuneloop.errors import UserError
 from tuneloop.sft import read_demonstrations, sft
@@ -100,13 +96,7 @@ def test_stopped_in_mid_epoch_and_resumed_ends_with_the_same_bytes(policy, promp
         flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         return sft.run(["--policy", policy.ref, "--prompts", prompts.ref, "--checkpoint", str(out), *flags])
 
-    def interrupt() -> None:
-        while not any((tmp_path / "stopped").glob("data-*/metrics.jsonl")):
-            time.sleep(0.002)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    thread = sigterm_while_training(tmp_path / "stopped")
     assert program(tmp_path / "stopped") == 75
     thread.join()
     assert "stopped by a signal" in capfd.readouterr().err

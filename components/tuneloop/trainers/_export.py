@@ -48,7 +48,7 @@ def write(model: Any, state: Iterable[tuple[str, Tensor]], dtype: torch.dtype, t
         plan.open()
     for name, value in state:
         if name in plan.wanted:
-            part, row = _own_rows(value, ranks) if shared else (_whole(value), 0)
+            part, row = _own_rows(value, ranks) if shared else (whole(value), 0)
             if ranks.rank == 0 or (shared and isinstance(value, DTensor)):
                 plan.fill(name, part, row)
     ranks.barrier()
@@ -65,7 +65,8 @@ def _own_rows(value: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
     return local, first
 
 
-def _whole(value: Tensor) -> Tensor:
+def whole(value: Tensor) -> Tensor:
+    """A sharded tensor gathered on every rank; any other as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

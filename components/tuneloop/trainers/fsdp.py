@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from tuneloop.artifacts import Artifact
@@ -334,7 +333,7 @@ class Policy:
     def whole_state(self) -> dict[str, Tensor]:
         """The model's own state, adapters merged in, gathered on the first rank; called by all."""
         if self.lora:
-            gathered = ((name, _whole(value)) for name, value in lora.merged(self.model))
+            gathered = ((name, _export.whole(value)) for name, value in lora.merged(self.model))
             return {name: value.cpu() for name, value in gathered if self.ranks.rank == 0}
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return get_model_state_dict(self.model, options=whole) if self.ranks.mesh else self.model.state_dict()
@@ -438,7 +437,7 @@ class Trainer(Policy):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         limit = self.optimization.max_grad_norm or math.inf
-        whole = float(_whole(torch.nn.utils.clip_grad_norm_(self.trainable.values(), limit)))
+        whole = float(_export.whole(torch.nn.utils.clip_grad_norm_(self.trainable.values(), limit)))
         if not math.isfinite(whole):
             raise ArithmeticError(f"step {self.step}: the gradient's norm is {whole}; lower the learning rate")
         self.optimizer.step()
@@ -467,10 +466,6 @@ class Trainer(Policy):
                 own["exp_avg"], own["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             state |= {f"{moment}.{name}": own[moment] for moment in ("exp_avg", "exp_avg_sq")}
         return state
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def open_model(directory: Path, dtype: torch.dtype, attention: str) -> Any:

@@ -16,11 +16,6 @@ from tuneloop.trainers.fsdp import Optimization, Policy, Ranks, Trainer
 ADAM = Optimization(1e-2, "constant", 0, 0, 0.01, 0.9, 0.95, 1.0)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
-def model(request, tmp_path_factory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp(request.param), request.param, dtype=torch.float32)
-
-
 @pytest.fixture(scope="module")
 def documents() -> list[Document]:
     rng = random.Random(0)

@@ -8,7 +8,6 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.making import tiny_model
 from tests.unit.trainers.test_fsdp import ADAM
 from tuneloop.artifacts import scan
 from tuneloop.errors import UserError
@@ -18,11 +17,6 @@ from tuneloop.trainers.lora import Lora, disabled
 from tuneloop.trainers.scorer import ScoreTrainer
 
 LORA = Lora(r=2, lora_alpha=8)
-
-
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
-def model(request, tmp_path_factory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp(request.param), request.param, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
