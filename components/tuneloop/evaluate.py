@@ -20,6 +20,7 @@ from tuneloop.generation import (
     MaxTokens,
     TimeoutS,
     generate,
+    identity,
     open_engine,
     read_prompts,
 )
@@ -37,7 +38,7 @@ SAMPLES = pa.schema(
 )
 
 
-@component("metrics", image="rollout", accelerator=True, results={"mean_reward": float})
+@component("metrics", image="rollout", accelerator=True, results={"mean_reward": float}, identity=identity)
 def evaluate(
     stage: Stage,
     policy: Input,

@@ -19,6 +19,7 @@ from tuneloop.generation import (
     MaxTokens,
     TimeoutS,
     generate,
+    identity,
     open_engine,
     read_prompts,
 )
@@ -37,7 +38,13 @@ def _uncut(off: float) -> AfterValidator:
     return AfterValidator(check)
 
 
-@component("rollouts", image="rollout", accelerator=True, results={"completions": int, "mean_length": float})
+@component(
+    "rollouts",
+    image="rollout",
+    accelerator=True,
+    results={"completions": int, "mean_length": float},
+    identity=identity,
+)
 def rollout(
     stage: Stage,
     policy: Input,

@@ -224,6 +224,23 @@ def test_policy_without_tokenizer(tmp_path: Path, prompts: Artifact) -> None:
         run(tmp_path / "r", Artifact(str(tmp_path / "c")), prompts)
 
 
+def anywhere(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Transformers:
+    return Transformers()
+
+
+def test_where_the_fleet_is_does_not_matter(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
+    """A run that is resumed with its fleet at another address keeps what it has; with other options it does not."""
+    asked = {"engine": f"{__name__}:anywhere", "engine_args": {"fleet": "http://a:1", "max_staleness": 1}}
+    rows = run(tmp_path / "r", policy, prompts, **asked)
+    made = Artifact(str(tmp_path / "r")).manifest
+    assert made.params["engine_args"] == {"max_staleness": 1}
+    again = {**asked, "engine_args": {"fleet": "dns://workers:1", "max_staleness": 1}}
+    assert run(tmp_path / "r", policy, prompts, **again, endpoint="http://b:1") == rows
+    assert Artifact(str(tmp_path / "r")).manifest == made
+    with pytest.raises(UserError, match=r"--engine-args.*is committed already, made from"):
+        run(tmp_path / "r", policy, prompts, **{**asked, "engine_args": {"fleet": "http://a:1"}})
+
+
 def test_server_away(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
     with pytest.raises(Retryable, match="ConnectionRefused"):
         run(tmp_path / "r", policy, prompts, engine="vllm", endpoint="http://127.0.0.1:9")
