@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 RUN_LABEL = "tuneloop.dev/run"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -12,6 +14,51 @@ PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 AUTO = "auto"
 UNKNOWN = "2Gi"
 """What a stage requests of whose needs nothing is known."""
+
+
+MEMORY = r"\d+(\.\d+)?[KMGTPE]i"
+
+
+class Share(BaseModel):
+    """Runs that use the same devices. Runs of one `group` are set up alike: what differs between them is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    group: str = Field(
+        pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$",
+        description="name of the runs that share: at most 40 lower-case letters, digits and dashes",
+    )
+    device_class: str = Field(
+        "", description="DRA DeviceClass of the shared devices; empty: none are claimed, runs only take turns"
+    )
+    count: int = Field(1, ge=1, description="devices of a claim; every run that sits on it sees all of them")
+    selector: str = Field("", description="CEL expression that each device satisfies")
+    runs_per_claim: int = Field(2, ge=1, description="runs on one claim; for the next one another claim is made")
+    policy: Literal["fifo", "lrs"] = Field(
+        "fifo", description="whose turn is next: who asked first, or who was served least recently"
+    )
+    patience: float = Field(30.0, gt=0, description="seconds after which a silent holder has lost its turn")
+    placement: Literal["none", "prefer", "require"] = Field(
+        "prefer",
+        description="trainers on nodes labelled tuneloop.dev/role=trainer, samplers on those of the role sampler: "
+        "where there are such nodes, there only, or no matter where",
+    )
+    request: str = Field(
+        "",
+        pattern=rf"^({MEMORY})?$",
+        description="memory that a sharing stage requests, less than its limit; empty: all it may use",
+    )
+    node_memory: str = Field(
+        "",
+        pattern=rf"^({MEMORY})?$",
+        description="of the node where runs share; what cannot fit there is refused; empty: not checked",
+    )
+    overhead: str = Field("4Gi", pattern=rf"^{MEMORY}$", description="of node_memory, what is not the runs'")
+
+    @model_validator(mode="after")
+    def _devices(self) -> Share:
+        if not self.device_class and (self.count > 1 or self.selector):
+            raise ValueError("count and selector are of a claim: set device_class")
+        return self
 
 
 class Cluster(BaseModel):
@@ -29,13 +76,20 @@ class Cluster(BaseModel):
     cpu: str = Field("500m", pattern=r"^\d+(\.\d+)?m?$", description="CPU that each stage requests: 500m, 2")
     memory: str = Field(
         AUTO,
-        pattern=rf"^({AUTO}|\d+(\.\d+)?[KMGTPE]i)$",
+        pattern=rf"^({AUTO}|{MEMORY})$",
         description="memory that each stage requests, and its limit: 512Mi, 2Gi; auto: what `tuneloop plan` estimates, "
         f"and {UNKNOWN} without a limit where it cannot",
     )
     claim: str = Field(
         "", description="PersistentVolumeClaim that every stage sees at /store; for --store file:///store/…"
     )
+    share: Share | None = Field(None, description="share devices with other runs (docs/sharing.md)")
+
+    @model_validator(mode="after")
+    def _either(self) -> Cluster:
+        if self.share and self.share.device_class and self.gpus:
+            raise ValueError("gpus are this run's alone, share.device_class is of a claim: set one of them")
+        return self
 
     @property
     def memory_request(self) -> str:
