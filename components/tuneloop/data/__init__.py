@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +99,7 @@ class Columns(BaseModel):
             if column not in rows[0]:
                 known = ", ".join(rows[0])
                 raise UserError(f"source_args.columns.{role}", column, f"no such column in {where}; it has: {known}")
-        order = list(range(len(rows)))
+        order = array("q", range(len(rows)))
         if seed is not None:
             random.Random(seed).shuffle(order)
         return (self._example(rows[index], f"{where} row {index}") for index in order)

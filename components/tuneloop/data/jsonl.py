@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import json
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 
-from tuneloop.data import Columns, Example, Splits
+from tuneloop.data import Columns, Example, Splits, _rows
+from tuneloop.data._rows import Rows
 from tuneloop.errors import UserError
 from tuneloop.seeds import derive
-from tuneloop.store import Store
+from tuneloop.store import Store, local_path
 
 
 def load(
@@ -62,52 +63,48 @@ def digest(arguments: Mapping[str, Any]) -> str | None:
     state = xxhash.xxh3_128()
     for name in ("train", "eval", "sft", "preference"):
         if (path := arguments.get(name)) is not None:
-            data = _bytes(str(path))
-            if data is None:
+            file = _open(str(path))
+            if file is None:
                 return None
-            state.update(f"{name}:{len(data)}:".encode() + data)
+            with file:
+                length = file.seek(0, os.SEEK_END)
+                state.update(f"{name}:{length}:")
+                file.seek(0)
+                while block := file.read(1 << 22):
+                    state.update(block)
     return state.hexdigest()
 
 
-def read(argument: str, path: str) -> list[dict[str, Any]]:
-    """The rows of the file at `path`, which `argument` named.
+def read(argument: str, path: str) -> Rows:
+    """The rows of the file at `path`, which `argument` named; what is in an object store is copied to ``TMPDIR``.
 
     Raises:
-        UserError: it does not exist, or is not what its name says.
+        UserError: it does not exist, or is not what its name says; of a line of JSON, once it is read.
     """
     field = f"source_args.{argument}"
-    data = _bytes(path)
-    if data is None:
+    file = _open(path)
+    if file is None:
         raise UserError(field, path, "no such file")
-    if path.endswith(".parquet"):
-        try:
-            rows: list[dict[str, Any]] = pq.read_table(io.BytesIO(data)).to_pylist()
-        except (pa.ArrowException, OSError) as error:
-            raise UserError(field, path, f"is not readable as Parquet ({error})") from error
-        return rows
-    if not path.endswith((".jsonl", ".json")):
+    if not path.endswith((".jsonl", ".json", ".parquet")):
         raise UserError(field, path, "must end in .jsonl, .json or .parquet")
-    return _parse(field, path, data)
-
-
-def _bytes(path: str) -> bytes | None:
-    folder, _, name = path.rpartition("/")
-    return Store(folder or ("/" if path.startswith("/") else ".")).get(name)
-
-
-def _parse(field: str, path: str, data: bytes) -> list[dict[str, Any]]:
-    rows = []
+    if local_path(path) is None:
+        copy = tempfile.TemporaryFile()  # noqa: SIM115 - read as long as there are rows to read
+        shutil.copyfileobj(file, copy, 1 << 22)
+        copy.seek(0)
+        file = copy
+    if not path.endswith(".parquet"):
+        return _rows.json_lines(file, field, path)
     try:
-        lines = data.decode().split("\n")  # not splitlines: JSON text may hold other line breaks
-    except UnicodeDecodeError as error:
-        raise UserError(field, path, f"is not UTF-8 ({error.reason} at byte {error.start})") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(field, f"{path}:{number}", f"is not JSON ({error}); one object a line") from error
-            if not isinstance(row, dict):
-                raise UserError(field, f"{path}:{number}", "must be a JSON object")
-            rows.append(row)
-    return rows
+        return _rows.parquet(file)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(field, path, f"is not readable as Parquet ({error})") from error
+
+
+def _open(path: str) -> BinaryIO | None:
+    folder, _, name = path.rpartition("/")
+    try:
+        return Store(folder or ("/" if path.startswith("/") else ".")).open(name)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except PermissionError as error:
+        raise UserError("store", path, f"not permitted ({error.strerror}); grant access") from error
