@@ -1,0 +1,112 @@
+"""Proof that this process may still use what it took a turn for, checked without asking anybody.
+
+Who holds a turn for this process (the sidecar of its pod, or the local executor) writes into the file that
+``TUNELOOP_TURN`` names until when the turn is safe, by the clock of this machine, and writes it anew with every renewal
+(`tuneloop.sharing.turns` says why nobody else can have the turn before). So a process that was stopped, or whose holder
+lost the network, finds out by its own clock that it is late, before it commits anything.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from tuneloop.errors import EXIT_RETRY, Retryable, say
+
+VARIABLE = "TUNELOOP_TURN"
+SOFT = 0.25
+"""Of what a renewal is good for, the last part: a stage that gets so far is told to stop."""
+
+
+class Grant(BaseModel):
+    """A turn as its file says.
+
+    Attributes:
+        group: whose turn it is.
+        number: how many turns the group had before, and one: the fencing token.
+        ticket: names the attempt that holds it.
+        renewed, until: when it was last confirmed, and how long that is good for, in seconds of `clock`.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    group: str
+    number: int
+    ticket: str
+    renewed: float
+    until: float
+
+
+def clock() -> float:
+    """Seconds that never jump and go on while a machine sleeps; of this machine only."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def grant() -> Grant | None:
+    """The turn of this process; None where it needs none.
+
+    Raises:
+        Retryable: the file is gone.
+    """
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return None
+    try:
+        return Grant.model_validate_json(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
+        raise Retryable(f"turn: {path} can not be read ({error}): who holds it has ended") from error
+
+
+def check() -> dict[str, object]:
+    """What the manifest says of the turn; empty where none is needed.
+
+    Raises:
+        Retryable: the turn was lost; nothing may be committed.
+    """
+    held = grant()
+    if held is None:
+        return {}
+    if (late := clock() - held.until) >= 0:
+        raise Retryable(f"turn {held.number} of group {held.group} was lost {late:.1f} s ago; nothing is committed")
+    return {"group": held.group, "number": held.number, "ticket": held.ticket}
+
+
+def write(path: Path, held: Grant) -> None:
+    """Replace the file, whole."""
+    staged = path.with_name(f".{path.name}")
+    staged.write_text(held.model_dump_json())
+    os.replace(staged, path)
+
+
+def watch(poll: float = 0.2) -> threading.Event:
+    """End this process with exit code 75 when its turn is lost; some seconds before, it gets SIGTERM.
+
+    Set the returned event to have it no longer watched.
+    """
+    over = threading.Event()
+    if os.environ.get(VARIABLE):
+        threading.Thread(target=_watch, args=(over, poll), daemon=True, name="turn").start()
+    return over
+
+
+def _watch(over: threading.Event, poll: float) -> None:
+    told = False
+    while not over.wait(poll):
+        try:
+            held = grant()
+        except Retryable as error:
+            held, reason = None, str(error)
+        else:
+            assert held is not None
+            reason = f"turn {held.number} of group {held.group} is lost"
+        left = held.until - clock() if held else 0.0
+        if held is None or left <= 0:
+            say(f"interrupted: {reason}", EXIT_RETRY)
+            os._exit(EXIT_RETRY)  # the device may be somebody else's in a moment: no time to clean up
+        if not told and left < SOFT * (held.until - held.renewed):
+            told = True
+            os.kill(os.getpid(), signal.SIGTERM)

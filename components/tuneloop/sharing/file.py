@@ -1,0 +1,35 @@
+"""A group's document as an object in the store, for runs of one machine, or of clusters that share nothing else.
+
+The object stays when the last run has left: an empty one, so that the numbers of its turns go on.
+"""
+
+from __future__ import annotations
+
+from tuneloop.errors import Corrupt
+from tuneloop.sharing.turns import Document
+from tuneloop.store import Store
+
+KEY = "turns.json"
+
+
+class File:
+    """See the module.
+
+    Args:
+        url: of the group, below the store.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.store = Store(url)
+
+    def read(self) -> tuple[Document, bytes | None]:
+        data = self.store.get(KEY)
+        if data is None:
+            return Document(), None
+        try:
+            return Document.model_validate_json(data), data
+        except ValueError as error:
+            raise Corrupt("turns", f"{self.store.url}/{KEY}", "is no document of turns; delete it") from error
+
+    def write(self, document: Document, seen: bytes | None) -> None:
+        self.store.swap(KEY, seen, document.model_dump_json().encode())

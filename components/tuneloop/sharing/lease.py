@@ -1,0 +1,117 @@
+"""A group's document as a Lease (coordination.k8s.io/v1): no extra database, and `kubectl get leases` shows it.
+
+``holderIdentity`` is the holder's ticket, ``leaseTransitions`` the number of its turn, ``leaseDurationSeconds`` the
+patience, ``acquireTime`` and ``renewTime`` are for people; the rest is one annotation. The API server refuses a write
+over another ``resourceVersion`` (compare-and-swap). The Lease is deleted when nobody is part of the group any more, and
+by Kubernetes' garbage collector when all workflows of its runs are gone, whose owner references it carries. So its
+numbers begin anew: what tells turns of two Leases apart is the ticket.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from tuneloop.argo import cluster as argo
+from tuneloop.errors import Corrupt, Retryable
+from tuneloop.sharing.turns import Document
+from tuneloop.store import Conflict
+
+LEASES = ("coordination.k8s.io", "v1", "leases")
+PREFIX = "tuneloop-turns-"
+ANNOTATION = "tuneloop.dev/turns"
+GROUP_LABEL = "tuneloop.dev/share-group"
+OWNER = ("TUNELOOP_OWNER_NAME", "TUNELOOP_OWNER_UID")
+"""Environment of a run's pod: the Workflow that the Lease shall not outlive."""
+
+
+class Lease:
+    """See the module.
+
+    Args:
+        namespace, group: of the Lease ``tuneloop-turns-<group>``.
+    """
+
+    def __init__(self, namespace: str, group: str) -> None:
+        self.cluster, self.group, self.name = argo.connect(namespace), group, f"{PREFIX}{group}"
+        self._place = (*LEASES[:2], namespace, LEASES[2])
+
+    def read(self) -> tuple[Document, dict[str, Any] | None]:
+        with self._faults(missing=True):
+            found = self.cluster.custom.get_namespaced_custom_object(*self._place, self.name, _request_timeout=10)
+            return document(found), found
+        return Document(), None
+
+    def write(self, document: Document, seen: dict[str, Any] | None) -> None:
+        api, place = self.cluster.custom, self._place
+        made = lease(document, self.name, self.group, seen)
+        with self._faults():
+            if seen is None:
+                if not document.empty:
+                    api.create_namespaced_custom_object(*place, made, _request_timeout=10)
+            elif document.empty:
+                about = {k: seen["metadata"][k] for k in ("uid", "resourceVersion")}
+                body = {"preconditions": about}
+                api.delete_namespaced_custom_object(*place, self.name, body=body, _request_timeout=10)
+            else:
+                api.replace_namespaced_custom_object(*place, self.name, made, _request_timeout=10)
+
+    @contextmanager
+    def _faults(self, missing: bool = False) -> Iterator[None]:
+        from kubernetes.client import ApiException
+
+        try:
+            with argo.faults(self.cluster):
+                try:
+                    yield
+                except ApiException as error:
+                    if error.status == 409 or (error.status == 404 and not missing):
+                        raise Conflict(f"{self.name} was changed by another") from error
+                    if error.status != 404:
+                        raise
+        except argo.Away as error:  # it was there before: a turn outlasts that
+            raise Retryable(str(error)) from error
+
+
+def document(lease: dict[str, Any]) -> Document:
+    """What a Lease says.
+
+    Raises:
+        Corrupt: it is not one of ours.
+    """
+    try:
+        return Document.model_validate_json(lease["metadata"]["annotations"][ANNOTATION])
+    except (KeyError, ValueError) as error:
+        name = lease["metadata"]["name"]
+        raise Corrupt("turns", name, f"is no Lease of turns (annotation {ANNOTATION}); delete it") from error
+
+
+def lease(document: Document, name: str, group: str, seen: dict[str, Any] | None) -> dict[str, Any]:
+    """The Lease that says `document`, in the place of `seen`."""
+    now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    before = (seen or {}).get("spec", {})
+    held = document.holder.ticket if document.holder else None
+    spec: dict[str, Any] = {"leaseTransitions": document.number, "leaseDurationSeconds": math.ceil(document.patience)}
+    if held:
+        acquired = before.get("acquireTime", now) if before.get("holderIdentity") == held else now
+        spec |= {"holderIdentity": held, "acquireTime": acquired, "renewTime": now}
+    metadata: dict[str, Any] = {
+        "name": name,
+        "labels": {GROUP_LABEL: group, "app.kubernetes.io/part-of": "tuneloop"},
+        "annotations": {ANNOTATION: document.model_dump_json()},
+        "ownerReferences": _owners((seen or {}).get("metadata", {}).get("ownerReferences", [])),
+    }
+    if seen:
+        metadata["resourceVersion"] = seen["metadata"]["resourceVersion"]
+    return {"apiVersion": "/".join(LEASES[:2]), "kind": "Lease", "metadata": metadata, "spec": spec}
+
+
+def _owners(known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    name, uid = (os.environ.get(variable) for variable in OWNER)
+    if not uid or any(owner["uid"] == uid for owner in known):
+        return known
+    return [*known, {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": name, "uid": uid}]
