@@ -94,17 +94,18 @@ def lora_base(policy: Artifact) -> Artifact:
         raise UserError("lora", url, remedy) from error
 
 
-def write(stage: Stage, trainer: Trainer, policy: Artifact, save_dtype: str) -> int:
+def write(stage: Stage, trainer: Trainer, policy: Artifact, save_dtype: str, version: int | None = None) -> int:
     """Write all of a checkpoint but its metrics to ``stage.out``; called by all ranks.
 
     Args:
         policy: the checkpoint that was trained: the tokenizer and all other files beside the weights are its.
+        version: of what is written; None: the one after `policy`'s.
 
     Returns:
-        The new version.
+        The version.
     """
     source = model_dir(policy)
-    version = int(policy.manifest.facts["version"]) + 1
+    version = int(policy.manifest.facts["version"]) + 1 if version is None else version
     with stage.timed("save"):
         if stage.leader:
             weights = shutil.ignore_patterns("*.safetensors*", "*.bin*")

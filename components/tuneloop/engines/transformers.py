@@ -67,14 +67,18 @@ class Transformers:
             return
         self.version, self.digest = -1, ""
         disable_progress_bar()
-        self.model = AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             policy.path / "model", dtype=self.dtype, attn_implementation=self.attention
         )
-        self.model.to(self.device).eval()
+        self.serve(model, policy.manifest.facts["version"], policy.manifest.digest)
+
+    def serve(self, model: Any, version: int, digest: str) -> None:
+        """Serve a model of this process, which stays the engine's."""
+        self.model = model.to(self.device).eval()
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         self.context = min(limit, self.max_model_len or limit)
         self.accepts = inspect.signature(self.model.forward).parameters.keys()
-        self.version, self.digest = policy.manifest.facts["version"], policy.manifest.digest
+        self.version, self.digest = version, digest
 
     @torch.inference_mode()
     def generate(

@@ -19,10 +19,14 @@ FORWARD_COST = 256
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Token ids, and which of them are targets; the first never is, for nothing precedes it."""
+    """Token ids, and which of them are targets; the first never is, for nothing precedes it.
+
+    `labels` are what is to be predicted in place of each of `ids`, where that is something else.
+    """
 
     ids: Sequence[int]
     targets: Sequence[bool]
+    labels: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.targets) > 0 and not self.targets[0]
@@ -133,7 +137,10 @@ def collate(documents: Sequence[Document], device: torch.device, capacity: int |
             positions[r][at : at + lengths[i]] = range(lengths[i])
             at += lengths[i]
     places = [
-        (start[i] + t - 1, d.ids[t]) for i, d in enumerate(documents) for t, wanted in enumerate(d.targets) if wanted
+        (start[i] + t - 1, (d.labels or d.ids)[t])
+        for i, d in enumerate(documents)
+        for t, wanted in enumerate(d.targets)
+        if wanted
     ]
     index, labels = torch.tensor(places, dtype=torch.long, device=device).reshape(-1, 2).unbind(1)
     return Batch(

@@ -1,0 +1,13 @@
+"""Sessions: a policy and its optimizer kept resident by a worker of its own, driven through Tinker's primitives.
+
+A gateway (`app`) creates, lists, watches and ends sessions and passes requests on to their workers (`worker`). It keeps
+no state: a session is a Job of Kubernetes (`jobs`), or a child process on one machine (`processes`). Workers speak the
+wire format of the ``tinker`` client library, release 0.38, as read from the installed package (Apache-2.0).
+
+An identifier begins with the session's, which begins with its namespace::
+
+    team-a.session-3f9c0d21ab                session
+    team-a.session-3f9c0d21ab:train:0        model, the first one of the session
+    team-a.session-3f9c0d21ab:sample:2       sampling session
+    team-a.session-3f9c0d21ab:train:0:7      request, the seventh to that model
+"""

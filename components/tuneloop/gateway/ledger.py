@@ -1,0 +1,153 @@
+"""What a worker was asked to do: each request applied once, those to a model in the order of their numbers.
+
+A client that hears no answer sends its request again under the same number, and several at once may overtake one
+another. So a request is known by (stream, number): the same one again is the same request; a model's wait for those
+before them. One thread takes them; whoever wants a result waits for its future.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+KEPT = 4096
+"""Results of a stream that can still be asked for; a client fetches each within seconds."""
+
+
+class Conflict(RuntimeError):
+    """Another request has this number already."""
+
+
+class Gone(RuntimeError):
+    """There is no such request, or its result is kept no longer."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """One request.
+
+    Attributes:
+        fingerprint: of what was asked.
+        work: does it; of several with an equal `batch` at once, that of the first gets them all.
+        asked: what `work` is about.
+        batch: equal for requests that can be done together; None: alone.
+        number: in its stream, once it was submitted.
+        future: of the result.
+    """
+
+    fingerprint: str
+    work: Callable[[list[Entry]], list[Any]]
+    asked: Any = None
+    batch: Hashable | None = None
+    number: int = -1
+    future: Future[Any] = field(default_factory=Future)
+
+
+@dataclass
+class Stream:
+    """The requests of one model or sampling session, by number.
+
+    Attributes:
+        following: the number whose turn it is; None where order does not matter.
+    """
+
+    following: int | None
+    entries: dict[int, Entry] = field(default_factory=dict)
+
+
+class Ledger:
+    """The requests of one worker. All methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, Stream] = {}
+        self._ready: deque[Entry] = deque()
+        self._changed = threading.Condition()
+
+    def open(self, stream: str, first: int | None = None) -> None:
+        """Take requests for `stream`: from number `first` on in their order, or in any where it is None."""
+        with self._changed:
+            self._streams.setdefault(stream, Stream(first))
+
+    def submit(self, stream: str, number: int | None, entry: Entry) -> str:
+        """Take a request; its id.
+
+        Args:
+            number: None: the next one.
+
+        Raises:
+            Gone: the stream is not open.
+            Conflict: another request has that number.
+        """
+        with self._changed:
+            if (known := self._streams.get(stream)) is None:
+                raise Gone(f"{stream} is not known here")
+            if number is None:
+                number = max(known.entries, default=(known.following or 1) - 1) + 1
+            standing = known.entries.get(number)
+            if standing is None and known.following is not None and number < known.following:
+                raise Gone(f"{stream}:{number} was applied, and is kept no longer")
+            if standing is not None and standing.fingerprint != entry.fingerprint:
+                raise Conflict(f"{stream}:{number} was another request")
+            if standing is None:
+                known.entries[number], entry.number = entry, number
+                self._advance(known, entry)
+            return f"{stream}:{number}"
+
+    def future(self, request: str) -> Future[Any]:
+        """Of a request's result.
+
+        Raises:
+            Gone: no such request.
+        """
+        stream, _, number = request.rpartition(":")
+        with self._changed:
+            known = self._streams.get(stream)
+            entry = known.entries.get(int(number)) if known and number.isdigit() else None
+            if entry is None:
+                raise Gone(f"{request} is not known here, or its result is kept no longer")
+            return entry.future
+
+    def take(self, timeout: float | None = None) -> list[Entry]:
+        """What is to be done next, and what can be done together with it; nothing after `timeout` seconds."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self._ready), timeout):
+                return []
+            first = self._ready.popleft()
+            if first.batch is None:
+                return [first]
+            alike = [entry for entry in self._ready if entry.batch == first.batch]
+            self._ready = deque(entry for entry in self._ready if entry.batch != first.batch)
+            return [first, *alike]
+
+    def finish(self, entry: Entry, result: Any = None, error: BaseException | None = None) -> None:
+        """Settle a request; what it was about is forgotten."""
+        entry.work, entry.asked = _settled, None
+        if error is not None:
+            entry.future.set_exception(error)
+        else:
+            entry.future.set_result(result)
+
+    def give_back(self, entries: Sequence[Entry]) -> None:
+        """Put what was taken back where it was: it was not begun."""
+        with self._changed:
+            self._ready.extendleft(reversed(entries))
+            self._changed.notify_all()
+
+    def _advance(self, stream: Stream, entry: Entry) -> None:
+        if stream.following is None:
+            self._ready.append(entry)
+        else:
+            while (following := stream.entries.get(stream.following)) is not None:
+                self._ready.append(following)
+                stream.following += 1
+        while len(stream.entries) > KEPT and stream.entries[first := min(stream.entries)].future.done():
+            del stream.entries[first]
+        self._changed.notify_all()
+
+
+def _settled(entries: list[Entry]) -> list[Any]:
+    raise AssertionError("a request is done once")

@@ -1,0 +1,304 @@
+"""A policy and its optimizer that stay where they are between requests, and what samples from them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from tuneloop import checkpoint
+from tuneloop.artifacts import Artifact, Draft
+from tuneloop.component import Params
+from tuneloop.engines import Completion, Request, Sampling
+from tuneloop.errors import UserError
+from tuneloop.gateway import losses
+from tuneloop.gateway.wire import Datum
+from tuneloop.provenance import provenance
+from tuneloop.stage import Stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tuneloop.trainers._batch import Document
+    from tuneloop.trainers.fsdp import Policy, Ranks, Trainer
+    from tuneloop.trainers.lora import Lora
+
+STAGE = "session"
+"""What the manifest of a checkpoint says made it."""
+MICRO_BATCH = 64
+"""Sequences in one forward pass."""
+
+
+class AdamParams(BaseModel):
+    """AdamW's options of one step; names and defaults are Tinker's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    learning_rate: float = Field(1e-4, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-12, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip_norm: float = Field(0.0, ge=0, description="0: gradients are not clipped")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The weights of one version, for sampling.
+
+    Attributes:
+        base: the checkpoint whose configuration and tokenizer they go with.
+        state: of the model with adapters merged in; None: those of `base` itself.
+    """
+
+    base: Artifact
+    version: int
+    state: dict[str, Tensor] | None = None
+
+
+class Resident:
+    """A model that is trained.
+
+    Args:
+        policy: the checkpoint to begin from.
+        ranks: this one process.
+        lora: adapters to train in place of the model.
+        seed: of new adapters.
+        optimizer: go on with the optimizer's state, and the adapters, that `policy` has.
+
+    Attributes:
+        version: `policy`'s, and one more for each optimizer step since.
+
+    Raises:
+        UserError: `policy` is no checkpoint, or has no state to go on with.
+    """
+
+    def __init__(
+        self, policy: Artifact, ranks: Ranks, lora: Lora | None = None, *, seed: int = 0, optimizer: bool = False
+    ) -> None:
+        self.ranks, self.seed, self.gradients = ranks, seed, False
+        checkpoint.model_dir(policy)
+        self.lora = _adapters(policy) if optimizer else lora
+        self._open(policy, optimizer)
+
+    def forward_backward(
+        self, data: Sequence[Datum], name: str, config: dict[str, float], forward_only: bool = False
+    ) -> tuple[list[np.ndarray], dict[str, float]]:
+        """Add the gradient of a loss to what has been gathered since the last step.
+
+        Returns:
+            Log-probabilities of the target tokens, float32 ``[positions]`` of each datum; and ``loss:sum``.
+
+        Raises:
+            UserError: the data is not what the loss needs; then nothing has been added.
+        """
+        import torch
+
+        if not data:
+            raise UserError("data", [], "there is none; send at least one datum")
+        options = losses.check(name, config)
+        documents = [_document(datum, losses.INPUTS[name], self.trainer) for datum in data]
+        found: dict[int, np.ndarray] = {}
+        total = 0.0
+        self.trainer.max_length = max(len(document.ids) for document in documents)
+        with self.trainer.frozen() if forward_only else nullcontext():
+            for micro in self.trainer.plan(documents, MICRO_BATCH):
+                logprobs, _ = self.trainer.logprobs([documents[i] for i in micro])
+                inputs = {
+                    each: torch.from_numpy(np.concatenate([data[i].inputs[each] for i in micro]).astype("f4")).to(
+                        logprobs.device
+                    )
+                    for each in losses.INPUTS[name]
+                }
+                loss = losses.loss(name, logprobs, inputs, options).sum()
+                if not forward_only:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    self.gradients = True
+                total += float(loss.detach())
+                parts = logprobs.detach().cpu().split([len(data[i].tokens) for i in micro])
+                found |= {i: part.numpy() for i, part in zip(micro, parts)}
+        return [found[i] for i in range(len(data))], {"loss:sum": total}
+
+    def optim_step(self, adam: AdamParams) -> dict[str, float]:
+        """One step with the gradients gathered since the last one.
+
+        Raises:
+            UserError: there are none, or they are not finite; then they are dropped, and nothing else has changed.
+        """
+        if not self.gradients:
+            raise UserError("optim_step", self.version, "there is no gradient; call forward_backward first")
+        trainer, step = self.trainer, self.trainer.step
+        trainer.optimization = _optimization(adam)
+        for group in trainer.optimizer.param_groups:
+            group.update(betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay)
+        self.gradients = False
+        try:
+            norm, _ = trainer.update()
+        except ArithmeticError as error:
+            trainer.step = step
+            trainer.optimizer.zero_grad()
+            raise UserError("optim_step", self.version, f"no step was taken: {error}") from error
+        self.version += 1
+        return {"grad_norm:mean": norm, "weight_version:max": float(self.version)}
+
+    def snapshot(self) -> Snapshot:
+        """The weights as they are now, copied to the host's memory."""
+        state = {name: value.detach().to("cpu", copy=True) for name, value in self.trainer.whole_state().items()}
+        return Snapshot(self.trainer.base, self.version, state)
+
+    def save(self, url: str, **facts: Any) -> Artifact:
+        """Commit a checkpoint from which `load` goes on bit for bit.
+
+        Raises:
+            UserError: there are gradients that no step has used yet, which a checkpoint does not hold; or `url` is
+                taken.
+        """
+        if self.gradients:
+            raise UserError("save_state", self.version, "gradients wait for optim_step; take the step first")
+        began, clock, base = time.time(), time.perf_counter(), self.trainer.base
+        draft = Draft(url)
+        stage = Stage(STAGE, Params(), draft.path, draft.url, draft.attempt)
+        stage.facts.update(device=self.ranks.device.type, **facts)
+        try:
+            dtype = base.manifest.facts.get("save_dtype", "float32")
+            checkpoint.write(stage, self.trainer, base, dtype, self.version)
+        except BaseException:
+            draft.discard()
+            raise
+        stage.timings["total"] = time.perf_counter() - clock
+        about = {"facts": stage.facts, "timings": stage.timings, "provenance": provenance(began, self.ranks.world)}
+        manifest = draft.commit(stage=STAGE, inputs={"policy": base.ref}, **about)
+        if manifest.root != draft.attempt:
+            raise UserError("save_state", url, "is taken; choose another name")
+        return Artifact(url)
+
+    def load(self, policy: Artifact, optimizer: bool) -> None:
+        """Go on from another checkpoint, or with its weights alone and a new optimizer.
+
+        Raises:
+            UserError: it is no checkpoint, has no optimizer state, or other adapters; then nothing has changed.
+        """
+        checkpoint.model_dir(policy)
+        if optimizer and _adapters(policy) != self.lora:
+            raise UserError("load_state", policy.url, "was trained with other adapters; create a model from it instead")
+        self._open(policy, optimizer)
+
+    def _open(self, policy: Artifact, optimizer: bool) -> None:
+        import torch
+
+        from tuneloop.trainers.fsdp import Trainer
+
+        state = checkpoint.trainer_state(policy)
+        if optimizer and state is None:
+            raise UserError("load_state", policy.url, "has no optimizer state; load its weights alone")
+        base = checkpoint.lora_base(policy) if optimizer and self.lora else policy
+        directory = checkpoint.model_dir(base)
+        self.__dict__.pop("trainer", None)  # two at once may not fit
+        torch.manual_seed(self.seed)
+        self.trainer: Trainer = Trainer(directory, self.ranks, _optimization(AdamParams()), lora=self.lora)
+        self.trainer.base = base
+        checkpoint.load_masters(self.trainer, base)
+        if optimizer and state is not None:
+            self.trainer.load(policy.path / "trainer", state["step"])
+        self.version, self.gradients = int(policy.manifest.facts["version"]), False
+
+
+class Sampler:
+    """Samples from snapshots; one is ready at a time, and is changed for another when that is asked for."""
+
+    def __init__(self) -> None:
+        from tuneloop.engines.transformers import Transformers
+
+        self.engine = Transformers()
+        self._ready: Snapshot | None = None
+
+    def sample(
+        self, snapshot: Snapshot, requests: Sequence[Request], sampling: Sampling
+    ) -> list[list[Completion]]:
+        """Completions of each request.
+
+        Raises:
+            UserError: a prompt is empty, has unknown ids, or leaves no room in the context.
+        """
+        import torch
+
+        self._change(snapshot)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(False)  # a trainer wants them; a sum over the vocabulary has none on CUDA
+        try:
+            return self.engine.generate(requests, sampling, lambda _: None)
+        finally:
+            torch.use_deterministic_algorithms(deterministic)
+
+    def score(self, snapshot: Snapshot, ids: Sequence[int]) -> list[float]:
+        """Log-probability at temperature 1 of each id but the first."""
+        self._change(snapshot)
+        return self.engine.score(ids)
+
+    def _change(self, snapshot: Snapshot) -> None:
+        from tuneloop.trainers.fsdp import open_model
+
+        if self._ready is snapshot:
+            return
+        before, self._ready = self._ready, None
+        if snapshot.state is None:
+            self.engine.load(snapshot.base)
+        else:
+            import torch
+
+            model = self.engine.__dict__.get("model")
+            if model is None or before is None or before.base.ref != snapshot.base.ref:
+                model = open_model(checkpoint.model_dir(snapshot.base), torch.float32, "sdpa")
+            model.load_state_dict(snapshot.state)
+            self.engine.serve(model, snapshot.version, "")
+        self._ready = snapshot
+
+
+def _document(datum: Datum, needed: Sequence[str], policy: Policy) -> Document:
+    """`datum` as the trainer takes it: one more token at the end, which nothing looks at, makes each position one that
+    predicts."""
+    from tuneloop.trainers._batch import Document
+
+    length = len(datum.tokens)
+    if not 0 < length <= policy.context:
+        raise UserError("model_input", f"{length} tokens", f"must be 1 to {policy.context}, the model's context")
+    for name in ("target_tokens", *needed):
+        if name not in datum.inputs:
+            raise UserError(f"loss_fn_inputs.{name}", None, f"is required, one for each of {length} tokens")
+    for name, values in datum.inputs.items():
+        if name not in ("target_tokens", *needed):
+            raise UserError(f"loss_fn_inputs.{name}", list(values.shape), "this loss does not use it; leave it out")
+        if values.shape != (length,):
+            raise UserError(f"loss_fn_inputs.{name}", list(values.shape), f"must be [{length}], one for each token")
+    targets = datum.inputs["target_tokens"].tolist()
+    for name, ids in (("model_input", datum.tokens), ("loss_fn_inputs.target_tokens", targets)):
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < policy.vocab_size:
+                raise UserError(name, token, f"is no token of this model, which has {policy.vocab_size}")
+    return Document([*datum.tokens, 0], [False] + [True] * length, [0, *map(int, targets)])
+
+
+def _adapters(policy: Artifact) -> Lora | None:
+    from tuneloop.trainers.lora import Lora
+
+    state = checkpoint.trainer_state(policy) or {}
+    return Lora.model_validate(state["lora"]) if state.get("lora") else None
+
+
+def _optimization(adam: AdamParams) -> Any:
+    from tuneloop.trainers.fsdp import Optimization
+
+    return Optimization(
+        learning_rate=adam.learning_rate,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        max_steps=0,
+        weight_decay=adam.weight_decay,
+        adam_beta1=adam.beta1,
+        adam_beta2=adam.beta2,
+        max_grad_norm=adam.grad_clip_norm,
+    )

@@ -1,0 +1,490 @@
+"""What a session's worker is asked for, and how it does it: Tinker's requests over `Resident` and `Sampler`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from tuneloop import checkpoint
+from tuneloop.artifacts import Artifact, canonical, find
+from tuneloop.engines import Request, Sampling
+from tuneloop.errors import UserError
+from tuneloop.gateway import wire
+from tuneloop.gateway.ledger import Entry, Gone, Ledger
+from tuneloop.gateway.resident import AdamParams, Resident, Sampler, Snapshot
+from tuneloop.seeds import derive
+from tuneloop.store import local_path
+
+if TYPE_CHECKING:
+    from tuneloop.trainers.fsdp import Ranks
+    from tuneloop.trainers.lora import Lora
+
+SCHEME = "tinker://"
+SNAPSHOTS = 2
+"""So many versions without a name stay in memory for their sampling sessions."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+ALPHA = 32.0
+"""lora_alpha of adapters, as Tinker has it."""
+
+
+class Body(BaseModel):
+    """A request's body: what is not listed is of no account here (metadata of the client's)."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+
+class LoraConfig(Body):
+    """Adapters; a `rank` of 0 trains the whole model, which Tinker does not have."""
+
+    rank: int = Field(32, ge=0)
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    def lora(self) -> Lora | None:
+        """The same in peft's words.
+
+        Raises:
+            UserError: a choice of layers that is not had here.
+        """
+        from tuneloop.trainers.lora import Lora
+
+        if not self.rank:
+            return None
+        if self.train_unembed:
+            raise UserError("lora_config.train_unembed", True, "the output layer gets no adapter here; set it False")
+        if not (self.train_mlp and self.train_attn):
+            raise UserError("lora_config", "train_mlp, train_attn", "both get adapters here; leave them True")
+        return Lora(r=self.rank, lora_alpha=ALPHA)
+
+
+class CreateModel(Body):
+    """A model to train, from a checkpoint."""
+
+    session_id: str
+    model_seq_id: int = Field(0, ge=0)
+    base_model: str
+    lora_config: LoraConfig = LoraConfig(rank=0)
+
+
+class OptimStep(Body):
+    model_id: str
+    seq_id: int | None = None
+    adam_params: AdamParams = AdamParams()
+
+
+class SaveWeights(Body):
+    model_id: str
+    seq_id: int | None = None
+    path: str | None = None
+    overwrite: bool = False
+    kind: str = "snapshot"
+    sampling_session_seq_id: int | None = None
+    ttl_seconds: int | None = None
+
+
+class LoadWeights(Body):
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    path: str
+    optimizer: bool
+
+
+class CreateSampling(Body):
+    session_id: str
+    sampling_session_seq_id: int = Field(0, ge=0)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class Chunk(Body):
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class Prompt(Body):
+    chunks: list[Chunk]
+
+
+class SamplingParams(Body):
+    max_tokens: int | None = Field(None, ge=1)
+    seed: int | None = None
+    stop: str | list[int] | list[str] | None = None
+    temperature: float = Field(1.0, ge=0)
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class Sample(BaseModel):
+    """A prompt and how many completions of it. What is not listed would change the answer, and is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
+    sampling_session_id: str
+    seq_id: int | None = None
+    num_samples: int = Field(1, ge=1)
+    prompt: Prompt
+    sampling_params: SamplingParams = SamplingParams()
+    prompt_logprobs: bool | None = None
+    type: str = "sample"
+
+
+class Array(Body):
+    data: list[float]
+    dtype: str = "float32"
+
+
+class JsonDatum(Body):
+    model_input: Prompt
+    loss_fn_inputs: dict[str, Array]
+
+
+class JsonInput(Body):
+    data: list[JsonDatum]
+    loss_fn: str
+    loss_fn_config: dict[str, float] | None = None
+
+
+class JsonForwardBackward(Body):
+    """`wire.ForwardBackward` without protobuf, for people and small clients."""
+
+    model_id: str
+    seq_id: int | None = None
+    forward_backward_input: JsonInput
+    forward_only: bool = False
+
+    def read(self) -> wire.ForwardBackward:
+        given = self.forward_backward_input
+        data = [
+            wire.Datum(
+                _tokens(datum.model_input),
+                {name: np.array(a.data, a.dtype) for name, a in datum.loss_fn_inputs.items()},
+            )
+            for datum in given.data
+        ]
+        config = given.loss_fn_config or {}
+        return wire.ForwardBackward(self.model_id, self.seq_id, data, given.loss_fn, config, self.forward_only)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Result of `forward_backward`: float32 ``[positions]`` of each datum, and sums."""
+
+    logprobs: list[np.ndarray]
+    metrics: dict[str, float]
+
+    def json(self) -> dict[str, Any]:
+        outputs = [
+            {"logprobs": {"data": part.tolist(), "dtype": "float32", "shape": [len(part)]}} for part in self.logprobs
+        ]
+        return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": self.metrics}
+
+    def proto(self) -> bytes:
+        return wire.write_forward_backward(self.logprobs, self.metrics)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Result of `asample`; `version` of the weights that made every token."""
+
+    sequences: list[dict[str, Any]]
+    prompt_logprobs: list[float] | None
+    version: int
+
+    def json(self) -> dict[str, Any]:
+        prompt = None if self.prompt_logprobs is None else [None, *self.prompt_logprobs]
+        return {"sequences": self.sequences, "prompt_logprobs": prompt, "weight_version": self.version}
+
+    def proto(self) -> bytes:
+        return wire.write_samples(self.sequences, self.prompt_logprobs)
+
+
+class Session:
+    """The models and sampling sessions of one session.
+
+    Requests are taken from any thread, and done by the one that calls `do`.
+
+    Args:
+        id: ``<namespace>.<name>``.
+        artifacts: URL of its name space; checkpoints of other sessions of the namespace lie beside it.
+        ranks: opens the device, when it is first needed.
+    """
+
+    def __init__(self, id: str, artifacts: str, ranks: Callable[[], Ranks]) -> None:
+        self.id, self.artifacts, self.ledger = id, artifacts.rstrip("/"), Ledger()
+        self.models: dict[str, Resident] = {}
+        self.names: dict[str, str] = {}
+        self.samplers: dict[str, Snapshot | None] = {}
+        self._unnamed: list[str] = []
+        self._ranks = functools.cache(ranks)
+        self._sampler = functools.cache(Sampler)
+
+    def create_model(self, asked: CreateModel) -> str:
+        """A request for a new model, its number 0."""
+        model = f"{self.id}:train:{asked.model_seq_id}"
+        lora = asked.lora_config.lora()
+
+        def work() -> dict[str, Any]:
+            policy = self._artifact(asked.base_model)
+            self.models[model] = Resident(policy, self._ranks(), lora, seed=asked.lora_config.seed or 0)
+            self.names[model] = asked.base_model
+            return {"model_id": model, "type": "create_model"}
+
+        self.ledger.open(model, 0)
+        return self._submit(model, 0, asked, work)
+
+    def load_weights(self, asked: LoadWeights) -> str:
+        """A request to go on from a checkpoint, or for a new model made from one."""
+        model = asked.model_id or f"{self.id}:train:{asked.model_seq_id}"
+
+        def work() -> dict[str, Any]:
+            policy = self._artifact(asked.path)
+            if asked.model_id:
+                self._model(model).load(policy, asked.optimizer)
+            else:
+                self.models[model] = Resident(policy, self._ranks(), optimizer=asked.optimizer)
+                self.names[model] = asked.path
+            return {"path": asked.path, "model_id": model, "type": "load_weights"}
+
+        if asked.model_id is None:
+            self.ledger.open(model, 0)
+        return self._submit(model, asked.seq_id if asked.model_id else 0, asked, work)
+
+    def forward_backward(self, body: bytes, asked: wire.ForwardBackward) -> str:
+        """A request for gradients; `body` tells it from others."""
+
+        def work() -> Losses:
+            model = self._model(asked.model_id)
+            return Losses(*model.forward_backward(asked.data, asked.loss_fn, asked.config, asked.forward_only))
+
+        return self._submit(asked.model_id, asked.seq_id, body, work)
+
+    def optim_step(self, asked: OptimStep) -> str:
+        """A request for an optimizer step."""
+        return self._submit(
+            asked.model_id,
+            asked.seq_id,
+            asked,
+            lambda: {"metrics": self._model(asked.model_id).optim_step(asked.adam_params), "type": "optim_step"},
+        )
+
+    def save_weights(self, asked: SaveWeights, kind: str = "weights") -> str:
+        """A request for a checkpoint below ``<artifacts>/train-<n>/<kind>``."""
+        if asked.path is None or not NAME.fullmatch(asked.path):
+            raise UserError("path", asked.path, "a name of letters, digits, dots, dashes and underscores")
+        if asked.overwrite:
+            raise UserError("overwrite", True, "a checkpoint is written once; choose another name")
+        path = f"{SCHEME}{asked.model_id}/{kind}/{asked.path}"
+
+        def work() -> dict[str, Any]:
+            url = self._url(path)
+            if find(url) is not None:
+                raise UserError("path", asked.path, "is taken; choose another name")
+            about = {"session": self.id, **({"ttl_seconds": asked.ttl_seconds} if asked.ttl_seconds else {})}
+            self._model(asked.model_id).save(url, **about)
+            return {"path": path, "type": f"save_{kind}"}
+
+        return self._submit(asked.model_id, asked.seq_id, asked, work)
+
+    def save_weights_for_sampler(self, asked: SaveWeights) -> str:
+        """A request for weights to sample from: under a name a checkpoint, else in memory, of which the newest stay."""
+        if asked.path is not None:
+            return self.save_weights(asked, "sampler_weights")
+        if asked.kind != "snapshot":
+            raise UserError("kind", asked.kind, "only snapshots are known here; their weights never change")
+        number = asked.sampling_session_seq_id
+
+        def work() -> dict[str, Any]:
+            sampling = f"{self.id}:sample:{f'u{len(self.samplers)}' if number is None else number}"
+            self.samplers[sampling] = self._model(asked.model_id).snapshot()
+            self._unnamed.append(sampling)
+            while len(self._unnamed) > SNAPSHOTS:
+                self.samplers[self._unnamed.pop(0)] = None
+            self.ledger.open(sampling)
+            return {"sampling_session_id": sampling, "path": None, "type": "save_weights_for_sampler"}
+
+        return self._submit(asked.model_id, asked.seq_id, asked, work)
+
+    def create_sampling(self, asked: CreateSampling) -> str:
+        """A sampling session of a checkpoint; its id."""
+        sampling = f"{self.id}:sample:{asked.sampling_session_seq_id}"
+        named = asked.model_path or asked.base_model
+        if not named:
+            raise UserError("base_model", None, "is required, or model_path")
+        policy = self._artifact(named)
+        checkpoint.model_dir(policy)
+        self.samplers.setdefault(sampling, Snapshot(policy, int(policy.manifest.facts["version"])))
+        self.ledger.open(sampling)
+        return sampling
+
+    def sample(self, asked: Sample) -> str:
+        """A request for completions. Those at once that differ in their prompts alone are done together."""
+        for name, value in (asked.model_extra or {}).items():
+            if value and name not in ("base_model", "model_path"):
+                raise UserError(name, value, "is not known here; leave it out")
+        params = asked.sampling_params
+        if params.top_k != -1 or params.top_p != 1:
+            value = {"top_k": params.top_k, "top_p": params.top_p}
+            raise UserError("sampling_params", value, "the distribution is never cut here: top_k -1, top_p 1")
+        if isinstance(params.stop, str) or any(isinstance(stop, str) for stop in params.stop or ()):
+            raise UserError("sampling_params.stop", params.stop, "give token ids; text is not known here")
+        if not (ids := _tokens(asked.prompt)):
+            raise UserError("prompt", [], "is empty")
+        alike = (asked.sampling_session_id, params.max_tokens, params.temperature, canonical(params.stop))
+        batch = None if asked.prompt_logprobs or params.max_tokens is None else alike
+        entry = Entry(_fingerprint(asked), self._sample, (asked, ids), batch)
+        return self.ledger.submit(asked.sampling_session_id, asked.seq_id, entry)
+
+    def info(self, model: str) -> dict[str, Any]:
+        """What ``get_info`` says of a model."""
+        resident = self._model(model)
+        base = resident.trainer.base
+        local = local_path(base.url)
+        about = {
+            "arch": base.manifest.facts.get("architecture"),
+            "model_name": self.names[model],
+            "tokenizer_id": str(checkpoint.model_dir(base)) if local else base.manifest.facts.get("model"),
+        }
+        rank = resident.lora.r if resident.lora else None
+        return {
+            "type": "get_info",
+            "model_data": about,
+            "model_id": model,
+            "is_lora": rank is not None,
+            "lora_rank": rank,
+            "model_name": self.names[model],
+            "weight_version": resident.version,
+        }
+
+    def sampler(self, sampling: str) -> dict[str, Any]:
+        """What is known of a sampling session."""
+        snapshot = self._snapshot(sampling)
+        return {"sampler_id": sampling, "base_model": snapshot.base.ref, "weight_version": snapshot.version}
+
+    def do(self, entries: Sequence[Entry]) -> None:
+        """Do what `Ledger.take` gave. One that fails spoils it for no other."""
+        try:
+            results = entries[0].work(list(entries))
+        except Exception as error:
+            if len(entries) == 1:
+                self.ledger.finish(entries[0], error=error)
+                return
+            for entry in entries:
+                self.do([entry])
+        else:
+            for entry, result in zip(entries, results):
+                self.ledger.finish(entry, result)
+
+    def _submit(self, stream: str, number: int | None, asked: Any, work: Callable[[], Any]) -> str:
+        return self.ledger.submit(stream, number, Entry(_fingerprint(asked), lambda _: [work()]))
+
+    def _sample(self, entries: list[Entry]) -> list[Samples]:
+        wanted: list[tuple[Sample, list[int]]] = [entry.asked for entry in entries]
+        first = wanted[0][0]
+        snapshot, params = self._snapshot(first.sampling_session_id), first.sampling_params
+        limit, stops = _limits(snapshot.base)
+        for asked, ids in wanted:
+            room = limit.context - len(ids)
+            if room < 1 or not 0 <= min(ids) <= max(ids) < limit.vocabulary:
+                about = f"{len(ids)} tokens, {min(ids)} to {max(ids)}"
+                remedy = f"the model has {limit.vocabulary} tokens and a context of {limit.context}"
+                raise UserError("prompt", about, remedy)
+        length = min([params.max_tokens or limit.context, *(limit.context - len(ids) for _, ids in wanted)])
+        if len(wanted) > 1 and length < (params.max_tokens or 0):
+            raise UserError("prompt", length, "one of several has less room; they are done one by one")
+        sampling = Sampling(
+            params.temperature, length, stops if params.stop is None else tuple(int(stop) for stop in params.stop)
+        )
+        requests = [Request(str(e.number), e.asked[1], _seeds(e.asked[0], e.number)) for e in entries]
+        made = self._sampler().sample(snapshot, requests, sampling)
+        scored = [self._sampler().score(snapshot, ids) if a.prompt_logprobs else None for a, ids in wanted]
+        return [
+            Samples(
+                [
+                    {"tokens": each.ids, "logprobs": each.logprobs, "stop_reason": each.finish_reason}
+                    for each in completions
+                ],
+                prompt,
+                snapshot.version,
+            )
+            for completions, prompt in zip(made, scored)
+        ]
+
+    def _model(self, model: str) -> Resident:
+        if model not in self.models:
+            raise UserError("model_id", model, "was not created; its create_model says why")
+        return self.models[model]
+
+    def _snapshot(self, sampling: str) -> Snapshot:
+        if sampling not in self.samplers:
+            raise Gone(f"{sampling} is not known here")
+        if (snapshot := self.samplers[sampling]) is None:
+            remedy = f"its weights made room for newer ones ({SNAPSHOTS} stay); sample from those, or save under a name"
+            raise UserError("sampling_session_id", sampling, remedy)
+        return snapshot
+
+    def _artifact(self, named: str) -> Artifact:
+        return Artifact(self._url(named) if named.startswith(SCHEME) else named)
+
+    def _url(self, path: str) -> str:
+        """Where ``tinker://<model>/<kind>/<name>`` lies: with its session, which is one of this namespace."""
+        model, _, rest = path.removeprefix(SCHEME).partition("/")
+        session, _, kind = model.partition(":")
+        namespace, _, name = session.partition(".")
+        known = re.fullmatch(rf"(weights|sampler_weights)/{NAME.pattern}", rest) and re.fullmatch(r"train:\d+", kind)
+        if not known or not re.fullmatch(r"[a-z0-9-]+", name) or namespace != self.id.partition(".")[0]:
+            raise UserError("path", path, "no checkpoint of this namespace: tinker://<model>/weights/<name>")
+        return f"{self.artifacts.rpartition('/')[0]}/{name}/{kind.replace(':', '-')}/{rest}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a model: the most tokens of a sequence, and ids stay below `vocabulary`."""
+
+    context: int
+    vocabulary: int
+
+
+def _limits(base: Artifact) -> tuple[Limits, tuple[int, ...]]:
+    """What a prompt must keep to, and the ids that end a completion where nobody says otherwise."""
+    return _read_limits(checkpoint.model_dir(base))
+
+
+@functools.lru_cache(8)
+def _read_limits(directory: Path) -> tuple[Limits, tuple[int, ...]]:
+    from transformers import AutoConfig, AutoTokenizer
+
+    from tuneloop.tokens import stop_ids
+
+    text = AutoConfig.from_pretrained(directory).get_text_config()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    context = int(getattr(text, "max_position_embeddings", 1 << 30))
+    return Limits(context, int(text.vocab_size)), stop_ids(tokenizer, directory)
+
+
+def _seeds(asked: Sample, number: int) -> list[int]:
+    """One for each completion: of the seed that was given, else of the request."""
+    given = asked.sampling_params.seed
+    stream: tuple[int | str, ...] = () if given is not None else (asked.sampling_session_id, number)
+    return [derive(given or 0, "sample", *stream, i) for i in range(asked.num_samples)]
+
+
+def _tokens(prompt: Prompt) -> list[int]:
+    if any(chunk.type != "encoded_text" for chunk in prompt.chunks):
+        raise UserError("prompt", [chunk.type for chunk in prompt.chunks], "only token ids are known here")
+    return [token for chunk in prompt.chunks for token in chunk.tokens]
+
+
+def _fingerprint(asked: Any) -> str:
+    body = asked if isinstance(asked, bytes) else canonical(asked.model_dump(mode="json")).encode()
+    return hashlib.sha256(body).hexdigest()

@@ -1,0 +1,173 @@
+"""Tinker's protobuf messages, as far as they are served: token ids in, tensors in and out.
+
+The field numbers are those of ``tinker_public.proto`` in the client library, release 0.38. Tensors are little-endian
+bytes of a dtype and a shape. Enums are written as integers, which is the same on the wire.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tuneloop.errors import UserError
+
+SCHEMA = """
+SparseCsr               1 bytes values, 2 bytes crow_indices, 3 bytes col_indices
+Tensor                  1 bytes dense, 2 SparseCsr sparse_csr, 3 int32 dtype, 4 int64* shape
+EncodedTextChunk        1 bytes tokens
+Chunk                   1 EncodedTextChunk encoded_text
+Datum                   1 Chunk* model_input, 2 Tensor% loss_fn_inputs
+LossConfigValue         1 double number, 2 string text
+ForwardBackwardRequest  1 string model_id, 2 int32 seq_id, 3 Datum* data, 4 string loss_fn, 6 bool forward_only, \
+7 LossConfigValue% loss_fn_config_v2
+BatchedTensor           1 bytes data, 2 bytes offsets, 3 int32 dtype, 4 int64* trailing_shape
+ArrayRecord             1 string type_tag, 2 BatchedTensor% fields, 3 int64 num_datums
+ForwardBackwardOutput   1 string loss_fn_output_type, 2 ArrayRecord* loss_fn_outputs, 3 double% metrics
+SampledSequence         1 int32 stop_reason, 2 bytes tokens, 3 bytes logprobs
+SampleResponse          1 SampledSequence* sequences, 2 bytes prompt_logprobs
+"""
+"""Message, then its fields: number, type (``*`` repeated, ``%`` a map from strings), name."""
+
+PROTOBUF = "application/x-protobuf"
+FLOAT32, INT64 = 1, 2
+DTYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence and what a loss needs of each position.
+
+    Attributes:
+        tokens: ids; position i is what predicts ``inputs["target_tokens"][i]``.
+        inputs: float32 or int64 ``[len(tokens)]`` by name.
+    """
+
+    tokens: list[int]
+    inputs: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """What `forward_backward` is asked for, in either encoding."""
+
+    model_id: str
+    seq_id: int | None
+    data: list[Datum]
+    loss_fn: str
+    config: dict[str, float] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+def model_of(body: bytes) -> str:
+    """The model that a ``ForwardBackwardRequest`` is for."""
+    return str(_parse(body).model_id)
+
+
+def read_forward_backward(body: bytes) -> ForwardBackward:
+    """Decode a ``ForwardBackwardRequest``.
+
+    Raises:
+        UserError: it is none, or has images, sound or sparse tensors in it.
+    """
+    message = _parse(body)
+    config = {}
+    for name, value in message.loss_fn_config_v2.items():
+        if value.text:
+            raise UserError(f"loss_fn_config.{name}", value.text, "only numbers are known here")
+        config[name] = value.number
+    data = [
+        Datum(_tokens(datum.model_input), {name: _dense(name, tensor) for name, tensor in datum.loss_fn_inputs.items()})
+        for datum in message.data
+    ]
+    return ForwardBackward(
+        message.model_id, message.seq_id or None, data, message.loss_fn, config, message.forward_only
+    )
+
+
+def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
+    """Encode a ``ForwardBackwardOutput``: float32 ``[positions]`` of each datum."""
+    offsets = np.cumsum([0, *(part.nbytes for part in logprobs)], dtype="<i8")
+    message = _messages()["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
+    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
+    tensor = record.fields["logprobs"]
+    tensor.data, tensor.offsets, tensor.dtype = b"".join(part.tobytes() for part in logprobs), offsets.tobytes(), FLOAT32
+    return bytes(message.SerializeToString())
+
+
+def write_samples(sequences: Sequence[Mapping[str, Any]], prompt_logprobs: Sequence[float] | None) -> bytes:
+    """Encode a ``SampleResponse`` from what its JSON form says."""
+    message = _messages()["SampleResponse"]()
+    for sequence in sequences:
+        message.sequences.add(
+            stop_reason=int(sequence["stop_reason"] == "length"),
+            tokens=np.array(sequence["tokens"], "<i4").tobytes(),
+            logprobs=np.array(sequence["logprobs"], "<f4").tobytes(),
+        )
+    if prompt_logprobs is not None:  # the first token has none
+        message.prompt_logprobs = np.array([np.nan, *prompt_logprobs], "<f4").tobytes()
+    return bytes(message.SerializeToString())
+
+
+def _parse(body: bytes) -> Any:
+    from google.protobuf.message import DecodeError
+
+    try:
+        return _messages()["ForwardBackwardRequest"].FromString(body)
+    except DecodeError as error:
+        raise UserError("body", f"{len(body)} bytes", f"is no ForwardBackwardRequest ({error})") from error
+
+
+def _tokens(chunks: Sequence[Any]) -> list[int]:
+    if not all(chunk.HasField("encoded_text") for chunk in chunks):
+        raise UserError("model_input", "image or sound", "only token ids are known here")
+    return [int(token) for chunk in chunks for token in np.frombuffer(chunk.encoded_text.tokens, "<i4")]
+
+
+def _dense(name: str, tensor: Any) -> np.ndarray:
+    if tensor.dtype not in DTYPES:
+        raise UserError(f"loss_fn_inputs.{name}", tensor.dtype, "is no dtype of float32 or int64")
+    dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
+    if not tensor.HasField("sparse_csr"):
+        return np.frombuffer(tensor.dense, dtype).reshape(shape or -1)
+    raise UserError(f"loss_fn_inputs.{name}", f"sparse {list(shape)}", "only dense tensors are known here")
+
+
+@functools.cache
+def _messages() -> dict[str, Any]:
+    """A class for each message of `SCHEMA`, in a pool of their own: the client library may be in this process, too."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    package = "tuneloop.tinker"
+    file = descriptor_pb2.FileDescriptorProto(name="tuneloop_tinker.proto", package=package, syntax="proto3")
+    kinds = descriptor_pb2.FieldDescriptorProto
+
+    def add(message: Any, number: int, kind: str, name: str) -> None:
+        base = kind.rstrip("*%")
+        made = message.field.add(name=name, number=number, label=kinds.LABEL_REPEATED if base != kind else 1)
+        if kind.endswith("%"):
+            entry = message.nested_type.add(name="".join(map(str.title, name.split("_"))) + "Entry")
+            entry.options.map_entry = True
+            add(entry, 1, "string", "key")
+            add(entry, 2, base, "value")
+            base = f"{message.name}.{entry.name}"
+        scalar = getattr(kinds, f"TYPE_{base.upper()}", None)
+        made.type = scalar or kinds.TYPE_MESSAGE
+        if scalar is None:
+            made.type_name = f".{package}.{base}"
+
+    for line in filter(None, SCHEMA.split("\n")):
+        name, fields = line.split(None, 1)
+        message = file.message_type.add(name=name)
+        for about in fields.split(", "):
+            number, kind, label = about.split()
+            add(message, int(number), kind, label)
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return {
+        message.name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{message.name}"))
+        for message in file.message_type
+    }

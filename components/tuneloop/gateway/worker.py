@@ -1,0 +1,297 @@
+"""The process of one session: HTTP on the main thread, torch on another.
+
+::
+
+    TUNELOOP_SESSION_KEY=… python -m tuneloop.gateway.worker --session team-a.session-1 --artifacts URL --port 8000
+
+It answers to who knows the key, the gateway: in the header ``X-Session-Key``. ``/api/v1/…`` is what Tinker's client
+library calls; every ``POST`` that computes answers ``{"request_id"}`` at once, and ``retrieve_future`` has the result.
+With ``--turns`` it computes only while it has the turn of its group (`tuneloop.sharing.turns`): for as long as requests
+follow one another. Exit codes: 0 after SIGTERM, or when nobody asked for anything in ``--idle`` seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ValidationError
+
+from tuneloop.component import from_validation
+from tuneloop.errors import EXIT_USER, Retryable, UserError, say
+from tuneloop.gateway import session as asked
+from tuneloop.gateway import wire
+from tuneloop.gateway.ledger import Conflict, Gone
+from tuneloop.gateway.session import Session
+
+if TYPE_CHECKING:
+    from tuneloop.sharing.turns import Held, Turns
+
+KEY = "TUNELOOP_SESSION_KEY"
+HEADER = "X-Session-Key"
+VERSION = "X-Weight-Version"
+POLL = 30.0
+"""Seconds that `retrieve_future` waits; the client library waits 45."""
+LINGER = 0.5
+"""Seconds without a request after which a turn ends."""
+
+log = logging.getLogger("tuneloop.session")
+
+
+class Worker:
+    """The requests of a `Session`, over HTTP."""
+
+    def __init__(self, session: Session, key: str, turns: Turns | None = None) -> None:
+        self.session, self.key, self.turns = session, key, turns
+        self.heard = time.monotonic()
+        self.stopping = threading.Event()
+        self.thread = threading.Thread(target=self._compute, name="compute", daemon=True)
+
+    def app(self) -> Any:
+        """The ASGI application."""
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        session = self.session
+        posts: dict[str, Callable[..., Any]] = {
+            "create_model": self._queued(asked.CreateModel, session.create_model),
+            "load_weights": self._queued(asked.LoadWeights, session.load_weights),
+            "forward_backward": self.forward_backward,
+            "optim_step": self._queued(asked.OptimStep, session.optim_step),
+            "save_weights": self._queued(asked.SaveWeights, session.save_weights),
+            "save_weights_for_sampler": self._queued(asked.SaveWeights, session.save_weights_for_sampler),
+            "asample": self._queued(asked.Sample, session.sample),
+            "create_sampling_session": self.create_sampling,
+            "retrieve_future": self.retrieve,
+            "get_info": self.info,
+            "session_heartbeat": self.heartbeat,
+        }
+        routes = [Route(f"/api/v1/{name}", self._keyed(answer), methods=["POST"]) for name, answer in posts.items()]
+        routes += [
+            Route("/api/v1/samplers/{sampling}", self._keyed(self.sampler)),
+            Route("/health", self.health),
+        ]
+        handlers = dict.fromkeys((UserError, Retryable, ValidationError, Conflict, Gone), _refuse)
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    async def health(self, request: Any) -> Any:
+        """Readiness."""
+        return _json({"status": "ok"})
+
+    async def heartbeat(self, request: Any) -> Any:
+        """The client lives."""
+        return _json({"type": "session_heartbeat"})
+
+    async def forward_backward(self, request: Any) -> Any:
+        """Protobuf, or the same as JSON."""
+        body = await request.body()
+        proto = request.headers.get("content-type", "").startswith(wire.PROTOBUF)
+        wanted = wire.read_forward_backward(body) if proto else asked.JsonForwardBackward.model_validate_json(body).read()
+        return _json({"request_id": self.session.forward_backward(body, wanted), "model_id": wanted.model_id})
+
+    async def create_sampling(self, request: Any) -> Any:
+        """A sampling session of a checkpoint, which is found first."""
+        body = asked.CreateSampling.model_validate_json(await request.body())
+        made = await asyncio.to_thread(self.session.create_sampling, body)
+        return _json({"type": "create_sampling_session", "sampling_session_id": made})
+
+    async def retrieve(self, request: Any) -> Any:
+        """A result, or 408 while there is none."""
+        name = (await request.json()).get("request_id", "")
+        future: Future[Any] = self.session.ledger.future(name)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(_settled(future)), POLL)
+        if not future.done():
+            return _json({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
+        if error := future.exception():
+            mine = not isinstance(error, UserError | Gone)
+            if mine:
+                log.error("%s failed", name, exc_info=error)
+            said = f"{type(error).__name__}: {error}" if mine else str(error)
+            return _json({"error": said, "category": "server" if mine else "user"})
+        return _result(future.result(), wire.PROTOBUF in request.headers.get("accept", ""))
+
+    async def info(self, request: Any) -> Any:
+        """A model."""
+        return _json(self.session.info((await request.json()).get("model_id", "")))
+
+    async def sampler(self, request: Any) -> Any:
+        """A sampling session."""
+        return _json(self.session.sampler(request.path_params["sampling"]))
+
+    def _queued(self, kind: type[BaseModel], submit: Callable[[Any], str]) -> Callable[..., Any]:
+        async def answer(request: Any) -> Any:
+            body = kind.model_validate_json(await request.body())
+            made = submit(body)
+            ids = [f"{made}:{i}" for i in range(getattr(body, "num_samples", 0))]
+            return _json({"request_id": made, **({"sample_sequence_ids": ids} if ids else {})})
+
+        return answer
+
+    def _keyed(self, answer: Callable[..., Any]) -> Callable[..., Any]:
+        async def checked(request: Any) -> Any:
+            if not hmac.compare_digest(request.headers.get(HEADER, "").encode(), self.key.encode()):
+                return _json({"error": f"{HEADER}: is not this session's"}, 401)
+            self.heard = time.monotonic()
+            return await answer(request)
+
+        return checked
+
+    def _compute(self) -> None:
+        """The thread that owns the models."""
+        ledger, held = self.session.ledger, None
+        while not self.stopping.is_set():
+            if not (entries := ledger.take(1.0)):
+                continue
+            try:
+                with self._turn() as held:
+                    while entries:
+                        if held:
+                            held.check()
+                        self.session.do(entries)
+                        entries = ledger.take(LINGER)
+            except Retryable as lost:  # before it was begun
+                log.warning("%s; asks for the turn again", lost)
+                ledger.give_back(entries)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[Held | None]:
+        if self.turns is None:
+            yield None
+            return
+        with self.turns.acquire(stop=self.stopping) as held:
+            yield held
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM; returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    options = _parse(sys.argv[1:] if argv is None else argv)
+    try:
+        if not (key := os.environ.get(KEY, "")):
+            raise UserError(KEY, None, "is required: whoever starts the worker chooses it")
+        turns = None
+        if options.turns:
+            from tuneloop.sharing.turns import open_turns
+
+            turns = open_turns(options.turns, who=options.session, policy=options.policy, patience=options.patience)
+        worker = Worker(Session(options.session, options.artifacts, lambda: _ranks(options.device)), key, turns)
+        _serve(worker, options)
+        return 0
+    except UserError as error:
+        return say(f"error: {error}", EXIT_USER)
+
+
+def _ranks(device: str) -> Any:
+    from tuneloop.trainers.fsdp import Ranks
+
+    ranks = Ranks(device, 1)  # type: ignore[arg-type]
+    if device == "auto" and ranks.device.type == "cpu":
+        log.warning("no CUDA device here: training on the CPU")
+    return ranks
+
+
+def _serve(worker: Worker, options: argparse.Namespace) -> None:
+    import uvicorn
+
+    listener = socket.socket(fileno=options.fd) if options.fd is not None else _bind(options.host, options.port)
+    server = uvicorn.Server(uvicorn.Config(worker.app(), log_level="warning", timeout_graceful_shutdown=2))
+
+    def watch() -> None:
+        while time.monotonic() - worker.heard < options.idle:
+            time.sleep(min(1.0, options.idle / 4))
+        log.info("nobody asked for anything in %g s: ending", options.idle)
+        server.should_exit = True
+
+    threading.Thread(target=watch, daemon=True).start()
+    worker.thread.start()
+    say(f"session {options.session}: http://{options.host}:{listener.getsockname()[1]}", 0)
+    # uvicorn shuts down on these and then raises them again, for whom it found in charge: us, who return.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    server.run(sockets=[listener])
+    worker.stopping.set()
+    worker.thread.join(2)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    return listener
+
+
+def _settled(future: Future[Any]) -> asyncio.Future[None]:
+    """Done when `future` is, however it came out."""
+    loop = asyncio.get_running_loop()
+    settled: asyncio.Future[None] = loop.create_future()
+
+    def settle() -> None:
+        if not settled.done():
+            settled.set_result(None)
+
+    future.add_done_callback(lambda _: loop.call_soon_threadsafe(settle))
+    return settled
+
+
+def _result(result: Any, proto: bool) -> Any:
+    from starlette.responses import Response
+
+    if isinstance(result, dict):
+        return _json(result)
+    headers = {VERSION: str(result.version)} if isinstance(result, asked.Samples) else {}
+    if proto:
+        return Response(result.proto(), media_type=wire.PROTOBUF, headers=headers)
+    return _json(result.json(), headers=headers)
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Any:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(value, status, headers)
+
+
+async def _refuse(request: Any, error: Exception) -> Any:
+    """What an error of ours looks like to a client."""
+    if isinstance(error, ValidationError):
+        error = from_validation(error)
+    status = {UserError: 422, Conflict: 409, Gone: 404}
+    known = next((status[kind] for kind in type(error).__mro__ if kind in status), 503)
+    if isinstance(error, Gone) and request.url.path.endswith("/retrieve_future"):
+        known = 410
+    return _json({"error": str(error)}, known)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tuneloop.gateway.worker", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--session", required=True, help="<namespace>.<name>")
+    parser.add_argument("--artifacts", required=True, metavar="URL", help="the session's name space of artifacts")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--idle", type=float, default=3600.0, help="seconds without a request; then it ends")
+    parser.add_argument("--turns", metavar="URL", help="lease://namespace/group, or a place in the store")
+    parser.add_argument("--policy", default="fifo", choices=["fifo", "lrs"], help="of the group's turns")
+    parser.add_argument("--patience", type=float, default=30.0, help="of the group's turns, in seconds")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which")
+    parser.add_argument("--fd", type=int, help="a listening socket that it was given, in place of a port")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # the thread that computes may be in a step
