@@ -26,6 +26,7 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
+from tuneloop import fence
 from tuneloop.errors import Corrupt, UserError
 from tuneloop.store import Conflict, Store, fsync, local_path, normalize
 
@@ -219,6 +220,9 @@ class Draft:
 
         `about` are the Manifest's other fields. Returns the manifest that now stands at the URL: ours, or that
         of a duplicate which was faster; ours is dropped then.
+
+        Raises:
+            Retryable: the process has lost its turn (`tuneloop.fence`), asked right before the manifest is created.
         """
         store = Store(self.url)
         if store.root is None:
@@ -228,6 +232,7 @@ class Draft:
             for name in files:
                 fsync(self.path / name)
         manifest = Manifest(root=self.attempt, files=files, digest=digest_of(files), **about)
+        fence.check()
         try:
             store.create(MANIFEST, manifest.model_dump_json(indent=1).encode())
         except Conflict:

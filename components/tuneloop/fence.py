@@ -12,7 +12,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from pydantic import BaseModel, ConfigDict
 
@@ -82,15 +85,16 @@ def write(path: Path, held: Grant) -> None:
     os.replace(staged, path)
 
 
-def watch(poll: float = 0.2) -> threading.Event:
-    """End this process with exit code 75 when its turn is lost; some seconds before, it gets SIGTERM.
-
-    Set the returned event to have it no longer watched.
-    """
+@contextmanager
+def watched(poll: float = 0.2) -> Iterator[None]:
+    """End this process with exit code 75 when its turn is lost; a part of the time before, it gets SIGTERM."""
     over = threading.Event()
     if os.environ.get(VARIABLE):
         threading.Thread(target=_watch, args=(over, poll), daemon=True, name="turn").start()
-    return over
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def _watch(over: threading.Event, poll: float) -> None:
@@ -99,14 +103,17 @@ def _watch(over: threading.Event, poll: float) -> None:
         try:
             held = grant()
         except Retryable as error:
-            held, reason = None, str(error)
-        else:
-            assert held is not None
-            reason = f"turn {held.number} of group {held.group} is lost"
-        left = held.until - clock() if held else 0.0
-        if held is None or left <= 0:
-            say(f"interrupted: {reason}", EXIT_RETRY)
-            os._exit(EXIT_RETRY)  # the device may be somebody else's in a moment: no time to clean up
+            _end(str(error))
+        assert held is not None  # or this thread would not run
+        left = held.until - clock()
+        if left <= 0:
+            _end(f"turn {held.number} of group {held.group} was lost")
         if not told and left < SOFT * (held.until - held.renewed):
             told = True
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end(reason: str) -> NoReturn:
+    """At once: the device may be somebody else's in a moment."""
+    say(f"interrupted: {reason}", EXIT_RETRY)
+    os._exit(EXIT_RETRY)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from tuneloop import fence
 from tuneloop.artifacts import split_ref
 from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError, say
 
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
 
 
 def run(component: Component, argv: Sequence[str]) -> int:
-    """Run as a program and return the exit code."""
+    """Run as a program and return the exit code; ended early where the process has lost its turn."""
+    with fence.watched():
+        return _run(component, argv)
+
+
+def _run(component: Component, argv: Sequence[str]) -> int:
     try:
         arguments = vars(_parser(component).parse_args(argv))
         given = {k: v for k, v in arguments.items() if v not in (None, "")}  # a workflow passes "" for absent

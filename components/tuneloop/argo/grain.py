@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tuneloop.argo.settings import Cluster
 from tuneloop.argo.spec import calls
 from tuneloop.argo.template import OUTPUTS, pod_fields, retry_fields
+from tuneloop.argo.turn import take_turns
 
 if TYPE_CHECKING:
     from hera.workflows import Container, Workflow
@@ -35,7 +36,7 @@ def segment_template(
     from hera.workflows.models import ValueFrom
 
     passed = {**fixed, **{name: f"{{{{inputs.parameters.{name}}}}}" for name in inputs}}
-    return Container(
+    made = Container(
         name="segment",
         inputs=[Parameter(name=name) for name in inputs],
         outputs=[Parameter(name=name, value_from=ValueFrom(path=f"{OUTPUTS}/{name}")) for name in outputs],
@@ -47,6 +48,8 @@ def segment_template(
         **pod_fields("rollout", True, cluster or Cluster()),
         **retry_fields(),
     )
+    take_turns(made, cluster or Cluster())
+    return made
 
 
 def part(workflow: Mapping[str, Any], entrypoint: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -20,6 +21,8 @@ from tuneloop.argo.expressions import text
 from tuneloop.argo.processes import Process
 from tuneloop.argo.spec import seconds
 from tuneloop.argo.state import BROKEN, Node
+from tuneloop.argo.turn import taken
+from tuneloop.errors import EXIT_RETRY, Retryable
 
 if TYPE_CHECKING:
     from tuneloop.argo.executor import Session
@@ -120,7 +123,11 @@ def run_pod(session: Session, template: Mapping[str, Any], node: Node, artifacts
         command.append(str(source))
     captured = home / "stdout" if session.captures(node) else None
     grace = _grace(template, session.grace)
-    with session.slot(bool(template.get("daemon"))):
+    with session.slot(bool(template.get("daemon"))), contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(taken(session, template, node, box))
+        except Retryable as error:
+            return Result("Failed", str(error), exit_code=EXIT_RETRY)
         if session.stopping.is_set():
             return Result("Failed", "stopped before it started")
         session.start(node)

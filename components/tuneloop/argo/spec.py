@@ -60,6 +60,12 @@ _CONTAINER: Fields = {
     "volumeMounts": [dict.fromkeys(("name", "mountPath"), ANY)],
     **dict.fromkeys(("imagePullPolicy", "resources", "securityContext", "ports", "terminationMessagePolicy"), IGNORED),
 }
+_SIDECAR: Fields = {
+    **dict.fromkeys(("name", "command", "args"), ANY),
+    **dict.fromkeys(("image", "imagePullPolicy", "env", "resources", "restartPolicy"), IGNORED),
+    **dict.fromkeys(("securityContext", "startupProbe", "volumeMounts"), IGNORED),
+}
+"""The one that holds the stage's turn, see `tuneloop.argo.turn`; it is not run, the executor does the same."""
 _TASK: Fields = {
     **dict.fromkeys(("name", "template", "when", "onExit", "withItems", "withParam", "withSequence"), ANY),
     "templateRef": dict.fromkeys(("name", "template", "clusterScope"), ANY),
@@ -81,7 +87,7 @@ _POD: Fields = dict.fromkeys(
     ),
     IGNORED,
 )
-_VOLUMES: Fields = {"name": ANY, "emptyDir": IGNORED}
+_VOLUMES: Fields = {"name": ANY, "emptyDir": IGNORED, "projected": IGNORED}
 _TEMPLATE: Fields = {
     **dict.fromkeys(("name", "activeDeadlineSeconds", "timeout", "daemon", "parallelism", "failFast"), ANY),
     **_POD,
@@ -92,6 +98,7 @@ _TEMPLATE: Fields = {
     "volumes": [_VOLUMES],
     "retryStrategy": _RETRY,
     "container": _CONTAINER,
+    "initContainers": [_SIDECAR],
     "script": {**_CONTAINER, "source": ANY},
     "dag": {"target": ANY, "failFast": ANY, "tasks": [{**_TASK, "dependencies": ANY, "depends": ANY}]},
     "steps": [[_TASK]],
@@ -202,6 +209,10 @@ def _check_pod(template: Mapping[str, Any]) -> None:
             if reference and not reference.get("optional"):
                 told = "secrets and config maps are a cluster's; make it optional"
                 raise UserError(f"{at}.envFrom", reference.get("name"), told)
+    for each in template.get("initContainers", ()):
+        if each.get("command") != ["python", "-m", "tuneloop.turn"]:
+            told = "is not supported by the local executor; remove it, or submit to a cluster"
+            raise UserError(f"{at}.initContainers", each.get("name"), told)
     if not container.get("command"):
         raise UserError(f"{at}.command", None, "is needed: without the image, its entrypoint is not known")
 

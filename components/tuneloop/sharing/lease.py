@@ -2,9 +2,9 @@
 
 ``holderIdentity`` is the holder's ticket, ``leaseTransitions`` the number of its turn, ``leaseDurationSeconds`` the
 patience, ``acquireTime`` and ``renewTime`` are for people; the rest is one annotation. The API server refuses a write
-over another ``resourceVersion`` (compare-and-swap). The Lease is deleted when nobody is part of the group any more, and
-by Kubernetes' garbage collector when all workflows of its runs are gone, whose owner references it carries. So its
-numbers begin anew: what tells turns of two Leases apart is the ticket.
+over another ``resourceVersion`` (compare-and-swap). The Lease is deleted with the last seat, and by Kubernetes' garbage
+collector when all workflows of its runs are gone, whose owner references it carries. The next one begins anew: what
+tells turns of two Leases apart is the ticket, and who was served before is forgotten where nobody waits for a turn.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ class Lease:
         made = lease(document, self.name, self.group, seen)
         with self._faults():
             if seen is None:
-                if not document.empty:
-                    api.create_namespaced_custom_object(*place, made, _request_timeout=10)
-            elif document.empty:
+                api.create_namespaced_custom_object(*place, made, _request_timeout=10)
+            elif document.idle:
                 about = {k: seen["metadata"][k] for k in ("uid", "resourceVersion")}
                 body = {"preconditions": about}
                 api.delete_namespaced_custom_object(*place, self.name, body=body, _request_timeout=10)

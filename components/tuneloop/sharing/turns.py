@@ -84,9 +84,9 @@ class Document(BaseModel):
     patience: float = 30.0
 
     @property
-    def empty(self) -> bool:
-        """Whether nobody is part of the group any more."""
-        return self.holder is None and not self.waiting and not self.served
+    def idle(self) -> bool:
+        """Whether nobody has a turn, and nobody wants one."""
+        return self.holder is None and not self.waiting
 
     def order(self) -> tuple[Seat, ...]:
         """Those who wait, in the order in which they will be served.
@@ -149,10 +149,9 @@ class Document(BaseModel):
         return self._but(holder=kept, waiting=tuple(seat for seat in self.waiting if seat.ticket != ticket))
 
     def leave(self, who: str) -> Document:
-        """Take the run out of the group, with all that it holds and waits for."""
+        """Take from a run all that it holds and waits for."""
         kept = self.holder if self.holder and self.holder.who != who else None
-        waiting = tuple(seat for seat in self.waiting if seat.who != who)
-        return self._but(holder=kept, waiting=waiting, served={k: v for k, v in self.served.items() if k != who})
+        return self._but(holder=kept, waiting=tuple(seat for seat in self.waiting if seat.who != who))
 
     def _but(self, **changed: Any) -> Document:
         return self.model_copy(update=changed)
@@ -256,7 +255,6 @@ class Turns:
         """Queue up as `ticket` until its turn has come; the seat is the caller's to give back. Raises as `acquire`."""
         silence, started, beaten = Silence(), clock(), clock()
         self.change(lambda document: self._agreed(document).ask(ticket, self.who, time.time()))
-        pause = min(1.0, self.patience / 10)
         while True:
             with contextlib.suppress(Retryable):  # an API server that is away: those who wait go on waiting
                 before = clock()
@@ -270,7 +268,7 @@ class Turns:
             if timeout is not None and clock() - started > timeout:
                 holder = document.holder.who if document.holder else "nobody"
                 raise Retryable(f"turns: {self.group}: no turn within {timeout:g} s; {holder} has it")
-            if stop.wait(pause):
+            if stop.wait(pause(self.patience)):
                 raise Retryable(f"turns: {self.group}: stopped while waiting")
 
     def _take(self, ticket: str, seen: Document, silent: set[str]) -> int | None:
@@ -297,18 +295,23 @@ class Turns:
             log.warning("turn of %s is not given back, others wait %g s: %s", self.who, self.patience, error)
 
     def leave(self) -> None:
-        """Take the run out of the group; the last one takes the document along, where that is a Lease."""
+        """Give back all seats of the run, for one that is known to have ended."""
         self.change(lambda document: document.leave(self.who))
 
     def _agreed(self, document: Document) -> Document:
         own = {"policy": self.policy, "patience": self.patience}
-        if document.empty:
+        if document.idle:
             return document.model_copy(update=own)
         for name, value in own.items():
             if (theirs := getattr(document, name)) != value:
                 remedy = f"the runs of group {self.group} say {theirs!r}: say the same, or take another group"
                 raise UserError(f"cluster.share.{name}", value, remedy)
         return document
+
+
+def pause(patience: float) -> float:
+    """Seconds between two looks of one who waits."""
+    return min(1.0, patience / 10)
 
 
 def _unmoved(before: Document, now: Document) -> set[str]:

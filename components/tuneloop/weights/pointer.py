@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tuneloop import fence
 from tuneloop.errors import Corrupt, UserError
 from tuneloop.store import Conflict, Store
 
@@ -50,6 +51,7 @@ def advance(root: str | Store, latest: Latest) -> bool:
     Raises:
         PointerRewind: it stands at a newer version.
         PointerConflict: it stands at this version, with other weights.
+        Retryable: the process has lost its turn.
     """
     store = root if isinstance(root, Store) else Store(root)
     while True:
@@ -61,6 +63,7 @@ def advance(root: str | Store, latest: Latest) -> bool:
             raise PointerRewind("weights", latest.version, f"{store.url} is at version {now.version} already")
         if now is not None and now.version == latest.version:
             raise PointerConflict("weights", latest.ref, f"version {now.version} of {store.url} is {now.ref}")
+        fence.check()
         try:
             store.swap(KEY, data, latest.model_dump_json().encode())
             return True

@@ -1,0 +1,123 @@
+"""Whose turn it is, in a stage's template: a sidecar that holds the turn, and the same on this machine.
+
+Written for `cluster.share`. The sidecar (`tuneloop.turn`) is a native one, an init container that is always restarted:
+Kubernetes starts the stage's container when its startup probe has passed, and ends it after that container. It alone
+has a token, of an account that may do nothing but change Leases. It tells the stage's container by a file on a volume
+that both mount until when the turn is safe; that container needs no right to see whether it is late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tuneloop import fence
+from tuneloop.argo.settings import Cluster, Share
+from tuneloop.sharing.turns import open_turns
+from tuneloop.turn import arguments
+
+if TYPE_CHECKING:
+    from hera.workflows import Container
+
+    from tuneloop.argo.box import Box
+    from tuneloop.argo.executor import Session
+    from tuneloop.argo.state import Node
+
+NAME = "turn"
+ACCOUNT = "tuneloop-turn"
+PLACE = "/turn"
+FILE = f"{PLACE}/turn.json"
+TOKEN = "turn-token"
+ACCOUNT_FILES = "/var/run/secrets/kubernetes.io/serviceaccount"
+STORED = ".turns"
+"""Below the store: where runs of one machine keep the documents of their groups."""
+FOREVER = 2**31 - 1
+"""Looks of a probe, one a second: a turn may be long in coming."""
+
+
+def take_turns(made: Container, cluster: Cluster) -> None:
+    """Give `made`, of a stage that uses shared devices, its sidecar; nothing where they are not shared."""
+    from hera.workflows import EmptyDirVolume, models
+
+    if cluster.share is None:
+        return
+    volumes: Any = made.volumes or []
+    env: Any = made.env or []
+    # Hera's own UserContainer leaves out the restart policy.
+    own = models.UserContainer.model_validate(holder(cluster.share, cluster.images.format(image="base")))
+    made.init_containers = [*(made.init_containers or []), own]
+    made.volumes = [*volumes, EmptyDirVolume(name=NAME, mount_path=PLACE), token()]
+    made.env = [*env, models.EnvVar(name=fence.VARIABLE, value=FILE)]
+    made.service_account_name = ACCOUNT
+
+
+def holder(share: Share, image: str) -> dict[str, Any]:
+    """The sidecar."""
+    from tuneloop.argo.template import RESTRICTED
+
+    owner = {"NAME": "{{workflow.name}}", "UID": "{{workflow.uid}}"}
+    look = {"exec": {"command": ["test", "-s", FILE]}, "periodSeconds": 1, "failureThreshold": FOREVER}
+    return {
+        **{"name": NAME, "image": image, "imagePullPolicy": "IfNotPresent", "restartPolicy": "Always"},
+        **{"command": ["python", "-m", "tuneloop.turn"], "args": flags(share)},
+        "env": [{"name": f"TUNELOOP_OWNER_{key}", "value": value} for key, value in owner.items()],
+        "startupProbe": look,
+        "resources": {"requests": {"cpu": "10m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}},
+        "securityContext": RESTRICTED,
+        "volumeMounts": [
+            {"name": NAME, "mountPath": PLACE},
+            {"name": TOKEN, "mountPath": ACCOUNT_FILES, "readOnly": True},
+        ],
+    }
+
+
+def flags(share: Share) -> list[str]:
+    """Of the sidecar's program."""
+    given = {
+        **{"group": share.group, "policy": share.policy, "patience": f"{share.patience:g}", "file": FILE},
+        **{"run": "{{workflow.parameters.run}}", "namespace": "{{workflow.namespace}}"},
+    }
+    return [word for name, value in given.items() for word in (f"--{name}", value)]
+
+
+def token() -> Any:
+    """The volume with the account's token, which only the sidecar mounts: what Kubernetes would mount everywhere."""
+    from hera.workflows import models
+
+    sources = [
+        {"serviceAccountToken": {"path": "token", "expirationSeconds": 3600}},
+        {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+        {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}},
+    ]
+    return models.Volume.model_validate({"name": TOKEN, "projected": {"sources": sources}})
+
+
+def sidecar(template: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The sidecar of a rendered template, if it has one."""
+    return next((each for each in template.get("initContainers", ()) if each.get("name") == NAME), None)
+
+
+@contextlib.contextmanager
+def taken(session: Session, template: Mapping[str, Any], node: Node, box: Box) -> Iterator[None]:
+    """What the sidecar of `template` does, for the local executor: its group's document lies in the store.
+
+    Raises:
+        Retryable: the run was stopped meanwhile, or the store is in trouble.
+    """
+    found = sidecar(template)
+    if found is None:
+        yield
+        return
+    wanted = arguments(found["args"])
+    store = session.parameters["store"]
+    place = store if "://" in store else str(session.cwd / store)
+    about: Any = {"who": wanted.run, "policy": wanted.policy, "patience": wanted.patience}
+    turns = open_turns(f"{place}/{STORED}/{wanted.group}", **about)
+    if turns.read().holder:
+        session.say(node, f"waits for its turn in group {wanted.group}")
+    file = box.local(wanted.file)
+    with turns.acquire(stop=session.stopping, told=lambda grant: fence.write(file, grant)):
+        if node.message:
+            session.say(node, "")
+        yield

@@ -1,0 +1,80 @@
+"""Hold a turn for the pod that this program is in, from its start to its end: the sidecar ``turn``.
+
+    python -m tuneloop.turn --group a100 --run demo --patience 30 --namespace tuneloop --file /turn/turn.json
+
+The file is there once the turn is had: the pod's startup probe asks for it, so the stage's container starts then. The
+file is what `tuneloop.fence` reads in that container. The turn is given back on SIGTERM: Kubernetes sends it to a
+sidecar when all other containers have ended. A sidecar that was restarted goes on with the turn that the file names;
+where that was lost, it only waits for the end, as the stage has seen it, too, and has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from tuneloop import fence
+from tuneloop.errors import Retryable, UserError, failed
+from tuneloop.sharing.turns import POLICIES, Turns, open_turns
+
+FLAGS = ("group", "run", "namespace", "file")
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags of the sidecar; the local executor reads them, too."""
+    parser = argparse.ArgumentParser(prog="python -m tuneloop.turn", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for name in FLAGS:
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--policy", choices=POLICIES, default="fifo", help="who is next")
+    parser.add_argument("--patience", type=float, default=30.0, help="seconds after which a silent one is out")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run as a program; never returns."""
+    flags = arguments(sys.argv[1:] if argv is None else argv)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    about = {"who": flags.run, "policy": flags.policy, "patience": flags.patience}
+    try:
+        turns = open_turns(f"lease://{flags.namespace}/{flags.group}", **about)
+        hold(turns, Path(flags.file), stop)
+    except (UserError, Retryable) as error:
+        sys.exit(0 if stop.is_set() else failed(error))
+    sys.exit(0)
+
+
+def hold(turns: Turns, file: Path, stop: threading.Event) -> None:
+    """Have a turn, and say so in `file`, until `stop`. Raises as `Turns.acquire`."""
+    if not file.exists():
+        with turns.acquire(stop=stop, told=lambda grant: fence.write(file, grant)) as held:
+            _say(f"turn {held.number} of group {turns.group}")
+            stop.wait()
+        return
+    standing = fence.Grant.model_validate_json(file.read_bytes())
+    try:
+        held = turns.resume(standing.ticket, standing.number)
+    except Retryable as error:
+        fence.write(file, standing.model_copy(update={"until": -1.0}))
+        _say(str(error))
+        stop.wait()
+        return
+    with held.renewing(lambda grant: fence.write(file, grant)):
+        _say(f"goes on with turn {held.number} of group {turns.group}")
+        stop.wait()
+    turns.quit(held.ticket)
+
+
+def _say(line: str) -> None:
+    print(f"turn: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
