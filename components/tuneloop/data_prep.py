@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
-import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Annotated, Any, Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
+import xxhash
 from pydantic import Field, ValidationError, validate_call
 
 from tuneloop import plugins
-from tuneloop.component import Results, Stage, component, from_validation
+from tuneloop.component import UNTRACKED, Results, Stage, component, from_validation
 from tuneloop.data import Example, Splits
 from tuneloop.errors import UserError
-from tuneloop.scoring import Outcome, find_reward, full_marks, parse_spec, score_all
+from tuneloop.preparation import Examine, Preparation, Writer, examine, ray_data, tables
+from tuneloop.scoring import find_reward, full_marks, parse_spec
 
 Split = Literal["train", "eval", "sft", "preference", "preference_eval"]
 
@@ -74,6 +78,12 @@ def data_prep(
     chat: Annotated[bool, Field(description="make plain prompts the user's message of a chat")] = False,
     system: Annotated[str | None, Field(description="system message of every chat")] = None,
     timeout_s: Annotated[float, Field(gt=0, description="seconds that one call of a reward may take")] = 5.0,
+    preparation: Annotated[
+        Preparation,
+        Field(
+            description="ray: examine rows by Ray Data, on a cluster where there is one", json_schema_extra=UNTRACKED
+        ),
+    ] = "here",
     seed: int = 0,
 ) -> Results:
     """Read a source, split it, and prove that every gold answer earns full marks.
@@ -99,28 +109,33 @@ def data_prep(
     splits = load_source(source, source_args, sum(wanted.values()), stage.seed("data"))
     pairs = iter(splits.train if splits.preference is None else splits.preference)
     streams = {"eval": splits.eval, "sft": splits.sft, "preference_eval": pairs, "preference": pairs}
-    seen: set[str] = set()
-    rows: dict[Split, list[dict[str, Any]]] = {}
-    with stage.timed("read"):
+    judges = {name: weight for name, weight in rewards.items() if not find_reward(name).needs_episode}
+    tally, seen = Tally(judges), set[bytes]()
+    bar = stage.progress(sum(wanted.values()), "rows")
+
+    def here(given: Iterable[pa.Table], function: Examine) -> Iterator[pa.Table]:
+        return map(functools.partial(function, progress=lambda _: stage.check_stop()), given)
+
+    with stage.timed("prepare"), ray_data() if preparation == "ray" else nullcontext(here) as mapped:
         for name, number in wanted.items():
-            examples = streams.get(name, splits.train)
-            rows[name] = list(_rows(examples, name, number, seen, spec, reward_args, chat, system))
-            least = min(number, 1) if name == "train" else number
-            if len(rows[name]) < least:
+            rows = _rows(streams.get(name, splits.train), name, number, seen, spec, reward_args, chat, system)
+            with Writer(stage.out / f"{name}.parquet", SCHEMAS[name], optional=SCHEMAS[name] is PAIRS) as out:
+                for table in mapped(tables(rows), functools.partial(examine, rewards=judges, timeout_s=timeout_s)):
+                    stage.check_stop()
+                    tally.add(name, table)
+                    answers = pc.fill_null(table["answer"], "")
+                    out.write(table.set_column(table.column_names.index("answer"), "answer", answers))
+                    bar.update(tally.total)
+            found, least = tally.rows.get(name, 0), min(number, 1) if name == "train" else number
+            if found < least:
                 asked = "one is needed" if name == "train" else "ask for fewer, or give it more data"
-                raise UserError(f"data_prep.{name}", number, f"{source} has only {len(rows[name])} left; {asked}")
-    whole = [row for part in rows.values() for row in part]
-    checkable = {name: weight for name, weight in rewards.items() if not find_reward(name).needs_episode}
-    checked = [row for row in whole if row["answer"] is not None and checkable]
-    with stage.timed("check"):
-        _check_gold(stage, checked, checkable, timeout_s)
-    if len(checked) < len(whole):
-        stage.facts["unchecked"] = len(whole) - len(checked)
-    kept = {name: part for name, part in rows.items() if part or SCHEMAS[name] is not PAIRS}
-    for name, part in kept.items():
-        texts = [{**row, "answer": row["answer"] or ""} for row in part]
-        pq.write_table(pa.Table.from_pylist(texts, schema=SCHEMAS[name]), stage.out / f"{name}.parquet")
-    counts: dict[str, int] = {name: len(part) for name, part in kept.items()}
+                raise UserError(f"data_prep.{name}", number, f"{source} has only {found} left; {asked}")
+    tally.check()
+    counts = {name: tally.rows[name] for name in wanted if (stage.out / f"{name}.parquet").exists()}
+    if tally.unchecked:
+        stage.facts["unchecked"] = tally.unchecked
+    if preparation == "ray":
+        stage.facts["examined"] = dict(tally.hosts)
     stage.facts.update(rows=counts, source=source, rewards=rewards)
     stage.log(", ".join(f"{name} {number}" for name, number in counts.items()))
     return {name: counts[name] for name in ("train", "eval", "sft")}
@@ -156,7 +171,7 @@ def _rows(
     examples: Iterable[Example],
     split: Split,
     number: int,
-    seen: set[str],
+    seen: set[bytes],
     spec: str,
     reward_args: Mapping[str, Any],
     chat: bool,
@@ -167,7 +182,7 @@ def _rows(
     made = 0
     while made < number and (example := next(stream, None)) is not None:
         prompt = _prompt(example.prompt, chat, system)
-        if prompt in seen:
+        if (known := xxhash.xxh3_128_digest(prompt.encode("utf-8", "surrogatepass"))) in seen:
             continue
         name = f"{split}-{made:06d}"
         solution = example.answer if example.solution is None else example.solution
@@ -180,7 +195,7 @@ def _rows(
             if completion == example.rejected:  # nothing to prefer
                 continue
         _check_form(split, example, completion)
-        seen.add(prompt)
+        seen.add(known)
         yield {
             "id": name,
             "prompt": prompt,
@@ -225,35 +240,38 @@ def _json(metadata: Mapping[str, Any], name: str) -> str:
         raise UserError(f"data_prep {name}", metadata, f"its metadata is not JSON ({error})") from error
 
 
-def _check_gold(stage: Stage, rows: list[dict[str, Any]], rewards: Mapping[str, float], timeout_s: float) -> None:
-    """Score every solution by its own rewards, those that need an episode left out.
+class Tally:
+    """What has gone by: rows by split and by host, gold answers that `rewards` reject, rows that nothing can check."""
 
-    Raises:
-        UserError: one earns less than full marks; the first ones are named.
-    """
-    if not rows:
-        return
-    text = json.dumps(rewards, sort_keys=True)
-    asked = [{**row, "completion": row["solution"], "reward_spec": text} for row in rows]
-    spec = parse_spec(text)
-    best = full_marks(spec)
-    bar = stage.progress(len(rows) * len(spec), "checks")
+    def __init__(self, rewards: Mapping[str, float]) -> None:
+        self.rewards, self.rows, self.hosts = rewards, Counter[str](), Counter[str]()
+        self.unchecked = self.wrong = 0
+        self.examples: list[str] = []
 
-    def advance(done: int) -> None:
-        stage.check_stop()
-        bar.update(done)
+    @property
+    def total(self) -> int:
+        return self.rows.total()
 
-    outcomes = score_all(asked, timeout_s=timeout_s, progress=advance)
-    wrong = [(row, o) for row, o in zip(rows, outcomes) if o.score is None or not math.isclose(o.score, best)]
-    if wrong:
-        named = "; ".join(_describe(row, outcome) for row, outcome in wrong[:3])
-        remedy = f"{len(wrong)} of {len(rows)} gold answers earn less than {best:g} from their own reward: {named}"
-        raise UserError("data_prep.rewards", dict(spec), f"{remedy}; correct the data or choose another reward")
+    def add(self, split: Split, table: pa.Table) -> None:
+        """Count an examined table."""
+        self.rows[split] += table.num_rows
+        self.hosts.update(table["host"].to_pylist())
+        self.unchecked += table["answer"].null_count if self.rewards else table.num_rows
+        troubles = table["trouble"].drop_null().to_pylist()
+        self.wrong += len(troubles)
+        self.examples += troubles[: 3 - len(self.examples)]
 
+    def check(self) -> None:
+        """Whether every gold answer earned full marks.
 
-def _describe(row: Mapping[str, Any], outcome: Outcome) -> str:
-    got = outcome.score if outcome.outcome == "score" else outcome.outcome
-    return f"{row['id']}: answer {row['answer'][:60]!r} scored {got} {outcome.breakdown}"
+        Raises:
+            UserError: one did not; the first ones are named.
+        """
+        if self.wrong:
+            best, of = full_marks(self.rewards), self.total - self.unchecked
+            told = f"{self.wrong} of {of} gold answers earn less than {best:g} from their own reward: "
+            remedy = f"{told}{'; '.join(self.examples)}; correct the data or choose another reward"
+            raise UserError("data_prep.rewards", dict(self.rewards), remedy)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Prompts as committed: disjoint, deterministic, and every gold answer worth full marks."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +186,36 @@ def test_gold_answers_that_their_reward_rejects_are_named(tmp_path: Path) -> Non
         prepare(tmp_path / "a", **params, rewards={"numeric": 1.0}, eval=2, sft=3)
     assert "2 of 10 gold answers earn less than 1" in str(caught.value)
     assert "answer '4' scored 0.0 {'numeric': 0.0}" in str(caught.value)
+
+
+def test_gold_answers_are_counted_over_all_tables(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i} =", "answer": str(i), "how": "no" if i in (7, 2000) else str(i)} for i in range(2100)]
+    params = jsonl(tmp_path / "x.jsonl", rows)
+    params["source_args"]["columns"] = {"completion": "how"}
+    with pytest.raises(UserError, match="2 of 2100 gold answers"):
+        prepare(tmp_path / "a", **params, eval=5, sft=5, train=3000)
+
+
+MEASURED = """
+import resource, sys
+from tuneloop.data_prep import data_prep
+data_prep(out=sys.argv[2], source="jsonl", source_args={"train": sys.argv[1]}, train=1000000, eval=10, sft=10)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
+    """Thirty-six megabytes more of rows."""
+    peaks = []
+    for rows in (1100, 5500):
+        path = tmp_path / f"{rows}.jsonl"
+        with path.open("w") as file:
+            for i in range(rows):
+                file.write(json.dumps({"prompt": f"{i:08192d}", "answer": f"{i}"}) + "\n")
+        words = [sys.executable, "-c", MEASURED, str(path), str(tmp_path / f"out{rows}")]
+        peaks.append(float(subprocess.run(words, check=True, capture_output=True, text=True).stdout))
+        assert Artifact(str(tmp_path / f"out{rows}")).manifest.results["train"] == rows - 20
+    assert peaks[1] - peaks[0] < 25, peaks  # 131 where all rows were held
 
 
 def overlapping(n: int, seed: int, *, prompts: tuple[str, ...]) -> Splits:

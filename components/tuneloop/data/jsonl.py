@@ -68,7 +68,7 @@ def digest(arguments: Mapping[str, Any]) -> str | None:
                 return None
             with file:
                 length = file.seek(0, os.SEEK_END)
-                state.update(f"{name}:{length}:")
+                state.update(f"{name}:{length}:".encode())
                 file.seek(0)
                 while block := file.read(1 << 22):
                     state.update(block)

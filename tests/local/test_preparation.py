@@ -1,0 +1,22 @@
+"""Ray Data on this machine: the rows, and the bytes, that `data_prep` makes without it."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tuneloop.artifacts import Artifact
+from tuneloop.data_prep import data_prep
+
+pytestmark = pytest.mark.local
+
+
+def test_rows_by_ray_are_the_rows_made_here(tmp_path: Path) -> None:
+    params = {"source_args": {"digits": 5}, "train": 3000, "eval": 20, "sft": 40, "preference": 30}
+    found = {}
+    for how in ("here", "ray"):
+        data_prep(out=str(tmp_path / how), preparation=how, **params)
+        found[how] = Artifact(str(tmp_path / how)).manifest
+    assert found["ray"].digest == found["here"].digest
+    assert found["ray"].params == found["here"].params, "how it was made is no part of what it is"
+    assert Counter(found["ray"].facts["examined"]).total() == 3090
