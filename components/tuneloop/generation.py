@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
@@ -62,8 +63,8 @@ class Job:
     play: Play | None = None
 
 
-def read_prompts(prompts: Artifact, name: str) -> list[dict[str, Any]]:
-    """The rows of ``<name>.parquet``.
+def read_prompts(prompts: Artifact, name: str) -> pa.Table:
+    """``<name>.parquet``, with the columns `COLUMNS`.
 
     Raises:
         UserError: no such file, a missing column, or no rows.
@@ -77,7 +78,7 @@ def read_prompts(prompts: Artifact, name: str) -> list[dict[str, Any]]:
             raise UserError("--prompts", f"{prompts.url}/{path.name}", f"has no column {column}; run data_prep again")
     if not table.num_rows:
         raise UserError("--prompts", f"{prompts.url}/{path.name}", "has no rows; give data_prep more data")
-    return table.select(COLUMNS).to_pylist()  # type: ignore[no-any-return]
+    return table.select(COLUMNS)
 
 
 def generate(

@@ -79,8 +79,8 @@ def rollout(
         Retryable: the server is away, breaks off or keeps silent.
         StaleWeights: the engine serves other weights.
     """
-    rows = read_prompts(prompts, "train")
-    chosen = [rows[i] for i in batch(len(rows), prompts_per_iteration, seed, iteration)]
+    table = read_prompts(prompts, "train")
+    chosen = table.take(batch(len(table), prompts_per_iteration, seed, iteration)).to_pylist()
     groups = [f"i{iteration:06d}-p{p:05d}" for p in range(len(chosen))]
     play = Play.of(environment, environment_args, max_turns, keep_reasoning)
     job = Job(chosen, groups, n, temperature, max_tokens, play)

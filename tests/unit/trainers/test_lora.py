@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.unit.trainers.test_fsdp import ADAM
@@ -76,7 +76,7 @@ def test_only_adapters_are_trained_and_saved(model, documents, tmp_path):
     assert trainer.count() == sum(2 * (layer.in_features + layer.out_features) for layer in layers)
     assert trainer.chosen()["trainable_parameters"] == trainer.count()
     trainer.save(tmp_path / "state")
-    kept = FileSystemReader(tmp_path / "state").read_metadata().state_dict_metadata
+    kept = HuggingFaceStorageReader(str(tmp_path / "state")).read_metadata().state_dict_metadata
     assert len(kept) == 3 * 2 * len(layers)  # A and B, and two moments each
     assert all(".lora_" in name for name in kept)
 
