@@ -130,5 +130,10 @@ def flags(args: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def stage_flags(args: Mapping[str, Any]) -> list[str]:
+    """``{"a_b": 1, "c": [1, 2]}`` → ``["--a-b", "1", "--c", "[1, 2]"]``, as our stages read it."""
+    return [word for k, v in args.items() if v is not None for word in (f"--{k.replace('_', '-')}", _word(v))]
+
+
 def _word(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)

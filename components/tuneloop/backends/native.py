@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tuneloop import plugins
-from tuneloop.backends import LLMBackend, _word, register
+from tuneloop.backends import LLMBackend, register, stage_flags
 from tuneloop.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ class Native(LLMBackend):
         return ["python", "-m", "tuneloop.torchrun", "-m", f"tuneloop.{self.stage}"]
 
     def to_args(self) -> list[str]:
-        given = {**self.args, "expected_world_size": self.nodes * self.processes}
-        return [word for k, v in given.items() if v is not None for word in (f"--{k.replace('_', '-')}", _word(v))]
+        return stage_flags({**self.args, "expected_world_size": self.nodes * self.processes})
 
     def validate(self) -> None:
         component: Component = plugins.load("stages", f"tuneloop.{self.stage}:{self.stage}")
