@@ -82,7 +82,7 @@ def build_argo(config: Config) -> Workflow:
     from tuneloop.argo.template import stage_template, workflow
 
     asked, seed, cluster = config.stages(), {"seed": config.seed}, config.cluster
-    with workflow("dpo") as built:
+    with workflow("dpo", cluster=config.cluster) as built:
         prepare = stage_template(data_prep, asked["data_prep"] | seed, cluster=cluster)
         bring = stage_template(base_model, asked["base_model"] | seed, cluster=cluster)
         imitate = stage_template(sft, asked["sft"] | seed, processes=config.processes, cluster=cluster)

@@ -198,7 +198,7 @@ def build_argo(config: Config) -> Workflow:
     from tuneloop.argo.template import workflow
 
     graph = pod_graph(config)
-    with workflow("grpo", config.loop.model_dump(include=set(LOOP_PARAMETERS))) as built:
+    with workflow("grpo", config.loop.model_dump(include=set(LOOP_PARAMETERS)), cluster=config.cluster) as built:
         stages, loop = build_stages(config, graph)
         part = build_part(config, stages, loop)
         with DAG(name="main") as main:

@@ -59,7 +59,7 @@ def build_argo(config: Config) -> Workflow:
     from tuneloop.argo.template import stage_template, workflow
 
     seed = {"seed": config.seed}
-    with workflow("sft") as built:
+    with workflow("sft", cluster=config.cluster) as built:
         prepare = stage_template(data_prep, {**config.data.model_dump(), **seed}, cluster=config.cluster)
         bring = stage_template(
             base_model, {**config.model.model_dump(), **seed, "model": config.base_model}, cluster=config.cluster

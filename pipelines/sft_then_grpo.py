@@ -35,7 +35,8 @@ def build_argo(config: Config) -> Workflow:
     from tuneloop.argo.template import stage_template, workflow
 
     graph = grpo.pod_graph(config)
-    with workflow("sft-then-grpo", config.loop.model_dump(include=set(grpo.LOOP_PARAMETERS))) as built:
+    parameters = config.loop.model_dump(include=set(grpo.LOOP_PARAMETERS))
+    with workflow("sft-then-grpo", parameters, cluster=config.cluster) as built:
         stages, loop = grpo.build_stages(config, graph)
         train = stage_template(
             sft,

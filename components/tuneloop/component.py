@@ -35,7 +35,7 @@ from tuneloop import program
 from tuneloop.artifacts import DIGEST, Artifact, Draft, Manifest, canonical, find, split_ref
 from tuneloop.errors import UserError
 from tuneloop.program import flag
-from tuneloop.provenance import provenance
+from tuneloop.provenance import devices, provenance
 from tuneloop.stage import Params, Stage, hearing
 from tuneloop.store import Store
 
@@ -198,6 +198,8 @@ class Component:
     def _run(self, stage: Stage, inputs: Mapping[str, Artifact]) -> Manifest:
         start = time.time()
         clock = time.perf_counter()
+        if given := devices():
+            stage.log(f"devices {', '.join(given)}")
         arguments: dict[str, Any] = {name: inputs.get(name) for name in self.inputs}
         results = dict(self.function(stage, **arguments, **stage.params.__dict__) or {})
         assert results.keys() == self.results.keys(), f"{self.name} must return {sorted(self.results)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 import socket
 import sys
 from importlib import metadata
@@ -30,6 +31,7 @@ def provenance(start: float, world_size: int) -> dict[str, Any]:
         "packages": {name: version for name in names if (version := _version(name))},
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if torch and cuda else f"cpu ({platform.machine()})",
+        "devices": devices(),
         "threads": torch.get_num_threads() if torch else None,
         "world_size": world_size,
         "host": socket.gethostname(),
@@ -37,6 +39,15 @@ def provenance(start: float, world_size: int) -> dict[str, Any]:
         "workflow": {k.removeprefix("TUNELOOP_").lower(): v for k, v in env.items() if k.startswith("TUNELOOP_NODE")},
         **({"turn": turn} if (turn := fence.check()) else {}),
     }
+
+
+def devices() -> list[str]:
+    """Ids of the accelerators that this process was given: of CUDA, and those that a DRA driver names in the
+    environment as Kubernetes' example driver does (``GPU_DEVICE_4=gpu-4``)."""
+    torch = sys.modules.get("torch")
+    count = torch.cuda.device_count() if torch and torch.cuda.is_available() else 0
+    ids = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)] if torch else []
+    return ids + sorted(value for name, value in os.environ.items() if re.fullmatch(r"GPU_DEVICE_\d+", name))
 
 
 @functools.cache

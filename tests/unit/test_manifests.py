@@ -48,7 +48,7 @@ def test_stages_have_an_account_without_rights() -> None:
     bound = {subject["name"] for binding in named("RoleBinding").values() for subject in binding["subjects"]}
     assert "tuneloop-stage" in named("ServiceAccount") and "tuneloop-stage" not in bound
     mounted = {name for name, account in named("ServiceAccount").items() if account["automountServiceAccountToken"]}
-    assert mounted <= {"tuneloop-continue", "tuneloop-launcher"}  # whose steps talk to the API server
+    assert mounted <= {"tuneloop-claims", "tuneloop-continue", "tuneloop-launcher"}  # whose steps talk to the API server
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.plural)

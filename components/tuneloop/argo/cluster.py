@@ -209,6 +209,8 @@ def as_template(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
     spec.setdefault("podMetadata", {}).setdefault("labels", {})[RUN_LABEL] = "{{workflow.parameters.run}}"
     spec["workflowMetadata"] = {"labelsFrom": {RUN_LABEL: {"expression": "workflow.parameters.run"}}}
     metadata = {"name": name, "namespace": NAMESPACE, "labels": {k: v for k, v in labels.items() if k != RUN_LABEL}}
+    if annotations := workflow["metadata"].get("annotations"):
+        metadata["annotations"] = annotations
     return {"apiVersion": "argoproj.io/v1alpha1", "kind": "WorkflowTemplate", "metadata": metadata, "spec": spec}
 
 
@@ -349,7 +351,7 @@ def _create(cluster: Cluster, made: Mapping[str, Any], name: str) -> str:
 
 
 def stop(cluster: Cluster, run: str, *, timeout: float = 120.0) -> int:
-    """End a run: its stages get SIGTERM and commit what a resume needs; jobs and pods it left are deleted.
+    """End a run: its stages get SIGTERM and commit what a resume needs; jobs, pods and seats it left are let go.
 
     Args:
         timeout: seconds to wait for the pods to end.
@@ -375,7 +377,19 @@ def stop(cluster: Cluster, run: str, *, timeout: float = 120.0) -> int:
     _until(ended, timeout, f"{run}: workflow has not ended")
     _delete_jobs(cluster, run)
     _until(lambda: not _alive(cluster, run), timeout, f"{run}: pods have not ended")
+    _leave_seats(cluster)
     return len(stopped)
+
+
+def _leave_seats(cluster: Cluster) -> None:
+    """A run that was terminated has had no exit handler."""
+    from tuneloop.argo.seats import sweep
+
+    try:
+        sweep(cluster)
+    except UserError as error:
+        if getattr(error.__cause__, "status", None) not in (403, 404):  # no claims here, or not this account's to end
+            raise
 
 
 def _delete_jobs(cluster: Cluster, run: str) -> None:

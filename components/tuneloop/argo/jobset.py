@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tuneloop.argo import claims
 from tuneloop.argo.settings import RUN_LABEL, Cluster
 from tuneloop.argo.spec import applied
 from tuneloop.argo.template import RESTRICTED, RETRIED, RETRIES
@@ -84,6 +85,7 @@ def jobset_steps(
             "app.kubernetes.io/part-of": "tuneloop",
             "app.kubernetes.io/component": component.image,
             "workflows.argoproj.io/workflow": "{{workflow.name}}",  # `argo logs` goes by it
+            **(claims.labels(cluster.share, claims.role_of(component.image)) if cluster.share else {}),
         },
         queue=cluster.queue_labels if component.accelerator else {},
         stage=component.template,
@@ -213,11 +215,19 @@ def pod_spec(
         image: logical name.
         accelerator: whether it asks for the cluster's GPUs.
         env: beside what every stage has.
+
+    Raises:
+        UserError: it should share devices with other runs: turns are had pod by pod.
     """
     from tuneloop.argo.template import pod_fields
 
+    share = cluster.share if accelerator else None
+    if share and not share.alone:
+        remedy = "is for stages of one pod: leave it out, or set runs_per_claim=1"
+        raise UserError("cluster.share.group", share.group, remedy)
+
     about = pod_fields(image, accelerator, cluster)
-    container = {
+    container: dict[str, Any] = {
         "name": CONTAINER,
         "image": about["image"],
         "imagePullPolicy": about["image_pull_policy"],
@@ -240,6 +250,7 @@ def pod_spec(
         },
         "containers": [container],
         "volumes": [_plain(volume._build_volume()) for volume in about["volumes"]] + [SHM],
+        **(claims.placed(container, share, claims.role_of(image)) if share else {}),
     }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tuneloop.argo.claims import misplaced
 from tuneloop.argo.expressions import TAG, ExpressionError, parse
 from tuneloop.argo.settings import QUEUE_LABEL
 from tuneloop.argo.spec import depends, used_template
@@ -39,6 +40,7 @@ def lint(workflow: Mapping[str, Any]) -> list[Problem]:
     spec = workflow.get("spec") or {}
     templates = {template.get("name"): template for template in spec.get("templates", [])}
     found = [*_spec(spec, templates), *_expressions(spec, "spec"), *_words(spec, "spec")]
+    found += [Problem(error.field, error.value, error.remedy) for error in misplaced(workflow)]
     for name, template in templates.items():
         at = f"templates.{name}"
         if not NAME.match(str(name)):

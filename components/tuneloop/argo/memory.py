@@ -12,6 +12,7 @@ from typing import Any
 
 import hera.workflows
 
+from tuneloop.argo.claims import connect_seats
 from tuneloop.argo.jobset import written
 from tuneloop.argo.settings import UNKNOWN
 from tuneloop.argo.spec import applied
@@ -27,6 +28,7 @@ class Workflow(hera.workflows.Workflow):
     def to_dict(self) -> Any:
         """The Workflow as a mapping; also what its YAML is made of."""
         made = super().to_dict()
+        connect_seats(made)
         fit(made)
         return made
 

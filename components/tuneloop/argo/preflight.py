@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
+from tuneloop.argo.claims import misplaced, share_of
 from tuneloop.argo.cluster import PRIORITY_LABEL, QUEUE_LABEL, WORKFLOWS, Cluster, faults, queued
+from tuneloop.argo.seats import API, KINDS
 from tuneloop.argo.spec import applied
 from tuneloop.errors import UserError
 from tuneloop.store import Store
 
+CLAIMS = KINDS["ResourceClaim"]
 KUEUE = ("kueue.x-k8s.io", "v1beta2")
 INSTALL = "manifests/third-party/README.md says how to install it"
 APPLY = "kubectl apply -k manifests/overlays/local (or yours)"
@@ -41,6 +44,7 @@ def problems(cluster: Cluster, workflow: Mapping[str, Any]) -> list[UserError]:
             *_references(cluster, workflow),
             *_images(cluster, workflow),
             *_queues(cluster, workflow),
+            *_devices(cluster, workflow),
             *_store(workflow),
         ]
 
@@ -116,6 +120,24 @@ def _named(value: Any) -> Iterator[tuple[str, str]]:
             yield "service account", item
         else:
             yield from _named(item)
+
+
+def _devices(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+    """A claim for a class that is unknown is taken, and its pods wait for ever."""
+    yield from misplaced(workflow)
+    share = share_of(workflow)
+    if not share or not share.device_class:
+        return
+    group, version = API
+    read = cluster.custom.get_cluster_custom_object
+    if _absent(cluster.custom.list_namespaced_custom_object, group, version, cluster.namespace, CLAIMS, limit=1):
+        remedy = f"cluster {cluster.context} has no {CLAIMS}.{group}/{version}: it needs Kubernetes 1.34 or newer"
+        yield UserError("cluster.share.device_class", share.device_class, remedy)
+    elif _absent(read, group, version, "deviceclasses", share.device_class):
+        remedy = (
+            f"is no DeviceClass of {cluster.context}; `kubectl get deviceclasses` lists them, a DRA driver brings them"
+        )
+        yield UserError("cluster.share.device_class", share.device_class, remedy)
 
 
 def _images(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:

@@ -121,6 +121,7 @@ def looking(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
     main = {"name": "main", "dag": {"tasks": [task, start]}}
     labels = spec["podMetadata"]["labels"]
     labels.pop(argo.RUN_LABEL)
+    spec.pop("onExit", None)  # it holds no seat
     return {**spec, "entrypoint": "main", "templates": [data, _start(data), main]}
 
 

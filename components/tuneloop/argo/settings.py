@@ -9,6 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 RUN_LABEL = "tuneloop.dev/run"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+GROUP_LABEL = "tuneloop.dev/share-group"
+"""Of the pods and claims of a `Share`."""
+ROLE_LABEL = "tuneloop.dev/role"
+"""Of pods, claims and nodes: ``trainer`` or ``sampler``."""
+SHARE = "tuneloop.dev/share"
+"""Annotation of a Workflow: its `Share`, as JSON."""
 
 
 AUTO = "auto"
@@ -28,19 +34,25 @@ class Share(BaseModel):
         description="name of the runs that share: at most 40 lower-case letters, digits and dashes",
     )
     device_class: str = Field(
-        "", description="DRA DeviceClass of the shared devices; empty: none are claimed, runs only take turns"
+        "",
+        description="DRA DeviceClass of the devices; empty: none are claimed, runs only take turns",
     )
     count: int = Field(1, ge=1, description="devices of a claim; every run that sits on it sees all of them")
     selector: str = Field("", description="CEL expression that each device satisfies")
-    runs_per_claim: int = Field(2, ge=1, description="runs on one claim; for the next one another claim is made")
+    runs_per_claim: int = Field(
+        2,
+        ge=1,
+        description="runs on one claim, which no queue accounts for; for the next run another claim is made; 1: each "
+        "pod has a claim of its own, nobody takes turns, and Kueue accounts for it where it maps the device class",
+    )
     policy: Literal["fifo", "lrs"] = Field(
         "fifo", description="whose turn is next: who asked first, or who was served least recently"
     )
     patience: float = Field(30.0, gt=0, description="seconds after which a silent holder has lost its turn")
-    placement: Literal["none", "prefer", "require"] = Field(
-        "prefer",
-        description="trainers on nodes labelled tuneloop.dev/role=trainer, samplers on those of the role sampler: "
-        "where there are such nodes, there only, or no matter where",
+    roles: Literal["together", "apart", "strict"] = Field(
+        "together",
+        description="together: trainers and samplers sit on one claim; apart: each on its own, on nodes labelled "
+        "tuneloop.dev/role=trainer or sampler where there are any; strict: on such nodes only",
     )
     request: str = Field(
         "",
@@ -53,6 +65,11 @@ class Share(BaseModel):
         description="of the node where runs share; what cannot fit there is refused; empty: not checked",
     )
     overhead: str = Field("4Gi", pattern=rf"^{MEMORY}$", description="of node_memory, what is not the runs'")
+
+    @property
+    def alone(self) -> bool:
+        """Whether every pod has its devices to itself, so that nobody takes turns."""
+        return bool(self.device_class) and self.runs_per_claim == 1
 
     @model_validator(mode="after")
     def _devices(self) -> Share:
@@ -102,6 +119,8 @@ class Cluster(BaseModel):
 
     @property
     def queue_labels(self) -> dict[str, str]:
-        """What makes Kueue admit a pod or a job; nothing where there is no queue."""
+        """What makes Kueue admit a pod or a job; nothing without a queue, or with a shared claim."""
+        if self.share and self.share.device_class and not self.share.alone:
+            return {}
         labels = {QUEUE_LABEL: self.queue, PRIORITY_LABEL: self.priority}
         return {name: value for name, value in labels.items() if value and self.queue}

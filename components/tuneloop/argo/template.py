@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from tuneloop.argo.settings import Cluster
+from tuneloop.argo import claims
+from tuneloop.argo.settings import SHARE, Cluster, Share
+from tuneloop.argo.turn import take_turns
 from tuneloop.component import Component
 from tuneloop.program import flag
 
@@ -34,12 +36,13 @@ RETRY = f"lastRetry.status == 'Error' || asInt(lastRetry.exitCode) in {RETRIED}"
 RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
-def workflow(name: str, parameters: Mapping[str, Any] | None = None) -> Workflow:
+def workflow(name: str, parameters: Mapping[str, Any] | None = None, *, cluster: Cluster | None = None) -> Workflow:
     """A Workflow to enter with ``with``; it starts at the template ``main``.
 
     Args:
         name: of the pipeline, in kebab-case.
         parameters: workflow parameters beside ``run`` and ``store``, with their values.
+        cluster: what its pods ask for: a workflow whose stages share devices takes a seat on their claim.
     """
     from hera.workflows import Parameter
     from hera.workflows.models import ExecutorConfig, Metadata, PodGC, PodSecurityContext, SeccompProfile, TTLStrategy
@@ -52,9 +55,14 @@ def workflow(name: str, parameters: Mapping[str, Any] | None = None) -> Workflow
         "containers": [{"name": "wait", "securityContext": RESTRICTED}],
         "initContainers": [{"name": "init", "securityContext": RESTRICTED}],
     }
+    cluster = cluster or Cluster()
+    seats: Any = claims.seat_templates(cluster)
     return Workflow(
         generate_name=f"{name}-",
         labels=labels,
+        annotations={SHARE: cluster.share.model_dump_json()} if cluster.share else None,
+        templates=seats,
+        on_exit=claims.GIVE if seats else None,
         pod_metadata=Metadata(labels=labels),
         entrypoint="main",
         arguments=[
@@ -128,6 +136,8 @@ def stage_template(
         **pod_fields(component.image, component.accelerator and nodes == 1, cluster),
         **retry_fields(),
     )
+    if component.accelerator and nodes == 1:
+        take_turns(made, cluster)
     if nodes == 1:
         return made
     from tuneloop.argo.jobset import jobset_steps
@@ -177,6 +187,8 @@ def pod_fields(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any
     if accelerator:
         labels |= cluster.queue_labels
     gpus = cluster.gpus if accelerator else 0
+    shared = shared_fields(cluster.share, image) if accelerator and cluster.share else {}
+    labels |= shared.pop("labels", {})
     return {
         "image": name,
         "image_pull_policy": "IfNotPresent",
@@ -199,7 +211,22 @@ def pod_fields(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any
             EmptyDirVolume(name="scratch", mount_path=SCRATCH),
             *([ExistingVolume(name="store", claim_name=cluster.claim, mount_path=CLAIM)] if cluster.claim else ()),
         ],
+        **shared,
     }
+
+
+def shared_fields(share: Share, image: str) -> dict[str, Any]:
+    """What a template of a stage that shares devices has beside."""
+    from hera.workflows.models import Affinity
+
+    role = claims.role_of(image)
+    patch, placed = claims.pod_patch(share, role), claims.affinity(share, role)
+    fields: dict[str, Any] = {"labels": claims.labels(share, role)}
+    if patch:
+        fields["pod_spec_patch"] = json.dumps(patch, separators=(",", ":"))
+    if placed:
+        fields["affinity"] = Affinity.model_validate(placed)
+    return fields
 
 
 def retry_fields() -> dict[str, Any]:

@@ -11,12 +11,12 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.jobset import ATTEMPT, jobset, pod_spec, ranks_env, written
 from tuneloop.argo.settings import RUN_LABEL, Cluster
-from tuneloop.backends import LLMBackend
+from tuneloop.backends import LLMBackend, stage_flags
 from tuneloop.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,9 +47,11 @@ def trainjob(
         run: name of the run that it belongs to.
 
     Raises:
-        UserError: an option that the backend refuses.
+        UserError: an option that the backend refuses; devices that it should share.
     """
     backend.validate()
+    if cluster.share:
+        raise UserError("cluster.share.group", cluster.share.group, "no claim reaches a TrainJob: render a JobSet")
     container = pod_spec("trainer", True, [], [], cluster)["containers"][0]
     labels = _labels(run)
     initializer = {part: {"storageUri": uri} for part, uri in (("dataset", dataset), ("model", model)) if uri}
@@ -105,18 +107,26 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
 
 
 def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
-    """As a RayJob of KubeRay 1.5: a cluster of as many pods, one rank group on each, gone when the job ends.
-
-    The head needs 1 GiB of memory beside the ranks. Ray has no field for exit codes: `tuneloop.argo.launch` reads the
-    driver's from the job's message.
-    """
+    """As a RayJob: a Ray cluster of as many pods, one rank group on each, gone when the job ends; see `rayjob`."""
     backend.validate()
     gpus = ["--gpus", str(cluster.gpus)] if cluster.gpus else []
     driver = ["python", "-m", "tuneloop.rayrun", "--nodes", str(backend.nodes), "--processes", str(backend.processes)]
-    entry = shlex.join([*driver, *gpus, "--", *backend.to_command(), *backend.to_args()])
+    entry = [*driver, *gpus, "--", *backend.to_command(), *backend.to_args()]
+    return rayjob(entry, name, cluster, backend.nodes, accelerator=True, run=run)
+
+
+def rayjob(
+    entry: Sequence[str], name: str, cluster: Cluster, nodes: int, *, accelerator: bool = False, run: str = ""
+) -> dict[str, Any]:
+    """A program that drives a Ray cluster of `nodes` pods, as a RayJob of KubeRay 1.5: `data_prep` with
+    ``--preparation ray`` is one.
+
+    The head needs 1 GiB of memory beside the work. Ray has no field for exit codes: `tuneloop.argo.launch` reads the
+    driver's from the job's message.
+    """
 
     def pod(container: str) -> dict[str, Any]:
-        spec = pod_spec("ray", True, [], [], cluster)
+        spec = pod_spec("ray", accelerator, [], [], cluster)
         del spec["restartPolicy"]
         own = spec["containers"][0]
         own.update(name=container)
@@ -125,24 +135,46 @@ def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = ""
 
     submitter = pod("ray-job-submitter")
     submitter["spec"]["restartPolicy"] = "Never"
-    workers = {"groupName": "node", "replicas": backend.nodes - 1, "minReplicas": backend.nodes - 1}
-    workers |= {"maxReplicas": backend.nodes - 1, "rayStartParams": RAY_START, "template": pod("ray-worker")}
+    workers = {"groupName": "node", "replicas": nodes - 1, "minReplicas": nodes - 1, "maxReplicas": nodes - 1}
+    workers |= {"rayStartParams": RAY_START, "template": pod("ray-worker")}
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
         "metadata": {"name": name, "labels": {**_labels(run), **cluster.queue_labels}},
         "spec": {
-            "entrypoint": entry,
+            "entrypoint": shlex.join(entry),
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": 30,
             "submitterPodTemplate": submitter,
             "submitterConfig": {"backoffLimit": 0},
             "rayClusterSpec": {
                 "headGroupSpec": {"rayStartParams": RAY_START, "template": pod("ray-head")},
-                "workerGroupSpecs": [workers] if backend.nodes > 1 else [],
+                "workerGroupSpecs": [workers] if nodes > 1 else [],
             },
         },
     }
+
+
+def prepare_rayjob(
+    arguments: Mapping[str, Any], name: str, cluster: Cluster, nodes: int = 2, *, run: str = ""
+) -> dict[str, Any]:
+    """The stage `data_prep`, its rows examined by Ray Data on all pods, as a RayJob.
+
+    What it commits are the bytes that the stage commits without Ray: a run that is submitted under the same URL goes
+    on from them.
+
+    Args:
+        arguments: its parameters by name, and ``prompts``, the URL of what it makes.
+
+    Raises:
+        UserError: a parameter that it does not take.
+    """
+    from tuneloop.data_prep import data_prep
+
+    given = {**arguments, "preparation": "ray"}
+    data_prep.validate({k: v for k, v in given.items() if k != data_prep.output})
+    entry = [*data_prep.command(), *stage_flags(given)]
+    return rayjob(entry, name, cluster, nodes, run=run)
 
 
 def run_here(backend: LLMBackend) -> int:

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tuneloop import fence
-from tuneloop.argo.settings import Cluster, Share
+from tuneloop.argo.claims import claim_tag
+from tuneloop.argo.settings import ROLE_LABEL, Cluster, Share
 from tuneloop.sharing.turns import open_turns
 from tuneloop.turn import arguments
 
@@ -40,19 +41,21 @@ def take_turns(made: Container, cluster: Cluster) -> None:
     """Give `made`, of a stage that uses shared devices, its sidecar; nothing where they are not shared."""
     from hera.workflows import EmptyDirVolume, models
 
-    if cluster.share is None:
+    share = cluster.share
+    if share is None or share.alone:
         return
     volumes: Any = made.volumes or []
     env: Any = made.env or []
     # Hera's own UserContainer leaves out the restart policy.
-    own = models.UserContainer.model_validate(holder(cluster.share, cluster.images.format(image="base")))
+    role = str((made.labels or {})[ROLE_LABEL])
+    own = models.UserContainer.model_validate(holder(share, role, cluster.images.format(image="base")))
     made.init_containers = [*(made.init_containers or []), own]
     made.volumes = [*volumes, EmptyDirVolume(name=NAME, mount_path=PLACE), token()]
     made.env = [*env, models.EnvVar(name=fence.VARIABLE, value=FILE)]
     made.service_account_name = ACCOUNT
 
 
-def holder(share: Share, image: str) -> dict[str, Any]:
+def holder(share: Share, role: str, image: str) -> dict[str, Any]:
     """The sidecar."""
     from tuneloop.argo.template import RESTRICTED
 
@@ -60,7 +63,7 @@ def holder(share: Share, image: str) -> dict[str, Any]:
     look = {"exec": {"command": ["test", "-s", FILE]}, "periodSeconds": 1, "failureThreshold": FOREVER}
     return {
         **{"name": NAME, "image": image, "imagePullPolicy": "IfNotPresent", "restartPolicy": "Always"},
-        **{"command": ["python", "-m", "tuneloop.turn"], "args": flags(share)},
+        **{"command": ["python", "-m", "tuneloop.turn"], "args": flags(share, role)},
         "env": [{"name": f"TUNELOOP_OWNER_{key}", "value": value} for key, value in owner.items()],
         "startupProbe": look,
         "resources": {"requests": {"cpu": "10m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}},
@@ -72,10 +75,11 @@ def holder(share: Share, image: str) -> dict[str, Any]:
     }
 
 
-def flags(share: Share) -> list[str]:
-    """Of the sidecar's program."""
+def flags(share: Share, role: str) -> list[str]:
+    """Of the sidecar's program: turns are had claim by claim."""
+    group = claim_tag(share, role) if share.device_class else share.group
     given = {
-        **{"group": share.group, "policy": share.policy, "patience": f"{share.patience:g}", "file": FILE},
+        **{"group": group, "policy": share.policy, "patience": f"{share.patience:g}", "file": FILE},
         **{"run": "{{workflow.parameters.run}}", "namespace": "{{workflow.namespace}}"},
     }
     return [word for name, value in given.items() for word in (f"--{name}", value)]

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from tuneloop.argo import seats
+from tuneloop.argo.claims import share_of
 from tuneloop.argo.cluster import DONE, QUEUE_LABEL, RUN_LABEL, Cluster, faults, patiently, phase, workflows
 from tuneloop.argo.state import Node
 from tuneloop.errors import UserError
@@ -32,6 +34,7 @@ class Status:
         nodes: id → node, of all workflows.
         waiting: node id → why its pod does not run, for those that wait.
         accelerator_seconds: GPU seconds requested so far, over all stages.
+        claims: claim on which the run sits → who sits there, and its devices.
     """
 
     run: str
@@ -41,6 +44,7 @@ class Status:
     nodes: dict[str, Node]
     waiting: dict[str, str]
     accelerator_seconds: float
+    claims: dict[str, str]
 
 
 def status(cluster: Cluster, run: str) -> Status:
@@ -60,6 +64,7 @@ def status(cluster: Cluster, run: str) -> Status:
         nodes=merged,
         waiting=_waiting(cluster, run),
         accelerator_seconds=sum(_accelerator_seconds(w) for w in found),
+        claims=_claims(cluster, run) if any(map(share_of, found)) else {},
     )
 
 
@@ -122,6 +127,20 @@ def _waiting(cluster: Cluster, run: str) -> dict[str, str]:
     return {(pod.metadata.annotations or {}).get(NODE_NAME, pod.metadata.name): _why(pod, queued) for pod in pending}
 
 
+def _claims(cluster: Cluster, run: str) -> dict[str, str]:
+    with faults(cluster):
+        mine = [claim for claim in seats.claims(cluster) if run in seats.runs(claim)]
+    return {each["metadata"]["name"]: _seated(each) for each in mine}
+
+
+def _seated(claim: Mapping[str, Any]) -> str:
+    """What a claim has, and whose it is."""
+    told = f"runs {', '.join(seats.runs(claim))}"
+    if claim["kind"] != "ResourceClaim":
+        return f"a claim for each pod; {told}"
+    return f"{', '.join(seats.devices(claim)) or 'no device until a pod is scheduled'}; {told}"
+
+
 def _why(pod: Any, queued: Mapping[str, str]) -> str:
     if pod.spec.scheduling_gates:
         name = pod.metadata.labels.get(QUEUE_LABEL, "")
@@ -132,7 +151,8 @@ def _why(pod: Any, queued: Mapping[str, str]) -> str:
             return " ".join(f"{held.reason}: {held.message or ''}".split())
     for condition in pod.status.conditions or ():
         if condition.type == "PodScheduled" and condition.status == "False":
-            return f"not scheduled: {condition.message}"
+            used = [claim.resource_claim_name or claim.name for claim in pod.spec.resource_claims or ()]
+            return f"not scheduled{f', claim {used[0]}' if used else ''}: {condition.message}"
     return "starting"
 
 

@@ -211,6 +211,8 @@ def status(run: RUN, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None)
     typer.echo(f"  workflows    {', '.join(seen.workflows)}")
     if seen.accelerator_seconds:
         typer.echo(f"  GPU seconds  {seen.accelerator_seconds:.0f}")
+    for claim, told in seen.claims.items():
+        typer.echo(f"  claim        {claim}: {told}")
     for node, why in seen.waiting.items():
         typer.echo(f"  waiting      {node}: {why}")
     Console(highlight=False, width=None if typer.get_text_stream("stdout").isatty() else 200).print(_table(seen))

@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from tuneloop.argo.settings import Cluster
 from tuneloop.argo.template import STORE
 from tuneloop.component import Component
+from tuneloop.errors import UserError
 from tuneloop.kfp.settings import Kfp
 from tuneloop.kfp.stage import TARGET, URL, result
 
@@ -214,7 +215,14 @@ def container(
 
 
 def place(task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, accelerator: bool) -> None:
-    """What the task's pod asks for: resources, its queue, a way to its store, no rights."""
+    """What the task's pod asks for: resources, its queue, a way to its store, no rights.
+
+    Raises:
+        UserError: it should share devices.
+    """
+    if cluster.share:
+        remedy = "Kubeflow Pipelines have no field for claims, and no step that gives them back: leave it out"
+        raise UserError("cluster.share.group", cluster.share.group, remedy)
     task.set_cpu_request(cluster.cpu).set_memory_request(cluster.memory_request).set_memory_limit(
         cluster.memory_request
     )

@@ -1,0 +1,166 @@
+"""Devices that runs share, as part of a Workflow: which pods use a claim, where they are placed, and the steps that
+take a seat on it and give it back (`tuneloop.argo.seats`).
+
+Argo 3.7 has no field for a pod's claims: they are written by ``podSpecPatch``. The claim's name is known once the
+first step has taken a seat, and reaches every template as a global output parameter of the workflow. So it makes no
+difference how a workflow was started: by submission, by a schedule, from a template, or by the workflow before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tuneloop.argo.settings import GROUP_LABEL, ROLE_LABEL, SHARE, Cluster, Share
+from tuneloop.errors import UserError
+
+if TYPE_CHECKING:
+    from hera.workflows import Container
+
+DEVICES = "devices"
+"""The claim's name in a pod, and its only request."""
+ROLES = {"rollout": "sampler"}
+"""Logical image → role, where it is not that of a trainer."""
+TRAINER = "trainer"
+TAKE, GIVE = "take-claim", "give-claim"
+"""Templates of the first step and of the exit handler."""
+PLACING = ("affinity", "nodeName", "nodeSelector", "resourceClaims")
+"""Fields of a pod that say where it runs."""
+
+
+def role_of(image: str) -> str:
+    """What a stage with this logical image is: ``trainer`` or ``sampler``."""
+    return ROLES.get(image, TRAINER)
+
+
+def claim_tag(share: Share, role: str) -> str:
+    """What stands for the claim's name in the templates of stages of a role."""
+    return "{{workflow.outputs.parameters.%s}}" % _seat(share, role)
+
+
+def labels(share: Share, role: str) -> dict[str, str]:
+    """Of a pod that shares devices."""
+    return {GROUP_LABEL: share.group, ROLE_LABEL: role}
+
+
+def pod_patch(share: Share, role: str) -> dict[str, Any]:
+    """What makes the container ``main`` of a pod see the claim's devices; empty where none are claimed."""
+    if not share.device_class:
+        return {}
+    use = {"name": "main", "resources": {"claims": [{"name": DEVICES}]}}
+    field = "resourceClaimTemplateName" if share.alone else "resourceClaimName"
+    return {"resourceClaims": [{"name": DEVICES, field: claim_tag(share, role)}], "containers": [use]}
+
+
+def affinity(share: Share, role: str) -> dict[str, Any]:
+    """Trainers and samplers apart: to nodes of their role, and away from pods of the other; empty: wherever."""
+    if share.roles == "together":
+        return {}
+    at = {"matchExpressions": [{"key": ROLE_LABEL, "operator": "In", "values": [role]}]}
+    if share.roles == "strict":
+        return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [at]}}}
+    other = {"key": ROLE_LABEL, "operator": "NotIn", "values": [role]}
+    group = {"key": GROUP_LABEL, "operator": "In", "values": [share.group]}
+    away = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchExpressions": [group, other]}}
+    preferred = "preferredDuringSchedulingIgnoredDuringExecution"
+    return {
+        "nodeAffinity": {preferred: [{"weight": 100, "preference": at}]},
+        "podAntiAffinity": {preferred: [{"weight": 50, "podAffinityTerm": away}]},
+    }
+
+
+def placed(container: dict[str, Any], share: Share, role: str) -> dict[str, Any]:
+    """The same for a pod of ours that no template is patched for: fields of its spec; `container` gets its devices."""
+    patch, near = pod_patch(share, role), affinity(share, role)
+    for use in patch.pop("containers", ()):
+        container["resources"] |= use["resources"]
+    return {**patch, **({"affinity": near} if near else {})}
+
+
+def seat_templates(cluster: Cluster) -> list[Container]:
+    """The steps that take the seats of a workflow, and give them back; none where it claims no devices."""
+    from hera.workflows import Container, Parameter
+    from hera.workflows.models import ValueFrom
+
+    from tuneloop.argo.template import OUTPUTS, pod_fields, retry_fields
+
+    share = cluster.share
+    if not (share and share.device_class):
+        return []
+    seats = dict.fromkeys(_seat(share, role) for role in (TRAINER, *ROLES.values()))
+    made = [Parameter(name=each, global_name=each, value_from=ValueFrom(path=f"{OUTPUTS}/{each}")) for each in seats]
+    pod = pod_fields("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"}))
+    return [
+        Container(
+            name=name,
+            outputs=outputs,
+            command=["python", "-m", "tuneloop.argo.seats", name],
+            args=["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}"],
+            service_account_name="tuneloop-claims",
+            automount_service_account_token=True,
+            **pod,
+            **retry_fields(),
+        )
+        for name, outputs in ((TAKE, made), (GIVE, []))
+    ]
+
+
+def connect_seats(workflow: dict[str, Any]) -> None:
+    """Have the steps of `seat_templates` run: the first before anything else, wherever the workflow may start."""
+    templates = {template["name"]: template for template in workflow["spec"].get("templates", ())}
+    share = share_of(workflow)
+    if not share or TAKE not in templates:
+        return
+    take = templates[TAKE]
+    rendered = json.dumps([each for name, each in templates.items() if name != TAKE])
+    seats = [p for p in take["outputs"]["parameters"] if f"{{{{workflow.outputs.parameters.{p['name']}}}}}" in rendered]
+    take["outputs"]["parameters"] = seats
+    take["container"]["args"] += ["--share", share.model_dump_json(), *(p["name"] for p in seats)]
+    for name in entries(workflow):
+        tasks = templates[name]["dag"]["tasks"]
+        for task in tasks:
+            if not task.get("depends") and not task.get("dependencies"):
+                task["depends"] = "claim"
+        tasks.insert(0, {"name": "claim", "template": TAKE})
+
+
+def entries(workflow: Mapping[str, Any]) -> list[str]:
+    """The templates at which the workflow, or one that goes on behind it, may start."""
+    found = [workflow["spec"]["entrypoint"]]
+    for template in workflow["spec"]["templates"]:
+        container = template.get("container") or {}
+        if "tuneloop.argo.proceed" in container.get("command", ()):
+            found.append(container["args"][container["args"].index("--entrypoint") + 1])
+    return list(dict.fromkeys(found))
+
+
+def share_of(workflow: Mapping[str, Any]) -> Share | None:
+    """How a rendered workflow shares devices."""
+    text = (workflow.get("metadata", {}).get("annotations") or {}).get(SHARE)
+    return Share.model_validate_json(text) if text else None
+
+
+def misplaced(workflow: Mapping[str, Any]) -> Iterator[UserError]:
+    """What stands against the placement of pods that share devices: the claim's devices decide where they run."""
+    spec, share = workflow.get("spec") or {}, share_of(workflow)
+    pods = [
+        (f"templates.{t['name']}", t, (t.get("metadata") or {}).get("labels") or {}) for t in spec.get("templates", ())
+    ]
+    sharing = [(at, pod, given) for at, pod, given in pods if GROUP_LABEL in given]
+    if sharing and not share:
+        remedy = "is shared, and nothing takes a seat there: give workflow() the cluster that stage_template() has"
+        yield UserError(sharing[0][0], sharing[0][2][GROUP_LABEL], remedy)
+    elif share and sharing:
+        for at, pod, given in [("spec", spec, {}), *sharing]:
+            ours = (
+                {**pod_patch(share, given[ROLE_LABEL]), "affinity": affinity(share, given[ROLE_LABEL])} if given else {}
+            )
+            for field, value in {**pod, **json.loads(pod.get("podSpecPatch") or "{}")}.items():
+                if field in PLACING and value != ours.get(field):
+                    yield UserError(f"{at}.{field}", value, "the devices that runs share decide on it: leave it out")
+
+
+def _seat(share: Share, role: str) -> str:
+    """The output parameter with the name of the claim that `role` uses."""
+    return "claim" if share.roles == "together" else f"claim-{role}"

@@ -1,0 +1,239 @@
+"""Seats of runs on ResourceClaims (``resource.k8s.io/v1``): the first step of a workflow that shares devices takes
+them, its exit handler gives them back.
+
+    python -m tuneloop.argo.seats take-claim --workflow demo --namespace tuneloop --share '{"group": "a100", …}' claim
+
+Where each pod has a claim of its own, the same is done with the ResourceClaimTemplate that those are made from.
+
+All that is known stands in the claims themselves. The annotation `SEATS` lists the runs, the owner references their
+active workflows: when all of these are deleted, Kubernetes deletes the claim. Every change is a compare-and-swap by
+``resourceVersion``, and a claim's name can be created once, so that any number of steps may do this at a time. A seat
+is a run's, not a workflow's: the next workflow of a long run has it as soon as it exists. Whoever takes a seat tidies
+up after those who could not (a workflow that was terminated or deleted); a claim on which nobody sits is deleted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tuneloop.argo import cluster as argo
+from tuneloop.argo.claims import DEVICES, GIVE, TAKE
+from tuneloop.argo.proceed import LOCAL
+from tuneloop.argo.settings import GROUP_LABEL, ROLE_LABEL, RUN_LABEL, Share
+from tuneloop.errors import Retryable, UserError
+from tuneloop.sharing.claims import Claim, Owner, chosen, free, kept
+
+API = ("resource.k8s.io", "v1")
+KINDS = {"ResourceClaim": "resourceclaims", "ResourceClaimTemplate": "resourceclaimtemplates"}
+SEATS = "tuneloop.dev/seats"
+"""Annotation of a claim: the runs that sit on it, a JSON list."""
+ACTIVE = f"{RUN_LABEL},workflows.argoproj.io/completed!=true"
+"""Selects the workflows of runs that have not ended, exit handler included."""
+
+Object = dict[str, Any]
+Active = Mapping[str, Sequence[Owner]]
+
+
+def take(cluster: argo.Cluster, workflow: str, share: Share, role: str = "") -> str:
+    """Seat the run of `workflow` on a claim of its group, a new one if need be.
+
+    Args:
+        role: whose claim, where roles sit apart.
+
+    Returns:
+        the claim's name.
+
+    Raises:
+        UserError: the group's claims are for other devices, or the account may not change them.
+        Retryable: the API server is in trouble.
+    """
+    sweep(cluster)
+    with argo.faults(cluster):
+        run = cluster.get(*argo.WORKFLOWS, workflow)["metadata"]["labels"][RUN_LABEL]
+        while True:
+            there, active = claims(cluster, _selector(share, role)), _active(cluster)
+            if run not in active:
+                raise Retryable(f"run: {run}: has no workflow any more that is under way")
+            standing = {_name(claim): claim for claim in there if not leaving(claim)}
+            for claim in standing.values():
+                _check_alike(claim, share)
+            seats = [Claim(name, tuple(kept(runs(claim), active)[0])) for name, claim in standing.items()]
+            name = chosen(seats, run, sys.maxsize if share.alone else share.runs_per_claim)
+            stem = f"{share.group}-{role}" if role else share.group
+            claim = standing[name] if name else _new(free(stem, map(_name, there)), share, role)
+            if _seat(cluster, claim, list(dict.fromkeys([*runs(claim), run])), active):
+                return _name(claim)
+            time.sleep(random.uniform(0.05, 0.5))  # another one was faster: look again
+
+
+def sweep(cluster: argo.Cluster, without: str = "") -> None:
+    """Free the seats of runs that have no active workflow, and delete the claims on which nobody sits.
+
+    Args:
+        without: a workflow that counts as ended.
+
+    Raises:
+        UserError, Retryable: as `take`.
+    """
+    with argo.faults(cluster):
+        while True:
+            there = [claim for claim in claims(cluster) if not leaving(claim)]
+            active = _active(cluster, without) if there else {}
+            if all(_seat(cluster, claim, runs(claim), active) for claim in there):
+                return
+
+
+def claims(cluster: argo.Cluster, selector: str = GROUP_LABEL) -> list[Object]:
+    """Claims and claim templates of ours, oldest first."""
+    found = [(kind, each) for kind, plural in KINDS.items() for each in cluster.list(*API, plural, selector=selector)]
+    return [{**each, "apiVersion": "/".join(API), "kind": kind} for kind, each in found]
+
+
+def leaving(claim: Mapping[str, Any]) -> bool:
+    """Deleted, and there until the last pod that uses it has ended."""
+    return "deletionTimestamp" in claim["metadata"]
+
+
+def runs(claim: Mapping[str, Any]) -> list[str]:
+    """The runs that sit on a claim, in the order in which they came."""
+    found: list[str] = json.loads(claim["metadata"].get("annotations", {}).get(SEATS, "[]"))
+    return found
+
+
+def devices(claim: Mapping[str, Any]) -> list[str]:
+    """The devices that Kubernetes has allocated to a claim; empty until the first pod that uses it is scheduled."""
+    allocated = claim.get("status", {}).get("allocation", {}).get("devices", {}).get("results", ())
+    return sorted(item["device"] for item in allocated)
+
+
+def _seat(cluster: argo.Cluster, claim: Object, wanted: Sequence[str], active: Active) -> bool:
+    """Have `wanted`, so far as they are active, sit on `claim`; whether nobody else changed it meanwhile.
+
+    What was read of the claims is older than what was read of the workflows: a run that came in between has changed
+    the claim, whose version is then another.
+    """
+    place, about = (*API, cluster.namespace, KINDS[claim["kind"]]), claim["metadata"]
+    stay, owners = kept(wanted, active)
+    kind = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow"}
+    references = [{**kind, "name": name, "uid": uid} for name, uid in owners]
+    if not stay:
+        if "uid" not in about:
+            return False
+        same = {"uid": about["uid"], "resourceVersion": about["resourceVersion"]}
+        return _first(
+            lambda: cluster.custom.delete_namespaced_custom_object(*place, _name(claim), body={"preconditions": same})
+        )
+    if stay == runs(claim) and _uids(references) == _uids(about.get("ownerReferences", ())):
+        return True
+    annotations = {**about.get("annotations", {}), SEATS: json.dumps(stay)}
+    body = {**claim, "metadata": {**about, "annotations": annotations, "ownerReferences": references}}
+    if "uid" in about:
+        return _first(lambda: cluster.custom.replace_namespaced_custom_object(*place, _name(claim), body))
+    return _first(lambda: cluster.custom.create_namespaced_custom_object(*place, body))
+
+
+def _first(change: Callable[[], Any]) -> bool:
+    """Whether a change was made, and not refused because another one came before it."""
+    from kubernetes.client import ApiException
+
+    try:
+        change()
+    except ApiException as error:
+        if error.status not in (404, 409):
+            raise
+        return False
+    return True
+
+
+def _new(name: str, share: Share, role: str) -> Object:
+    """A claim for the devices of `share`, on which nobody sits yet."""
+    labels = {"app.kubernetes.io/part-of": "tuneloop", GROUP_LABEL: share.group, **({ROLE_LABEL: role} if role else {})}
+    asked: Object = {"devices": {"requests": [{"name": DEVICES, "exactly": _wanted(share)}]}}
+    return {
+        "apiVersion": "/".join(API),
+        "kind": "ResourceClaimTemplate" if share.alone else "ResourceClaim",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {"spec": asked} if share.alone else asked,
+    }
+
+
+def _wanted(share: Share) -> dict[str, Any]:
+    selectors = {"selectors": [{"cel": {"expression": share.selector}}]} if share.selector else {}
+    return {"deviceClassName": share.device_class, "count": share.count, **selectors}
+
+
+def _check_alike(claim: Mapping[str, Any], share: Share) -> None:
+    new = _new("", share, "")
+    spec = claim["spec"].get("spec", claim["spec"])
+    asked = {k: v for k, v in spec["devices"]["requests"][0]["exactly"].items() if k != "allocationMode"}
+    if (claim["kind"], asked) != (new["kind"], _wanted(share)):
+        remedy = f"{claim['kind']} {_name(claim)} of the group has {json.dumps(asked)}: ask for it, or choose a group"
+        raise UserError("cluster.share", json.dumps(_wanted(share)), remedy)
+
+
+def _selector(share: Share, role: str) -> str:
+    return f"{GROUP_LABEL}={share.group},{f'{ROLE_LABEL}={role}' if role else f'!{ROLE_LABEL}'}"
+
+
+def _active(cluster: argo.Cluster, without: str = "") -> Active:
+    """Run → its workflows that have not ended."""
+    found: dict[str, list[Owner]] = defaultdict(list)
+    for workflow in cluster.list(*argo.WORKFLOWS, selector=ACTIVE):
+        about = workflow["metadata"]
+        if about["name"] != without and argo.phase(workflow) not in argo.DONE:
+            found[about["labels"][RUN_LABEL]].append((about["name"], about["uid"]))
+    return found
+
+
+def _name(claim: Mapping[str, Any]) -> str:
+    return str(claim["metadata"]["name"])
+
+
+def _uids(references: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {reference["uid"] for reference in references}
+
+
+def _do(given: argparse.Namespace) -> dict[str, str]:
+    """Output → name of the claim."""
+    if LOCAL in os.environ:  # one machine has no claims: the group's name stands for one
+        return dict.fromkeys(given.seats, given.share.group if given.share else "")
+    cluster = argo.connect(given.namespace)
+    if given.step == GIVE:
+        sweep(cluster, without=given.workflow)
+    roles = {seat: seat.removeprefix("claim").lstrip("-") for seat in given.seats}
+    return {seat: take(cluster, given.workflow, given.share, role) for seat, role in roles.items()}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Take the seats of a workflow, and write the claims' names where its pods learn them; or give them back."""
+    parser = argparse.ArgumentParser(prog="tuneloop.argo.seats")
+    parser.add_argument("step", choices=[TAKE, GIVE])
+    parser.add_argument("--workflow", required=True)
+    parser.add_argument("--namespace", required=True)
+    parser.add_argument("--share", type=Share.model_validate_json)
+    parser.add_argument("seats", nargs="*", help="claim, claim-trainer, claim-sampler: outputs to write")
+    given = parser.parse_args(argv)
+    try:
+        names = _do(given)
+    except (UserError, Retryable) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UserError) else 75
+    for seat, name in names.items():
+        print(f"{seat}: {name}", flush=True)
+        path = Path(os.environ["TUNELOOP_OUTPUTS"], seat)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
