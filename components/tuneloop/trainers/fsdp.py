@@ -32,6 +32,7 @@ from tuneloop.artifacts import Artifact
 from tuneloop.errors import UserError
 from tuneloop.trainers import _dcp, _export, _options, _traffic, lora
 from tuneloop.trainers._batch import Batch, Document, collate, plan
+from tuneloop.trainers._sleep import Bed, Moved
 from tuneloop.trainers.lora import Lora
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -376,6 +377,7 @@ class Trainer(Policy):
         super().__init__(model, ranks, **about)
         self.optimization, self.step = optimization, 0
         self._traffic: dict[str, float] = {}
+        self._bed: Bed | None = None
         self.trainable = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
         self.optimizer = torch.optim.AdamW(
             self.trainable.values(),
@@ -432,6 +434,7 @@ class Trainer(Policy):
         Returns:
             The norm of the whole gradient before clipping, and the learning rate.
         """
+        self._be_awake()
         self.step += 1
         rate = self.optimization.rate(self.step)
         for group in self.optimizer.param_groups:
@@ -443,6 +446,28 @@ class Trainer(Policy):
         self.optimizer.step()
         self.optimizer.zero_grad()
         return whole, rate
+
+    def sleep(self) -> Moved:
+        """Move parameters, gradients and the optimizer's state to the host's memory, for others to use the device."""
+        if self._bed is not None:
+            raise RuntimeError("the trainer sleeps already")
+        self._bed = Bed(self.model, self.optimizer, self.ranks.device)
+        return self._bed.take()
+
+    def wake(self) -> Moved:
+        """Undo `sleep`: every tensor is back on its own device, with the same bits."""
+        if self._bed is None:
+            raise RuntimeError("the trainer does not sleep")
+        moved, self._bed = self._bed.give(), None
+        return moved
+
+    def _logits(self, batch: Batch) -> Tensor:
+        self._be_awake()
+        return super()._logits(batch)
+
+    def _be_awake(self) -> None:
+        if self._bed is not None:
+            raise RuntimeError("the trainer sleeps: wake it first")
 
     def save(self, directory: Path) -> None:
         """Write what is trained, and its moments; `step` is the caller's to keep. Called by all ranks."""
