@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, overload
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from tuneloop import checkpoint
+from tuneloop import checkpoint, steps
 from tuneloop.artifacts import Artifact
 from tuneloop.component import Stage
+from tuneloop.corpus import Corpus
 from tuneloop.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 
 Split = Literal["preference", "preference_eval"]
 SPLITS: tuple[Split, ...] = ("preference", "preference_eval")
+PLANNED = 8192
+"""Documents whose micro-batches are planned together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +60,74 @@ def follow(prompt: list[int], completion: list[int]) -> Document:
     return Document(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 
 
-def mismatched(pairs: Sequence[Pair]) -> list[list[Document]]:
-    """Each prompt with the completions of the pair before it: samples of neither side, to estimate KL from (KTO)."""
-    return [
-        [follow(pair.prompt, other.chosen), follow(pair.prompt, other.rejected)]
-        for pair, other in zip(pairs, [*pairs[-1:], *pairs[:-1]])
-    ]
+class Pairs(Sequence[Pair]):
+    """Pairs by place; their tokens lie in temporary files (see `Corpus`).
+
+    Args:
+        pairs: read once.
+
+    Attributes:
+        ids: of the pairs.
+        documents: two of each, the chosen one first.
+    """
+
+    def __init__(self, pairs: Iterable[Pair]) -> None:
+        ids: list[str] = []
+
+        def documents() -> Iterator[tuple[str, Document]]:
+            for pair in pairs:
+                ids.append(pair.id)
+                yield from ((pair.id, document) for document in pair.documents())
+
+        self.documents = Corpus(documents())
+        self.ids = pa.array(ids, pa.string())
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, place: int) -> Pair: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Pair]: ...
+    def __getitem__(self, place: int | slice) -> Pair | list[Pair]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        i = range(len(self))[place]
+        chosen, rejected = self.documents[2 * i], self.documents[2 * i + 1]
+        start = chosen.targets.index(True)
+        prompt = list(chosen.ids[:start])
+        return Pair(self.ids[i].as_py(), prompt, list(chosen.ids[start:]), list(rejected.ids[start:]))
+
+    def digests(self) -> pa.StringArray:
+        """`Pair.digest` of each."""
+        return pa.array((pair.digest for pair in self), pa.string())
 
 
-def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> list[Pair]:
-    """The pairs of a split, tokenized as the policy has it; none where the split is not there.
+class Mismatched(Sequence["Document"]):
+    """Each prompt with the chosen, then the rejected completion of the pair before it: samples of neither side, to
+    estimate KL from (KTO)."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self._pairs = pairs
+
+    def __len__(self) -> int:
+        return 2 * len(self._pairs)
+
+    @overload
+    def __getitem__(self, place: int) -> Document: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Document]: ...
+    def __getitem__(self, place: int | slice) -> Document | list[Document]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        i, side = divmod(range(len(self))[place], 2)
+        other = self._pairs[i - 1]
+        return follow(self._pairs[i].prompt, other.rejected if side else other.chosen)
+
+
+def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> Pairs:
+    """The pairs of a split, tokenized as the policy has it, never all in memory at once; none where the split is not
+    there.
 
     Raises:
         UserError: there is no training split.
@@ -74,17 +137,26 @@ def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> list[Pair]:
     if f"{split}.parquet" not in prompts.manifest.files:
         if split == "preference":
             raise UserError("--prompts", prompts.url, "holds no preference.parquet; set data_prep's preference")
-        return []
+        return Pairs([])
     tokenizer = load_tokenizer(checkpoint.model_dir(policy))
-    return [
+    batches = pq.ParquetFile(prompts.path / f"{split}.parquet").iter_batches(1024)
+    return Pairs(
         Pair(
             row["id"],
             encode_prompt(tokenizer, row["prompt"], row["chat"]),
             encode_completion(tokenizer, row["chosen"]),
             encode_completion(tokenizer, row["rejected"]),
         )
-        for row in pq.read_table(prompts.path / f"{split}.parquet").to_pylist()
-    ]
+        for batch in batches
+        for row in batch.to_pylist()
+    )
+
+
+def check_fits(pairs: Iterable[Pairs], policy: Policy, max_length: int) -> None:
+    """As `steps.check_fits`, of all documents of `pairs`."""
+    extremes = [found for each in pairs for found in each.documents.extremes.items()]
+    for name, document in extremes:
+        steps.check_fits({name: [document]}, policy, max_length)
 
 
 def plan(policy: Policy, pairs: Sequence[Pair], limit: int) -> list[list[int]]:
@@ -105,17 +177,21 @@ def sums(policy: Policy, documents: Sequence[Document]) -> Tensor:
     return torch.zeros(len(documents), device=values.device).index_add(0, owner, values)
 
 
-def score(stage: Stage | None, policy: Policy, documents: Sequence[Document], limit: int) -> list[float]:
+def score(stage: Stage | None, policy: Policy, documents: Sequence[Document], limit: int) -> array[float]:
     """`sums` of any number of documents, at most `limit` at once, on every rank.
 
     Args:
         stage: left on SIGTERM; None: in an optimizer step, which ends first, so that a resume point can follow.
     """
-    found: dict[int, list[float]] = {}
-    with policy.frozen():
-        for micro in policy.plan(documents, limit):
-            if stage is not None:
-                checkpoint.check_stop(stage, policy)
-            found |= {i: [v] for i, v in zip(micro, sums(policy, [documents[i] for i in micro]).tolist())}
-    merged = policy.ranks.merge(found)
-    return [merged[i][0] for i in range(len(documents))]
+    scores = array("d")
+    for start in range(0, len(documents), PLANNED):
+        part = documents[start : start + PLANNED]
+        found: dict[int, list[float]] = {}
+        with policy.frozen():
+            for micro in policy.plan(part, limit):
+                if stage is not None:
+                    checkpoint.check_stop(stage, policy)
+                found |= {i: [v] for i, v in zip(micro, sums(policy, [part[i] for i in micro]).tolist())}
+        merged = policy.ranks.merge(found)
+        scores.extend(merged[i][0] for i in range(len(part)))
+    return scores

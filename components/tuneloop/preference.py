@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import Field
 
@@ -12,15 +14,15 @@ from tuneloop import checkpoint, plugins, steps
 from tuneloop.artifacts import Artifact
 from tuneloop.component import Input, Results, Stage, component
 from tuneloop.errors import UserError
-from tuneloop.pairs import Pair, Split, mismatched, plan, read_pairs, score, sums
+from tuneloop.pairs import Mismatched, Pairs, Split, check_fits, plan, read_pairs, score, sums
 from tuneloop.publication import Weights, publish_checkpoint
 
 if TYPE_CHECKING:
     from tuneloop.algorithms._preference import Preference
     from tuneloop.trainers.fsdp import Trainer
 
-Reference = dict[str, dict[str, float]]
-"""Pair's id → ``chosen``, ``rejected``, and where KTO needs them ``chosen_kl``, ``rejected_kl``."""
+Reference = Mapping[str, np.ndarray]
+"""``chosen``, ``rejected``, and where KTO needs them ``chosen_kl``, ``rejected_kl``: float64 ``[pairs]`` each."""
 
 
 @component(
@@ -92,7 +94,7 @@ def preference(
         held_out = read_pairs(prompts, policy, "preference_eval") or pairs
     with stage.timed("load"):
         trainer = steps.open_trainer(stage, Trainer, policy, ranks)
-        steps.check_fits({pair.id: pair.documents() for pair in (*pairs, *held_out)}, trainer, max_length)
+        check_fits([pairs, held_out], trainer, max_length)
     stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
     with stage.timed("evaluate"):
         before = accuracy(stage, trainer, held_out, 2 * per_device_train_batch_size)
@@ -107,27 +109,28 @@ def preference(
     return {"loss": loss, "accuracy": after, "version": version}
 
 
-def read_reference(logprobs: Artifact, pairs: Sequence[Pair], split: Split, needs_kl: bool) -> Reference:
-    """What the reference says of `pairs`.
+def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: bool) -> Reference:
+    """What the reference says of `pairs`, in their order.
 
     Raises:
         UserError: it saw other pairs or other tokens, or not what KTO needs.
     """
     if f"{split}.parquet" not in logprobs.manifest.files:
         raise UserError("--logprobs", logprobs.url, f"holds no {split}.parquet; give it what reference_logprobs made")
-    rows = {row["id"]: row for row in pq.read_table(logprobs.path / f"{split}.parquet").to_pylist()}
-    for pair in pairs:
-        if rows.get(pair.id, {}).get("tokens") != pair.digest:
-            remedy = f"{logprobs.url} has other tokens for it; run reference_logprobs on these very pairs and tokenizer"
-            raise UserError("--logprobs", pair.id, remedy)
-    if needs_kl and "chosen_kl" not in rows[pairs[0].id]:
+    table = pq.read_table(logprobs.path / f"{split}.parquet").combine_chunks()
+    found = table.take(pc.index_in(pairs.ids, table["id"]))
+    same = pc.fill_null(pc.equal(found["tokens"].combine_chunks(), pairs.digests()), False)
+    if (other := same.index(False).as_py()) >= 0:
+        remedy = f"{logprobs.url} has other tokens for it; run reference_logprobs on these very pairs and tokenizer"
+        raise UserError("--logprobs", pairs[other].id, remedy)
+    if needs_kl and "chosen_kl" not in found.column_names:
         raise UserError("--logprobs", logprobs.url, "lacks what kto needs; set reference_logprobs' mismatched_pairs")
-    return rows
+    return {name: found[name].to_numpy() for name in found.column_names if name not in ("id", "tokens")}
 
 
-def accuracy(stage: Stage, trainer: Trainer, pairs: Sequence[Pair], limit: int) -> float:
+def accuracy(stage: Stage, trainer: Trainer, pairs: Pairs, limit: int) -> float:
     """The share of pairs whose chosen completion is likelier than the rejected one."""
-    found = score(stage, trainer, [document for pair in pairs for document in pair.documents()], limit)
+    found = score(stage, trainer, pairs.documents, limit)
     return sum(chosen > rejected for chosen, rejected in zip(found[0::2], found[1::2])) / len(pairs)
 
 
@@ -139,13 +142,13 @@ class Learner:
         stage: Stage,
         trainer: Trainer,
         objective: Preference,
-        pairs: Sequence[Pair],
+        pairs: Pairs,
         reference: Reference,
         limit: int,
     ) -> None:
         self.stage, self.trainer, self.objective = stage, trainer, objective
         self.pairs, self.reference, self.limit = pairs, reference, limit
-        self.others = mismatched(pairs) if objective.needs_kl else []
+        self.others = Mismatched(pairs) if objective.needs_kl else []
 
     def step(self, chosen: list[int]) -> tuple[dict[str, float], int]:
         """One optimizer step; see `steps.Step`."""
@@ -161,7 +164,7 @@ class Learner:
             pairs = [picked[i] for i in micro]
             documents = [document for pair in pairs for document in pair.documents()]
             found = sums(self.trainer, documents)
-            known = [self.reference[pair.id][side] for pair in pairs for side in ("chosen", "rejected")]
+            known = [self.reference[side][chosen[i]] for i in micro for side in ("chosen", "rejected")]
             judged = Judged(
                 found - found.new_tensor(known),
                 torch.tensor([d.target_count for d in documents], dtype=torch.int64, device=found.device),
@@ -182,9 +185,9 @@ class Learner:
         """The mean log-ratio over mismatched completions of this step, at least 0, without gradient."""
         if not self.others:
             return 0.0
-        documents = [document for i in chosen for document in self.others[i]]
+        documents = [self.others[place] for i in chosen for place in (2 * i, 2 * i + 1)]
         found = score(None, self.trainer, documents, 2 * self.limit)
-        known = [self.reference[self.pairs[i].id][side] for i in chosen for side in ("chosen_kl", "rejected_kl")]
+        known = [self.reference[side][i] for i in chosen for side in ("chosen_kl", "rejected_kl")]
         return max(0.0, sum(a - b for a, b in zip(found, known)) / len(known))
 
 

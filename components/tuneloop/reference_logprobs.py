@@ -10,7 +10,7 @@ from pydantic import Field
 
 from tuneloop import checkpoint, steps
 from tuneloop.component import Input, Results, Stage, component
-from tuneloop.pairs import SPLITS, mismatched, read_pairs, score
+from tuneloop.pairs import SPLITS, Mismatched, check_fits, read_pairs, score
 
 
 @component("logprobs", image="trainer", accelerator=True, results={"pairs": int})
@@ -46,15 +46,12 @@ def reference_logprobs(
         pairs = read_pairs(prompts, policy, split)
         if not pairs:
             continue
-        steps.check_fits({pair.id: pair.documents() for pair in pairs}, model, max_length)
-        whole = [document for pair in pairs for document in pair.documents()]
-        columns = {"id": [pair.id for pair in pairs], "tokens": [pair.digest for pair in pairs]}
+        check_fits([pairs], model, max_length)
         with stage.timed("score"):
-            found = score(stage, model, whole, per_device_eval_batch_size)
-            rows = {**columns, "chosen": found[0::2], "rejected": found[1::2]}
+            found = score(stage, model, pairs.documents, per_device_eval_batch_size)
+            rows = {"id": pairs.ids, "tokens": pairs.digests(), "chosen": found[0::2], "rejected": found[1::2]}
             if mismatched_pairs:
-                others = [document for both in mismatched(pairs) for document in both]
-                found = score(stage, model, others, per_device_eval_batch_size)
+                found = score(stage, model, Mismatched(pairs), per_device_eval_batch_size)
                 rows |= {"chosen_kl": found[0::2], "rejected_kl": found[1::2]}
         counts[split] = len(pairs)
         if stage.leader:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from tuneloop import checkpoint, steps
 from tuneloop.component import Input, Results, Stage, component
-from tuneloop.pairs import Pair, plan, read_pairs
+from tuneloop.pairs import Pair, check_fits, plan, read_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +67,7 @@ def reward_model(
         held_out = read_pairs(prompts, policy, "preference_eval") or pairs
     with stage.timed("load"):
         trainer = steps.open_trainer(stage, ScoreTrainer, policy, ranks)
-        steps.check_fits({pair.id: pair.documents() for pair in (*pairs, *held_out)}, trainer, max_length)
+        check_fits([pairs, held_out], trainer, max_length)
 
     def step(chosen: list[int]) -> tuple[dict[str, float], int]:
         picked = [pairs[i] for i in chosen]

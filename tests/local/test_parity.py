@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.making import tiny_model
 from tuneloop.algorithms._objective import Completions, Tokens
 from tuneloop.algorithms._preference import Judged
-from tuneloop.pairs import Pair, mismatched, sums
+from tuneloop.pairs import Mismatched, Pair, sums
 from tuneloop.reward_model import bradley_terry
 from tuneloop.trainers._batch import Document
 from tuneloop.trainers.fsdp import Policy, Ranks
@@ -255,7 +255,7 @@ def sides(documents: list[Document]) -> list[Document]:
 def test_preferences_equal_trl(case, pairs, tmp_path, name, options, theirs):
     algorithm = importlib.import_module(f"tuneloop.algorithms.{name}").Algorithm(**options)
     documents = [document for pair in pairs for document in pair.documents()]
-    others = [document for both in mismatched(pairs) for document in both]
+    others = [*Mismatched(pairs)]
     lengths = torch.tensor([document.target_count for document in documents])
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 import pytest
 
 from tuneloop.corpus import Corpus
+from tuneloop.pairs import Mismatched, Pair, Pairs, follow
 from tuneloop.trainers._batch import Document
 
 
@@ -34,6 +35,35 @@ def test_memory_does_not_grow_with_the_tokens() -> None:
     try:
         found = Corpus(made(400, 1000))
         assert found.tokens > 400_000
+        assert tracemalloc.get_traced_memory()[1] < 500_000
+    finally:
+        tracemalloc.stop()
+
+
+def pairs(count: int, length: int) -> Iterator[Pair]:
+    for i in range(count):
+        tokens = [(i * 31 + t) % 100_003 for t in range(length)]
+        yield Pair(f"p{i}", tokens[: 2 + i % 3], [*tokens, 1], [*tokens[::-1], 2])
+
+
+def test_pairs_come_back_as_they_went_in() -> None:
+    wanted = [*pairs(20, 5)]
+    found = Pairs(iter(wanted))
+    assert [*found] == wanted and found[-3:] == wanted[-3:]
+    assert found.digests().to_pylist() == [pair.digest for pair in wanted]
+    assert [*found.documents] == [document for pair in wanted for document in pair.documents()]
+    others = Mismatched(found)
+    assert len(others) == 40
+    assert others[0] == follow(wanted[0].prompt, wanted[-1].chosen)
+    assert others[3:5] == [follow(wanted[1].prompt, wanted[0].rejected), follow(wanted[2].prompt, wanted[1].chosen)]
+
+
+def test_memory_does_not_grow_with_the_tokens_of_pairs() -> None:
+    tracemalloc.start()
+    try:
+        found = Pairs(pairs(200, 1000))
+        assert found.documents.tokens > 400_000
+        assert len(found.digests()) == 200
         assert tracemalloc.get_traced_memory()[1] < 500_000
     finally:
         tracemalloc.stop()
