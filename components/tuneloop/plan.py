@@ -402,11 +402,13 @@ def _count(
     if not tasks:
         counts[name] += times
         return
-    if any(task.get("template") == name for task in tasks):
-        times *= _parameter(workflow, "iterations")
+    again = next((task for task in tasks if task.get("template") == name), {})
+    rounds = _parameter(workflow, "iterations") if again else 1
     for task in tasks:
         if task["template"] not in (*above, name):
-            _count(workflow, templates, task["template"], times * _fan_out(task), (*above, name), counts)
+            ahead = "when" in again and task.get("when") == again["when"]  # of the next round: the last has none
+            often = times * (rounds - ahead) * _fan_out(task)
+            _count(workflow, templates, task["template"], often, (*above, name), counts)
 
 
 def _parameter(workflow: Mapping[str, Any], name: str) -> int:

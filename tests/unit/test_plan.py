@@ -184,3 +184,10 @@ def test_gradient_checkpointing_is_counted() -> None:
     for checkpointing, kept in (("false", 10 * 34), ("true", 10 * 2 + 34)):
         stage = plan.read_stage(leaf("sft", "sft", *flags, "--gradient-checkpointing", checkpointing))
         assert plan.memory(stage, model, None)[1][1] == 4 * 32 * kept * 8
+
+
+def test_the_overlapped_loop_samples_as_many_batches_as_it_trains_on() -> None:
+    pipeline = find("grpo")
+    sets = ["loop.asynchronous=true", "engine.name=transformers", "loop.iterations=7", "loop.per_workflow=3"]
+    pods = plan.count_pods(pipeline.build(pipeline.configure(None, sets)))
+    assert (pods["rollout"], pods["reward"], pods["policy-update"]) == (7, 7, 7)

@@ -26,19 +26,40 @@ def plan(
     pipeline: PIPELINE,
     config: CONFIG = None,
     sets: SETS = None,
-    measured: Annotated[str | None, typer.Option(metavar="RUN", help="Take the seconds of its stages.")] = None,
+    measured: Annotated[
+        list[str] | None, typer.Option(metavar="RUN", help="Take the seconds of its stages. With --share: repeatable.")
+    ] = None,
     store: Annotated[str, typer.Option(help="Where that run lies.")] = "runs",
+    share: Annotated[
+        bool, typer.Option("--share", help="Compare ways to share devices, by what recorded runs took.")
+    ] = False,
+    swap: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="With --share: what it costs to give a turn to another run.")
+    ] = 0.0,
+    chosen: Annotated[
+        str | None,
+        typer.Option("--plan", metavar="NAME", help="With --share: end with exit code 2 if this plan loses time."),
+    ] = None,
 ) -> None:
     """Show what a run will do and need. Graph, pods, accelerators, steps, tokens; memory with the arithmetic."""
     from rich.console import Console
 
     from tuneloop.config import find
+    from tuneloop.errors import UserError
     from tuneloop.plan import draw
     from tuneloop.runs import Run
 
     found = find(pipeline)
-    built = found.build(found.configure(config, sets or ()))
-    seconds = Run.open(measured, store).seconds_an_iteration() if measured else None
+    configured = found.configure(config, sets or ())
+    built, runs = found.build(configured), measured or []
+    if share:
+        from tuneloop.cli.share import plan_shared
+
+        plan_shared(found.name, configured, built, measured=runs, store=store, swap=swap, asked=chosen)
+        return
+    if chosen or swap or len(runs) > 1:
+        raise UserError("--share", False, "--plan, --swap and several of --measured go with it")
+    seconds = Run.open(runs[0], store).seconds_an_iteration() if runs else None
     width = None if sys.stdout.isatty() else 200
     Console(highlight=False, soft_wrap=True, width=width).print(draw(found.name, built, seconds))
 

@@ -1,0 +1,138 @@
+"""`tuneloop plan --share`: what recorded runs would take if they shared their devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tuneloop.argo.settings import Share
+from tuneloop.errors import UserError
+from tuneloop.phases import recorded, role
+from tuneloop.plan import read_stage
+from tuneloop.runs import Run, records
+from tuneloop.sharing.plans import GROUP, PLANS, ROLES, SERIAL, SHARED, Plan, compare, recommended, refuse
+from tuneloop.sharing.simulate import Rules, Task
+from tuneloop.sharing.turns import pause
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ASSUMED = """\
+simulated: stages take what they took, one after another by the turns' own rules; what stages that run at the same
+time cost one another (cores, memory, network) is not in it. asynchronous: rollouts are one version old."""
+
+
+def plan_shared(
+    name: str,
+    config: Any,
+    workflow: Mapping[str, Any],
+    *,
+    measured: Sequence[str],
+    store: str,
+    swap: float,
+    asked: str | None,
+) -> None:
+    """Print what each plan comes to, and which is recommended.
+
+    Args:
+        name: of the pipeline.
+        config, workflow: its configuration, and what was rendered from it.
+        measured: recorded runs; none: the newest of the pipeline.
+        store: where they lie.
+        swap: seconds that a turn's device loses when it goes to another run.
+        asked: a plan that must not lose time; default: the one that the configuration says.
+
+    Raises:
+        UserError: that plan does, or the runs can not be planned with.
+    """
+    from rich.console import Console
+
+    given = getattr(getattr(config, "cluster", None), "share", None)
+    share = given or Share(group="planned")
+    asked = asked or (f"shared-{given.policy}" if given else None)
+    if asked and asked not in PLANS:
+        raise UserError("--plan", asked, f"use one of {', '.join(PLANS)}")
+    runs = [_open(each, store) for each in measured] or [_newest(name, store)]
+    rules, devices = Rules(GROUP, swap=swap, handover=pause(share.patience) / 2), accelerators(workflow, share)
+    plans = compare(workloads(runs, share.runs_per_claim), devices, share.roles == "together", rules)
+    console = Console(highlight=False, soft_wrap=True, width=200)
+    console.print(table(plans))
+    console.print("\n".join((*map(_source, runs), _turns(rules, share), ASSUMED, _advice(plans))))
+    if asked:
+        refuse(plans, asked, rules)
+
+
+def table(plans: Mapping[str, Plan]) -> Table:
+    """A row for each plan."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made.add_column("plan", no_wrap=True)
+    for heading in ("runs", "accelerators", "s/step", "p95", *(f"{each} idle" for each in ROLES), "total s"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    made.add_column("steps/h/accelerator", justify="right", no_wrap=True)
+    made.add_column("against alone", justify="right", no_wrap=True)
+    alone = next(iter(plans.values())).throughput
+    for name, plan in plans.items():
+        steps = (f"{plan.mean:.2f}", f"{plan.p95:.2f}", *(f"{plan.idle(each):.0%}" for each in ROLES))
+        rate = (f"{plan.throughput * 3600:.1f}", f"{plan.throughput / alone:.2f}")
+        made.add_row(name, str(plan.runs), str(plan.accelerators), *steps, f"{plan.total:.1f}", *rate)
+    return made
+
+
+def workloads(runs: Sequence[Run], copies: int) -> dict[str, list[Task]]:
+    """Name → tasks of what shares: the runs, or `copies` of the only one."""
+    if len(runs) > 1:
+        return {run.name: recorded(run) for run in runs}
+    tasks = recorded(runs[0])
+    return {f"{runs[0].name} {number}": tasks for number in range(1, max(2, copies) + 1)}
+
+
+def accelerators(workflow: Mapping[str, Any], share: Share) -> dict[str, int]:
+    """Role → accelerators that its stages hold; 1 where they run on CPU, which counts as one."""
+    held = dict.fromkeys(ROLES, share.count)
+    for template in workflow["spec"]["templates"]:
+        stage = read_stage(template)
+        if of := role("rollout" if stage.stage == "serve" else stage.stage or ""):
+            held[of] = max(held[of], stage.accelerators * stage.nodes)
+    return held
+
+
+def _open(run: str, store: str) -> Run:
+    """The run of a name, or of a URL that ends in one."""
+    above, _, name = run.rstrip("/").rpartition("/")
+    return Run.open(name, above or store)
+
+
+def _newest(pipeline: str, store: str) -> Run:
+    of_it = [record.run for record in records(store) if record.pipeline == pipeline]
+    if not of_it:
+        raise UserError(
+            "--measured", None, f"no run of {pipeline} is recorded below {store}: name one, or run it first"
+        )
+    return Run.open(of_it[-1], store)
+
+
+def _source(run: Run) -> str:
+    """Where the seconds come from."""
+    stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in run.seconds_an_iteration().items())
+    held = "a pod's start to its end" if run.state else "a stage's start to its commit (its pod took longer)"
+    return f"seconds of {run.name}: {run.iteration} iterations, {held} ({stages} worked, median); waits between: median"
+
+
+def _turns(rules: Rules, share: Share) -> str:
+    """What a turn costs, and how that is known."""
+    return (
+        f"a turn that goes to another run costs {rules.swap:g} s (--swap), and {rules.handover:g} s until who waited"
+        f" sees it: half of every {pause(share.patience):g} s, as patience {share.patience:g} s has it"
+    )
+
+
+def _advice(plans: Mapping[str, Plan]) -> str:
+    """The plan that is recommended, and what sharing gains."""
+    best = recommended(plans)
+    shared = min((plans[name] for name in SHARED), key=lambda plan: plan.total)
+    gain = plans[SERIAL].total / shared.total - 1
+    word = f"{gain:.0%} more in the same time" if gain > 0 else f"{-gain:.0%} less: it loses time"
+    return f"recommended: {best}, for most steps an hour and accelerator; by turns {shared.runs} runs do {word}"

@@ -1,0 +1,161 @@
+"""The ways in which runs can use devices, compared: alone, overlapped, one after the other, by turns.
+
+What each run takes is given as its `Task`s, iteration by iteration; a plan says what waits for what. A plan by turns
+loses time if its runs would sooner be done one after the other; the overlapped loop, if the plain one is quicker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from tuneloop.errors import UserError
+from tuneloop.sharing.simulate import LAST, Rules, Schedule, Task, percentile, simulate
+from tuneloop.sharing.turns import POLICIES
+
+ALONE, OVERLAPPED, SERIAL = "alone", "asynchronous", "one-after-another"
+SHARED = tuple(f"shared-{policy}" for policy in POLICIES)
+PLANS = (ALONE, OVERLAPPED, SERIAL, *SHARED)
+ROLES = ("trainer", "sampler")
+GROUP = dict.fromkeys(ROLES, "group")
+"""Role → turn: all devices of a group are one run's at a time."""
+NOTABLE = 0.02
+"""The gain for which another plan is recommended: less is what a simulation is wrong by."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a plan comes to.
+
+    Attributes:
+        iterations: of all its runs.
+        accelerators: that it holds, all the time.
+        together: trainer and sampler are the same devices.
+        schedules: carried out one after the other.
+    """
+
+    name: str
+    runs: int
+    iterations: int
+    accelerators: int
+    together: bool
+    schedules: tuple[Schedule, ...]
+
+    @property
+    def total(self) -> float:
+        """Seconds until the last run has ended."""
+        return sum(schedule.total for schedule in self.schedules)
+
+    @property
+    def steps(self) -> list[float]:
+        """Seconds from the end of one iteration to that of the next, run after run."""
+        return [step for schedule in self.schedules for step in schedule.steps]
+
+    @property
+    def mean(self) -> float:
+        """Of `steps`, seconds."""
+        return statistics.fmean(self.steps)
+
+    @property
+    def p95(self) -> float:
+        """Of `steps`, seconds; nearest rank."""
+        return percentile(self.steps, 0.95)
+
+    @property
+    def throughput(self) -> float:
+        """Iterations a second and accelerator."""
+        return self.iterations / self.total / self.accelerators
+
+    def idle(self, role: str) -> float:
+        """The share of the total in which the devices of `role` did not work."""
+        worked = (schedule.busy(each) for each in (ROLES if self.together else (role,)) for schedule in self.schedules)
+        return 1 - sum(worked) / self.total
+
+
+def in_turn(tasks: Sequence[Task]) -> list[Task]:
+    """The loop as it is by default: every task after the one before."""
+    return [dataclasses.replace(task, after=(index - 1,) if index else ()) for index, task in enumerate(tasks)]
+
+
+def overlapped(tasks: Sequence[Task]) -> list[Task]:
+    """The loop with `loop.asynchronous`: batch k+1 beside the update on batch k, then both are waited for."""
+    ordered: list[Task] = []
+
+    def chain(some: Sequence[Task], after: tuple[int, ...]) -> tuple[int, ...]:
+        for task in some:
+            ordered.append(dataclasses.replace(task, after=after))
+            after = (len(ordered) - 1,)
+        return after
+
+    parts = [_split(list(of_one)) for _, of_one in groupby(tasks, key=lambda task: task.iteration)]
+    over = chain(parts[0][0], ())
+    for (_, update, check), (ahead, *_) in zip(parts, [*parts[1:], ([], [], [])]):
+        both = chain(update, over), chain(ahead, over) if ahead else ()
+        over = chain(check, both[0] + both[1])
+    return ordered
+
+
+def _split(tasks: list[Task]) -> tuple[list[Task], list[Task], list[Task]]:
+    """The tasks of an iteration: those that make its batch, the update, those after it."""
+    at = next(index for index, task in enumerate(tasks) if task.stage == LAST)
+    return tasks[:at], [tasks[at]], tasks[at + 1 :]
+
+
+def compare(
+    runs: Mapping[str, Sequence[Task]], accelerators: Mapping[str, int], together: bool, rules: Rules
+) -> dict[str, Plan]:
+    """Every plan, by name; `alone` and `asynchronous` are of the first run.
+
+    Args:
+        runs: name → its tasks in the order of the loop, at least two iterations.
+        accelerators: role → how many devices it has.
+        together: whether one set of devices serves both roles, wherever the two do not work at once.
+        rules: of the plans by turns, but for the policy.
+    """
+    serial = {name: in_turn(tasks) for name, tasks in runs.items()}
+    everyone, one, both = list(runs), list(runs)[:1], sum(accelerators.values())
+    count = max(accelerators.values()) if together else both
+
+    def plan(name: str, of: Sequence[str], *schedules: Schedule) -> Plan:
+        iterations = sum(len({task.iteration for task in runs[run]}) for run in of)
+        apart = name == OVERLAPPED or not together
+        return Plan(name, len(of), iterations, both if apart else count, not apart, schedules)
+
+    return {
+        ALONE: plan(ALONE, one, simulate({run: serial[run] for run in one})),
+        OVERLAPPED: plan(OVERLAPPED, one, simulate({run: overlapped(runs[run]) for run in one})),
+        SERIAL: plan(SERIAL, everyone, *(simulate({run: serial[run]}) for run in everyone)),
+        **{
+            name: plan(name, everyone, simulate(serial, dataclasses.replace(rules, policy=policy)))
+            for name, policy in zip(SHARED, POLICIES)
+        },
+    }
+
+
+def recommended(plans: Mapping[str, Plan]) -> str:
+    """The plan that makes most iterations a second with an accelerator; of almost equal ones, the simplest."""
+    best = max(plan.throughput for plan in plans.values())
+    return next(name for name in PLANS if plans[name].throughput * (1 + NOTABLE) >= best)
+
+
+def refuse(plans: Mapping[str, Plan], name: str, rules: Rules) -> None:
+    """Raise if the plan `name` loses time: only plans by turns can.
+
+    Raises:
+        UserError: it does, and why.
+    """
+    asked, other = plans[name], plans[SERIAL]
+    if name not in SHARED or asked.total <= other.total:
+        return
+    spans = [span for schedule in asked.schedules for span in schedule.spans if span.task.device]
+    turns = statistics.median(span.task.seconds for span in spans)
+    raise UserError(
+        "--plan",
+        name,
+        f"loses time: {asked.total:.1f} s, and {other.total:.1f} s one after another. Half of the turns last less than"
+        f" {turns:.1f} s; giving one to another run costs {rules.swap:g} s to swap and {rules.handover:g} s to notice:"
+        f" use {SERIAL}, or longer stages",
+    )

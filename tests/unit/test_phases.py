@@ -1,0 +1,110 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_cli import Call, call, refused  # noqa: F401 - `call` is a fixture
+from tuneloop import runs
+from tuneloop.argo.state import Journal, Node, Workflow
+from tuneloop.artifacts import Draft
+from tuneloop.errors import UserError
+from tuneloop.phases import recorded, role
+from tuneloop.runs import Record, Run
+
+STAGES = (("rollout", 3.0), ("reward", 1.0), ("policy-update", 2.0))
+
+
+def made(store: Path, name: str, iterations: int = 3, gap: float = 0.5, pause: float = 0.0) -> Run:
+    """A run by its manifests: iterations of 3, 1 and 2 s, `gap` before each stage, a `pause` before the last one."""
+    clock = 1000.0
+    for iteration in range(1, iterations + 1):
+        for stage, seconds in STAGES:
+            clock += gap + (pause if (iteration, stage) == (iterations, "rollout") else 0)
+            draft = Draft(f"{store}/{name}/iterations/{iteration}/{stage}", attempt="data-test")
+            about = {"timings": {"total": seconds}, "provenance": {"started": clock}}
+            draft.commit(stage=stage.replace("-", "_"), **about)  # type: ignore[arg-type]
+            clock += seconds
+    return Run.open(name, str(store))
+
+
+def pods(run: Run, before: float, after: float) -> Iterator[Node]:
+    """The pods of a run, which are there for so long before and after their stages work."""
+    for number, entry in enumerate(run.entries):
+        span = {"started": entry.started - before, "finished": entry.finished + after}
+        yield Node(f"n{number}", entry.key, entry.stage, entry.stage, "Pod", "Succeeded", **span)  # type: ignore[arg-type]
+
+
+def test_a_run_is_read_from_its_manifests_alone(tmp_path: Path) -> None:
+    tasks = recorded(made(tmp_path, "far", 4, pause=3600))  # it was resumed: an hour in which nobody waited
+    assert [(t.stage, t.iteration, t.seconds, t.device, t.lead) for t in tasks[3:6]] == [
+        ("rollout", 2, 3.0, "sampler", 0.5),
+        ("reward", 2, 1.0, "", 0.5),
+        ("policy-update", 2, 2.0, "trainer", 0.5),
+    ]
+
+
+def test_a_pod_holds_its_device_from_start_to_end(tmp_path: Path) -> None:
+    run = made(tmp_path, "here")
+    journal = Journal(run.directory)
+    journal.write(Workflow("here"))
+    for node in pods(run, before=0.25, after=0.125):
+        journal.write(node)
+    journal.close()
+    tasks = recorded(run)
+    assert [(task.seconds, task.lead) for task in tasks[:3]] == [(3.375, 0.125), (1.375, 0.125), (2.375, 0.125)]
+
+
+def test_a_run_that_overlapped_is_read_as_it_ran(tmp_path: Path) -> None:
+    at = {"rollout": (0.0, 5.0), "reward": (5.5, 1.0), "policy-update": (7.0, 4.0)}  # each batch 7 s after the last one
+    for iteration in range(1, 4):
+        for stage, (start, seconds) in at.items():
+            draft = Draft(f"{tmp_path}/ahead/iterations/{iteration}/{stage}", attempt="data-test")
+            begun = 1000 + 7 * iteration + start
+            about = {"timings": {"total": seconds}, "provenance": {"started": begun}}
+            draft.commit(stage=stage.replace("-", "_"), **about)  # type: ignore[arg-type]
+    leads = {task.stage: task.lead for task in recorded(Run.open("ahead", str(tmp_path)))}
+    assert leads == {"rollout": 0.5, "reward": 0.5, "policy-update": 0.5}
+
+
+def test_what_can_not_be_planned_with_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has 1 whole iterations"):
+        recorded(made(tmp_path, "short", 1))
+    for config, says in (
+        ({"loop": {"iterations_per_pod": 2}}, "ran its stages in one pod"),
+        ({"cluster": {"share": {"group": "g"}}}, "waited for turns itself"),
+    ):
+        name = "grain" if "loop" in config else "shared"
+        made(tmp_path, name)
+        runs.create(Record(run=name, pipeline="grpo", path="", config=config, store=str(tmp_path)), "")
+        with pytest.raises(UserError, match=says):
+            recorded(Run.open(name, str(tmp_path)))
+
+
+def test_roles_are_those_of_the_stages() -> None:
+    stages = ("rollout", "evaluate", "policy_update", "reward", "argo", "somebody_elses")
+    assert [role(stage) for stage in stages] == ["sampler", "sampler", "trainer", "", "", ""]
+
+
+def test_the_plan_of_sharing(call: Call, tmp_path: Path) -> None:  # noqa: F811
+    made(tmp_path, "one", 5), made(tmp_path, "two", 4, gap=1.5)
+    words = ("plan", "grpo", "--share", "--set", "engine.name=transformers", "--store", str(tmp_path))
+    done = call(*words, "--measured", "one", "--measured", f"{tmp_path}/two")
+    assert done.code == 0, done.err
+    rows = {line.split()[0]: line.split() for line in done.out.splitlines() if line.startswith(" ") and line.strip()}
+    assert rows["alone"][1:] == ["1", "1", "7.50", "7.50", "33%", "33%", "37.5", "480.0", "1.00"]
+    assert rows["one-after-another"][1:3] == ["2", "1"] and rows["one-after-another"][7] == "79.5"
+    assert "recommended: shared-fifo" in done.out
+    assert "a stage's start to its commit" in done.out and "0.5 s until who waited sees it" in done.out
+    lost = call(*words, "--measured", "one", "--plan", "shared-lrs", "--swap", "10.8")
+    refused(lost, "loses time", "10.8 s to swap", "use one-after-another")
+    assert "shared-lrs" in lost.out, "the figures are shown all the same"
+    chosen = ("--set", "cluster.share.group=a", "--set", "cluster.share.policy=lrs")
+    refused(call(*words, "--measured", "one", "--swap", "10.8", *chosen), "'shared-lrs': loses time")
+
+
+def test_mistakes_in_planning_are_one_line(call: Call, tmp_path: Path) -> None:  # noqa: F811
+    here = ("--store", str(tmp_path))
+    refused(call("plan", "grpo", "--share", *here), "no run of grpo is recorded")
+    refused(call("plan", "grpo", "--share", "--plan", "both", *here), "use one of alone, asynchronous")
+    refused(call("plan", "grpo", "--share", "--measured", "nothing", *here), "not found below")
+    refused(call("plan", "grpo", "--swap", "3"), "--share", "--swap")
