@@ -1,4 +1,4 @@
-# docker buildx bake                       CPU images, tuneloop/{base,trainer,rollout}:dev
+# docker buildx bake                       CPU images, tuneloop/{base,trainer,rollout,gateway}:dev
 # ACCELERATOR=gpu REGISTRY=registry.example/tuneloop TAG=1.2 docker buildx bake --push
 variable "REGISTRY" { default = "tuneloop" }
 variable "TAG" { default = "dev" }
@@ -11,7 +11,7 @@ group "default" { targets = ["image"] }
 
 target "image" {
   name       = name
-  matrix     = { name = ["base", "trainer", "rollout"] }
+  matrix     = { name = ["base", "trainer", "rollout", "gateway"] }
   context    = "."
   dockerfile = "images/${name}/Dockerfile"
   tags       = ["${REGISTRY}/${name}:${TAG}"]

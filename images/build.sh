@@ -1,5 +1,5 @@
 #!/bin/sh
-# Build the images: images/build.sh [IMAGE…]        (base, trainer and rollout when none is named; ray, after trainer)
+# Build the images: images/build.sh [IMAGE…]        (base, trainer and rollout when none is named; gateway; ray, after trainer)
 #   TAG=dev  REGISTRY=tuneloop  ACCELERATOR=cpu|gpu
 #   BUILDER="docker build" | "buildah build --layers" | "…/rig image"   default: the first of docker, buildah that is installed
 set -eu

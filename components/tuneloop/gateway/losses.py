@@ -1,4 +1,4 @@
-"""The losses of `forward_backward`: sums over tokens, as https://tinker-docs.thinkingmachines.ai/losses defines them."""
+"""The losses of `forward_backward`: sums over tokens, as Tinker has them (tinker-docs.thinkingmachines.ai/losses)."""
 
 from __future__ import annotations
 

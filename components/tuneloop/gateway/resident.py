@@ -216,9 +216,7 @@ class Sampler:
         self.engine = Transformers()
         self._ready: Snapshot | None = None
 
-    def sample(
-        self, snapshot: Snapshot, requests: Sequence[Request], sampling: Sampling
-    ) -> list[list[Completion]]:
+    def sample(self, snapshot: Snapshot, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         """Completions of each request.
 
         Raises:
@@ -238,6 +236,11 @@ class Sampler:
         """Log-probability at temperature 1 of each id but the first."""
         self._change(snapshot)
         return self.engine.score(ids)
+
+    def drop(self) -> None:
+        """Give back what the model takes, until it is asked for again."""
+        self._ready = None
+        self.engine.close()
 
     def _change(self, snapshot: Snapshot) -> None:
         from tuneloop.trainers.fsdp import open_model

@@ -176,6 +176,11 @@ class JsonForwardBackward(Body):
         return wire.ForwardBackward(self.model_id, self.seq_id, data, given.loss_fn, config, self.forward_only)
 
 
+def read_forward_backward(body: bytes) -> wire.ForwardBackward:
+    """Decode what is no protobuf."""
+    return JsonForwardBackward.model_validate_json(body).read()
+
+
 @dataclass(frozen=True)
 class Losses:
     """Result of `forward_backward`: float32 ``[positions]`` of each datum, and sums."""
@@ -226,6 +231,7 @@ class Session:
         self.names: dict[str, str] = {}
         self.samplers: dict[str, Snapshot | None] = {}
         self._unnamed: list[str] = []
+        self._asleep: list[Resident] = []
         self._ranks = functools.cache(ranks)
         self._sampler = functools.cache(Sampler)
 
@@ -292,7 +298,7 @@ class Session:
                 raise UserError("path", asked.path, "is taken; choose another name")
             about = {"session": self.id, **({"ttl_seconds": asked.ttl_seconds} if asked.ttl_seconds else {})}
             self._model(asked.model_id).save(url, **about)
-            return {"path": path, "type": f"save_{kind}"}
+            return {"path": path, "type": "save_weights" + "_for_sampler" * (kind != "weights")}
 
         return self._submit(asked.model_id, asked.seq_id, asked, work)
 
@@ -385,6 +391,19 @@ class Session:
             for entry, result in zip(entries, results):
                 self.ledger.finish(entry, result)
 
+    def sleep(self) -> None:
+        """Leave the device: what is trained moves to the host's memory, what is sampled from is dropped."""
+        self._asleep = list(self.models.values())
+        for resident in self._asleep:
+            resident.trainer.sleep()
+        if self._sampler.cache_info().currsize:
+            self._sampler().drop()
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        while self._asleep:
+            self._asleep.pop().trainer.wake()
+
     def _submit(self, stream: str, number: int | None, asked: Any, work: Callable[[], Any]) -> str:
         return self.ledger.submit(stream, number, Entry(_fingerprint(asked), lambda _: [work()]))
 
@@ -393,7 +412,7 @@ class Session:
         first = wanted[0][0]
         snapshot, params = self._snapshot(first.sampling_session_id), first.sampling_params
         limit, stops = _limits(snapshot.base)
-        for asked, ids in wanted:
+        for _, ids in wanted:
             room = limit.context - len(ids)
             if room < 1 or not 0 <= min(ids) <= max(ids) < limit.vocabulary:
                 about = f"{len(ids)} tokens, {min(ids)} to {max(ids)}"

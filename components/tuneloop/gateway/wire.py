@@ -34,7 +34,7 @@ SampleResponse          1 SampledSequence* sequences, 2 bytes prompt_logprobs
 
 PROTOBUF = "application/x-protobuf"
 FLOAT32, INT64 = 1, 2
-DTYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
+DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,11 @@ def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str,
     message = _messages()["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
     record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
     tensor = record.fields["logprobs"]
-    tensor.data, tensor.offsets, tensor.dtype = b"".join(part.tobytes() for part in logprobs), offsets.tobytes(), FLOAT32
+    tensor.data, tensor.offsets, tensor.dtype = (
+        b"".join(part.tobytes() for part in logprobs),
+        offsets.tobytes(),
+        FLOAT32,
+    )
     return bytes(message.SerializeToString())
 
 

@@ -98,7 +98,9 @@ class Worker:
         """Protobuf, or the same as JSON."""
         body = await request.body()
         proto = request.headers.get("content-type", "").startswith(wire.PROTOBUF)
-        wanted = wire.read_forward_backward(body) if proto else asked.JsonForwardBackward.model_validate_json(body).read()
+        wanted = (
+            wire.read_forward_backward(body) if proto else asked.JsonForwardBackward.model_validate_json(body).read()
+        )
         return _json({"request_id": self.session.forward_backward(body, wanted), "model_id": wanted.model_id})
 
     async def create_sampling(self, request: Any) -> Any:
@@ -172,7 +174,11 @@ class Worker:
             yield None
             return
         with self.turns.acquire(stop=self.stopping) as held:
-            yield held
+            self.session.wake()
+            try:
+                yield held
+            finally:
+                self.session.sleep()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -209,9 +215,13 @@ def _serve(worker: Worker, options: argparse.Namespace) -> None:
     listener = socket.socket(fileno=options.fd) if options.fd is not None else _bind(options.host, options.port)
     server = uvicorn.Server(uvicorn.Config(worker.app(), log_level="warning", timeout_graceful_shutdown=2))
 
+    parent = os.getppid()
+
     def watch() -> None:
         while time.monotonic() - worker.heard < options.idle:
             time.sleep(min(1.0, options.idle / 4))
+            if options.fd is not None and os.getppid() != parent:
+                os._exit(0)  # a gateway that was killed leaves none of its children behind
         log.info("nobody asked for anything in %g s: ending", options.idle)
         server.should_exit = True
 

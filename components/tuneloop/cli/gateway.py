@@ -1,0 +1,75 @@
+"""``tuneloop gateway``: sessions that are driven through Tinker's primitives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tuneloop.cli.cluster import CONTEXT
+
+
+def gateway(
+    store: Annotated[str, typer.Option(metavar="URL", help="Where sessions keep artifacts, as workers reach it.")],
+    local: Annotated[bool, typer.Option("--local", help="Sessions are processes of this machine.")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one and says which.")] = 8080,
+    config: Annotated[Path | None, typer.Option(help="Quotas and the pods of sessions, in YAML.")] = None,
+    audience: Annotated[str, typer.Option(help="That tokens must be meant for; empty: any.")] = "tuneloop-gateway",
+    token_file: Annotated[Path, typer.Option(help="With --local: the token that callers send; made if absent.")] = Path(
+        ".tuneloop/gateway-token"
+    ),
+    device: Annotated[str, typer.Option(help="With --local: auto, cpu or cuda.")] = "auto",
+    context: CONTEXT = None,
+) -> None:
+    """Serve sessions: a resident policy each, driven by forward_backward, optim_step, sample, save_state, load_state.
+
+    On a cluster callers send a Kubernetes token, and may have sessions where they may create workflows. With --local
+    there is one token, in a file that only you can read. docs/sharing.md has the API.
+    """
+    import contextlib
+    import signal
+    import socket
+
+    from tuneloop.errors import UserError
+
+    try:
+        import uvicorn
+
+        from tuneloop.gateway.app import Gateway, build
+    except ImportError as error:
+        raise UserError("gateway", error.name, "is not installed: pip install 'tuneloop[gateway]'") from None
+    with contextlib.ExitStack() as stack, socket.socket() as listener:
+        if local:
+            from tuneloop.gateway.access import TokenFile
+            from tuneloop.gateway.processes import Processes
+            from tuneloop.gateway.sessions import read_settings
+            from tuneloop.store import normalize
+
+            access = TokenFile(token_file)
+            processes = Processes(token_file.parent / "gateway-logs", read_settings(config), device)
+            stack.callback(processes.close)
+            made = Gateway(processes, access, normalize(store), config)
+        else:
+            from tuneloop.argo.cluster import connect
+            from tuneloop.gateway.access import TokenReviews
+            from tuneloop.gateway.jobs import Jobs
+
+            api = connect(context=context).core.api_client
+            made = Gateway(Jobs(api, config), TokenReviews(api, audience), store, config)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(1024)
+        except OSError as error:
+            raise UserError("--port", f"{host}:{port}", f"{error.strerror}; choose another") from error
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        typer.echo(f"gateway: {url}", err=True)
+        if local:
+            typer.echo(f"export TINKER_BASE_URL={url} TINKER_API_KEY=$(cat {token_file.absolute()})", err=True)
+        # uvicorn shuts down on these and then raises them again, for whom it found in charge: us, who end the sessions.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        server = uvicorn.Server(uvicorn.Config(build(made), log_level="warning", timeout_graceful_shutdown=2))
+        server.run(sockets=[listener])

@@ -1,0 +1,152 @@
+"""Who calls, and where they may have sessions."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tuneloop.errors import UserError
+from tuneloop.gateway.sessions import Refused
+
+REMEMBERED = 30.0
+"""Seconds for which an answer of the API server holds; a token withdrawn meanwhile is still taken."""
+PREFIX = "tml-"
+"""Tinker's client library takes a key that begins like this, or a JWT."""
+LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Somebody whose token was taken.
+
+    Attributes:
+        namespace: of a service account; empty for others.
+    """
+
+    user: str
+    groups: tuple[str, ...] = ()
+    extra: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    namespace: str = ""
+
+
+class Access(Protocol):
+    """Authentication and authorisation."""
+
+    def caller(self, token: str) -> Caller | None:
+        """Whose token it is; None: nobody's."""
+
+    def allowed(self, caller: Caller, namespace: str) -> bool:
+        """Whether sessions of the namespace are the caller's to use."""
+
+
+class TokenReviews:
+    """Tokens and rights of Kubernetes: who may create workflows in a namespace may have sessions there.
+
+    Args:
+        api: a ``kubernetes.client.ApiClient``.
+        audience: that tokens must be meant for; empty: the API server's own.
+    """
+
+    def __init__(self, api: Any, audience: str) -> None:
+        from kubernetes import client
+
+        self.authentication, self.authorization = client.AuthenticationV1Api(api), client.AuthorizationV1Api(api)
+        self.audience = audience
+        self._known: dict[Any, tuple[float, Any]] = {}
+
+    def caller(self, token: str) -> Caller | None:
+        return self._remembered(hashlib.sha256(token.encode()).digest(), lambda: self._review(token))
+
+    def allowed(self, caller: Caller, namespace: str) -> bool:
+        return bool(self._remembered((caller, namespace), lambda: self._ask(caller, namespace)))
+
+    def _review(self, token: str) -> Caller | None:
+        spec = {"token": token, **({"audiences": [self.audience]} if self.audience else {})}
+        status = self.authentication.create_token_review({"spec": spec}).status
+        # An API server that knows no audiences leaves them out: then nothing says that the token was meant for us.
+        if not status.authenticated or (self.audience and self.audience not in (status.audiences or ())):
+            return None
+        user = status.user
+        account = user.username.removeprefix("system:serviceaccount:")
+        return Caller(
+            user.username,
+            tuple(user.groups or ()),
+            tuple((name, tuple(values)) for name, values in sorted((user.extra or {}).items())),
+            account.partition(":")[0] if account != user.username else "",
+        )
+
+    def _ask(self, caller: Caller, namespace: str) -> bool:
+        from kubernetes.client import ApiException
+
+        about = {"group": "argoproj.io", "resource": "workflows", "verb": "create", "namespace": namespace}
+        spec = {
+            "resourceAttributes": about,
+            "user": caller.user,
+            "groups": list(caller.groups),
+            "extra": {name: list(values) for name, values in caller.extra},
+        }
+        review = {"metadata": {"namespace": namespace}, "spec": spec}
+        try:
+            answer = self.authorization.create_namespaced_local_subject_access_review(namespace, review)
+        except ApiException as error:
+            if error.status in (403, 404):  # a namespace that the gateway was given no rights in
+                return False
+            raise
+        return bool(answer.status.allowed)
+
+    def _remembered(self, key: Any, ask: Callable[[], Any]) -> Any:
+        now = time.monotonic()
+        if (known := self._known.get(key)) and now - known[0] < REMEMBERED:
+            return known[1]
+        answer = ask()
+        self._known = {k: v for k, v in self._known.items() if now - v[0] < REMEMBERED} | {key: (now, answer)}
+        return answer
+
+
+class TokenFile:
+    """One token in a file that only its owner reads, for the namespace ``local``.
+
+    Raises:
+        UserError: the file can not be written, or others can read it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                    file.write(PREFIX + secrets.token_urlsafe(32) + "\n")
+            if path.stat().st_mode & 0o077:
+                raise UserError("--token-file", str(path), "others can read it: chmod 600, or choose another")
+            self.token = path.read_text().strip()
+        except OSError as error:
+            raise UserError("--token-file", str(path), f"can not be used ({error.strerror})") from error
+        if not self.token:
+            raise UserError("--token-file", str(path), "is empty; remove it, and another is made")
+
+    def caller(self, token: str) -> Caller | None:
+        known = hmac.compare_digest(token.encode(), self.token.encode())
+        return Caller(LOCAL, namespace=LOCAL) if known else None
+
+    def allowed(self, caller: Caller, namespace: str) -> bool:
+        return namespace == LOCAL
+
+
+def token_of(headers: Any) -> str:
+    """The bearer token of a request, or Tinker's key.
+
+    Raises:
+        Refused: 401.
+    """
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    token = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    if not token:
+        raise Refused(401, "no token: send Authorization: Bearer TOKEN, or X-API-Key: TOKEN")
+    return token

@@ -1,0 +1,330 @@
+"""The gateway's HTTP: sessions under ``/v1``, and Tinker's routes under ``/api/v1``, which go to the session's worker.
+
+=====================================  =================================================================================
+``POST /v1/sessions``                  `Wanted` → 201 and the session; with the same ``Idempotency-Key`` and body 200
+                                       and the same one again, with another body 409; 429 over quota
+``GET /v1/sessions?namespace=``        the namespace's sessions
+``GET /v1/sessions/{id}``              one
+``GET /v1/sessions/{id}/events``       server-sent events: the session, again whenever it changes, until it is over
+``DELETE /v1/sessions/{id}``           end it: 204, also where it has ended before
+``GET /healthz``                       200
+=====================================  =================================================================================
+
+Refusals are ``{"error": one line}``: 401 without a token that is taken, 403 where the caller may have no sessions, 404
+for what does not exist or is somebody else's, 410 for a session that is over, 503 while its worker is not there yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import ValidationError
+
+from tuneloop.component import from_validation
+from tuneloop.errors import Retryable, UserError
+from tuneloop.gateway import wire
+from tuneloop.gateway.access import Access, Caller, token_of
+from tuneloop.gateway.sessions import ALIVE, LABEL, Backend, Refused, Session, Wanted, read_settings
+from tuneloop.gateway.worker import HEADER, VERSION
+
+WAIT = 25.0
+"""Seconds that a request waits for a worker that is starting; then the client tries again."""
+PATIENCE = 90.0
+"""Seconds until a worker has answered: it answers a poll within 30, and takes what computes into its queue."""
+LOOK = 0.5
+"""Seconds between two looks at a session that is watched or waited for."""
+PROXIED = (
+    *("create_model", "load_weights", "forward_backward", "optim_step", "save_weights", "save_weights_for_sampler"),
+    *("asample", "create_sampling_session", "retrieve_future", "get_info", "session_heartbeat"),
+)
+ABOUT = ("session_id", "model_id", "sampling_session_id", "request_id")
+"""What a request may name its session by."""
+CLIENT_CONFIG = {
+    "pjwt_auth_enabled": False,
+    "proto_compress_fwdbwd": False,
+    "sample_use_retrieve_futures": False,
+    "custom_loss_server_side": False,
+    "sample_join_sampling_session": False,
+}
+"""What Tinker's client is to leave out: none of it is served."""
+
+
+class Gateway:
+    """Sessions of callers: who may have which, and where their requests go.
+
+    Args:
+        backend: where sessions live.
+        access: who may have them.
+        store: URL below which artifacts lie, as workers reach it.
+        config: the settings' file.
+    """
+
+    def __init__(self, backend: Backend, access: Access, store: str, config: Path | None = None) -> None:
+        read_settings(config)  # what is wrong with it is said at the start
+        self.backend, self.access, self.store, self.config = backend, access, store.rstrip("/"), config
+        self.http = httpx.AsyncClient(timeout=PATIENCE, limits=httpx.Limits(max_connections=None))
+        self._creating = threading.Lock()
+        self._found: dict[str, Session] = {}
+
+    def caller(self, headers: Any) -> Caller:
+        """Who sent a request.
+
+        Raises:
+            Refused: 401.
+        """
+        if (caller := self.access.caller(token_of(headers))) is None:
+            raise Refused(401, "the token is not valid here; get another one, meant for this gateway")
+        return caller
+
+    def create(self, caller: Caller, wanted: Wanted, key: str) -> tuple[Session, bool]:
+        """The session that this caller made under this key, and whether it is new.
+
+        Creations come one after the other, so that a quota holds: there is one gateway (its Deployment has one replica,
+        and replaces it by Recreate).
+
+        Raises:
+            Refused: 403, 409 or 429.
+        """
+        wanted = wanted.model_copy(update={"namespace": wanted.namespace or caller.namespace})
+        if not wanted.namespace:
+            raise Refused(422, "namespace: say which; your token belongs to none")
+        if not self.access.allowed(caller, wanted.namespace):
+            raise Refused(403, f"namespace {wanted.namespace!r}: you may not create workflows there")
+        name = wanted.name(caller.user, key)
+        with self._creating:
+            if standing := self.backend.get(wanted.namespace, name):
+                if standing.wanted != wanted:
+                    raise Refused(409, f"key {key!r} made {standing.id} from another body; use another key")
+                return standing, False
+            quota = read_settings(self.config).quota(wanted.namespace)
+            quota.check(wanted, self.backend.sessions(wanted.namespace))
+            store = quota.store or self.store
+            self.backend.create(name, wanted, caller.user, f"{store}/sessions/{wanted.namespace}/{name}")
+        made = self.backend.get(wanted.namespace, name)
+        if made is None:
+            raise Refused(503, f"{name} was ended while it was made; create it again")
+        return made, True
+
+    def listing(self, caller: Caller, namespace: str) -> list[Session]:
+        """The sessions of a namespace.
+
+        Raises:
+            Refused: 403.
+        """
+        namespace = namespace or caller.namespace
+        if not namespace or not self.access.allowed(caller, namespace):
+            raise Refused(403, f"namespace {namespace!r}: you may not create workflows there")
+        return self.backend.sessions(namespace)
+
+    def get(self, caller: Caller, id: str) -> Session:
+        """A session that is the caller's to use.
+
+        Raises:
+            Refused: 404, whether it is unknown or somebody else's.
+        """
+        if found := self.backend.get(*self._place(caller, id)):
+            return found
+        raise Refused(404, f"no session {id!r}")
+
+    def end(self, caller: Caller, id: str) -> None:
+        """End a session; nothing happens where it is gone already.
+
+        Raises:
+            Refused: 404: it is somebody else's.
+        """
+        place = self._place(caller, id)
+        self._found.pop(id, None)
+        self.backend.end(*place)
+
+    def _place(self, caller: Caller, id: str) -> tuple[str, str]:
+        """Namespace and name of a session, there or not, in a namespace that is the caller's to use."""
+        parts = re.fullmatch(rf"({LABEL})\.(session-[0-9a-f]+)", id)
+        if parts is None or not self.access.allowed(caller, parts[1]):
+            raise Refused(404, f"no session {id!r}")
+        return parts[1], parts[3]
+
+    async def reach(self, caller: Caller, id: str) -> Session:
+        """A session whose worker is there; waits for one that starts.
+
+        Raises:
+            Refused: 404; 410, it is over; 503, it has not started in time.
+        """
+        await asyncio.to_thread(self._place, caller, id)
+        if found := self._found.get(id):
+            return found
+        deadline = time.monotonic() + WAIT
+        while True:
+            session = await asyncio.to_thread(self.get, caller, id)
+            if session.phase not in ALIVE:
+                raise Refused(410, f"session {id} is over ({session.phase}): {session.reason}")
+            if session.phase == "running" and session.address:
+                self._found[id] = session
+                return session
+            if time.monotonic() > deadline:
+                raise Refused(503, f"session {id} is {session.phase}: {session.reason}; try again")
+            await asyncio.sleep(LOOK)
+
+    async def forward(self, caller: Caller, id: str, method: str, path: str, headers: Any, body: bytes) -> Any:
+        """What the worker of a session answers.
+
+        Raises:
+            Refused: as `reach`; 503, it does not answer.
+        """
+        session = await self.reach(caller, id)
+        kept = {name: headers[name] for name in ("content-type", "accept") if name in headers}
+        try:
+            return await self.http.request(
+                method, f"http://{session.address}{path}", content=body, headers={**kept, HEADER: session.key}
+            )
+        except httpx.HTTPError as error:
+            self._found.pop(id, None)  # the next attempt sees what has become of it
+            raise Refused(
+                503, f"session {id}: its worker does not answer ({type(error).__name__}); try again"
+            ) from error
+
+    async def watch(self, caller: Caller, id: str) -> AsyncIterator[bytes]:
+        """The session as server-sent events."""
+        before, quiet = None, 0.0
+        while True:
+            try:
+                now = (await asyncio.to_thread(self.get, caller, id)).public()
+            except Refused:
+                yield _event("gone", {"id": id})
+                return
+            if now != before:
+                before, quiet = now, 0.0
+                yield _event("session", now)
+            elif (quiet := quiet + LOOK) > 15:
+                quiet = 0.0
+                yield b": alive\n\n"
+            if now["phase"] not in ALIVE:
+                return
+            await asyncio.sleep(LOOK)
+
+
+def _known(request: Request) -> Caller:  # no coroutine: FastAPI runs it on a thread, for the API server may be slow
+    gateway: Gateway = request.app.state.gateway
+    return gateway.caller(request.headers)
+
+
+Known = Annotated[Caller, Depends(_known)]
+
+
+def build(gateway: Gateway) -> FastAPI:
+    """The application."""
+    app = FastAPI(title="tuneloop gateway", docs_url=None, redoc_url=None)
+    app.state.gateway = gateway
+
+    def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, ValidationError):
+            error = from_validation(error)
+        status = error.status if isinstance(error, Refused) else 422 if isinstance(error, UserError) else 503
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        return JSONResponse({"error": str(error)}, status, headers)
+
+    for kind in (Refused, UserError, Retryable, ValidationError):
+        app.add_exception_handler(kind, refuse)
+
+    @app.get("/healthz")
+    @app.get("/api/v1/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.post("/v1/sessions")
+    def create(request: Request, body: dict[str, Any], caller: Known) -> Response:
+        made, new = gateway.create(caller, Wanted.model_validate(body), _key(request))
+        return JSONResponse(made.public(), 201 if new else 200)
+
+    @app.get("/v1/sessions")
+    def listing(caller: Known, namespace: str = "") -> dict[str, Any]:
+        return {"sessions": [session.public() for session in gateway.listing(caller, namespace)]}
+
+    @app.get("/v1/sessions/{id}")
+    def get(id: str, caller: Known) -> dict[str, Any]:
+        return gateway.get(caller, id).public()
+
+    @app.get("/v1/sessions/{id}/events")
+    def events(id: str, caller: Known) -> Response:
+        gateway.get(caller, id)
+        return StreamingResponse(gateway.watch(caller, id), media_type="text/event-stream")
+
+    @app.delete("/v1/sessions/{id}")
+    def end(id: str, caller: Known) -> Response:
+        gateway.end(caller, id)
+        return Response(status_code=204)
+
+    @app.post("/api/v1/create_session")
+    def tinker_session(request: Request, body: dict[str, Any], caller: Known) -> dict[str, Any]:
+        asked = body.get("user_metadata") or {}
+        wanted = {name: asked[name] for name in ("accelerators", "turns") if name in asked}
+        about = {"namespace": body.get("project_id") or "", "display_name": body.get("display_name") or ""}
+        made, _ = gateway.create(caller, Wanted.model_validate({**about, **wanted}), _key(request))
+        return {"type": "create_session", "session_id": made.id}
+
+    @app.post("/api/v1/sessions/{id}/finish")
+    def finish(id: str, caller: Known) -> Response:
+        gateway.end(caller, id)
+        return Response(status_code=204)
+
+    @app.post("/api/v1/client/config")
+    @app.post("/api/v1/client/dynamic_config")
+    def client_config(caller: Known) -> dict[str, Any]:
+        return CLIENT_CONFIG
+
+    @app.get("/api/v1/get_server_capabilities")
+    def capabilities(caller: Known) -> dict[str, Any]:
+        return {"supported_models": []}  # a base model is a checkpoint's reference: there is no list
+
+    @app.post("/api/v1/telemetry")
+    def telemetry(caller: Known) -> dict[str, str]:
+        return {"status": "accepted"}  # and dropped
+
+    @app.get("/api/v1/samplers/{sampling}")
+    async def sampler(request: Request, sampling: str, caller: Known) -> Response:
+        return await passed(request, caller, sampling, b"")
+
+    async def proxied(request: Request, caller: Known) -> Response:
+        body = await request.body()
+        return await passed(request, caller, _named(request, body), body)
+
+    async def passed(request: Request, caller: Caller, named: str, body: bytes) -> Response:
+        id = named.partition(":")[0]
+        answer = await gateway.forward(caller, id, request.method, request.url.path, request.headers, body)
+        headers = {name: answer.headers[name] for name in (VERSION,) if name in answer.headers}
+        return Response(answer.content, answer.status_code, headers, answer.headers.get("content-type"))
+
+    for name in PROXIED:
+        app.post(f"/api/v1/{name}", name=name)(proxied)
+    return app
+
+
+def _key(request: Request) -> str:
+    """What the caller calls this creation; without one, every creation is another."""
+    headers = request.headers
+    return headers.get("idempotency-key") or headers.get("x-idempotency-key") or secrets.token_hex(16)
+
+
+def _named(request: Request, body: bytes) -> str:
+    """The session, model, sampling session or request that a body is about."""
+    if request.headers.get("content-type", "").startswith(wire.PROTOBUF):
+        return wire.model_of(body)
+    try:
+        told = json.loads(body)
+        return next(str(told[name]) for name in ABOUT if told.get(name))
+    except (ValueError, AttributeError, StopIteration):
+        raise Refused(422, f"the body names no session: one of {', '.join(ABOUT)}") from None
+
+
+def _event(name: str, data: Any) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()

@@ -1,0 +1,191 @@
+"""Sessions as Jobs of Kubernetes, which hold all that is known of them: no database, and nothing to lose with a pod.
+
+A session is one Job with one pod that is never started twice: what it held is gone with it. Annotations say what was
+asked for and by whom. The Job owns the pod, so that deleting it leaves nothing. The worker's key stands in the pod's
+environment: who may read Jobs of a namespace may use its sessions.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tuneloop.argo.settings import QUEUE_LABEL
+from tuneloop.argo.template import RESTRICTED, STORE
+from tuneloop.errors import Retryable
+from tuneloop.gateway.sessions import Phase, Refused, Session, Wanted, read_settings
+from tuneloop.gateway.worker import KEY
+
+LABEL = "tuneloop.dev/session"
+WANTED, CREATOR, ARTIFACTS = ("tuneloop.dev/" + name for name in ("session-wanted", "session-creator", "artifacts"))
+PORT = 8000
+GRACE = 10
+KEPT = 3600
+"""Seconds for which an ended session is still listed."""
+
+
+class Jobs:
+    """Sessions of a cluster.
+
+    Args:
+        api: a ``kubernetes.client.ApiClient``.
+        config: the settings' file, for the pods.
+    """
+
+    def __init__(self, api: Any, config: Path | None) -> None:
+        from kubernetes import client
+
+        self.batch, self.core, self.config = client.BatchV1Api(api), client.CoreV1Api(api), config
+
+    def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
+        from kubernetes.client import ApiException
+
+        try:
+            self.batch.create_namespaced_job(wanted.namespace, self._job(name, wanted, creator, artifacts))
+        except ApiException as error:
+            if error.status != 409:  # a twin of this gateway was faster
+                raise _refusal(error, wanted.namespace) from error
+
+    def get(self, namespace: str, name: str) -> Session | None:
+        found = [session for session in self._list(namespace, f"{LABEL}={name}") if session.name == name]
+        return found[0] if found else None
+
+    def sessions(self, namespace: str) -> list[Session]:
+        return self._list(namespace, LABEL)
+
+    def end(self, namespace: str, name: str) -> None:
+        from kubernetes.client import ApiException
+
+        if self.get(namespace, name) is None:  # it may delete Jobs, but not any that is no session
+            return
+        try:
+            self.batch.delete_namespaced_job(name, namespace, propagation_policy="Foreground")
+        except ApiException as error:
+            if error.status != 404:
+                raise _refusal(error, namespace) from error
+
+    def _list(self, namespace: str, selector: str) -> list[Session]:
+        from kubernetes.client import ApiException
+
+        try:
+            jobs = self.batch.list_namespaced_job(namespace, label_selector=selector, _request_timeout=30).items
+            pods = self.core.list_namespaced_pod(namespace, label_selector=selector, _request_timeout=30).items
+        except ApiException as error:
+            raise _refusal(error, namespace) from error
+        pod_of = {pod.metadata.labels[LABEL]: pod for pod in pods}
+        jobs = [job for job in jobs if job.metadata.deletion_timestamp is None]
+        sessions = [_session(job, pod_of.get(job.metadata.name)) for job in jobs]
+        return sorted(sessions, key=lambda session: (session.created, session.name))
+
+    def _job(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> dict[str, Any]:
+        pod = read_settings(self.config).worker
+        labels = {"app.kubernetes.io/part-of": "tuneloop", "app.kubernetes.io/component": "session", LABEL: name}
+        queue = {QUEUE_LABEL: pod.queue} if pod.queue and wanted.accelerators else {}
+        devices = {pod.accelerator: str(wanted.accelerators)} if wanted.accelerators else {}
+        command = ["python", "-m", "tuneloop.gateway.worker", "--session", f"{wanted.namespace}.{name}"]
+        command += ["--artifacts", artifacts, "--host", "0.0.0.0", "--port", str(PORT), "--idle", str(pod.idle)]
+        command += ["--device", "cuda" if wanted.accelerators else "cpu"]
+        command += ["--turns", wanted.turns] if wanted.turns else []
+        container = {
+            "name": "worker",
+            "image": pod.image,
+            "imagePullPolicy": "IfNotPresent",
+            "command": command,
+            "env": [{"name": KEY, "value": secrets.token_urlsafe(32)}, {"name": "TUNELOOP_IMAGE", "value": pod.image}],
+            "envFrom": [{kind: {"name": STORE, "optional": True}} for kind in ("configMapRef", "secretRef")],
+            "ports": [{"name": "http", "containerPort": PORT}],
+            "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1},
+            "resources": {
+                "requests": {"cpu": pod.cpu, "memory": pod.memory},
+                "limits": {"memory": pod.memory, **devices},
+            },
+            "securityContext": RESTRICTED,
+            "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],
+        }
+        return {
+            "metadata": {
+                "name": name,
+                "labels": {**labels, **queue},
+                "annotations": {WANTED: wanted.model_dump_json(), CREATOR: creator, ARTIFACTS: artifacts},
+            },
+            "spec": {
+                "backoffLimit": 0,
+                "ttlSecondsAfterFinished": KEPT,
+                "template": {
+                    "metadata": {"labels": labels},
+                    "spec": {
+                        "restartPolicy": "Never",
+                        "serviceAccountName": "tuneloop-stage",
+                        "automountServiceAccountToken": False,
+                        "enableServiceLinks": False,
+                        "terminationGracePeriodSeconds": GRACE,
+                        "securityContext": {
+                            "runAsNonRoot": True,
+                            "runAsUser": 1000,
+                            "runAsGroup": 1000,
+                            "fsGroup": 1000,
+                            "seccompProfile": {"type": "RuntimeDefault"},
+                        },
+                        "containers": [container],
+                        "volumes": [{"name": "scratch", "emptyDir": {}}],
+                    },
+                },
+            },
+        }
+
+
+def _session(job: Any, pod: Any) -> Session:
+    told: Mapping[str, str] = job.metadata.annotations
+    env = {each.name: each.value for each in job.spec.template.spec.containers[0].env}
+    phase, reason = _phase(job, pod)
+    address = f"{pod.status.pod_ip}:{PORT}" if phase == "running" and pod.status.pod_ip else None
+    return Session(
+        name=job.metadata.name,
+        wanted=Wanted.model_validate_json(told[WANTED]),
+        creator=told[CREATOR],
+        created=job.metadata.creation_timestamp.isoformat(),
+        phase=phase,
+        artifacts=told[ARTIFACTS],
+        key=env[KEY],
+        address=address,
+        reason=reason,
+    )
+
+
+def _phase(job: Any, pod: Any) -> tuple[Phase, str]:
+    """Of a session, and why it is not running."""
+    over = {each.type: each for each in job.status.conditions or () if each.status == "True"}
+    if "Failed" in over:
+        return "failed", " ".join(filter(None, (over["Failed"].message, _last_words(pod))))
+    if "Complete" in over:
+        return "ended", "nobody asked for anything"
+    if job.spec.suspend:
+        return "queued", "waits for quota of its queue"
+    if pod is None:
+        return "starting", "its pod is not made yet"
+    ready = any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions or ())
+    if ready:
+        return "running", ""
+    unscheduled = [
+        each.message for each in pod.status.conditions or () if each.type == "PodScheduled" and each.status == "False"
+    ]
+    waiting = [each.state.waiting for each in pod.status.container_statuses or () if each.state and each.state.waiting]
+    return "starting", "; ".join([*map(str, unscheduled), *(f"{each.reason}" for each in waiting)])
+
+
+def _last_words(pod: Any) -> str:
+    ended = [each.state.terminated for each in (pod and pod.status.container_statuses) or () if each.state.terminated]
+    return f"(exit {ended[0].exit_code}, {ended[0].reason})" if ended else ""
+
+
+def _refusal(error: Any, namespace: str) -> Refused | Retryable:
+    """What a refusal of the API server means to a caller."""
+    from tuneloop.argo.cluster import told
+
+    if error.status in (401, 403):
+        return Refused(403, f"namespace {namespace!r} is not served here: {told(error)}")
+    if error.status in (400, 404, 422):
+        return Refused(422, told(error))
+    return Retryable(f"the API server: {told(error)}")

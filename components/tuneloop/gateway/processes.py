@@ -1,0 +1,118 @@
+"""Sessions as child processes of the gateway, on one machine. They end with it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tuneloop.gateway.sessions import Session, Settings, Wanted
+from tuneloop.gateway.worker import KEY
+
+GRACE = 10.0
+
+
+@dataclass
+class Child:
+    """A worker, and what is known of it."""
+
+    session: Session
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+class Processes:
+    """Sessions on this machine.
+
+    Args:
+        logs: a directory; the output of a session goes to ``<name>.log``.
+        settings: for how long a session may be idle.
+        device: of the workers.
+    """
+
+    def __init__(self, logs: Path, settings: Settings, device: str = "auto") -> None:
+        self.logs, self.settings, self.device = logs, settings, device
+        self.children: dict[str, Child] = {}
+        self._lock = threading.Lock()
+        logs.mkdir(parents=True, exist_ok=True)
+
+    def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
+        key, created = secrets.token_urlsafe(32), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        session = Session(name, wanted, creator, created, "starting", artifacts, key)
+        log = self.logs / f"{name}.log"
+        with socket.socket() as listener, log.open("wb") as out:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(128)
+            command = [sys.executable, "-m", "tuneloop.gateway.worker", "--session", session.id]
+            command += ["--artifacts", artifacts, "--device", self.device, "--fd", str(listener.fileno())]
+            command += ["--idle", str(self.settings.worker.idle)]
+            command += ["--turns", wanted.turns] if wanted.turns else []
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, KEY: key},
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            address = "127.0.0.1:%d" % listener.getsockname()[1]
+        self.children[name] = Child(replace(session, address=address), process, log)
+
+    def get(self, namespace: str, name: str) -> Session | None:
+        child = self.children.get(name)
+        return self._look(child) if child and child.session.wanted.namespace == namespace else None
+
+    def sessions(self, namespace: str) -> list[Session]:
+        children = [child for child in list(self.children.values()) if child.session.wanted.namespace == namespace]
+        return sorted(map(self._look, children), key=lambda session: session.created)
+
+    def end(self, namespace: str, name: str) -> None:
+        with self._lock:
+            child = self.children.pop(name, None)
+        if child is None:
+            return
+        _signal(child.process, signal.SIGTERM)
+        try:
+            child.process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            _signal(child.process, signal.SIGKILL)
+            child.process.wait()
+
+    def close(self) -> None:
+        """End all sessions."""
+        for child in list(self.children.values()):
+            _signal(child.process, signal.SIGTERM)  # all at once, then one after the other
+        for name in list(self.children):
+            self.end("", name)
+
+    def _look(self, child: Child) -> Session:
+        code = child.process.poll()
+        if code is None:
+            ready = child.session.phase == "running" or _answers(str(child.session.address))
+            child.session = replace(child.session, phase="running" if ready else "starting")
+            return child.session
+        words = child.log.read_text(errors="replace").strip().split("\n")[-1][-300:]
+        return replace(child.session, phase="failed" if code else "ended", address=None, reason=f"exit {code}: {words}")
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, number)
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{address}/health", timeout=0.2):
+            return True
+    except (OSError, urllib.error.URLError):
+        return False

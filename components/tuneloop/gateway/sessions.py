@@ -1,0 +1,154 @@
+"""Sessions as the gateway sees them, and how many a namespace may have."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tuneloop.artifacts import canonical
+from tuneloop.component import from_validation
+from tuneloop.errors import UserError
+
+Phase = Literal["queued", "starting", "running", "ended", "failed"]
+ALIVE = ("queued", "starting", "running")
+LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+
+
+class Refused(RuntimeError):
+    """Not done: `status` as HTTP has it, and one line."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        self.status = status
+        super().__init__(reason)
+
+
+class Wanted(BaseModel):
+    """What a session is to be. Equal keys of one caller with equal bodies are one session."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    namespace: str = Field("", pattern=rf"^({LABEL})?$", description="empty: the caller's own")
+    accelerators: int = Field(0, ge=0)
+    display_name: str = Field("", max_length=200)
+    turns: str = Field("", description="take turns on the devices of this group: lease://namespace/group")
+
+    def name(self, caller: str, key: str) -> str:
+        """The session's, by SHA-256 over namespace, caller and key."""
+        told = canonical([self.namespace, caller, key]).encode()
+        return f"session-{hashlib.sha256(told).hexdigest()[:10]}"
+
+
+@dataclass(frozen=True)
+class Session:
+    """A session that exists.
+
+    Attributes:
+        wanted: as it was created.
+        creator: user name.
+        address: ``host:port`` of its worker, once there is one.
+        key: what its worker asks for.
+        artifacts: URL of its name space.
+        reason: why it ended, or does not run yet.
+    """
+
+    name: str
+    wanted: Wanted
+    creator: str
+    created: str
+    phase: Phase
+    artifacts: str
+    key: str
+    address: str | None = None
+    reason: str = ""
+
+    @property
+    def id(self) -> str:
+        return f"{self.wanted.namespace}.{self.name}"
+
+    def public(self) -> dict[str, Any]:
+        """What its users see."""
+        told = {name: getattr(self, name) for name in ("id", "phase", "reason", "creator", "created", "artifacts")}
+        return {**told, **self.wanted.model_dump()}
+
+
+class Backend(Protocol):
+    """Where sessions live: `jobs.Jobs` or `processes.Processes`. All calls block, and may come from any thread."""
+
+    def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
+        """Begin a session."""
+
+    def get(self, namespace: str, name: str) -> Session | None:
+        """A session, or None."""
+
+    def sessions(self, namespace: str) -> list[Session]:
+        """The sessions of a namespace, oldest first."""
+
+    def end(self, namespace: str, name: str) -> None:
+        """End a session, and remove all that it consists of but its artifacts; nothing happens where there is none."""
+
+
+class Quota(BaseModel):
+    """What a namespace may have at a time."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    sessions: int = Field(4, ge=0)
+    accelerators: int = Field(0, ge=0)
+    store: str = Field("", description="URL that artifacts lie below; empty: --store")
+
+    def check(self, wanted: Wanted, others: list[Session]) -> None:
+        """Whether one more fits.
+
+        Raises:
+            Refused: 429.
+        """
+        alive = [session for session in others if session.phase in ALIVE]
+        have = {"sessions": len(alive), "accelerators": sum(session.wanted.accelerators for session in alive)}
+        for what, more in (("sessions", 1), ("accelerators", wanted.accelerators)):
+            limit = getattr(self, what)
+            if more and have[what] + more > limit:
+                line = (
+                    f"quota: namespace {wanted.namespace!r} has {have[what]} of {limit} {what}, and {more} more asked"
+                )
+                raise Refused(429, f"{line}; end a session, or ask for a larger quota")
+
+
+class WorkerPod(BaseModel):
+    """What a session's pod is made of."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    image: str = "tuneloop/rollout:dev"
+    cpu: str = "500m"
+    memory: str = "4Gi"
+    accelerator: str = Field("nvidia.com/gpu", description="the resource that accelerators are counted in")
+    queue: str = Field("tuneloop", description="Kueue LocalQueue of sessions with accelerators; empty: not queued")
+    idle: int = Field(3600, ge=1, description="seconds without a request after which a session ends itself")
+
+
+class Settings(BaseModel):
+    """The gateway's own, from one file that is read anew at each creation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    default: Quota = Quota()
+    namespaces: dict[str, Quota] = {}
+    worker: WorkerPod = WorkerPod()
+
+    def quota(self, namespace: str) -> Quota:
+        return self.namespaces.get(namespace, self.default)
+
+
+def read_settings(path: Path | None) -> Settings:
+    """The settings in a YAML file; the defaults without one.
+
+    Raises:
+        UserError: it can not be read, or says something unknown.
+    """
+    try:
+        return Settings.model_validate(yaml.safe_load(path.read_text()) or {}) if path else Settings()
+    except ValidationError as error:
+        raise from_validation(error, prefix=f"{path}: ") from None
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError("--config", str(path), f"can not be read ({error})") from error
