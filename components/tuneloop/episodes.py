@@ -25,7 +25,7 @@ from tuneloop.tokens import decode, encode_reply
 
 EnvironmentName = Annotated[
     Annotated[str, plugins.variant("environments")] | None,
-    Field(description="what answers the policy: calculator, guess, or pkg.mod:attr; none: one turn"),
+    Field(description="what answers the policy: calculator, python, guess, or pkg.mod:attr; none: one turn"),
 ]
 EnvironmentArgs = Annotated[dict[str, Any], Field(description="the environment's own arguments")]
 MaxTurns = Annotated[int, Field(ge=1, description="of the policy, with an environment")]
@@ -42,7 +42,7 @@ class Episode(Completion):
     Attributes:
         mask: of each id, whether it was sampled.
         last: the ids of the last turn.
-        about: `turns`, and the environment's `reward`.
+        about: `turns`, the environment's `reward`, and `escape` where the policy tried to get out of it.
     """
 
     mask: list[bool] = field(default_factory=list)
@@ -99,6 +99,7 @@ class _Live:
     turns: int = 0
     finish_reason: str = ""
     reward: float | None = None
+    escape: str = ""
 
     def hear(self, said: Completion) -> None:
         """Take a turn of the policy."""
@@ -112,7 +113,7 @@ class _Live:
         self.mask += [sampled] * len(ids)
 
     def episode(self) -> Episode:
-        about = {"turns": self.turns, "reward": self.reward}
+        about = {"turns": self.turns, "reward": self.reward, **({"escape": self.escape} if self.escape else {})}
         start, end = self.versions[0], self.versions[-1]
         return Episode(
             self.ids, self.logprobs, self.finish_reason, start, end, self.versions, None, self.mask, self.last, about
@@ -167,8 +168,8 @@ def _still(alive: Sequence[_Live], how: Play, engine: Engine, sampling: Sampling
     """Let the environments reply; the episodes in which the policy has another turn."""
     for one in alive:
         reply = one.environment.step(decode(tokenizer, one.last))
-        one.reward = reply.reward
-        if reply.done or one.finish_reason != "stop":
+        one.reward, one.escape = reply.reward, reply.escape
+        if reply.done or reply.escape or one.finish_reason != "stop":
             continue
         ids = encode_reply(tokenizer, reply.text, one.chat, reply.role, sampling.stop_token_ids, how.keep_reasoning)
         room = engine.context - len(one.prompt) - len(one.ids) - len(ids)

@@ -7,7 +7,8 @@ A reward is a module of the family ``rewards`` (or ``package.module:function``):
     def score(completion: str, answer: str, metadata: dict) -> float | None | tuple[float, dict[str, float]]: ...
 
 None says that it can not judge (the gold answer does not parse, metadata is missing); a pair adds what the breakdown
-is to say besides; `Escape` is for a completion whose program tried to leave its sandbox. Rewards run in a forked
+is to say besides; `Escape` is for a completion whose program tried to leave its sandbox. An episode in which the policy
+tried that of its environment is an escape whatever its rewards say. Rewards run in a forked
 process that reports after every call; the parent watches the clock. Whatever a call does (raise, exit, crash the
 interpreter, hang in C with signals blocked, return NaN or something outside `RANGE`), the process is replaced
 where it must be and the next call is judged afresh: one bad call costs its own row only, and it is never a score.
@@ -249,7 +250,10 @@ def _serve(pipe: int, jobs: Sequence[_Job], rows: Sequence[Row], rewards: Mappin
 
 def _judge(reward: Reward, row: Row) -> _Verdict:
     try:
-        value = reward.function(row["completion"], row["answer"], json.loads(row["metadata"] or "{}"))
+        metadata = json.loads(row["metadata"] or "{}")
+        if isinstance(about := metadata.get("environment"), dict) and about.get("escape"):
+            raise Escape(about["escape"])
+        value = reward.function(row["completion"], row["answer"], metadata)
         if value is None:
             return _Verdict("unverifiable", "could not judge it")
         value, parts = value if isinstance(value, tuple) else (value, {})

@@ -1,5 +1,6 @@
 """A real cluster, whatever KUBECONFIG names; overlays/local is applied to it first."""
 
+import base64
 import contextlib
 import os
 import re
@@ -9,10 +10,12 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import pytest
 
 from tuneloop.argo import cluster as argo
+from tuneloop.store import Store
 
 ROOT = Path(__file__).parents[2]
 STORE = os.environ.get("TUNELOOP_TEST_STORE", "s3://artifacts/tests")
@@ -43,6 +46,23 @@ def cluster() -> argo.Cluster:
         pytest.fail("the cluster tier needs KUBECONFIG set and kubectl on PATH", pytrace=False)
     kubectl("apply", "--server-side", "--force-conflicts", "-k", str(ROOT / "manifests" / "overlays" / "local"))
     return argo.connect()
+
+
+@pytest.fixture
+def root(cluster: argo.Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A URL below the cluster's store, reached from here with the keys that its pods have; emptied afterwards."""
+    secret = cluster.core.read_namespaced_secret("tuneloop-store", cluster.namespace).data
+    for name, value in secret.items():
+        monkeypatch.setenv(name, base64.b64decode(value).decode())
+    url = urlparse(
+        cluster.core.read_namespaced_config_map("tuneloop-store", cluster.namespace).data["AWS_ENDPOINT_URL"]
+    )
+    service, namespace = (url.hostname or "").split(".")[:2]
+    with forwarded(namespace, service, url.port or 80) as place:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{place}")
+        root = f"{STORE}/root-{uuid.uuid4().hex[:8]}"
+        yield root
+        Store(root).delete("")
 
 
 @pytest.fixture

@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlparse
 
 import pytest
 
-from tests.cluster.conftest import STORE, forwarded
 from tests.local.test_pull import follow, publish, step, until
 from tests.policies import commit_policy
 from tuneloop import weights
-from tuneloop.argo import cluster as argo
-from tuneloop.store import Store
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture
-def root(cluster: argo.Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A URL below the cluster's store, reached from here with the keys that its pods have; emptied afterwards."""
-    secret = cluster.core.read_namespaced_secret("tuneloop-store", cluster.namespace).data
-    for name, value in secret.items():
-        monkeypatch.setenv(name, base64.b64decode(value).decode())
-    url = urlparse(
-        cluster.core.read_namespaced_config_map("tuneloop-store", cluster.namespace).data["AWS_ENDPOINT_URL"]
-    )
-    service, namespace = (url.hostname or "").split(".")[:2]
-    with forwarded(namespace, service, url.port or 80) as place:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{place}")
-        root = f"{STORE}/weights-{uuid.uuid4().hex[:8]}"
-        yield root
-        Store(root).delete("")
 
 
 def test_versions_go_through_s3(root: str, tmp_path: Path) -> None:

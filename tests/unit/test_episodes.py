@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 from tests.policies import commit_policy, commit_prompts, tokenizer
 from tuneloop.artifacts import Artifact, Draft
 from tuneloop.data_prep import data_prep
-from tuneloop.engines import Request
+from tuneloop.engines import Completion, Request
 from tuneloop.engines.transformers import Transformers
 from tuneloop.environments import Reply, tool_calls
 from tuneloop.environments.calculator import Calculator, calculate
 from tuneloop.environments.guess import Guess
+from tuneloop.environments.python import create as create_python
 from tuneloop.errors import UserError
 from tuneloop.evaluate import evaluate
 from tuneloop.policy_update import policy_update
@@ -170,7 +171,7 @@ def test_a_template_that_strips_reasoning() -> None:
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"environment": "chess"}, "rollout.environment: 'chess': .*unknown; known: calculator, guess"),
+        ({"environment": "chess"}, "rollout.environment: 'chess': .*unknown; known: calculator, guess, python"),
         ({"environment_args": {"x": 1}}, "environment_args.x: 1: unknown; .* takes replies"),
         ({"environment_args": {"replies": "many"}}, "environment_args.replies: 'many'"),
         ({"max_turns": 0}, "rollout.max_turns: 0"),
@@ -194,6 +195,68 @@ def test_calculator(expression: str, value: str) -> None:
     call = json.dumps({"name": "calculator", "arguments": {"expression": expression}})
     reply = Calculator().step(f"let me see <tool_call>{call}</tool_call>")
     assert reply.text.startswith(value) and not reply.done and reply.role == "tool"
+
+
+class Scripted(Transformers):
+    """Says what it is told to, turn by turn, whatever the prompt."""
+
+    said: ClassVar[list[list[str]]] = []
+
+    def generate(self, requests: Any, sampling: Any, done: Any) -> Any:
+        words = tokenizer()
+        texts = [
+            [self.said[int(r.id.split("-s")[1]) if "-s" in r.id else s].pop(0) for s in range(len(r.seeds))]
+            for r in requests
+        ]
+        ids = [
+            [[*words.encode(text, add_special_tokens=False), words.eos_token_id] for text in group] for group in texts
+        ]
+        return [[Completion(i, [-1.0] * len(i), "stop", 2, 2) for i in group] for group in ids]
+
+
+def scripted(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Scripted:
+    return Scripted(**args)
+
+
+def python(code: str) -> str:
+    return f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': code}})}</tool_call>"
+
+
+def test_programs_between_turns(tmp_path: Path, policy: Artifact) -> None:
+    """One that calculates by them, one that has an error and gives up, one that reads what is not its own."""
+    Scripted.said = [
+        [python("print(12 * 34)"), "408"],
+        [python("print('a')\n1 / 0"), "7"],
+        [python("open('/etc/passwd').read()"), "408"],
+    ]
+    prompts = commit_prompts(tmp_path / "p", ["408"])
+    rows = run(tmp_path / "r", policy, prompts, n=3, prompts_per_iteration=1, environment="python",
+               environment_args={"seconds": 20}, engine=f"{__name__}:scripted")  # fmt: skip
+    told = [json.loads(row["metadata"])["environment"] for row in rows]
+    assert [about["turns"] for about in told] == [2, 2, 1]
+    assert "</tool_call>408" in told[0]["transcript"]
+    assert "</tool_call>a\nerror: ZeroDivisionError: division by zero7" in told[1]["transcript"]
+    assert told[2]["escape"] == "open /etc/passwd" and "escape" not in told[0]
+    reward(out=str(tmp_path / "w"), rollouts=str(tmp_path / "r"), error_budget=0.5)
+    scored = pq.read_table(Artifact(str(tmp_path / "w")).path / "rewards.parquet")
+    assert scored["outcome"].to_pylist() == ["score", "score", "escape"]
+    assert scored["score"].to_pylist() == [1.0, 0.0, None]
+
+
+@pytest.mark.parametrize(
+    ("said", "reply"),
+    [
+        ("it is 408", Reply(done=True)),
+        (python("x = 3") + python("print(x)"), Reply("\nerror: NameError: name 'x' is not defined")),
+        (python("print('y' * 9999)"), Reply("y" * 1024 + "\nerror: more output than is kept")),
+        (python("while True: pass"), Reply("error: it used up its time")),
+        ('<tool_call>{"name": "bash", "arguments": {}}</tool_call>',
+         Reply('error: there is only python, and it takes {"code": "…"}')),
+        (python("print(1)") + python("import os; os.fork()"), Reply("1\n", done=True, escape="os.fork ()")),
+    ],
+)  # fmt: skip
+def test_python(said: str, reply: Reply) -> None:
+    assert create_python({}, seconds=2, output_kb=1).step(said) == reply
 
 
 def test_calls_that_are_none() -> None:

@@ -2,7 +2,8 @@
 
 A variant is a module with ``create(row, **args) -> Environment``: one environment an episode, from the row of prompts
 that it begins with (``prompt``, ``answer``, ``metadata`` as JSON, …) and the typed arguments of its own that are given
-as ``environment_args``. It is asked in the stage's own process, so what a policy says must not be run there.
+as ``environment_args``. It is asked in the stage's own process, so what a policy says must not be run there: `python`
+runs it in `tuneloop.sandbox`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ class Reply:
         done: whether the episode is over.
         role: of the message, in a chat.
         reward: of the whole episode so far, for the reward ``environment``; None: the environment has no opinion.
+        escape: what the turn tried, to get out of where it was shut in: the episode is over, and its outcome `escape`.
     """
 
     text: str = ""
     done: bool = False
     role: Literal["tool", "user"] = "tool"
     reward: float | None = None
+    escape: str = ""
 
 
 class Environment(Protocol):

@@ -1,4 +1,4 @@
-"""Programs (Python) that pass tests. Each test runs them shut in: see `_sandbox`, and docs/training.md for what holds.
+"""Programs (Python) that pass tests. Each test runs them shut in: see `tuneloop.sandbox`, and docs/training.md for what holds.
 
 ``metadata["tests"]`` lists the tests, of these forms:
 
@@ -20,14 +20,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from tuneloop.rewards._sandbox import Ending, Limits, check_kernel, run
+from tuneloop.sandbox import Ending, Limits, check_kernel, run
 from tuneloop.scoring import Escape
 
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 LIMITS = {"seconds": 4.0, "memory_mb": 256, "output_kb": 64}
 REASONS = ("error", "timeout", "memory", "output")
 
-check_kernel()
+check_kernel("rewards", "code")
 
 
 @dataclass(frozen=True)

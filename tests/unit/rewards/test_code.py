@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tuneloop import sandbox
 from tuneloop.artifacts import Artifact, Draft
 from tuneloop.data_prep import data_prep
 from tuneloop.errors import UserError
 from tuneloop.reward import reward
-from tuneloop.rewards import _sandbox
 from tuneloop.samples import read_samples
 from tuneloop.scoring import Outcome, score_all
 
@@ -42,7 +42,7 @@ TOKENS = {
     "request_id": "r", "prompt_ids": [1], "completion_ids": [2], "logprobs": [-1.0], "loss_mask": [True],
     "policy_versions": [3], "finish_reason": "stop",
 }  # fmt: skip
-LIMITS = _sandbox.Limits(8, 256 << 20, 1 << 16)
+LIMITS = sandbox.Limits(8, 256 << 20, 1 << 16)
 ANY = {"stdin": "", "stdout": "never"}
 
 
@@ -138,17 +138,17 @@ def test_the_environment_is_empty_and_nothing_is_inherited(monkeypatch: pytest.M
     read, write = os.pipe()
     os.set_inheritable(write, True)
     program = f"import os\nprint(b'never' in b''.join(os.environb.values()), flush=True)\nos.write({write}, b'x')"
-    ending = _sandbox.run(program, "", None, LIMITS)
+    ending = sandbox.run(program, "", None, LIMITS)
     os.close(read), os.close(write)
     assert (ending.kind, ending.stdout) == ("error", "False\n")
 
 
 def without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, put: str) -> None:
     """A jail with a line replaced."""
-    jail = _sandbox.JAIL.read_text()
+    jail = sandbox.JAIL.read_text()
     assert jail.count(line) == 1
     (tmp_path / "jail.py").write_text(jail.replace(line, put))
-    monkeypatch.setattr(_sandbox, "JAIL", tmp_path / "jail.py")
+    monkeypatch.setattr(sandbox, "JAIL", tmp_path / "jail.py")
 
 
 @pytest.mark.parametrize(("call", "end"), [("open", ("done", "-1\n")), ("getxattr", ("escape", ""))])
@@ -159,7 +159,7 @@ def test_the_kernel_guards_where_nobody_watches(
     (tmp_path / "token").write_text("never")
     without(monkeypatch, tmp_path, "        watch(notes, readable)", "")
     program = f"import ctypes\nprint(ctypes.CDLL(None).{call}({str(tmp_path / 'token').encode()!r}, 0))"
-    ending = _sandbox.run(program, "", None, LIMITS)
+    ending = sandbox.run(program, "", None, LIMITS)
     assert (ending.kind, ending.stdout) == end
 
 
@@ -173,7 +173,7 @@ def test_a_program_that_can_not_be_shut_in_is_not_run(tmp_path: Path, monkeypatc
     )
     ran = tmp_path / "ran"
     with pytest.raises(OSError, match=r"could not be shut in and was not run: refused: .*not implemented"):
-        _sandbox.run(f"open('{ran}', 'w')", "", None, LIMITS)
+        sandbox.run(f"open('{ran}', 'w')", "", None, LIMITS)
     assert not ran.exists()
 
 

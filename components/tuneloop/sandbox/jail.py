@@ -1,6 +1,6 @@
-"""Shut this process in, then run a program that nobody trusts: the child's side of `_sandbox`, standard library only.
+"""Shut this process in, then run a program that nobody trusts: the child's side of the sandbox, standard library only.
 
-    python -I -S -B _jail.py '{"source": 3, "notes": 4, "seconds": 2, "memory": 268435456, "readable": [...]}'
+    python -I -S -B jail.py '{"source": 3, "notes": 4, "seconds": 2, "memory": 268435456, "readable": [...]}'
 
 Needs no privilege and no namespace, so it works in a pod of the restricted profile, which forbids both:
 
@@ -175,7 +175,9 @@ def execute(program: str, call: str | None, notes: int) -> int:
     except SystemExit as error:
         sys.stdout.flush()
         return FAILED if error.code else 0
-    except BaseException:
+    except BaseException as error:
+        sys.stdout.flush()
+        os.write(notes, b"\nraised " + " ".join(f"{type(error).__name__}: {error}".split())[:300].encode())
         return FAILED
     return 0
 

@@ -1,4 +1,4 @@
-"""Run a program that nobody trusts, and say what became of it; `_jail` is the side that is shut in.
+"""Run a program that nobody trusts, and say what became of it; `jail` is the side that is shut in.
 
 The program gets an interpreter of its own with an empty environment and no file open but its input, so nothing of the
 caller is in its memory. It sees the standard library and an empty directory.
@@ -26,13 +26,13 @@ from typing import Literal
 from tuneloop.errors import UserError
 
 Kind = Literal["done", "error", "timeout", "memory", "output", "escape"]
-JAIL = Path(__file__).with_name("_jail.py")
+JAIL = Path(__file__).with_name("jail.py")
 SYSTEM = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo"),
     *("/etc/localtime", "/etc/ld.so.cache", "/dev/null", "/dev/urandom"),
 )
 MEMORY = 3
-"""The exit code that `_jail` gives for it."""
+"""The exit code that `jail` gives for it."""
 NOTES = 1 << 16
 """Most bytes of a call's result."""
 
@@ -65,26 +65,31 @@ class Ending:
         stdout: what it wrote, cut at the limit.
         result: Python's `repr` of the call's value; None where there was no call, or it did not return.
         door: what it tried, where `kind` is ``escape``.
+        error: what it raised, as it says itself, where `kind` is ``error``; empty where it is not known.
     """
 
     kind: Kind
     stdout: str
     result: str | None = None
     door: str = ""
+    error: str = ""
 
 
-def check_kernel() -> None:
+def check_kernel(field: str, value: str) -> None:
     """Whether programs can be shut in here.
+
+    Args:
+        field, value: what wants it, for the error.
 
     Raises:
         UserError: not Linux on x86_64, or a kernel or a pod without Landlock. Nothing is ever run outside of it.
     """
     where = f"{sys.platform} {platform.machine()}"
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise UserError("rewards", "code", f"runs programs only where it can shut them in: linux x86_64, not {where}")
+        raise UserError(field, value, f"runs programs only where it can shut them in: linux x86_64, not {where}")
     if ctypes.CDLL(None, use_errno=True).syscall(444, None, 0, 1) < 1:
         remedy = "the kernel has no Landlock (Linux 5.13, CONFIG_SECURITY_LANDLOCK), or the pod's seccomp forbids it"
-        raise UserError("rewards", "code", f"can not shut programs in: {remedy}; score on another node")
+        raise UserError(field, value, f"can not shut programs in: {remedy}; use another node")
 
 
 def run(program: str, stdin: str, call: str | None, limits: Limits) -> Ending:
@@ -187,4 +192,5 @@ def _judge(code: int, out: str, notes: str, over: Kind | None) -> Ending:
         return Ending(over, out)
     result = lines[-1].removeprefix("result ") if lines and lines[-1].startswith("result ") else None
     kinds: dict[int, Kind] = {0: "done", MEMORY: "memory", -signal.SIGKILL: "timeout", -signal.SIGXCPU: "timeout"}
-    return Ending(kinds.get(code, "error"), out, result)
+    raised = lines[-1].removeprefix("raised ") if lines and lines[-1].startswith("raised ") else ""
+    return Ending(kinds.get(code, "error"), out, result, error=raised)

@@ -1,0 +1,66 @@
+"""Python as a tool: ``<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>``.
+
+A call is a program of its own, shut in as the reward ``code`` shuts programs in (`tuneloop.sandbox`): nothing is left
+of the calls before it. The policy reads what it printed. A turn without a call is the final answer; the rewards of the
+row judge it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from tuneloop.environments import Call, Environment, Reply, tool_calls
+from tuneloop.errors import Retryable
+from tuneloop.sandbox import Limits, check_kernel, run
+
+
+def create(
+    row: Mapping[str, Any],
+    *,
+    seconds: Annotated[float, Field(gt=0)] = 4.0,
+    memory_mb: Annotated[float, Field(gt=0)] = 256,
+    output_kb: Annotated[float, Field(gt=0)] = 4,
+) -> Environment:
+    """An episode in which the policy may run programs.
+
+    Args:
+        seconds, memory_mb, output_kb: what one call may use.
+
+    Raises:
+        UserError: programs can not be shut in here.
+    """
+    check_kernel("environment", "python")
+    return Python(Limits(seconds, int(memory_mb * 2**20), int(output_kb * 2**10)))
+
+
+class Python:
+    """`Environment` with one tool."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+
+    def step(self, said: str) -> Reply:
+        calls = tool_calls(said)
+        replies = [self._answer(call) for call in calls]
+        escape = next((reply.escape for reply in replies if reply.escape), "")
+        return Reply("\n".join(reply.text for reply in replies), done=not calls or bool(escape), escape=escape)
+
+    def _answer(self, call: Call) -> Reply:
+        if call.problem:
+            return Reply(f"error: the call {call.problem}")
+        code = call.arguments.get("code")
+        if call.name != "python" or not isinstance(code, str):
+            return Reply('error: there is only python, and it takes {"code": "…"}')
+        try:
+            ending = run(code, "", None, self.limits)
+        except OSError as error:
+            raise Retryable(f"environment python: {error}") from error
+        if ending.kind == "escape":
+            return Reply(escape=ending.door)
+        said = ending.stdout[: self.limits.output].rstrip("\n")
+        trouble = {"done": "", "error": ending.error or "it failed", "output": "more output than is kept"}
+        problem = trouble.get(ending.kind, f"it used up its {'memory' if ending.kind == 'memory' else 'time'}")
+        return Reply("\n".join(filter(None, (said, problem and f"error: {problem}"))))
