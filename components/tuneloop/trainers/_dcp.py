@@ -6,6 +6,7 @@ DCP's default layout pickles each tensor by itself: for a small model four times
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 
@@ -14,20 +15,41 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-WHOLE = "state.safetensors"
-"""What a single process writes; several write a file each, named by torch."""
+
+class _Writer(HuggingFaceStorageWriter):
+    """Its parent's header has several entries, which safetensors writes in another order each time; this one, one."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(str(directory), save_distributed=True)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        own, places = {}, {}
+        for item in plan.items:
+            assert item.tensor_data is not None  # bytes are not among `tensors`
+            own[item.index.fqn] = planner.resolve_data(item).detach().cpu().contiguous()  # type: ignore[union-attr]
+            places[item.index.fqn] = {SAVED_OFFSETS_KEY: list(item.tensor_data.chunk.offsets)}
+        save_file(own, _file(Path(self.path), dist.get_rank()), {CUSTOM_METADATA_KEY: json.dumps(places)})
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([])  # the files themselves say what is in them
+        return written
+
+
+def _file(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank:05d}.safetensors"
 
 
 def save(tensors: dict[str, Tensor], directory: Path) -> None:
     """Write `tensors`, sharded or whole; called by all ranks with the same names."""
-    if not dist.is_initialized():
+    if dist.is_initialized():
+        dcp.save(tensors, storage_writer=_Writer(directory))
+    else:
         directory.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, directory / WHOLE)
-        return
-    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
-    writer.sync_files = False  # the commit syncs what it takes
-    dcp.save(tensors, storage_writer=writer)
+        save_file(tensors, _file(directory, 0))
 
 
 def load(tensors: dict[str, Tensor], directory: Path) -> None:
