@@ -362,6 +362,8 @@ def stop(cluster: Cluster, run: str, *, timeout: float = 120.0) -> int:
     Raises:
         Retryable: they did not end in time.
     """
+    from tuneloop.sharing.lease import release
+
     stopped: set[str] = set()
 
     def ended() -> bool:
@@ -378,6 +380,7 @@ def stop(cluster: Cluster, run: str, *, timeout: float = 120.0) -> int:
     _delete_jobs(cluster, run)
     _until(lambda: not _alive(cluster, run), timeout, f"{run}: pods have not ended")
     _leave_seats(cluster)
+    release(cluster, run)
     return len(stopped)
 
 

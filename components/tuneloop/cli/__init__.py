@@ -13,7 +13,7 @@ from collections.abc import Callable
 import typer
 
 import tuneloop
-from tuneloop.cli import author, cluster, endpoint, execute, fleet, gateway, gc, inspect, kfp, weights
+from tuneloop.cli import author, cluster, endpoint, execute, fleet, gateway, gc, inspect, kfp, turns, weights
 from tuneloop.errors import EXIT_USER, Retryable, UserError, failed, say
 
 app = typer.Typer(
@@ -48,7 +48,7 @@ def version() -> None:
 COMMANDS: tuple[Callable[..., int | None], ...] = (
     *(author.plan, author.lint, author.render, author.schema),
     *(execute.run, execute.resume, execute.stop, cluster.submit, cluster.schedule, cluster.diff),
-    *(inspect.status, inspect.logs, inspect.report, inspect.track, gc.gc, gateway.gateway),
+    *(inspect.status, inspect.logs, inspect.report, inspect.track, gc.gc, turns.turns, gateway.gateway),
 )
 for command in COMMANDS:
     name = command.__name__

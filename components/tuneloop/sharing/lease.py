@@ -17,14 +17,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from tuneloop.argo import cluster as argo
-from tuneloop.errors import Corrupt, Retryable
-from tuneloop.sharing.turns import Document
+from tuneloop.errors import Corrupt, Retryable, UserError
+from tuneloop.sharing.turns import Document, Turns
 from tuneloop.store import Conflict
 
 LEASES = ("coordination.k8s.io", "v1", "leases")
 PREFIX = "tuneloop-turns-"
 ANNOTATION = "tuneloop.dev/turns"
-GROUP_LABEL = "tuneloop.dev/share-group"
+LABEL = "tuneloop.dev/turns-of"
 OWNER = ("TUNELOOP_OWNER_NAME", "TUNELOOP_OWNER_UID")
 """Environment of a run's pod: the Workflow that the Lease shall not outlive."""
 
@@ -33,12 +33,12 @@ class Lease:
     """See the module.
 
     Args:
-        namespace, group: of the Lease ``tuneloop-turns-<group>``.
+        cluster: a connection; its namespace has the Lease ``tuneloop-turns-<group>``.
     """
 
-    def __init__(self, namespace: str, group: str) -> None:
-        self.cluster, self.group, self.name = argo.connect(namespace), group, f"{PREFIX}{group}"
-        self._place = (*LEASES[:2], namespace, LEASES[2])
+    def __init__(self, cluster: argo.Cluster, group: str) -> None:
+        self.cluster, self.group, self.name = cluster, group, f"{PREFIX}{group}"
+        self._place = (*LEASES[:2], cluster.namespace, LEASES[2])
 
     def read(self) -> tuple[Document, dict[str, Any] | None]:
         with self._faults(missing=True):
@@ -76,6 +76,26 @@ class Lease:
             raise Retryable(str(error)) from error
 
 
+def groups(cluster: argo.Cluster) -> dict[str, Document]:
+    """What each group of the namespace knows, by its name."""
+    with argo.faults(cluster):
+        found = cluster.list(*LEASES, selector=LABEL)
+    return {lease["metadata"]["labels"][LABEL]: document(lease) for lease in found}
+
+
+def release(cluster: argo.Cluster, run: str) -> None:
+    """Give back what a run holds and waits for that is known to have ended: nobody waits for its silence."""
+    try:
+        known = groups(cluster)
+    except UserError as error:
+        if getattr(error.__cause__, "status", None) == 403:  # not this account's to end: others wait for `patience`
+            return
+        raise
+    for group, about in known.items():
+        if about.leave(run) != about:
+            Turns(Lease(cluster, group), group, who=run).leave()
+
+
 def document(lease: dict[str, Any]) -> Document:
     """What a Lease says.
 
@@ -100,7 +120,7 @@ def lease(document: Document, name: str, group: str, seen: dict[str, Any] | None
         spec |= {"holderIdentity": held, "acquireTime": acquired, "renewTime": now}
     metadata: dict[str, Any] = {
         "name": name,
-        "labels": {GROUP_LABEL: group, "app.kubernetes.io/part-of": "tuneloop"},
+        "labels": {LABEL: group, "app.kubernetes.io/part-of": "tuneloop"},
         "annotations": {ANNOTATION: document.model_dump_json()},
         "ownerReferences": _owners((seen or {}).get("metadata", {}).get("ownerReferences", [])),
     }

@@ -411,12 +411,13 @@ def open_turns(url: str, *, who: str, policy: Policy = "fifo", patience: float =
     if patience < 1:
         raise UserError("patience", patience, "seconds, at least 1: a holder shows six times within it that it lives")
     if url.startswith("lease://"):
+        from tuneloop.argo.cluster import connect
         from tuneloop.sharing.lease import Lease
 
         namespace, _, group = url.removeprefix("lease://").partition("/")
         if not namespace or not group or "/" in group:
             raise UserError("turns", url, "write lease://namespace/group")
-        return Turns(Lease(namespace, group), group, who=who, policy=policy, patience=patience)
+        return Turns(Lease(connect(namespace), group), group, who=who, policy=policy, patience=patience)
     from tuneloop.sharing.file import File
 
     group = url.rstrip("/").rpartition("/")[2]

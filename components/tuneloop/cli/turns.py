@@ -1,0 +1,66 @@
+"""``tuneloop turns``: whose turn it is in each group of runs that share devices."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tuneloop.cli.cluster import CONTEXT, NAMESPACE
+
+if TYPE_CHECKING:
+    from tuneloop.sharing.turns import Document, Seat
+
+
+def turns(
+    group: Annotated[str | None, typer.Argument(help="Only this one; default: all of the namespace.")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Where runs of `tuneloop run` lie, to look at theirs; then GROUP is needed.")
+    ] = None,
+    namespace: NAMESPACE = "tuneloop",
+    context: CONTEXT = None,
+) -> int:
+    """Show who has the turn in each group, who waits, and who was served when.
+
+    A holder that is silent for the group's patience loses its turn without help, as soon as somebody waits for it. One
+    that works too long is ended with its run: `tuneloop stop RUN`. Exit code 1 where there is no such group.
+    """
+    found = _in_store(store, group) if store else _in_cluster(namespace, context)
+    chosen = {name: document for name, document in found.items() if group in (None, name)}
+    for name, document in chosen.items():
+        typer.echo("\n".join(_told(name, document)))
+    if not chosen:
+        typer.echo(f"no turn is had or waited for{f' in group {group}' if group else ''}")
+    return 1 if group and not chosen else 0
+
+
+def _in_cluster(namespace: str, context: str | None) -> dict[str, Document]:
+    from tuneloop.argo.cluster import connect
+    from tuneloop.sharing.lease import groups
+
+    return groups(connect(namespace, context))
+
+
+def _in_store(store: str, group: str | None) -> dict[str, Document]:
+    from tuneloop.argo.turn import STORED
+    from tuneloop.errors import UserError
+    from tuneloop.sharing.turns import open_turns
+
+    if group is None:
+        raise UserError("GROUP", None, "is needed beside --store: the runs' cluster.share.group")
+    document = open_turns(f"{store}/{STORED}/{group}", who="nobody").read()
+    return {group: document} if document.number or not document.idle else {}
+
+
+def _told(group: str, document: Document) -> list[str]:
+    about = f"{group}: {document.policy}, {document.number} turns so far, patience {document.patience:g} s"
+    held = [f"  holds  {_about(document.holder)}"] if document.holder else []
+    served = ", ".join(f"{who} ({number})" for who, number in sorted(document.served.items(), key=lambda i: -i[1]))
+    waiting = [f"  waits  {_about(seat)}" for seat in document.order()]
+    return [about, *held, *waiting, f"  last turns  {served or 'none'}"]
+
+
+def _about(seat: Seat) -> str:
+    since = time.strftime("%H:%M:%S", time.localtime(seat.since))
+    return f"{seat.who}  since {since} ({max(0.0, time.time() - seat.since):.0f} s)"
