@@ -15,8 +15,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tuneloop.errors import Retryable, UserError
+from tests.unit import toy
+from tuneloop import fence
+from tuneloop.artifacts import find
+from tuneloop.errors import EXIT_RETRY, Retryable, UserError
 from tuneloop.sharing.turns import SAFE, Document, Refused, Silence, open_turns
+from tuneloop.weights import pointer
 
 PATIENCE = 6.0
 
@@ -148,37 +152,62 @@ def test_threads_take_turns(tmp_path: Path) -> None:
 
 
 FREEZES = """
-import sys, time
+import os, sys
+from pathlib import Path
 from tuneloop import fence
+from tuneloop.component import component
 from tuneloop.sharing.turns import open_turns
-with open_turns(sys.argv[1], who="first", patience=1.5).acquire() as held:
-    print("held", held.number, flush=True)
+
+@component("metrics")
+def stage(stage):
+    print("began", flush=True)
     sys.stdin.readline()
-    held.check()
-    print("acted", flush=True)
+    (stage.out / "late").write_text("late")
+
+store, watched = Path(sys.argv[1]), sys.argv[2]
+file = store / "turn.json"
+with open_turns(str(store / "group"), who="first", patience=1.5).acquire(told=lambda g: fence.write(file, g)):
+    os.environ[fence.VARIABLE] = str(file)
+    if not watched:  # only what is asked before a commit
+        fence._watch = lambda over, poll: None
+    code = stage.run(["--metrics", str(store / "out")])
+sys.exit(code)
 """
 
 
-def test_frozen_holder_comes_too_late(tmp_path: Path) -> None:
-    """A holder that is stopped by SIGSTOP loses its turn after its patience; woken up, it finds out before it acts."""
-    first = subprocess.Popen(
-        [sys.executable, "-c", FREEZES, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert first.stdout and first.stdout.readline() == "held 1\n"
+@pytest.mark.parametrize("watched", ["watched", ""])
+def test_a_frozen_stage_commits_nothing(tmp_path: Path, watched: str) -> None:
+    """A stage and its holder, stopped by SIGSTOP in the middle, lose their turn; woken up, they end with 75."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    first = subprocess.Popen([sys.executable, "-c", FREEZES, str(tmp_path), watched], text=True, **pipes)
+    assert first.stdout and first.stdout.readline() == "began\n"
     os.kill(first.pid, signal.SIGSTOP)
     frozen = time.monotonic()
-    with open_turns(str(tmp_path), who="second", patience=1.5).acquire(timeout=30) as held:
-        waited = time.monotonic() - frozen
-        assert held.number == 2
+    with open_turns(str(tmp_path / "group"), who="second", patience=1.5).acquire(timeout=60) as held:
+        assert time.monotonic() - frozen > 1.0 and held.number == 2
         os.kill(first.pid, signal.SIGCONT)
-        said, trouble = first.communicate("go\n", timeout=30)
-        assert said == "" and "turn 1 of group" in trouble and "was lost" in trouble
-        held.check()  # and has not disturbed this one
-    assert 1.0 < waited < 4.0
+        _, said = first.communicate("go on\n", timeout=60)
+        assert first.returncode == EXIT_RETRY and "turn 1 of group group was lost" in said
+        assert find(str(tmp_path / "out")) is None
+        assert held.beat().number == 2  # undisturbed
+
+
+def test_what_needs_the_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an artifact nor the pointer to the newest weights is written by who is late; with a turn, it is named."""
+    now = fence.clock()
+    grant = fence.Grant(group="g", number=7, ticket="a.1", renewed=now - 9, until=now - 1)
+    fence.write(tmp_path / "turn.json", grant)
+    monkeypatch.setenv(fence.VARIABLE, str(tmp_path / "turn.json"))
+    with pytest.raises(Retryable, match=r"turn 7 of group g was lost 1\.\d s ago"):
+        toy.sft(out=f"{tmp_path}/sft")
+    with pytest.raises(Retryable, match="turn 7"):
+        pointer.advance(f"{tmp_path}/weights", pointer.Latest(version=1, ref="x"))
+    assert find(f"{tmp_path}/sft") is None and pointer.read(f"{tmp_path}/weights") is None
+    fence.write(tmp_path / "turn.json", grant.model_copy(update={"until": now + 60}))
+    assert toy.sft(out=f"{tmp_path}/sft").provenance["turn"] == {"group": "g", "number": 7, "ticket": "a.1"}
+    (tmp_path / "turn.json").unlink()
+    with pytest.raises(Retryable, match="who holds it has ended"):
+        toy.evaluate(out=f"{tmp_path}/check", policy=f"{tmp_path}/sft")
 
 
 def test_stopped_while_waiting(tmp_path: Path) -> None:

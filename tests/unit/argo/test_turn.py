@@ -1,0 +1,83 @@
+"""The sidecar that holds a stage's turn, and what the local executor does in its place."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hera.workflows import DAG, Container, Parameter
+
+from tuneloop.argo.executor import execute
+from tuneloop.argo.settings import Cluster, Share
+from tuneloop.argo.template import pod_fields, stage_template, workflow
+from tuneloop.argo.turn import take_turns
+from tuneloop.errors import UserError
+from tuneloop.rollout import rollout
+from tuneloop.sharing.turns import open_turns
+
+SHARED = Cluster(share=Share(group="g", patience=3))
+
+
+def build(tasks: int) -> dict[str, Any]:
+    """Tasks at once, each of which writes when it began, what turn it had, and when it ended."""
+    script = 'cp "$TUNELOOP_TURN" $0.turn; date +%s.%N > $0.begin; sleep 0.1; date +%s.%N > $0.end'
+    with workflow("turns") as built:
+        stage = Container(
+            name="stage",
+            inputs=[Parameter(name="to")],
+            command=["bash", "-c", script],
+            args=["{{inputs.parameters.to}}"],
+            **pod_fields("base", True, SHARED),
+        )
+        take_turns(stage, SHARED)
+        with DAG(name="main"):
+            for i in range(tasks):
+                stage(name=f"t{i}", arguments={"to": "{{workflow.parameters.store}}/%s" % i})
+    made: dict[str, Any] = built.to_dict()
+    return made
+
+
+def test_stages_of_a_run_take_turns_here(tmp_path: Path) -> None:
+    """Without any cluster: all begin at once, none overlap, each knows its number, and nothing is held at the end."""
+    outcome = execute(build(4), workdir=tmp_path / "work", arguments={"run": "a", "store": str(tmp_path)})
+    assert outcome.phase == "Succeeded", outcome.message
+    times = sorted(tuple(float((tmp_path / f"{i}.{what}").read_text()) for what in ("begin", "end")) for i in range(4))
+    assert all(before[1] <= after[0] for before, after in zip(times, times[1:]))
+    assert sorted(json.loads((tmp_path / f"{i}.turn").read_text())["number"] for i in range(4)) == [1, 2, 3, 4]
+    assert open_turns(f"{tmp_path}/.turns/g", who="a").read().idle
+
+
+def test_a_stage_waits_for_another_run_and_stops_waiting(tmp_path: Path) -> None:
+    with open_turns(f"{tmp_path}/.turns/g", who="other", patience=3).acquire() as held:
+        made = build(1)
+        made["spec"]["activeDeadlineSeconds"] = 1
+        started = time.monotonic()
+        outcome = execute(made, workdir=tmp_path / "work", arguments={"run": "a", "store": str(tmp_path)})
+        assert outcome.phase == "Failed" and time.monotonic() - started < 20
+        assert not (tmp_path / "0.begin").exists()
+        told = (tmp_path / "work" / "nodes.jsonl").read_text()
+        assert "waits for its turn in group g" in told
+        assert held.beat() and held.turns.read().waiting == ()
+
+
+def test_the_sidecar_alone_has_a_token() -> None:
+    """It starts first, with rights of its own; the stage's container mounts what it says, and no token."""
+    with workflow("x") as built:
+        stage_template(rollout, {}, dynamic=["iteration"], cluster=SHARED)
+    [template] = built.to_dict()["spec"]["templates"]
+    [turn] = template["initContainers"]
+    mounts = {
+        name: {m["name"] for m in c["volumeMounts"]} for name, c in (("turn", turn), ("main", template["container"]))
+    }
+    assert turn["restartPolicy"] == "Always" and mounts["turn"] == {"turn", "turn-token"}
+    assert mounts["main"] == {"scratch", "turn"} and template["serviceAccountName"] == "tuneloop-turn"
+    assert {v["name"] for v in template["volumes"]} == {"scratch", "turn", "turn-token"}
+    assert not built.to_dict()["spec"]["automountServiceAccountToken"]
+
+
+def test_other_init_containers_are_refused_here(tmp_path: Path) -> None:
+    made = build(1)
+    made["spec"]["templates"][0]["initContainers"][0]["command"] = ["sh"]
+    with pytest.raises(UserError, match="initContainers: 'turn': is not supported by the local executor"):
+        execute(made, workdir=tmp_path, arguments={"run": "a", "store": str(tmp_path)})
