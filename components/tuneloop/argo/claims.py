@@ -116,7 +116,7 @@ def connect_seats(workflow: dict[str, Any]) -> None:
     rendered = json.dumps([each for name, each in templates.items() if name != TAKE])
     seats = [p for p in take["outputs"]["parameters"] if f"{{{{workflow.outputs.parameters.{p['name']}}}}}" in rendered]
     take["outputs"]["parameters"] = seats
-    take["container"]["args"] += ["--share", share.model_dump_json(), *(p["name"] for p in seats)]
+    take["container"]["args"] += ["--share", share.model_dump_json(), "--seats", *(p["name"] for p in seats)]
     for name in entries(workflow):
         tasks = templates[name]["dag"]["tasks"]
         for task in tasks:

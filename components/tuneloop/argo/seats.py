@@ -1,7 +1,7 @@
 """Seats of runs on ResourceClaims (``resource.k8s.io/v1``): the first step of a workflow that shares devices takes
 them, its exit handler gives them back.
 
-    python -m tuneloop.argo.seats take-claim --workflow demo --namespace tuneloop --share '{"group": "a100", …}' claim
+    python -m tuneloop.argo.seats take-claim --workflow demo --namespace tuneloop --share '{"group": "a100", …}' --seats claim
 
 Where each pod has a claim of its own, the same is done with the ResourceClaimTemplate that those are made from.
 
@@ -220,7 +220,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--workflow", required=True)
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--share", type=Share.model_validate_json)
-    parser.add_argument("seats", nargs="*", help="claim, claim-trainer, claim-sampler: outputs to write")
+    parser.add_argument("--seats", nargs="*", default=[], help="claim, claim-trainer, claim-sampler: outputs to write")
     given = parser.parse_args(argv)
     try:
         names = _do(given)

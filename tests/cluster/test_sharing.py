@@ -1,0 +1,129 @@
+"""Runs that share devices: seats on real ResourceClaims, and the devices that pods see. Needs a DRA driver."""
+
+import copy
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hera.workflows import DAG
+
+from tests.cluster.conftest import STORE, kubectl
+from tests.cluster.making import RUN, digests
+from tests.cluster.test_queue import until
+from tuneloop.argo import cluster as argo
+from tuneloop.argo import seats
+from tuneloop.argo.settings import GROUP_LABEL, RUN_LABEL, Cluster, Share
+from tuneloop.argo.template import stage_template, workflow
+from tuneloop.argo.watch import logs, status
+from tuneloop.data_prep import data_prep
+from tuneloop.errors import UserError
+
+pytestmark = pytest.mark.cluster
+
+CLASS = os.environ.get("TUNELOOP_TEST_DEVICE_CLASS", "gpu.example.com")
+IMAGES = os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev")
+
+
+@pytest.fixture
+def share(cluster: argo.Cluster, run: str) -> Iterator[Share]:
+    """A group of the test's own, of which nothing may be left."""
+    if not kubectl("get", "deviceclass", CLASS, "--ignore-not-found"):
+        pytest.fail(f"needs the DeviceClass {CLASS}: a DRA driver", pytrace=False)
+    yield Share(group=run, device_class=CLASS, patience=10)
+    kubectl("-n", cluster.namespace, "delete", "workflows", "-l", f"test={run}", "--wait=false")
+    kubectl("-n", cluster.namespace, "delete", "resourceclaims,leases", "-l", f"{GROUP_LABEL}={run}", "--wait=false")
+
+
+def claims(cluster: argo.Cluster, share: Share) -> dict[str, list[str]]:
+    """Claim → the runs on it."""
+    found = seats.claims(cluster, f"{GROUP_LABEL}={share.group}")
+    return {each["metadata"]["name"]: seats.runs(each) for each in found}
+
+
+def idle(cluster: argo.Cluster, share: Share, run: str, name: str) -> str:
+    """A workflow that is under way and does nothing."""
+    metadata = {"name": name, "labels": {RUN_LABEL: run, "test": share.group}}
+    spec = {"entrypoint": "main", "templates": [{"name": "main", "suspend": {}}]}
+    body = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": metadata, "spec": spec}
+    cluster.custom.create_namespaced_custom_object(*argo.WORKFLOWS[:2], cluster.namespace, argo.WORKFLOWS[2], body)
+    return name
+
+
+def test_seats_are_taken_once_handed_on_and_given_back(cluster: argo.Cluster, share: Share) -> None:
+    """Six at once: two sit on each of three claims. A run's next workflow keeps the seat. What is deleted leaves it."""
+    names = [idle(cluster, share, f"{share.group}-{i}", f"{share.group}-{i}") for i in range(6)]
+    got: dict[str, str] = {}
+    threads = [threading.Thread(target=lambda n=n: got.update({n: seats.take(cluster, n, share)})) for n in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seated = claims(cluster, share)
+    assert {name: len(runs) for name, runs in seated.items()} == {f"{share.group}-{i}": 2 for i in (1, 2, 3)}
+    assert {run: name for name, runs in seated.items() for run in runs} == got
+    assert seats.take(cluster, names[0], share) == got[names[0]], "a repeated step gets another claim"
+
+    first, second = names[0], idle(cluster, share, names[0], f"{names[0]}-2")
+    seats.sweep(cluster, without=first)  # the exit handler of the first
+    assert claims(cluster, share) == seated
+    owners = [
+        owner["name"]
+        for each in seats.claims(cluster, f"{GROUP_LABEL}={share.group}")
+        for owner in each["metadata"]["ownerReferences"]
+    ]
+    assert sorted(owners) == sorted([second, *names[1:]])
+
+    gone = [name for name in names if got[name] == got[names[0]] and name != first]
+    kubectl("-n", cluster.namespace, "delete", "workflow", first, second, *gone, "--wait")
+    until(lambda: got[first] not in claims(cluster, share), 30)  # by Kubernetes' garbage collector
+    left = next(name for name in names if got[name] != got[first])
+    kubectl("-n", cluster.namespace, "delete", "workflow", left, "--wait")
+    seats.sweep(cluster)
+    assert left not in claims(cluster, share)[got[left]]
+
+    other = share.model_copy(update={"count": 2})
+    survivor = next(name for name in names if name not in (first, left, *gone))
+    with pytest.raises(UserError, match=r"cluster.share: .*count.*: 2.*ResourceClaim .* of the group has"):
+        seats.take(cluster, survivor, other)
+
+
+def stage(share: Share) -> dict[str, Any]:
+    """A pipeline of one real stage that uses the shared devices."""
+    cluster = Cluster(images=IMAGES, cpu="50m", memory="256Mi", share=share)
+    using = copy.copy(data_prep)
+    using.accelerator = True
+    with workflow("shared", cluster=cluster) as built:
+        prepare = stage_template(
+            using, {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0}, cluster=cluster
+        )
+        with DAG(name="main"):
+            prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
+    made: dict[str, Any] = built.to_dict()
+    return made
+
+
+def test_two_runs_on_one_claim_and_a_third_on_another(cluster: argo.Cluster, share: Share) -> None:
+    runs = [f"{share.group}-{i}" for i in range(3)]
+    for name in runs:
+        made = stage(share)
+        made["metadata"]["labels"]["test"] = share.group
+        argo.submit(cluster, made, run=name, store=STORE)
+    seen = {}
+    until(lambda: sum(map(len, claims(cluster, share).values())) == 3, 90)
+    seated = claims(cluster, share)
+    assert sorted(map(len, seated.values())) == [1, 2]
+    for name in runs:
+        (claim, told), *_ = status(cluster, name).claims.items()
+        assert name in seated[claim] and name in told
+        seen[name] = claim
+    assert [argo.wait(cluster, name) for name in runs] == [0, 0, 0]
+    used = {name: {line for _, line in logs(cluster, name, stage="data-prep") if "devices" in line} for name in runs}
+    assert all(len(lines) == 1 for lines in used.values()), used
+    for name in runs:
+        for other in runs:
+            assert (used[name] == used[other]) == (seen[name] == seen[other]), used
+        assert list(digests(status(cluster, name).nodes.values(), name)) == ["data-prep"]
+    until(lambda: not claims(cluster, share), 30)
+    assert not kubectl("-n", cluster.namespace, "get", "leases", "-l", f"{GROUP_LABEL}={share.group}", "-o", "name")
