@@ -20,10 +20,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuneloop.argo import colocation
 from tuneloop.argo.spec import applied, calls
 from tuneloop.errors import UserError
 from tuneloop.grain import ITERATION, LOST, REQUEUE, compare, possible, unfolded
@@ -57,6 +58,7 @@ class Model:
 
     Attributes:
         parameters: how many, and `how` they were counted.
+        linears: of each layer, what adapters can go to: name → inputs and outputs; empty where they are not known.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Model:
     kv_heads: int
     head_dim: int
     vocab: int
+    linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def kv_bytes(self) -> int:
@@ -117,7 +120,11 @@ def draw(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | 
 
     Args:
         seconds: stage → how long it worked in an iteration of a recorded run.
+
+    Raises:
+        UserError: its model cannot be read, or runs that share a node do not fit there.
     """
+    colocation.check(workflow)
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -141,7 +148,8 @@ def draw(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | 
     sums = []
     for stage in stages:
         parts = memory(stage, model, context) if isinstance(model, Model) else []
-        known = "" if parts and whole(stage, context) else " or more" if parts else " (not estimated)"
+        complete = isinstance(model, Model) and parts and whole(stage, model, context)
+        known = "" if complete else " or more" if parts else " (not estimated)"
         needed = f"{stage.memory}{known}"
         count = f"{pods[stage.name]} in {-(-iterations // grain)}" if stage.name in shared else str(pods[stage.name])
         table.add_row(stage.name, stage.image, str(stage.accelerators or "cpu"), count, needed)
@@ -150,6 +158,7 @@ def draw(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | 
             sums[-1] += f"; with its programs {size(asked([stage], parts))}"
     told = f"{model.name}: {model.parameters:,} parameters ({model.how})" if isinstance(model, Model) else model
     lines = [f"work at most\n{_lines(work(stages, pods))}", f"memory of {told}", *sums]
+    lines += colocation.told(workflow, model.parameters if isinstance(model, Model) else None)
     overlapped = any(call["name"] == "ahead" for template in templates.values() for call in calls(template))
     if not set(ITERATION) <= set(pods) or overlapped:  # one pod would run the stages in turn
         return Group(tree, table, Text("\n".join(lines)))
@@ -258,9 +267,12 @@ def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Mo
     kv = config.get("num_key_value_heads") or heads
     head = config.get("head_dim") or hidden // heads
     counted = stored_parameters(directory) if directory else 0
+    dense = "intermediate_size" in config and not any("experts" in key for key in config)
+    linears = _linears(hidden, heads * head, kv * head, config["intermediate_size"]) if dense else {}
+    shape = (layers, hidden, kv, head, vocab, linears)
     if counted:
-        return Model(name, counted, "counted in the headers of its safetensors files", layers, hidden, kv, head, vocab)
-    if "intermediate_size" not in config or any("experts" in key for key in config):
+        return Model(name, counted, "counted in the headers of its safetensors files", *shape)
+    if not dense:
         return f"{name}: not estimated, it has no weights here to count and is no dense Llama-like decoder"
     attention = 2 * hidden * heads * head + 2 * hidden * kv * head
     kind = config.get("model_type")
@@ -272,7 +284,29 @@ def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Mo
         f"{tied} × {vocab} × {hidden} embeddings + {layers} layers × ({attention:,} attention + {mlp:,} MLP"
         f" + {2 * hidden + extra:,} norms and biases) + {hidden}"
     )
-    return Model(name, total, how, layers, hidden, kv, head, vocab)
+    return Model(name, total, how, *shape)
+
+
+def _linears(hidden: int, queries: int, keys: int, inner: int) -> dict[str, tuple[int, int]]:
+    """The linear layers of one layer of a Llama-like decoder."""
+    attention = {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)}
+    mlp = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+    return {**attention, "o_proj": (queries, hidden), **mlp}
+
+
+def adapters(stage: Stage, model: Model) -> int | None:
+    """Parameters of a stage's LoRA adapters: ``r × (inputs + outputs)`` each. 0 without; None where it is not known
+    which layers have some."""
+    from tuneloop.trainers.lora import Lora
+
+    given = json.loads(stage.flags.get("lora") or "null")
+    if given is None:
+        return 0
+    lora = Lora(**given)
+    named = model.linears if lora.target_modules == "all-linear" else lora.target_modules
+    if not model.linears or isinstance(named, str) or not set(named) <= model.linears.keys():
+        return None
+    return model.layers * lora.r * sum(sum(model.linears[name]) for name in set(named))
 
 
 def stored_parameters(directory: Path) -> int:
@@ -300,11 +334,11 @@ def memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, f
     return []
 
 
-def whole(stage: Stage, context: int | None) -> bool:
+def whole(stage: Stage, model: Model, context: int | None) -> bool:
     """Whether `memory` has all parts: what sequences need can only be told where their length is limited."""
     if stage.stage in TRAINED:
         limited = (stage.number("max_length") or context) and stage.number("per_device_train_batch_size")
-        return bool(limited) and not stage.flags.get("lora")  # adapters are not counted
+        return bool(limited) and adapters(stage, model) is not None
     return stage.stage in ("serve", *HELD) or context is not None
 
 
@@ -320,8 +354,12 @@ def asked(stages: Sequence[Stage], parts: Sequence[tuple[str, float]]) -> int:
 def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
     count, ranks = model.parameters, stage.ranks
     shared = f" / {stage.nodes} pods" if stage.nodes > 1 else ""
-    kept = "4 weights" if stage.flags.get("lora") else "(4 weights + 4 gradients + 8 Adam)"
-    parts = [(f"{count:,} × {kept}{shared}", count * (4 if stage.flags.get("lora") else 16) / stage.nodes)]
+    kept, added = "(4 weights + 4 gradients + 8 Adam)", adapters(stage, model)
+    if added == 0:
+        parts = [(f"{count:,} × {kept}{shared}", count * 16 / stage.nodes)]
+    else:
+        parts = [(f"{count:,} × 4 weights{shared}", count * 4 / stage.nodes)]
+        parts += [(f"adapters' {added:,} × {kept}{shared}", added * 16 / stage.nodes)] if added else []
     if stage.stage == "policy_update" and json.loads(stage.flags.get("algorithm_args", "{}")).get("beta"):
         parts.append((f"{count:,} × 4 weights of the reference{shared}", count * 4 / stage.nodes))
     length, batch = stage.number("max_length") or context, stage.number("per_device_train_batch_size")

@@ -35,7 +35,7 @@ class Sample:
     Attributes:
         group: 0 … G-1.
         score: None unless it was scored.
-        length: tokens sampled, targets or not.
+        length: tokens that the policy sampled; what an environment said between its turns does not count.
         truncated: whether sampling ended at the token limit.
         age: versions that its oldest token lies behind the policy.
         engine: log-probabilities under which it was sampled.
@@ -129,7 +129,7 @@ def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -
         Document(row["prompt_ids"] + row["completion_ids"], [False] * len(row["prompt_ids"]) + mask),
         group,
         score,
-        length=len(mask),
+        length=sum(mask),
         truncated=row["finish_reason"] == "length",
         age=max((version - token_version for token_version in row["policy_versions"]), default=0),
         engine=engine,

@@ -19,7 +19,8 @@ class Algorithm(grpo.Algorithm):
 
     Dynamic sampling leaves groups whose rewards are all equal out of the loss and of its mean. It does not sample
     others in their place: ask `rollout` for as many prompts more as the share of such groups (a metric) suggests.
-    The punishment is added to rewards here, not in `reward`, which sees text and knows no tokens.
+    The punishment is added to rewards here, not in `reward`, which sees text and knows no tokens. It counts what the
+    policy sampled, in an episode over all turns, and not the replies between them.
     """
 
     epsilon_high: float | None = Field(0.28, gt=0)

@@ -1,4 +1,4 @@
-"""Programs (Python) that pass tests. Each test runs them shut in: see `tuneloop.sandbox`, and docs/training.md for what holds.
+"""Programs (Python) that pass tests. Each test runs them shut in: see `sandbox`, and docs/training.md for what holds.
 
 ``metadata["tests"]`` lists the tests, of these forms:
 

@@ -1,5 +1,6 @@
 """Adapters at the trainer: what they are merged into, what is trained, what is kept."""
 
+import json
 import random
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.unit.trainers.test_fsdp import ADAM
 from tuneloop.artifacts import scan
 from tuneloop.errors import UserError
+from tuneloop.plan import Stage, adapters, shape_of, whole
 from tuneloop.trainers._batch import Document
 from tuneloop.trainers.fsdp import Policy, Ranks, Trainer
 from tuneloop.trainers.lora import Lora, disabled
@@ -79,6 +81,15 @@ def test_only_adapters_are_trained_and_saved(model, documents, tmp_path):
     kept = HuggingFaceStorageReader(str(tmp_path / "state")).read_metadata().state_dict_metadata
     assert len(kept) == 3 * 2 * len(layers)  # A and B, and two moments each
     assert all(".lora_" in name for name in kept)
+
+
+def test_adapters_are_as_many_as_the_plan_counts(model, documents):
+    shape = shape_of("m", json.loads((model / "config.json").read_text()), model)
+    for options, targets in (({"r": 3}, "all-linear"), ({"r": 4, "target_modules": ["q_proj", "down_proj"]}, "two")):
+        stage = Stage("sft", "sft", {"lora": json.dumps(options)}, "", 0, 1)
+        assert adapters(stage, shape) == trained(model, documents, 0, lora=Lora(**options)).count(), targets
+    unknown = Stage("sft", "sft", {"lora": '{"target_modules": ".*_proj"}'}, "", 0, 1)
+    assert adapters(unknown, shape) is None and not whole(unknown, shape, 64)
 
 
 def test_saved_and_loaded_goes_on_the_same(model, documents, tmp_path):

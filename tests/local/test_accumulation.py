@@ -1,0 +1,54 @@
+"""What crosses between two ranks in one optimizer step."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.making import tiny_model
+
+pytestmark = pytest.mark.local
+
+STEP = """
+import collections, json, os, sys
+from pathlib import Path
+from torch.profiler import ProfilerActivity, profile
+from tests.unit.trainers.test_fsdp import ADAM
+from tuneloop.trainers._batch import Document
+from tuneloop.trainers.fsdp import Ranks, Trainer
+
+trainer = Trainer(Path(sys.argv[1]), Ranks("cpu", 2), ADAM)
+documents = [Document([i + 1, 2, 3, 4], [False, True, True, True]) for i in range(8)]
+
+def step(limit):
+    micro = trainer.plan(documents, limit)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        for batch in trainer.accumulate(micro):
+            (-trainer.logprobs([documents[i] for i in batch])[0].sum() / 24).backward()
+        trainer.update()
+    return len(micro), collections.Counter(e.name for e in seen.events() if e.name.startswith("gloo:"))
+
+step(4)
+found = [step(limit) for limit in (4, 1)]
+if os.environ["RANK"] == "0":
+    print("found", json.dumps(found))
+"""
+
+
+def test_gradients_cross_once_a_step_however_many_micro_batches(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "m", "qwen3", dtype=torch.float32)
+    (tmp_path / "step.py").write_text(STEP)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    words += [str(tmp_path / "step.py"), str(model)]
+    done = subprocess.run(words, text=True, capture_output=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("found "))
+    (few, once), (many, often) = json.loads(line.removeprefix("found "))
+    assert (few, many) == (1, 4)
+    assert often["gloo:all_reduce"] == once["gloo:all_reduce"] > 0  # of gradients, and of their norm
+    assert often["gloo:all_gather"] == 4 * once["gloo:all_gather"] > 0  # of parameters, which are freed in between
