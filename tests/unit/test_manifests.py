@@ -38,7 +38,9 @@ def test_the_namespace_is_restricted() -> None:
 
 
 def test_rights_are_namespaced_and_without_wildcards() -> None:
-    assert not named("ClusterRole") and not named("ClusterRoleBinding")
+    reviews = [{"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]}]
+    assert {name: role["rules"] for name, role in named("ClusterRole").items()} == {"tuneloop-gateway": reviews}
+    assert {binding["roleRef"]["name"] for binding in named("ClusterRoleBinding").values()} == {"tuneloop-gateway"}
     for role in named("Role").values():
         for rule in role["rules"]:
             assert "*" not in rule["apiGroups"] + rule["resources"] + rule["verbs"]
@@ -48,7 +50,8 @@ def test_stages_have_an_account_without_rights() -> None:
     bound = {subject["name"] for binding in named("RoleBinding").values() for subject in binding["subjects"]}
     assert "tuneloop-stage" in named("ServiceAccount") and "tuneloop-stage" not in bound
     mounted = {name for name, account in named("ServiceAccount").items() if account["automountServiceAccountToken"]}
-    assert mounted <= {"tuneloop-claims", "tuneloop-continue", "tuneloop-launcher"}  # whose steps talk to the API server
+    talkative = {"tuneloop-claims", "tuneloop-continue", "tuneloop-launcher", "tuneloop-gateway"}
+    assert mounted <= talkative  # whose pods talk to the API server
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.plural)
@@ -103,5 +106,5 @@ def test_the_images_have_the_versions_that_the_tests_ran_with() -> None:
         return dict(re.findall(r"^(\S+)==(\S+)", (ROOT / "requirements" / f"{name}.txt").read_text(), re.M))
 
     tested = pins("dev")
-    for name in ("base", "trainer", "rollout-cpu"):
+    for name in ("base", "trainer", "rollout-cpu", "gateway"):
         assert pins(name).items() <= tested.items()

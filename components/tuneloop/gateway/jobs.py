@@ -98,7 +98,7 @@ class Jobs:
             "ports": [{"name": "http", "containerPort": PORT}],
             "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1},
             "resources": {
-                "requests": {"cpu": pod.cpu, "memory": pod.memory},
+                "requests": {"cpu": pod.cpu, "memory": pod.request or pod.memory},
                 "limits": {"memory": pod.memory, **devices},
             },
             "securityContext": RESTRICTED,

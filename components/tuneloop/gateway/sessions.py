@@ -123,6 +123,7 @@ class WorkerPod(BaseModel):
     image: str = "tuneloop/rollout:dev"
     cpu: str = "500m"
     memory: str = "4Gi"
+    request: str = Field("", description="memory that it requests, less than `memory`, its limit; empty: as much")
     accelerator: str = Field("nvidia.com/gpu", description="the resource that accelerators are counted in")
     queue: str = Field("tuneloop", description="Kueue LocalQueue of sessions with accelerators; empty: not queued")
     idle: int = Field(3600, ge=1, description="seconds without a request after which a session ends itself")

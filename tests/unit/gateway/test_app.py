@@ -1,0 +1,163 @@
+"""The gateway as `tuneloop gateway --local` runs it: real sessions, which are asked for nothing that needs torch."""
+
+import concurrent.futures
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import yaml
+
+from tuneloop.errors import UserError
+from tuneloop.gateway.access import TokenFile
+from tuneloop.gateway.sessions import read_settings
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    home = tmp_path_factory.mktemp("gateway")
+    config = home / "gateway.yaml"
+    config.write_text(yaml.safe_dump({"default": {"sessions": 3}}))
+    command = [sys.executable, "-m", "tuneloop.cli", "gateway", "--local", "--store", str(home / "store")]
+    flags = ["--port", "0", "--config", str(config), "--token-file", str(home / "token")]
+    process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
+    url = re.search(r"http://\S+", process.stderr.readline())[0]
+    told = process.stderr.readline()
+    token = (home / "token").read_text().strip()
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=60) as client:
+        yield SimpleNamespace(http=client, url=url, token=token, home=home, config=config, told=told)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert f"{home}/store" not in left  # its sessions ended with it
+
+
+@pytest.fixture(autouse=True)
+def clean(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "gateway" in request.fixturenames:
+        http = request.getfixturevalue("gateway").http
+        for session in http.get("/v1/sessions").json()["sessions"]:
+            assert http.delete(f"/v1/sessions/{session['id']}").status_code == 204
+        assert http.get("/v1/sessions").json() == {"sessions": []}
+
+
+def make(gateway: SimpleNamespace, key: str, **body: object) -> httpx.Response:
+    return gateway.http.post("/v1/sessions", json=body, headers={"Idempotency-Key": key})
+
+
+def test_nobody_without_the_token(gateway: SimpleNamespace) -> None:
+    for headers in (
+        {},
+        {"Authorization": "Bearer tml-wrong"},
+        {"X-API-Key": "tml-wrong"},
+        {"Authorization": "Basic x"},
+    ):
+        for method, path in (("GET", "/v1/sessions"), ("POST", "/v1/sessions"), ("POST", "/api/v1/optim_step")):
+            answer = httpx.request(method, gateway.url + path, headers=headers, json={} if method == "POST" else None)
+            assert answer.status_code == 401 and "token" in answer.json()["error"]
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert httpx.get(gateway.url + "/v1/sessions", headers={"X-API-Key": gateway.token}).status_code == 200
+    assert "export TINKER_BASE_URL=" in gateway.told and gateway.token not in gateway.told
+
+
+def test_a_key_makes_one_session_however_often_and_at_once(gateway: SimpleNamespace) -> None:
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: make(gateway, "k", display_name="mine"), range(8)))
+    assert len({answer.json()["id"] for answer in answers}) == 1
+    assert sorted(answer.status_code for answer in answers) == [200] * 7 + [201]
+    assert [s["display_name"] for s in gateway.http.get("/v1/sessions").json()["sessions"]] == ["mine"]
+    other = make(gateway, "k", display_name="another")
+    assert other.status_code == 409 and "use another key" in other.json()["error"]
+    wrong = make(gateway, "l", gpus=1)
+    assert wrong.status_code == 422 and "unknown key" in wrong.json()["error"]
+
+
+def test_over_quota_is_refused_until_one_ends(gateway: SimpleNamespace) -> None:
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda n: make(gateway, f"q{n}"), range(6)))
+    made = [answer.json()["id"] for answer in answers if answer.status_code == 201]
+    over = [answer for answer in answers if answer.status_code == 429]
+    assert (len(made), len(over)) == (3, 3)
+    assert over[0].json()["error"].startswith("quota: namespace 'local' has 3 of 3 sessions, and 1 more asked")
+    gateway.http.delete(f"/v1/sessions/{made[0]}")
+    assert make(gateway, "again").status_code == 201
+    gateway.config.write_text(yaml.safe_dump({"default": {"sessions": 4}}))  # read anew
+    assert make(gateway, "more").status_code == 201
+    gateway.config.write_text(yaml.safe_dump({"default": {"sessions": 3}}))
+    refused = make(gateway, "devices", accelerators=1)
+    assert refused.status_code == 429
+
+
+def test_what_is_not_the_callers_does_not_exist(gateway: SimpleNamespace) -> None:
+    assert make(gateway, "x", namespace="team-b").status_code == 403
+    for id in ("local.session-0000000000", "team-b.session-0000000000", "session", "local.../x", "local.job"):
+        assert gateway.http.get(f"/v1/sessions/{id}").status_code == 404
+        body = {"model_id": f"{id}:train:0"}
+        assert gateway.http.post("/api/v1/optim_step", json=body).status_code == 404
+    assert gateway.http.delete("/v1/sessions/team-b.session-0000000000").status_code == 404
+    assert gateway.http.delete("/v1/sessions/local.session-0000000000").status_code == 204
+    assert gateway.http.post("/api/v1/optim_step", json={}).status_code == 422
+
+
+def test_a_session_from_its_creation_to_its_end(gateway: SimpleNamespace) -> None:
+    """Watched; its worker is asked through the gateway, and answers nobody else."""
+    id = make(gateway, "life").json()["id"]
+    heard = []
+    with gateway.http.stream("GET", f"/v1/sessions/{id}/events") as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: "):
+                heard.append(json.loads(line.removeprefix("data: ")))
+                if heard[-1].get("phase") == "running":
+                    assert gateway.http.post("/api/v1/session_heartbeat", json={"session_id": id}).json() == {
+                        "type": "session_heartbeat"
+                    }
+                    unknown = gateway.http.post("/api/v1/optim_step", json={"model_id": f"{id}:train:0"})
+                    assert unknown.status_code == 404 and "is not known here" in unknown.json()["error"]
+                    log = (gateway.home / "gateway-logs" / f"{id.partition('.')[2]}.log").read_text()
+                    worker = re.search(r"http://\S+", log)[0]
+                    assert httpx.post(f"{worker}/api/v1/session_heartbeat", json={}).status_code == 401
+                    gateway.http.delete(f"/v1/sessions/{id}")
+    assert [each.get("phase", "gone") for each in heard][-2:] == ["running", "gone"]
+    assert gateway.http.post("/api/v1/session_heartbeat", json={"session_id": id}).status_code == 404
+
+
+def test_a_worker_that_dies_is_a_session_that_failed(gateway: SimpleNamespace) -> None:
+    id = gateway.http.post("/api/v1/create_session", json={"user_metadata": {}}).json()["session_id"]
+    assert gateway.http.post("/api/v1/session_heartbeat", json={"session_id": id}).status_code == 200
+    found = subprocess.run(
+        ["pgrep", "-f", f"gateway.worker --session {id}"], capture_output=True, text=True
+    ).stdout.split()
+    os.kill(int(found[0]), signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while True:
+        answer = gateway.http.post("/api/v1/session_heartbeat", json={"session_id": id})
+        if answer.status_code != 503 or time.monotonic() > deadline:
+            break
+    assert answer.status_code == 410 and "is over (failed): exit -9" in answer.json()["error"]
+    assert gateway.http.get(f"/v1/sessions/{id}").json()["phase"] == "failed"
+    assert make(gateway, "next").status_code == 201  # it counts no longer
+
+
+def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    made = TokenFile(tmp_path / "token")
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600 and made.token.startswith("tml-")
+    assert TokenFile(tmp_path / "token").token == made.token
+    (tmp_path / "token").chmod(0o644)
+    with pytest.raises(UserError, match="others can read it"):
+        TokenFile(tmp_path / "token")
+
+
+def test_the_settings_that_manifests_ship_are_read(tmp_path: Path) -> None:
+    shipped = Path(__file__).parents[3] / "manifests/components/gateway/gateway.yaml"
+    (tmp_path / "gateway.yaml").write_text(next(yaml.safe_load_all(shipped.read_text()))["data"]["gateway.yaml"])
+    settings = read_settings(tmp_path / "gateway.yaml")
+    assert settings.quota("tuneloop").sessions > settings.quota("another").sessions == 0
