@@ -87,6 +87,10 @@ class Engine(BaseModel):
         False, description="publish each version as a delta, for whoever serves to pull; else servers load checkpoints"
     )
     weights: str | None = Field(None, description="URL to publish versions below; default: <store>/<run>/weights")
+    colocate: bool = Field(
+        False,
+        description="one GPU for trainer and vLLM: the server gives its memory back whenever it is not sampling",
+    )
     rollout_endpoint_url: str | None = Field(
         None, description="of the engine `endpoint`, several with commas between; its fleet pulls, or `fleet` is set"
     )
@@ -111,6 +115,10 @@ class Engine(BaseModel):
             raise ValueError("an endpoint gets new weights by pulling them, or by a fleet: set pull or fleet, not both")
         if self.name == "transformers" and self.pull:
             raise ValueError("transformers loads each checkpoint itself and pulls nothing: unset pull")
+        if self.colocate and (self.name != "vllm" or self.pull):
+            raise ValueError(
+                "colocate is of the run's own vLLM server, which loads checkpoints: set name vllm, unset pull"
+            )
         if self.weights is not None and not self.pull:
             raise ValueError("weights says where to publish: set pull")
         return self
@@ -120,6 +128,8 @@ class Engine(BaseModel):
         """`args`, or the default of the engine that was chosen; and the fleet."""
         short = {"max_model_len": 256, "enforce_eager": True}
         given = self.args if self.args is not None else short if self.name == "vllm" else {}
+        if self.colocate:
+            return {**given, "enable_sleep_mode": True}
         return {**given, "fleet": self.fleet} if self.fleet else given
 
 
@@ -152,11 +162,23 @@ class Config(BaseModel):
             )
         if pod and (part := self.loop.per_workflow) % pod:
             raise UserError("loop.per_workflow", part, f"must be a multiple of loop.iterations_per_pod ({pod})")
+        if pod and self.cluster.share and self.cluster.share.roles != "together":
+            raise UserError(
+                "cluster.share.roles",
+                self.cluster.share.roles,
+                "loop.iterations_per_pod trains and samples in one pod: set this to together, or it to 0",
+            )
         if pod and self.loop.asynchronous:
             raise UserError(
                 "loop.asynchronous",
                 True,
                 "overlaps stages; loop.iterations_per_pod runs one at a time: set it to 0",
+            )
+        if self.engine.colocate and (self.loop.asynchronous or pod):
+            raise UserError(
+                "engine.colocate",
+                True,
+                "gives the GPU to one process after the other: leave loop.asynchronous and loop.iterations_per_pod out",
             )
         if self.loop.asynchronous and (self.engine.pull or self.engine.fleet):
             raise UserError(
@@ -507,7 +529,8 @@ def build_rl(config: Config, stages: dict[str, Any], part: DAG, model: Task, sta
 
     Args:
         part: what `build_part` made.
-        model: the task whose checkpoint the server boots with, while `start` may still be training.
+        model: the task whose checkpoint the server boots with, while `start` may still be training, unless both want
+            the same device.
         start: the task that makes `policy`.
         policy: the tag of its checkpoint: where the loop starts, and what a KL term refers to.
     """
@@ -518,7 +541,7 @@ def build_rl(config: Config, stages: dict[str, Any], part: DAG, model: Task, sta
         arguments={**shared, "policy": policy, "iteration": "0", "metrics": f"{RUN}/evaluate-before"},
     )
     train = part(name="part", arguments={**shared, "iteration": "1", "policy": policy, "reference": policy})
-    model >> server
+    (start if config.engine.colocate else model) >> server
     [start, *server] >> before >> train
 
 
@@ -557,8 +580,9 @@ def kfp_steps(config: Config) -> dict[str, Any]:
     from tuneloop.kfp.grain import segment_step
     from tuneloop.kfp.template import position_step, report_step, stage_step
 
-    if config.loop.asynchronous:
-        raise UserError("loop.asynchronous", True, "is built for Argo and for one machine: leave it out here")
+    for name, given in (("loop.asynchronous", config.loop.asynchronous), ("engine.colocate", config.engine.colocate)):
+        if given:
+            raise UserError(name, True, "is built for Argo and for one machine: leave it out here")
     graph = pod_graph(config, served=True)
     pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
     engine = {

@@ -210,6 +210,19 @@ def test_server_says_what_a_fresh_engine_says(server: Running, versions: list[Ar
         prove(client, versions[k], 0.05)
 
 
+def test_a_device_that_can_not_be_had_by_turns(server: Running, versions: list[Artifact]) -> None:
+    """A CPU's memory is not given back: the server says so, and an engine asked for it does not start."""
+    client = Client(server.url, 60, sleeps=True)
+    with pytest.raises(UserError, match="answers 400: wake_up: 'cpu': nothing sleeps on this device"):
+        client.load(versions[0])
+    with pytest.raises(UserError, match="answers 400: sleep: 'cpu': vLLM's sleep mode gives back memory of CUDA"):
+        client.close()
+    line = [sys.executable, "-m", "tuneloop.serve", "--policy", versions[0].ref, "--host", "127.0.0.1", "--port", "0"]
+    asked = [*line, "--engine-args", json.dumps({**ARGS, "enable_sleep_mode": True})]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Sleep mode" in done.stderr.splitlines()[-1], done.stderr[-2000:]
+
+
 def test_requests_at_the_same_time(server: Running, versions: list[Artifact]) -> None:
     """Each caller gets its own answers, a load in the middle waits for those before it and holds those after."""
     Client(server.url, 60).load(versions[0])

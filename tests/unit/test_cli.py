@@ -146,6 +146,14 @@ def test_every_option_has_help(call: Call) -> None:
             "loop.asynchronous: True: samples with the version before the newest",
         ),
         (["render", "grpo", "--to", "kfp", "--set", "loop.asynchronous=true"], "is built for Argo and for one machine"),
+        (
+            ["render", "grpo", "--set", "engine.colocate=true", "--set", "engine.pull=true"],
+            "colocate is of the run's own",
+        ),
+        (
+            ["plan", "grpo", "--set", "engine.colocate=true", "--set", "loop.asynchronous=true"],
+            "engine.colocate: True: gives the GPU to one process after the other",
+        ),
         (["plan", "grpo", "--set", "cluster.memory=much"], "cluster.memory: 'much'"),
         (["plan", "grpo", "--set", "cluster.cpu=1G"], "cluster.cpu: '1G'"),
         (["plan", "grpo", "--set", "loop=3"], "loop: 3: is a section"),

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,15 @@ def test_what_training_can_not_do_is_refused_before_anything_runs(
     error = refusal(config.find(pipeline), None, item)
     assert error.field == field
     assert says in str(error)
+
+
+def test_trainer_and_server_on_one_device_are_never_awake_together() -> None:
+    """The server boots once SFT is over, and sleeps when it is not sampling: stages know by the engine's options."""
+    pipeline = config.find("sft_then_grpo")
+    made = pipeline.build(pipeline.configure(sets=["engine.colocate=true"]))
+    templates = {template["name"]: template for template in made["spec"]["templates"]}
+    tasks = {task["name"]: task.get("depends") for task in templates["main"]["dag"]["tasks"]}
+    assert tasks["serve"] == "sft"
+    for name in ("serve", "rollout", "evaluate"):
+        words = templates[name]["container"]["args"]
+        assert json.loads(words[words.index("--engine-args") + 1])["enable_sleep_mode"] is True

@@ -28,6 +28,8 @@ class Client:
         endpoint: ``http://host:port``.
         timeout_s: seconds without a byte after which the server counts as dead; also how long to wait for it to
             load a version.
+        sleeps: it has its device by turns: it is woken to load, and put to sleep on `close`, where it drops its weights
+            (vLLM's level 2): there are others by the time it is woken. Not run: there was no GPU.
 
     Attributes:
         pulled: where the server follows published versions, what the last pull took.
@@ -38,15 +40,17 @@ class Client:
 
     name = "vllm"
 
-    def __init__(self, endpoint: str, timeout_s: float) -> None:
+    def __init__(self, endpoint: str, timeout_s: float, *, sleeps: bool = False) -> None:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError("--endpoint", endpoint, "must be an absolute URL: http://host:port")
-        self.endpoint, self.timeout_s, self._parts = endpoint.rstrip("/"), timeout_s, parts
+        self.endpoint, self.timeout_s, self._parts, self.sleeps = endpoint.rstrip("/"), timeout_s, parts, sleeps
         self.context, self.version, self.digest = 0, -1, ""
         self.pulled: dict[str, Any] = {}
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
+        if self.sleeps:
+            self._json("POST", "/wake_up", {})
         served = self._json("GET", "/version")
         about = policy.manifest.facts["version"], policy.manifest.digest
         if force or (served["version"], served["digest"]) != about:
@@ -78,7 +82,9 @@ class Client:
         return scored
 
     def close(self) -> None:
-        """Nothing to give back: connections live as long as a call."""
+        """Give the device back, if it is had by turns; connections live as long as a call."""
+        if self.sleeps:
+            self._json("POST", "/sleep", {"level": 2})
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
         with self._open(method, path, body) as reply:

@@ -43,13 +43,14 @@ def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> E
 
     Args:
         endpoint: URL of a running `tuneloop.serve`.
-        args: vLLM's ``EngineArgs`` by their own names; a server has its own, they are not sent.
+        args: vLLM's ``EngineArgs`` by their own names; a server has its own, they are not sent. With
+            ``enable_sleep_mode`` a server has its device by turns, see `Client`.
         timeout_s: how long a client waits for a server that says nothing.
 
     Raises:
         UserError: an argument that tuneloop sets itself.
     """
-    return Client(endpoint, timeout_s) if endpoint else Vllm(args)
+    return Client(endpoint, timeout_s, sleeps=bool(args.get("enable_sleep_mode"))) if endpoint else Vllm(args)
 
 
 class Vllm:

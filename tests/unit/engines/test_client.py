@@ -24,9 +24,12 @@ def serving(answer: Callable[[BaseHTTPRequestHandler, int], None]) -> Iterator[s
     count = 0
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.do_POST()
+
         def do_POST(self) -> None:
             nonlocal count
-            self.rfile.read(int(self.headers["Content-Length"]))
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
             count += 1
             answer(self, count)
 
@@ -112,6 +115,22 @@ def test_a_refusal_is_the_users_mistake() -> None:
     with serving(lambda h, _: reply(h, 400, {"error": "request 0: too long"})) as endpoint:
         with pytest.raises(UserError, match="request 0: too long"):
             ask(endpoint)
+
+
+def test_a_device_that_is_had_by_turns(tmp_path: Path) -> None:
+    policy, asked = commit_policy(tmp_path / "c"), list[str]()
+    served = {"version": 0, "digest": policy.manifest.digest, "context": 64}
+
+    def answer(handler: BaseHTTPRequestHandler, _: int) -> None:
+        asked.append(handler.path)
+        reply(handler, 200, served)
+
+    with serving(answer) as endpoint:
+        for sleeps in (False, True):
+            client = Client(endpoint, 5.0, sleeps=sleeps)
+            client.load(policy, force=True)
+            client.close()
+    assert asked == ["/version", "/load", "/wake_up", "/version", "/load", "/sleep"]
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:8000", "ftp://x", "http://", ""])
