@@ -17,6 +17,10 @@ FORMS = {
     "": [],
     "-transformers": ["--set", "engine.name=transformers", "--set", "loop.evaluate_every=5"],
     "-asynchronous": ["--set", "loop.asynchronous=true", "--set", "loop.evaluate_every=5"],
+    "-shared": [
+        *("--set", "cluster.share.group=demo", "--set", "cluster.share.device_class=gpu.example.com"),
+        *("--set", "cluster.share.roles=apart", "--set", "cluster.share.request=512Mi"),
+    ],
 }
 
 
@@ -30,7 +34,7 @@ def render(pipeline: Path, flags: list[str]) -> str:
 def test_rendered_yaml(pipeline: Path, form: str, request: pytest.FixtureRequest) -> None:
     if form and pipeline.stem in ("sft", "dpo"):
         pytest.skip("has no loop")
-    if form == "-asynchronous" and pipeline.stem != "grpo":
+    if form in ("-asynchronous", "-shared") and pipeline.stem != "grpo":
         pytest.skip("the loop is grpo's")
     text = render(pipeline, FORMS[form])
     golden = HERE / "argo" / f"{pipeline.stem}{form}.yaml"

@@ -12,9 +12,10 @@ from typing import Any
 
 import hera.workflows
 
-from tuneloop.argo.claims import connect_seats
+from tuneloop.argo.claims import connect_seats, share_of
+from tuneloop.argo.colocation import number
 from tuneloop.argo.jobset import written
-from tuneloop.argo.settings import UNKNOWN
+from tuneloop.argo.settings import GROUP_LABEL, UNKNOWN
 from tuneloop.argo.spec import applied
 from tuneloop.grain import ITERATION, unfolded
 from tuneloop.plan import Model, asked, container_of, context_of, memory, model_of, read_stage, whole
@@ -50,11 +51,14 @@ def fit(workflow: dict[str, Any]) -> None:
     if not isinstance(model, Model):
         return
     inner = [stage for name, stage in stages.items() if name in ITERATION]
+    share = share_of(workflow)
     for template, job in unlimited:
         run = [stages[template["name"]]] if template["name"] in stages else inner
         parts = [part for stage in run for part in memory(stage, model, context)]
         if parts:
-            _ask(container_of(template, job), asked(run, parts), all(whole(stage, model, context) for stage in run))
+            container = container_of(template, job)
+            small = share.request if share and GROUP_LABEL in _labels(template, job) else ""
+            _ask(container, asked(run, parts), all(whole(stage, model, context) for stage in run), small)
         if job:
             template["resource"]["manifest"] = written(job)
 
@@ -64,11 +68,22 @@ def _unlimited(container: Mapping[str, Any]) -> bool:
     return "memory" in resources.get("requests", {}) and "memory" not in resources.get("limits", {})
 
 
-def _ask(container: dict[str, Any], amount: int, limited: bool) -> None:
-    """Write `amount` bytes into `container`: as request and limit, or as a request that is at least the default's."""
+def _labels(template: Mapping[str, Any], job: Mapping[str, Any]) -> Mapping[str, str]:
+    found: Mapping[str, str] = ((job or template).get("metadata") or {}).get("labels") or {}
+    return found
+
+
+def _ask(container: dict[str, Any], amount: int, limited: bool, small: str) -> None:
+    """Write `amount` bytes into `container`: as request and limit, or as a request that is at least the default's.
+
+    Args:
+        small: a request that stays, as far as it is below the limit.
+    """
     resources = container["resources"]
     text = f"{amount >> 20}Mi"
     if limited:
         resources["limits"] = {**resources.get("limits", {}), "memory": text}
+    if small and amount >= number(small):
+        return
     if limited or amount > LEAST:
         resources["requests"]["memory"] = text

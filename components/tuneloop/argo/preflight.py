@@ -12,6 +12,7 @@ from typing import Any
 
 from tuneloop.argo.claims import misplaced, share_of
 from tuneloop.argo.cluster import PRIORITY_LABEL, QUEUE_LABEL, WORKFLOWS, Cluster, faults, queued
+from tuneloop.argo.colocation import check
 from tuneloop.argo.seats import API, KINDS
 from tuneloop.argo.spec import applied
 from tuneloop.errors import UserError
@@ -125,6 +126,10 @@ def _named(value: Any) -> Iterator[tuple[str, str]]:
 def _devices(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     """A claim for a class that is unknown is taken, and its pods wait for ever."""
     yield from misplaced(workflow)
+    try:
+        check(workflow)
+    except UserError as error:
+        yield error
     share = share_of(workflow)
     if not share or not share.device_class:
         return

@@ -187,7 +187,8 @@ def pod_fields(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any
     if accelerator:
         labels |= cluster.queue_labels
     gpus = cluster.gpus if accelerator else 0
-    shared = shared_fields(cluster.share, image) if accelerator and cluster.share else {}
+    share = cluster.share if accelerator else None
+    shared = shared_fields(share, image) if share else {}
     labels |= shared.pop("labels", {})
     return {
         "image": name,
@@ -202,7 +203,7 @@ def pod_fields(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any
         "env_from": [ConfigMapEnvFrom(name=STORE, optional=True), SecretEnvFrom(name=STORE, optional=True)],
         "resources": Resources(
             cpu_request=cluster.cpu,
-            memory_request=cluster.memory_request,
+            memory_request=(share and share.request) or cluster.memory_request,
             memory_limit=cluster.memory_limit,
             gpus=gpus or None,
         ),

@@ -1,0 +1,111 @@
+"""The memory plan of a rendered workflow whose run shares devices: see `tuneloop.sharing.memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tuneloop.argo.claims import share_of
+from tuneloop.argo.settings import GROUP_LABEL, ROLE_LABEL
+from tuneloop.argo.spec import calls
+from tuneloop.errors import UserError
+from tuneloop.sharing.memory import Colocation, resident
+
+UNITS = {unit: 1 << 10 * power for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1)}
+
+
+def colocations(workflow: Mapping[str, Any]) -> dict[str, Colocation]:
+    """Role → its runs on one node, ``""`` where roles sit together; empty where runs share nothing."""
+    share = share_of(workflow)
+    if not share or share.alone:
+        return {}
+    templates = workflow["spec"]["templates"]
+    # A loop that overlaps has the pods of two stages at a time, of which one waits for its turn.
+    stages = 2 if any(call["name"] == "ahead" for template in templates for call in calls(template)) else 1
+    roles: dict[str, list[Mapping[str, Any]]] = {}
+    for template in templates:
+        labels = (template.get("metadata") or {}).get("labels") or {}
+        if GROUP_LABEL in labels:
+            roles.setdefault("" if share.roles == "together" else labels[ROLE_LABEL], []).append(template)
+    found = {}
+    for role, pods in roles.items():
+        own = [_memory(template) for template in pods if not template.get("daemon")] or [(0, 0)]
+        servers = [_memory(template) for template in pods if template.get("daemon")]
+        found[role] = Colocation(
+            runs=share.runs_per_claim,
+            request=sum(sorted((request for request, _ in own), reverse=True)[:stages]),
+            limit=_known(own, max),
+            server_request=sum(request for request, _ in servers),
+            server_limit=_known(servers, sum),
+            overhead=number(share.overhead),
+            node=number(share.node_memory) if share.node_memory else None,
+        )
+    return found
+
+
+def check(workflow: Mapping[str, Any]) -> None:
+    """Refuse runs that do not fit on one node.
+
+    Raises:
+        UserError: with what they come to.
+    """
+    for role, of in colocations(workflow).items():
+        for what, amount in of.excess():
+            sums = f"{of.runs} runs{f', {role}s,' if role else ''} {what} {_terms(of)[what]} = {gib(amount)}"
+            lower = "cluster.share.request" if what == "request" else "memory (batch, length)"
+            raise UserError("cluster.share.node_memory", gib(of.node or 0), f"{sums}; lower {lower} or runs_per_claim")
+
+
+def told(workflow: Mapping[str, Any], parameters: int | None) -> Iterator[str]:
+    """The plan in lines.
+
+    Args:
+        parameters: of the model, if they are known.
+    """
+    for role, of in colocations(workflow).items():
+        node = f" of {gib(of.node)}" if of.node else ""
+        yield f"memory of {of.runs} runs whose {f'{role}s' if role else 'stages'} share a node{node}"
+        terms = _terms(of)
+        yield f"  requested: {terms['request']} = {gib(of.requested)}"
+        used = f"{terms['use']} = {gib(of.used)}" if of.used is not None else "not known: a stage has no limit"
+        yield f"  used at a time, at most: {used}"
+        if parameters and role != "sampler":
+            weights, adam = resident(parameters)
+            parts = f"{of.runs} × ({gib(weights)} weights + {gib(adam)} Adam)"
+            yield f"  if trainers stayed in host memory between turns: {parts} = {gib(of.runs * (weights + adam))}"
+
+
+def gib(count: float) -> str:
+    """Bytes as ``22.5 GiB``: Kubernetes' own unit."""
+    return f"{count / (1 << 30):.3g} GiB"
+
+
+def number(quantity: str) -> int:
+    """Bytes of a Kubernetes quantity such as ``2Gi``, ``512Mi``."""
+    for unit, factor in UNITS.items():
+        if quantity.endswith(unit):
+            return int(float(quantity.removesuffix(unit)) * factor)
+    return int(quantity)
+
+
+def _terms(of: Colocation) -> dict[str, str]:
+    """How the sums are made."""
+    beside = f" + {gib(of.server_request)} server" if of.server_request else ""
+    servers = f" + {of.runs} × {gib(of.server_limit)} server" if of.server_limit else ""
+    return {
+        "request": f"{of.runs} × ({gib(of.request)}{beside}) + {gib(of.overhead)} overhead",
+        "use": f"{gib(of.limit or 0)}{servers} + {gib(of.overhead)} overhead",
+    }
+
+
+def _memory(template: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Request and limit of a template's pod."""
+    resources = template["container"]["resources"]
+    limit = resources.get("limits", {}).get("memory")
+    return number(resources["requests"]["memory"]), number(limit) if limit else None
+
+
+def _known(pods: Sequence[tuple[int, int | None]], combine: Any) -> int | None:
+    """The limits of all, combined; None where one has none."""
+    limits = [limit for _, limit in pods if limit is not None]
+    return int(combine(limits)) if len(limits) == len(pods) else None

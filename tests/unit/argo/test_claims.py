@@ -1,0 +1,144 @@
+"""Workflows of runs that share devices: what is rendered, what is refused, and what one machine makes of it."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hera.workflows import DAG
+
+from tuneloop.argo.claims import entries, misplaced
+from tuneloop.argo.cluster import as_template, prepare
+from tuneloop.argo.jobset import pod_spec
+from tuneloop.argo.lint import lint
+from tuneloop.argo.parts import execute_parts
+from tuneloop.argo.schedule import looking
+from tuneloop.argo.settings import QUEUE_LABEL, Cluster, Share
+from tuneloop.argo.template import stage_template, workflow
+from tuneloop.config import find
+from tuneloop.data_prep import data_prep
+from tuneloop.errors import UserError
+from tuneloop.plan import draw
+
+SHARED = ("cluster.share.group=demo", "cluster.share.device_class=gpu.example.com")
+
+
+def grpo(*sets: str) -> dict[str, Any]:
+    pipeline = find("grpo")
+    return pipeline.build(pipeline.configure(sets=[*SHARED, *sets]))
+
+
+def template(made: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(each for each in made["spec"]["templates"] if each["name"] == name)
+
+
+def claim_of(made: dict[str, Any], name: str) -> dict[str, str]:
+    (claim,) = json.loads(template(made, name)["podSpecPatch"])["resourceClaims"]
+    return claim
+
+
+def test_every_part_of_a_long_run_takes_its_seats_first_and_gives_them_back() -> None:
+    made = grpo("cluster.share.roles=apart")
+    assert entries(made) == ["main", "continued"]
+    for name in entries(made):
+        first, *others = template(made, name)["dag"]["tasks"]
+        assert first == {"name": "claim", "template": "take-claim"}
+        assert all(task["depends"] for task in others)
+    assert made["spec"]["onExit"] == "give-claim"
+    args = template(made, "take-claim")["container"]["args"]
+    assert args[args.index("--seats") + 1 :] == ["claim-trainer", "claim-sampler"]
+    assert claim_of(made, "policy-update")["resourceClaimName"] == "{{workflow.outputs.parameters.claim-trainer}}"
+    assert claim_of(made, "serve")["resourceClaimName"] == "{{workflow.outputs.parameters.claim-sampler}}"
+    assert QUEUE_LABEL not in template(made, "serve")["metadata"]["labels"], "Kueue takes no direct claims"
+
+
+def test_a_claim_of_ones_own_is_made_from_a_template_and_queues() -> None:
+    made = grpo("cluster.share.runs_per_claim=1", "nodes=2")
+    assert "resourceClaimTemplateName" in claim_of(made, "serve")
+    assert template(made, "serve")["metadata"]["labels"][QUEUE_LABEL] == "tuneloop"
+    assert "resourceClaimTemplateName" in template(made, "policy-update-job")["resource"]["manifest"]
+
+
+def test_trainers_and_samplers_want_different_nodes() -> None:
+    made = grpo("cluster.share.roles=strict")
+    found = {}
+    for name in ("policy-update", "serve"):
+        near = template(made, name)["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        ((expression,),) = (term["matchExpressions"] for term in near["nodeSelectorTerms"])
+        found[name] = (expression["key"], expression["values"])
+        assert template(made, name)["metadata"]["labels"]["tuneloop.dev/role"] == expression["values"][0]
+    assert found == {"policy-update": ("tuneloop.dev/role", ["trainer"]), "serve": ("tuneloop.dev/role", ["sampler"])}
+    assert "affinity" not in template(grpo(), "serve"), "together: wherever the devices are"
+
+
+@pytest.mark.parametrize(
+    ("at", "field", "value"),
+    [
+        ("serve", "nodeSelector", {"disk": "fast"}),
+        ("policy-update", "affinity", {"nodeAffinity": {}}),
+        ("policy-update", "podSpecPatch", '{"nodeSelector":{"disk":"fast"}}'),
+        ("serve", "podSpecPatch", '{"resourceClaims":[{"name":"mine","resourceClaimName":"mine"}]}'),
+        ("", "nodeSelector", {"disk": "fast"}),
+    ],
+)
+def test_a_placement_of_ones_own_is_refused(at: str, field: str, value: Any) -> None:
+    made = grpo("cluster.share.roles=apart")
+    assert lint(made) == [] and lint(as_template(made, "grpo")) == []
+    (template(made, at) if at else made["spec"])[field] = value
+    (problem,) = lint(made)
+    assert str(problem).startswith(f"templates.{at}." if at else "spec.") and "leave it out" in str(problem)
+
+
+def test_a_workflow_that_would_take_no_seat_is_refused() -> None:
+    cluster = Cluster(share=Share(group="demo", device_class="gpu.example.com"))
+    with workflow("forgotten") as built:
+        stage = stage_template(find("grpo").module.rollout, {}, cluster=cluster)
+        with DAG(name="main"):
+            stage(name="rollout", arguments={"policy": "p", "prompts": "q", "rollouts": "r"})
+    (fault,) = misplaced(built.to_dict())
+    assert "give workflow() the cluster" in str(fault)
+
+
+def test_what_cannot_share_says_so() -> None:
+    with pytest.raises(UserError, match=r"cluster.share.group: 'demo': is for stages of one pod"):
+        grpo("nodes=2")
+    with pytest.raises(UserError, match=r"cluster.share.roles: 'apart': loop.iterations_per_pod trains and samples"):
+        grpo("cluster.share.roles=apart", "loop.iterations_per_pod=2")
+    with pytest.raises(UserError, match=r"set one of them"):
+        grpo("cluster.gpus=1")
+    with pytest.raises(UserError, match=r"set device_class"):
+        find("grpo").configure(sets=["cluster.share.group=demo", "cluster.share.count=2"])
+
+
+def test_a_schedule_only_looks_and_holds_no_seat() -> None:
+    made = prepare(grpo(), run="nightly", store="s3://a/b")
+    spec = looking(made, "nightly")
+    assert "onExit" not in spec and "take-claim" not in {each["name"] for each in spec["templates"]}
+    assert "depends" not in spec["templates"][-1]["dag"]["tasks"][0]
+
+
+def test_requests_are_small_limits_big_and_what_cannot_fit_is_refused() -> None:
+    made = grpo("cluster.share.request=512Mi", "cluster.share.node_memory=12Gi")
+    resources = template(made, "policy-update")["container"]["resources"]
+    assert (resources["requests"]["memory"], resources["limits"]["memory"]) == ("512Mi", "2304Mi")
+    draw("grpo", made)
+    with pytest.raises(UserError, match=r"'12 GiB': 2 runs request 2 × \(2.25 GiB \+ 4.25 GiB server\) \+ 4 GiB"):
+        draw("grpo", grpo("cluster.share.node_memory=12Gi"))
+    assert "memory" in pod_spec("trainer", True, [], [], Cluster())["containers"][0]["resources"]["requests"]
+
+
+def test_one_machine_has_no_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same workflow, without a cluster: the group's name stands for the claim's, also for its turns."""
+    monkeypatch.chdir(tmp_path)
+    cluster = Cluster(share=Share(group="demo", device_class="gpu.example.com"))
+    using = copy.copy(data_prep)
+    using.accelerator = True
+    with workflow("shared", cluster=cluster) as built:
+        stage = stage_template(using, {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0}, cluster=cluster)
+        with DAG(name="main"):
+            stage(name="data-prep", arguments={"prompts": "{{workflow.parameters.store}}/shared/data-prep"})
+    outcome = execute_parts(built.to_dict(), workdir=tmp_path / "work", arguments={"store": "runs"}, warm=False)
+    assert outcome.phase == "Succeeded"
+    assert outcome.outputs["claim"] == "demo"
+    assert "shared.onExit" in {node.name for node in outcome.nodes.values() if node.template == "give-claim"}
