@@ -1,5 +1,6 @@
 """The sidecar that holds a stage's turn, and what the local executor does in its place."""
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_stages_of_a_run_take_turns_here(tmp_path: Path) -> None:
     outcome = execute(build(4), workdir=tmp_path / "work", arguments={"run": "a", "store": str(tmp_path)})
     assert outcome.phase == "Succeeded", outcome.message
     times = sorted(tuple(float((tmp_path / f"{i}.{what}").read_text()) for what in ("begin", "end")) for i in range(4))
-    assert all(before[1] <= after[0] for before, after in zip(times, times[1:]))
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
     assert sorted(json.loads((tmp_path / f"{i}.turn").read_text())["number"] for i in range(4)) == [1, 2, 3, 4]
     assert open_turns(f"{tmp_path}/.turns/g", who="a").read().idle
 

@@ -1,0 +1,116 @@
+"""Runs of one group take turns by a Lease: in order, also when a holder is killed, and nothing is left of it."""
+
+import itertools
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hera.workflows import DAG, Container
+
+from tests.cluster.conftest import STORE, kubectl
+from tests.cluster.making import RUN, SMALL
+from tests.cluster.test_queue import until
+from tuneloop.argo import cluster as argo
+from tuneloop.argo.settings import Share
+from tuneloop.argo.template import pod_fields, retry_fields, stage_template, workflow
+from tuneloop.argo.turn import take_turns
+from tuneloop.cli import invoke
+from tuneloop.data_prep import data_prep
+from tuneloop.sharing.turns import Document, open_turns
+
+pytestmark = pytest.mark.cluster
+PATIENCE = 10.0
+
+
+def sharing(group: str, stages: int = 0, seconds: int = 0) -> dict[str, Any]:
+    """Stages of a second one after the other, or one pod that only holds its turn; each takes the group's turn."""
+    shared = SMALL.model_copy(update={"share": Share(group=group, patience=PATIENCE)})
+    with workflow("turns", cluster=shared) as built:
+        fields = {**pod_fields("base", True, shared), **retry_fields()}
+        hold = Container(name="hold", command=["sleep"], args=[str(seconds)], **fields)
+        stage = stage_template(data_prep, {"train": 8, "eval": 4, "sft": 0}, dynamic=["seed"], cluster=shared)
+        stage.labels = fields["labels"]  # the least of all stages, made one that uses devices
+        for made in (hold, stage):
+            take_turns(made, shared)
+        with DAG(name="main"):
+            tasks = [stage(name=f"s{i}", arguments={"seed": i, "prompts": f"{RUN}/s{i}"}) for i in range(stages)]
+            for before, after in itertools.pairwise(tasks):
+                before >> after
+            if seconds:
+                hold(name="hold")
+    made_: dict[str, Any] = built.to_dict()
+    return made_
+
+
+def leases(cluster: argo.Cluster, group: str) -> str:
+    return kubectl("-n", cluster.namespace, "get", "leases", "-l", f"tuneloop.dev/turns-of={group}", "-o", "name")
+
+
+def document(cluster: argo.Cluster, group: str) -> Document:
+    return open_turns(f"lease://{cluster.namespace}/{group}", who="nobody").read()
+
+
+def worked(cluster: argo.Cluster, *runs: str) -> list[tuple[str, str, str]]:
+    """(began, ended, run) of the stages' containers, by the node's clock."""
+    selector = f"{argo.RUN_LABEL} in ({','.join(runs)})"
+    pods = json.loads(kubectl("-n", cluster.namespace, "get", "pods", "-l", selector, "-o", "json"))["items"]
+    found = []
+    for pod in pods:
+        main = next(c for c in pod["status"]["containerStatuses"] if c["name"] == "main")["state"]["terminated"]
+        found.append((main["startedAt"], main["finishedAt"], pod["metadata"]["labels"][argo.RUN_LABEL]))
+    return sorted(found)
+
+
+def test_two_runs_take_turns_and_outlive_a_killed_holder(
+    cluster: argo.Cluster, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = f"{run}-a", f"{run}-b"
+    for name in (first, second):
+        argo.submit(cluster, sharing(run, stages=2), run=name, store=STORE)
+    assert [argo.wait(cluster, name) for name in (first, second)] == [0, 0]
+    until(lambda: not leases(cluster, run), 20)
+    times = worked(cluster, first, second)
+    assert len(times) == 4 and all(a[1] <= b[0] for a, b in itertools.pairwise(times)), times
+
+    argo.submit(cluster, sharing(run, seconds=600), run=run, store=STORE)
+    until(lambda: (held := document(cluster, run).holder) is not None and held.who == run)
+    argo.submit(cluster, sharing(run, stages=1), run=second, store=STORE)  # committed: only its turn takes time
+    until(lambda: [seat.who for seat in document(cluster, run).waiting] == [second])
+    assert invoke(["turns", run]) == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:3]] == [
+        ["holds", run],
+        ["waits", second],
+    ]
+    killed = document(cluster, run)
+    pods = f"{argo.RUN_LABEL}={run}"
+    kubectl("-n", cluster.namespace, "delete", "pods", "-l", pods, "--force", "--grace-period=0")
+    until(lambda: document(cluster, run).number > killed.number, 3 * PATIENCE)
+    assert argo.wait(cluster, second) == 0
+    argo.stop(cluster, run)  # its next attempt waits, or has the turn again
+    until(lambda: not leases(cluster, run), 20)
+
+
+RACER = """
+import sys, time
+from tuneloop.sharing.turns import open_turns
+turns = open_turns(sys.argv[1], who=sys.argv[2], patience=6)
+for _ in range(4):
+    with turns.acquire(timeout=60) as held:
+        print(held.number, time.monotonic(), flush=True)
+        time.sleep(0.1)
+        held.check()
+        print(held.number, time.monotonic(), flush=True)
+"""
+
+
+def test_processes_race_for_a_lease(cluster: argo.Cluster, run: str) -> None:
+    """The API server decides: three processes, every number once, one at a time, and no Lease in the end."""
+    url = f"lease://{cluster.namespace}/{run}"
+    racers = [subprocess.Popen([sys.executable, "-c", RACER, url, w], stdout=subprocess.PIPE, text=True) for w in "abc"]
+    lines = [line.split() for racer in racers for line in racer.communicate(timeout=120)[0].splitlines()]
+    assert [racer.returncode for racer in racers] == [0, 0, 0] and len(lines) == 24
+    times = sorted((float(at), number) for number, at in lines)
+    assert all(begun[1] == ended[1] for begun, ended in zip(times[::2], times[1::2]))
+    assert not leases(cluster, run)

@@ -1,0 +1,34 @@
+"""Two runs of one group on this machine: they take turns, and come to what one comes to alone."""
+
+import itertools
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.local.loops import command, digests, finish
+from tuneloop.artifacts import find
+from tuneloop.sharing.turns import open_turns
+
+pytestmark = pytest.mark.local
+SHORT = {"loop.iterations": 1, "sft.max_steps": 2, "sft.save_steps": 2, "data.eval": 8}
+SHARE = {"cluster.share.group": "g", "cluster.share.patience": 10}
+
+
+def test_two_runs_take_turns(tmp_path: Path) -> None:
+    runs = {"a": 0, "b": 1}
+
+    def line(name: str, store: Path, **settings: object) -> list[str]:
+        return command("run", "sft_then_grpo", "--run", name, store=store, seed=runs[name], **SHORT, **settings)
+
+    finish(line("a", tmp_path / "alone"))
+    together = [subprocess.Popen(line(name, tmp_path / "shared", **SHARE)) for name in runs]
+    assert [each.wait(600) for each in together] == [0, 0]
+    assert digests(tmp_path / "shared", "a") == digests(tmp_path / "alone", "a")
+    made = [find(str(path.parent)) for path in sorted((tmp_path / "shared").rglob("manifest.json"))]
+    abouts = [manifest.provenance | {"total": manifest.timings["total"]} for manifest in made if manifest]
+    turns = sorted((a for a in abouts if "turn" in a), key=lambda a: a["turn"]["number"])
+    assert [a["turn"]["number"] for a in turns] == list(range(1, 11))  # of each: sft, rollout, update, two evaluations
+    assert len({a["turn"]["ticket"].partition(".")[0] for a in turns[:5]}) == 2  # the second did not wait for the first
+    assert all(a["started"] + a["total"] <= b["started"] for a, b in itertools.pairwise(turns))
+    assert open_turns(f"{tmp_path}/shared/.turns/g", who="a").read().idle
