@@ -228,7 +228,8 @@ def requests(template: Mapping[str, Any]) -> Amounts:
     """What the pod of a template asks for; a limit without a request is one."""
     if job := applied(template):
         return _of_job(job)
-    containers = [template.get("container") or template.get("script") or {}, *template.get("sidecars", ())]
+    beside = [*template.get("sidecars", ()), *template.get("initContainers", ())]  # ours run as long as the pod
+    containers = [template.get("container") or template.get("script") or {}, *beside]
     asked = []
     for container in containers:
         resources = container.get("resources") or {}

@@ -17,9 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.unit import toy
 from tuneloop import fence
-from tuneloop.artifacts import find
+from tuneloop.artifacts import Draft, find
 from tuneloop.errors import EXIT_RETRY, Retryable, UserError
 from tuneloop.sharing.turns import SAFE, Document, Refused, Silence, open_turns
+from tuneloop.turn import hold
 from tuneloop.weights import pointer
 
 PATIENCE = 6.0
@@ -200,6 +201,8 @@ def test_what_needs_the_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(fence.VARIABLE, str(tmp_path / "turn.json"))
     with pytest.raises(Retryable, match=r"turn 7 of group g was lost 1\.\d s ago"):
         toy.sft(out=f"{tmp_path}/sft")
+    with pytest.raises(Retryable, match="turn 7"):  # asked last of all, right before it would stand
+        Draft(f"{tmp_path}/sft").commit(stage="sft")
     with pytest.raises(Retryable, match="turn 7"):
         pointer.advance(f"{tmp_path}/weights", pointer.Latest(version=1, ref="x"))
     assert find(f"{tmp_path}/sft") is None and pointer.read(f"{tmp_path}/weights") is None
@@ -221,3 +224,21 @@ def test_stopped_while_waiting(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"cluster\.share\.patience: 5: the runs of group .* say 3\.0"):
             open_turns(str(tmp_path), who="b", patience=5).acquire().__enter__()
         assert held.turns.read().waiting == ()
+
+
+def test_a_sidecar_that_is_started_again_goes_on(tmp_path: Path) -> None:
+    """With the turn that its file names; where that was lost meanwhile, it says so and asks for no other."""
+    turns, file = open_turns(str(tmp_path), who="a", patience=3), tmp_path / "turn.json"
+    held = turns.wait("a.1", 5, threading.Event())  # the sidecar before, killed: nobody has given its seat back
+    fence.write(file, held.grant)
+    for number, lost in ((1, False), (1, True)):
+        stop = threading.Event()
+        sidecar = threading.Thread(target=hold, args=(turns, file, stop))
+        sidecar.start()
+        while (now := fence.Grant.model_validate_json(file.read_bytes())).renewed <= held.renewed and now.until > 0:
+            time.sleep(0.01)
+        assert (now.number, now.until < 0) == (number, lost)
+        stop.set()
+        sidecar.join()
+        assert turns.read().idle and turns.read().number == 1
+        fence.write(file, held.grant)
