@@ -74,7 +74,7 @@ def gateway(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
     home = tmp_path_factory.mktemp("gateway")
     worker = {
         "image": f"tuneloop/rollout:{TAG}",
-        "cpu": "50m",
+        "cpu": "10m",
         "memory": "3Gi",
         "request": "96Mi",
         "queue": "",

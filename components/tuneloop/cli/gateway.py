@@ -41,6 +41,7 @@ def gateway(
     except ImportError as error:
         raise UserError("gateway", error.name, "is not installed: pip install 'tuneloop[gateway]'") from None
     with contextlib.ExitStack() as stack, socket.socket() as listener:
+        token_file = token_file.expanduser().absolute()
         if local:
             from tuneloop.gateway.access import TokenFile
             from tuneloop.gateway.processes import Processes
@@ -67,7 +68,7 @@ def gateway(
         url = f"http://{host}:{listener.getsockname()[1]}"
         typer.echo(f"gateway: {url}", err=True)
         if local:
-            typer.echo(f"export TINKER_BASE_URL={url} TINKER_API_KEY=$(cat {token_file.absolute()})", err=True)
+            typer.echo(f"export TINKER_BASE_URL={url} TINKER_API_KEY=$(cat {token_file})", err=True)
         # uvicorn shuts down on these and then raises them again, for whom it found in charge: us, who end the sessions.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)

@@ -7,12 +7,13 @@ import hmac
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tuneloop.errors import UserError
+from tuneloop.errors import Retryable, UserError
 from tuneloop.gateway.sessions import Refused
 
 REMEMBERED = 30.0
@@ -20,6 +21,26 @@ REMEMBERED = 30.0
 PREFIX = "tml-"
 """Tinker's client library takes a key that begins like this, or a JWT."""
 LOCAL = "local"
+
+
+@contextmanager
+def answered(namespace: str) -> Iterator[None]:
+    """What a refusal of the API server means to a caller; its silence is `Retryable`."""
+    from kubernetes.client import ApiException
+    from urllib3.exceptions import HTTPError
+
+    from tuneloop.argo.cluster import told
+
+    try:
+        yield
+    except ApiException as error:
+        if error.status in (401, 403):
+            raise Refused(403, f"namespace {namespace!r} is not served here: {told(error)}") from error
+        if error.status in (400, 404, 422):
+            raise Refused(422, told(error)) from error
+        raise Retryable(f"the API server: {told(error)}") from error
+    except HTTPError as error:
+        raise Retryable(f"the API server does not answer ({type(error).__name__}); try again") from error
 
 
 @dataclass(frozen=True)
@@ -69,7 +90,8 @@ class TokenReviews:
 
     def _review(self, token: str) -> Caller | None:
         spec = {"token": token, **({"audiences": [self.audience]} if self.audience else {})}
-        status = self.authentication.create_token_review({"spec": spec}).status
+        with answered(""):
+            status = self.authentication.create_token_review({"spec": spec}).status
         # An API server that knows no audiences leaves them out: then nothing says that the token was meant for us.
         if not status.authenticated or (self.audience and self.audience not in (status.audiences or ())):
             return None
@@ -83,8 +105,6 @@ class TokenReviews:
         )
 
     def _ask(self, caller: Caller, namespace: str) -> bool:
-        from kubernetes.client import ApiException
-
         about = {"group": "argoproj.io", "resource": "workflows", "verb": "create", "namespace": namespace}
         spec = {
             "resourceAttributes": about,
@@ -94,11 +114,10 @@ class TokenReviews:
         }
         review = {"metadata": {"namespace": namespace}, "spec": spec}
         try:
-            answer = self.authorization.create_namespaced_local_subject_access_review(namespace, review)
-        except ApiException as error:
-            if error.status in (403, 404):  # a namespace that the gateway was given no rights in
-                return False
-            raise
+            with answered(namespace):
+                answer = self.authorization.create_namespaced_local_subject_access_review(namespace, review)
+        except Refused:  # no such namespace, or one that the gateway was given no rights in
+            return False
         return bool(answer.status.allowed)
 
     def _remembered(self, key: Any, ask: Callable[[], Any]) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tuneloop.argo.settings import QUEUE_LABEL
 from tuneloop.argo.template import RESTRICTED, STORE
-from tuneloop.errors import Retryable
+from tuneloop.gateway.access import answered
 from tuneloop.gateway.sessions import Phase, Refused, Session, Wanted, read_settings
 from tuneloop.gateway.worker import KEY
 
@@ -40,13 +40,8 @@ class Jobs:
         self.batch, self.core, self.config = client.BatchV1Api(api), client.CoreV1Api(api), config
 
     def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
-        from kubernetes.client import ApiException
-
-        try:
+        with answered(wanted.namespace):
             self.batch.create_namespaced_job(wanted.namespace, self._job(name, wanted, creator, artifacts))
-        except ApiException as error:
-            if error.status != 409:  # a twin of this gateway was faster
-                raise _refusal(error, wanted.namespace) from error
 
     def get(self, namespace: str, name: str) -> Session | None:
         found = [session for session in self._list(namespace, f"{LABEL}={name}") if session.name == name]
@@ -56,24 +51,19 @@ class Jobs:
         return self._list(namespace, LABEL)
 
     def end(self, namespace: str, name: str) -> None:
-        from kubernetes.client import ApiException
-
         if self.get(namespace, name) is None:  # it may delete Jobs, but not any that is no session
             return
         try:
-            self.batch.delete_namespaced_job(name, namespace, propagation_policy="Foreground")
-        except ApiException as error:
-            if error.status != 404:
-                raise _refusal(error, namespace) from error
+            with answered(namespace):
+                self.batch.delete_namespaced_job(name, namespace, propagation_policy="Foreground")
+        except Refused as refused:
+            if self.get(namespace, name) is not None:
+                raise refused
 
     def _list(self, namespace: str, selector: str) -> list[Session]:
-        from kubernetes.client import ApiException
-
-        try:
+        with answered(namespace):
             jobs = self.batch.list_namespaced_job(namespace, label_selector=selector, _request_timeout=30).items
             pods = self.core.list_namespaced_pod(namespace, label_selector=selector, _request_timeout=30).items
-        except ApiException as error:
-            raise _refusal(error, namespace) from error
         pod_of = {pod.metadata.labels[LABEL]: pod for pod in pods}
         jobs = [job for job in jobs if job.metadata.deletion_timestamp is None]
         sessions = [_session(job, pod_of.get(job.metadata.name)) for job in jobs]
@@ -178,14 +168,3 @@ def _phase(job: Any, pod: Any) -> tuple[Phase, str]:
 def _last_words(pod: Any) -> str:
     ended = [each.state.terminated for each in (pod and pod.status.container_statuses) or () if each.state.terminated]
     return f"(exit {ended[0].exit_code}, {ended[0].reason})" if ended else ""
-
-
-def _refusal(error: Any, namespace: str) -> Refused | Retryable:
-    """What a refusal of the API server means to a caller."""
-    from tuneloop.argo.cluster import told
-
-    if error.status in (401, 403):
-        return Refused(403, f"namespace {namespace!r} is not served here: {told(error)}")
-    if error.status in (400, 404, 422):
-        return Refused(422, told(error))
-    return Retryable(f"the API server: {told(error)}")

@@ -153,7 +153,7 @@ class Worker:
 
     def _compute(self) -> None:
         """The thread that owns the models."""
-        ledger, held = self.session.ledger, None
+        ledger = self.session.ledger
         while not self.stopping.is_set():
             if not (entries := ledger.take(1.0)):
                 continue
@@ -167,6 +167,9 @@ class Worker:
             except Retryable as lost:  # before it was begun
                 log.warning("%s; asks for the turn again", lost)
                 ledger.give_back(entries)
+            except UserError as error:  # of the turns: another policy than the group's
+                for entry in entries:
+                    ledger.finish(entry, error=error)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[Held | None]:
