@@ -18,11 +18,11 @@ from tuneloop.generation import (
     EngineName,
     Job,
     MaxTokens,
+    Prompts,
     TimeoutS,
     generate,
     identity,
     open_engine,
-    read_prompts,
 )
 from tuneloop.scoring import KINDS, score_all
 
@@ -69,7 +69,8 @@ def evaluate(
         UserError: nothing could be scored, and none of it for want of time or by a crash.
         Retryable: as `rollout`, or nothing could be scored.
     """
-    rows = read_prompts(prompts, "eval")[:limit].to_pylist()
+    held_out = Prompts(prompts, "eval")
+    rows = held_out.rows(range(min(limit, len(held_out))))
     groups = [f"i{iteration:06d}-e{i:05d}" for i in range(len(rows))]
     play = Play.of(environment, environment_args, max_turns, keep_reasoning)
     job = Job(rows, groups, 1, temperature, max_tokens, play)

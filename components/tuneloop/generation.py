@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
@@ -63,22 +64,41 @@ class Job:
     play: Play | None = None
 
 
-def read_prompts(prompts: Artifact, name: str) -> pa.Table:
-    """``<name>.parquet``, with the columns `COLUMNS`.
+class Prompts:
+    """``<name>.parquet``, read where rows are asked for: it may be larger than memory.
 
     Raises:
         UserError: no such file, a missing column, or no rows.
     """
-    path = prompts.path / f"{name}.parquet"
-    if not path.is_file():
-        raise UserError("--prompts", prompts.url, f"has no {path.name}; give it what data_prep made")
-    table = pq.read_table(path)
-    for column in COLUMNS:
-        if column not in table.column_names:
-            raise UserError("--prompts", f"{prompts.url}/{path.name}", f"has no column {column}; run data_prep again")
-    if not table.num_rows:
-        raise UserError("--prompts", f"{prompts.url}/{path.name}", "has no rows; give data_prep more data")
-    return table.select(COLUMNS)
+
+    def __init__(self, prompts: Artifact, name: str) -> None:
+        path = prompts.path / f"{name}.parquet"
+        if not path.is_file():
+            raise UserError("--prompts", prompts.url, f"has no {path.name}; give it what data_prep made")
+        self._file = pq.ParquetFile(path)
+        for column in COLUMNS:
+            if column not in self._file.schema_arrow.names:
+                remedy = f"has no column {column}; run data_prep again"
+                raise UserError("--prompts", f"{prompts.url}/{path.name}", remedy)
+        if not len(self):
+            raise UserError("--prompts", f"{prompts.url}/{path.name}", "has no rows; give data_prep more data")
+
+    def __len__(self) -> int:
+        return int(self._file.metadata.num_rows)
+
+    def rows(self, places: Sequence[int]) -> list[dict[str, Any]]:
+        """Those at `places`, with the columns `COLUMNS`; at most a row group in memory."""
+        about = self._file.metadata
+        ends = list(itertools.accumulate(about.row_group(k).num_rows for k in range(about.num_row_groups)))
+        groups: dict[int, list[int]] = {}
+        for place in places:
+            groups.setdefault(bisect.bisect_right(ends, place), []).append(place)
+        found: dict[int, dict[str, Any]] = {}
+        for k, wanted in groups.items():
+            start = ends[k] - about.row_group(k).num_rows
+            part = self._file.read_row_group(k, columns=list(COLUMNS)).take([place - start for place in wanted])
+            found |= zip(wanted, part.to_pylist())
+        return [found[place] for place in places]
 
 
 def generate(

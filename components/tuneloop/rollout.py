@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
@@ -17,11 +18,11 @@ from tuneloop.generation import (
     EngineName,
     Job,
     MaxTokens,
+    Prompts,
     TimeoutS,
     generate,
     identity,
     open_engine,
-    read_prompts,
 )
 from tuneloop.seeds import derive
 
@@ -79,8 +80,8 @@ def rollout(
         Retryable: the server is away, breaks off or keeps silent.
         StaleWeights: the engine serves other weights.
     """
-    table = read_prompts(prompts, "train")
-    chosen = table.take(batch(len(table), prompts_per_iteration, seed, iteration)).to_pylist()
+    train = Prompts(prompts, "train")
+    chosen = train.rows(batch(len(train), prompts_per_iteration, seed, iteration))
     groups = [f"i{iteration:06d}-p{p:05d}" for p in range(len(chosen))]
     play = Play.of(environment, environment_args, max_turns, keep_reasoning)
     job = Job(chosen, groups, n, temperature, max_tokens, play)
@@ -106,12 +107,12 @@ def batch(total: int, size: int, seed: int, iteration: int) -> list[int]:
     >>> sorted(batch(6, 3, 0, 0) + batch(6, 3, 0, 1))
     [0, 1, 2, 3, 4, 5]
     """
-    orders: dict[int, list[int]] = {}
+    orders: dict[int, array[int]] = {}
     indices = []
     for place in range(iteration * size, (iteration + 1) * size):
         epoch, position = divmod(place, total)
         if epoch not in orders:
-            orders[epoch] = list(range(total))
+            orders[epoch] = array("q", range(total))
             random.Random(derive(seed, "prompts", epoch)).shuffle(orders[epoch])
         indices.append(orders[epoch][position])
     return indices

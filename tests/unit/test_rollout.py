@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.policies import commit_policy, commit_prompts, model
 from tuneloop.artifacts import Artifact, Draft
+from tuneloop.data_prep import data_prep
 from tuneloop.engines.transformers import Transformers
 from tuneloop.errors import Retryable, UserError
-from tuneloop.generation import StaleWeights
+from tuneloop.generation import Prompts, StaleWeights
 from tuneloop.rollout import batch, rollout
 from tuneloop.rollouts import SCHEMA
 from tuneloop.tokens import load_tokenizer
@@ -251,3 +252,12 @@ def test_vllm_absent(tmp_path: Path, policy: Artifact, prompts: Artifact, monkey
     monkeypatch.setitem(__import__("sys").modules, "vllm.engine", None)
     with pytest.raises(UserError, match=r"engine: 'vllm': is not installed here; pip install 'tuneloop\[rollout\]'"):
         run(tmp_path / "r", policy, prompts, engine="vllm")
+
+
+def test_prompts_come_from_any_row_group_in_any_order(tmp_path: Path) -> None:
+    small = {"source_args": {"digits": 4}, "train": 2500, "eval": 1, "sft": 1}
+    data_prep(out=str(tmp_path / "p"), **small)
+    train = Prompts(Artifact(str(tmp_path / "p")), "train")
+    assert train._file.num_row_groups == 3 and len(train) == 2500
+    places = [2499, 0, 1023, 1024, 0, 2048]
+    assert [row["id"] for row in train.rows(places)] == [f"train-{place:06d}" for place in places]
