@@ -14,15 +14,13 @@ from functools import cache
 from importlib import import_module
 from itertools import pairwise
 
+from tuneloop.argo.claims import role_of
 from tuneloop.argo.state import Node
 from tuneloop.component import Component
 from tuneloop.errors import UserError
 from tuneloop.runs import Entry, Run
 from tuneloop.sharing.plans import in_turn, overlapped
 from tuneloop.sharing.simulate import LAST, Task
-
-ROLES = {"trainer": "trainer", "rollout": "sampler"}
-"""Image of a stage that uses accelerators → the device that it uses."""
 
 
 @cache
@@ -34,7 +32,7 @@ def role(stage: str) -> str:
         found = None
     if not isinstance(found, Component):  # a third party's: on CPU, as far as is known here
         return ""
-    return ROLES.get(found.image, "") if found.accelerator else ""
+    return role_of(found.image) if found.accelerator else ""
 
 
 def recorded(run: Run) -> list[Task]:

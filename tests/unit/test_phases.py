@@ -100,6 +100,10 @@ def test_the_plan_of_sharing(call: Call, tmp_path: Path) -> None:  # noqa: F811
     assert "shared-lrs" in lost.out, "the figures are shown all the same"
     chosen = ("--set", "cluster.share.group=a", "--set", "cluster.share.policy=lrs")
     refused(call(*words, "--measured", "one", "--swap", "10.8", *chosen), "'shared-lrs': loses time")
+    apart = ("--set", "cluster.share.device_class=gpu.example.com", "--set", "cluster.share.roles=apart")
+    done = call(*words, "--measured", "one", *chosen, *apart)
+    assert "trainers and samplers each have a turn" in done.out and "2 runs do 83% more in the same time" in done.out
+    refused(call(*words, *["--measured", "one"] * 3, *chosen), "3", "runs_per_claim is 2")
 
 
 def test_mistakes_in_planning_are_one_line(call: Call, tmp_path: Path) -> None:  # noqa: F811

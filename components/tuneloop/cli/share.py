@@ -10,7 +10,7 @@ from tuneloop.errors import UserError
 from tuneloop.phases import recorded, role
 from tuneloop.plan import read_stage
 from tuneloop.runs import Run, records
-from tuneloop.sharing.plans import GROUP, PLANS, ROLES, SERIAL, SHARED, Plan, compare, recommended, refuse
+from tuneloop.sharing.plans import APART, GROUP, PLANS, ROLES, SERIAL, SHARED, Plan, compare, recommended, refuse
 from tuneloop.sharing.simulate import Rules, Task
 from tuneloop.sharing.turns import pause
 
@@ -53,8 +53,12 @@ def plan_shared(
     if asked and asked not in PLANS:
         raise UserError("--plan", asked, f"use one of {', '.join(PLANS)}")
     runs = [_open(each, store) for each in measured] or [_newest(name, store)]
-    rules, devices = Rules(GROUP, swap=swap, handover=pause(share.patience) / 2), accelerators(workflow, share)
-    plans = compare(workloads(runs, share.runs_per_claim), devices, share.roles == "together", rules)
+    if given and len(runs) > share.runs_per_claim:
+        raise UserError("--measured", len(runs), f"runs: cluster.share.runs_per_claim is {share.runs_per_claim}")
+    together = share.roles == "together"
+    turns = GROUP if together or not share.device_class else APART  # a turn is a claim's; without claims the group's
+    rules = Rules(turns, swap=swap, handover=pause(share.patience) / 2)
+    plans = compare(workloads(runs, share.runs_per_claim), accelerators(workflow, share), together, rules)
     console = Console(highlight=False, soft_wrap=True, width=200)
     console.print(table(plans))
     console.print("\n".join((*map(_source, runs), _turns(rules, share), ASSUMED, _advice(plans))))
@@ -123,9 +127,10 @@ def _source(run: Run) -> str:
 
 def _turns(rules: Rules, share: Share) -> str:
     """What a turn costs, and how that is known."""
+    of = "trainers and samplers each have a turn" if len({*rules.turns.values()}) > 1 else "one turn for all devices"
     return (
-        f"a turn that goes to another run costs {rules.swap:g} s (--swap), and {rules.handover:g} s until who waited"
-        f" sees it: half of every {pause(share.patience):g} s, as patience {share.patience:g} s has it"
+        f"{of}; one that goes to another run costs {rules.swap:g} s (--swap), and {rules.handover:g} s until who waited"
+        f" sees it: half of {pause(share.patience):g} s, as patience {share.patience:g} s has it"
     )
 
 

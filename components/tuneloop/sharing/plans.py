@@ -21,7 +21,9 @@ SHARED = tuple(f"shared-{policy}" for policy in POLICIES)
 PLANS = (ALONE, OVERLAPPED, SERIAL, *SHARED)
 ROLES = ("trainer", "sampler")
 GROUP = dict.fromkeys(ROLES, "group")
-"""Role → turn: all devices of a group are one run's at a time."""
+"""Role → turn: all devices are one run's at a time."""
+APART = dict(zip(ROLES, ROLES))
+"""Role → turn: one run trains while another samples."""
 NOTABLE = 0.02
 """The gain for which another plan is recommended: less is what a simulation is wrong by."""
 
