@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hera.workflows import DAG
+from hera.workflows import DAG, Container
 
 from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import RUN, digests
 from tests.cluster.test_queue import until
 from tuneloop.argo import cluster as argo
 from tuneloop.argo import seats
+from tuneloop.argo.proceed import proceed_template
 from tuneloop.argo.settings import GROUP_LABEL, RUN_LABEL, Cluster, Share
-from tuneloop.argo.template import stage_template, workflow
+from tuneloop.argo.template import pod_fields, retry_fields, stage_template, workflow
 from tuneloop.argo.watch import logs, status
 from tuneloop.data_prep import data_prep
 from tuneloop.errors import UserError
@@ -89,41 +90,50 @@ def test_seats_are_taken_once_handed_on_and_given_back(cluster: argo.Cluster, sh
         seats.take(cluster, survivor, other)
 
 
-def stage(share: Share) -> dict[str, Any]:
-    """A pipeline of one real stage that uses the shared devices."""
+def pipeline(share: Share) -> dict[str, Any]:
+    """One real stage that uses the shared devices, late enough to overlap with those of other runs; then the run's
+    next workflow, which only has its seat."""
     cluster = Cluster(images=IMAGES, cpu="50m", memory="256Mi", share=share)
     using = copy.copy(data_prep)
     using.accelerator = True
+    settings = {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0}
     with workflow("shared", cluster=cluster) as built:
-        prepare = stage_template(
-            using, {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0}, cluster=cluster
-        )
+        prepare = stage_template(using, settings, cluster=cluster)
+        prepare.command = ["sh", "-c", f'sleep 8; exec {" ".join(prepare.command)} "$@"', "sh"]
+        proceed = proceed_template("second", (), cluster)
+        over = Container(name="over", command=["true"], **pod_fields("base", False, cluster), **retry_fields())
         with DAG(name="main"):
-            prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
+            prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"}) >> proceed(name="continue")
+        with DAG(name="second"):
+            over(name="over")
     made: dict[str, Any] = built.to_dict()
     return made
 
 
 def test_two_runs_on_one_claim_and_a_third_on_another(cluster: argo.Cluster, share: Share) -> None:
+    """Each run is two workflows, on one claim; those of a claim see its devices; nothing is left of them."""
     runs = [f"{share.group}-{i}" for i in range(3)]
     for name in runs:
-        made = stage(share)
+        made = pipeline(share)
         made["metadata"]["labels"]["test"] = share.group
         argo.submit(cluster, made, run=name, store=STORE)
-    seen = {}
     until(lambda: sum(map(len, claims(cluster, share).values())) == 3, 90)
     seated = claims(cluster, share)
     assert sorted(map(len, seated.values())) == [1, 2]
+    claim_of = {}
     for name in runs:
-        (claim, told), *_ = status(cluster, name).claims.items()
+        ((claim, told),) = status(cluster, name).claims.items()
         assert name in seated[claim] and name in told
-        seen[name] = claim
+        claim_of[name] = claim
     assert [argo.wait(cluster, name) for name in runs] == [0, 0, 0]
-    used = {name: {line for _, line in logs(cluster, name, stage="data-prep") if "devices" in line} for name in runs}
-    assert all(len(lines) == 1 for lines in used.values()), used
+    devices: dict[str, set[str]] = {claim: set() for claim in seated}
     for name in runs:
-        for other in runs:
-            assert (used[name] == used[other]) == (seen[name] == seen[other]), used
-        assert list(digests(status(cluster, name).nodes.values(), name)) == ["data-prep"]
+        seen = status(cluster, name)
+        assert len(seen.workflows) == 2
+        assert {n.outputs["claim"] for n in seen.nodes.values() if n.template == "take-claim"} == {claim_of[name]}
+        assert list(digests(seen.nodes.values(), name)) == ["data-prep"], "artifacts of another run"
+        (told,) = (line for _, line in logs(cluster, name) if line.startswith("data_prep: devices"))
+        devices[claim_of[name]].add(told)
+    assert [len(each) for each in devices.values()] == [1, 1] and not set.intersection(*devices.values()), devices
     until(lambda: not claims(cluster, share), 30)
     assert not kubectl("-n", cluster.namespace, "get", "leases", "-l", f"{GROUP_LABEL}={share.group}", "-o", "name")

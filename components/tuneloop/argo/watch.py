@@ -127,10 +127,20 @@ def _waiting(cluster: Cluster, run: str) -> dict[str, str]:
     return {(pod.metadata.annotations or {}).get(NODE_NAME, pod.metadata.name): _why(pod, queued) for pod in pending}
 
 
-def _claims(cluster: Cluster, run: str) -> dict[str, str]:
+def claims(cluster: Cluster) -> dict[str, str]:
+    """Claim → who sits there, and its devices, once those who have ended have left.
+
+    Raises:
+        UserError: the cluster has no claims, or the account may not change them.
+    """
+    seats.sweep(cluster)
+    return _claims(cluster)
+
+
+def _claims(cluster: Cluster, run: str | None = None) -> dict[str, str]:
     with faults(cluster):
-        mine = [claim for claim in seats.claims(cluster) if run in seats.runs(claim)]
-    return {each["metadata"]["name"]: _seated(each) for each in mine}
+        found = seats.claims(cluster)
+    return {each["metadata"]["name"]: _seated(each) for each in found if run is None or run in seats.runs(each)}
 
 
 def _seated(claim: Mapping[str, Any]) -> str:
@@ -151,8 +161,8 @@ def _why(pod: Any, queued: Mapping[str, str]) -> str:
             return " ".join(f"{held.reason}: {held.message or ''}".split())
     for condition in pod.status.conditions or ():
         if condition.type == "PodScheduled" and condition.status == "False":
-            used = [claim.resource_claim_name or claim.name for claim in pod.spec.resource_claims or ()]
-            return f"not scheduled{f', claim {used[0]}' if used else ''}: {condition.message}"
+            devices = ", with the devices of its claim" if pod.spec.resource_claims else ""
+            return f"not scheduled{devices}: {condition.message}"
     return "starting"
 
 

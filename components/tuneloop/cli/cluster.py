@@ -246,6 +246,19 @@ def stop(
     typer.echo(f"{run}: stopped" if ended else f"{run}: was not under way")
 
 
+@app.command()
+def claims(namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
+    """Show the claims of shared devices, and who sits on them; frees the seats of runs that have ended."""
+    from tuneloop.argo.cluster import connect
+    from tuneloop.argo.watch import claims as read
+
+    found = read(connect(namespace, context))
+    for name, told in found.items():
+        typer.echo(f"{name}  {told}")
+    if not found:
+        typer.echo(f"no claims in namespace {namespace}")
+
+
 def _print_logs(there: Cluster, run: str, stage: str | None, follow: bool) -> None:
     from tuneloop.argo.watch import logs as read
 
@@ -262,7 +275,8 @@ def _table(seen: Status) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("stage", "phase", "done", "seconds", "retries", "newest"):
-        table.add_column(name, justify="right" if name in ("done", "seconds", "retries") else "left", no_wrap=True)
+        number_like = name in ("done", "seconds", "retries")
+        table.add_column(name, justify="right" if number_like else "left", no_wrap=name != "newest")
     pods = [node for node in seen.nodes.values() if node.type == "Pod"]
     for stage in dict.fromkeys(label(pod) for pod in pods):
         mine = [pod for pod in pods if label(pod) == stage]
