@@ -1,6 +1,6 @@
 """Sharing devices by turns: what the planner predicts beside what is measured, in the same run.
 
-    python benchmarks/sharing.py [--iterations 8] [--runs 2] [--seconds 4] [--unit 0.5]
+    python benchmarks/sharing.py [--iterations 8] [--runs 2] [--seconds 3] [--unit 0.5]
 
 First three runs whose stages only wait take real turns, by each policy: does the simulation have the rules right? Then
 real runs. One of the demo's loop is recorded, alone; from it `tuneloop plan --share` predicts; then each plan is
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--runs", type=int, default=2, help="that take turns")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of the reward, each iteration")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of the reward, each iteration")
     parser.add_argument("--unit", type=float, default=0.5, help="seconds of stages that only wait; 0: leave them out")
     flags = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", PAUSE: str(flags.seconds / COMPLETIONS)}

@@ -87,10 +87,8 @@ def table(plans: Mapping[str, Plan]) -> Table:
 
 def workloads(runs: Sequence[Run], copies: int) -> dict[str, list[Task]]:
     """Name → tasks of what shares: the runs, or `copies` of the only one."""
-    if len(runs) > 1:
-        return {run.name: recorded(run) for run in runs}
-    tasks = recorded(runs[0])
-    return {f"{runs[0].name} {number}": tasks for number in range(1, max(2, copies) + 1)}
+    several = runs if len(runs) > 1 else [runs[0]] * max(2, copies)
+    return {f"{run.name} {number}": recorded(run) for number, run in enumerate(several)}
 
 
 def accelerators(workflow: Mapping[str, Any], share: Share) -> dict[str, int]:
@@ -139,5 +137,5 @@ def _advice(plans: Mapping[str, Plan]) -> str:
     best = recommended(plans)
     shared = min((plans[name] for name in SHARED), key=lambda plan: plan.total)
     gain = plans[SERIAL].total / shared.total - 1
-    word = f"{gain:.0%} more in the same time" if gain > 0 else f"{-gain:.0%} less: it loses time"
+    word = f"{gain:.0%} more in the same time" if gain >= 0 else f"{-gain:.0%} less: it loses time"
     return f"recommended: {best}, for most steps an hour and accelerator; by turns {shared.runs} runs do {word}"
