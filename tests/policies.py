@@ -49,7 +49,7 @@ def model(seed: int = 0, *, tied: bool = True, family: type[Any] = Qwen3Config, 
     made = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in made.parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim > 1:
                 parameter.mul_(4)
     return made.to(torch.bfloat16).eval()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from tuneloop.publication import published
+from tuneloop.delivery import deliveries
 from tuneloop.runs import Curve, Run, Score
 from tuneloop.summary import clock, devices, how, iterations_line, reward_line, size
 
@@ -168,31 +168,22 @@ def _provenance(run: Run) -> str:
 
 
 def _weights(run: Run) -> str:
-    """What each published version took, from the trainer to the engine; the last replica that rolled out with it."""
-    records = published(f"{run.url}/weights")
-    facts = [entry.manifest.facts for entry in run.of("rollout", "evaluate")]
-    pulls = {f["pulled"]["version"]: f["pulled"] for f in facts if f.get("pulled")}
-    lags = {f["version"]: f["staleness"] for f in facts if f.get("staleness")}
-    rows = []
-    for version, about in sorted(records.items()):
-        pulled, took = pulls.get(version, {}), about["timings"]
-        rows.append(
-            [
-                f"{version}",
-                f"{about['encoding'] or 'full'}, {size(about['sent_bytes'])} of {size(about['full_bytes'])}",
-                "" if about["density"] is None else f"{about['density']:.2%}",
-                _ms(took.get("base", 0) + took.get("encode", 0)),
-                _ms(took.get("publish")),
-                _ms(pulled.get("fetch_s", 0) + pulled.get("apply_s", 0) if pulled else None),
-                _ms(pulled.get("pause_s")),
-                _ms(pulled.get("converged_s")),
-                f"{pulled['identical']}/{pulled['tensors']}" if pulled else "",
-                f"{lags[version]['mean']:.2f}" if version in lags else "",
-            ]
-        )
+    """What each version took, from the trainer to the engine: `tuneloop.delivery`."""
+    rows = [
+        [
+            f"{d.version}",
+            d.way + (f" by {d.replicas}" if d.replicas else ""),
+            f"{d.encoding or 'full'}, {size(d.sent_bytes or 0)} of {size(d.full_bytes)}" if d.full_bytes else "",
+            "" if d.density is None else f"{d.density:.2%}",
+            *map(_ms, (d.encode_s, d.publish_s, d.materialize_s, d.pause_s, d.converged_s, d.waited_s)),
+            "" if d.behind is None else f"{d.behind:.2f}",
+            d.proved,
+        ]
+        for d in deliveries(run)
+    ]
     head = [
-        *("version", "sent", "elements changed", "encode ms", "publish ms", "materialize ms", "pause ms"),
-        *("published to served ms", "read back", "versions behind, mean"),
+        *("version", "way", "sent", "elements changed", "encode ms", "publish ms", "materialize ms", "pause ms"),
+        *("converged ms", "waited for ms", "versions behind, mean", "read back"),
     ]
     return "<h2>Weight versions</h2>" + _table(head, rows, kind="provenance") if rows else ""
 

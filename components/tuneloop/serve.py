@@ -396,7 +396,7 @@ def _wait_for_a_version(loop: EngineLoop, follower: Follower) -> None:
         time.sleep(0.05)
 
 
-def _change(loop: EngineLoop, policy: Artifact) -> Future[float]:
+def _change(loop: EngineLoop, policy: Artifact) -> Future[dict[str, float]]:
     return loop.change(policy.path / "model", policy.manifest.facts["version"], policy.manifest.digest)
 
 
@@ -439,12 +439,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)")
     parser.add_argument("--engine-args", type=_object, default={}, help="vLLM's EngineArgs, a JSON object")
-    options = parser.parse_args(argv)
-    shards = int(options.engine_args.get("tensor_parallel_size", 1))
-    if options.weights and shards > 1:  # what is read back is one worker's: proved for whole tensors only
-        remedy = "must be 1 to follow --weights, whose proof reads one worker; or load checkpoints, with --policy"
-        raise UserError("--engine-args tensor_parallel_size", shards, remedy)
-    return options
+    return parser.parse_args(argv)
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from tuneloop.delivery import curves
 from tuneloop.errors import UserError
 from tuneloop.runs import Entry, Run
 
@@ -89,7 +90,7 @@ class Mirror:
         from mlflow.entities import Metric
 
         self.run.refresh()
-        for curve in self.run.curves():
+        for curve in (*self.run.curves(), *curves(self.run)):
             name = f"{curve.stage}/{curve.name}"
             first = self.logged.get(name, 0)
             # Several optimizer steps of one iteration share an x: their own count is the step then.
@@ -111,7 +112,7 @@ class Mirror:
     def close(self) -> str:
         """Write how the run stands, and say where its mirror is."""
         phase = self.run.phase
-        notes = (f"- `{curve.stage}/{curve.name}`: {curve.how}" for curve in self.run.curves())
+        notes = (f"- `{curve.stage}/{curve.name}`: {curve.how}" for curve in (*self.run.curves(), *curves(self.run)))
         self.client.set_tag(self.parent, "mlflow.note.content", "\n".join(notes))
         self.client.set_tag(self.parent, "tuneloop.store", self.run.url)
         for iteration, child in self.children.items():

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig
 
 from tests.local.loops import command
 from tests.local.test_vllm import ARGS, GREEDY, REQUESTS, SHORT, Running, begin, free_port, quiet
@@ -131,6 +133,44 @@ def test_ten_updates_byte_for_byte(served: tuple[Running, Path], chain: list[Art
         client.load(policy)
         prove(client, policy, 0.05)
     assert {c.start_version for group in client.generate(REQUESTS, GREEDY, quiet) for c in group} == {10}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_experts_and_parts_are_read_back(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense layer and one of experts, whole or split over two workers: each holds its part, and what differs in one
+    of them is named."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM would want a NUMA node for each worker
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [0]}
+    first = commit_policy(tmp_path / "v0", tied=False, family=partial(Qwen3MoeConfig, **experts))
+    root, held = tmp_path / "weights", tmp_path / "held"
+    publish(root, first)
+    args = json.dumps({**ARGS, "tensor_parallel_size": workers})
+    running = follow(root, "--weights-dir", str(held), "--engine-args", args)
+    try:
+        client = Client(running.url, 60)
+        for policy in (first, step(first, tmp_path / "v1", 1)):
+            version = policy.manifest.facts["version"]
+            publish(root, policy)
+            until(running, lambda said: said["pulled"].get("version") == version)  # noqa: B023
+            count = len(load_file(policy.path / "model" / "model.safetensors"))
+            assert running.ask("POST", "/verify")[1] == {
+                "version": version, "tensors": count, "identical": count, "different": [], "unread": []
+            }  # fmt: skip
+            client.load(policy)
+            prove(client, policy, 0.05)
+        layers = (
+            "model.layers.0.self_attn.k_proj",
+            "model.layers.0.mlp.up_proj",
+            "model.layers.1.mlp.experts.3.down_proj",
+        )
+        tensors = load_file(held / "model.safetensors")
+        for layer in layers:
+            tensors[f"{layer}.weight"][-1, -1] += 1  # of two workers the other holds it
+        save_file(tensors, held / "model.safetensors", metadata={"format": "pt"})
+        assert running.ask("POST", "/verify")[1]["different"] == sorted(f"{layer}.weight" for layer in layers)
+    finally:
+        running.process.kill()
+        running.process.wait()
 
 
 def test_keeps_to_the_protocol(served: tuple[Running, Path], chain: list[Artifact]) -> None:

@@ -141,11 +141,17 @@ class Follower(threading.Thread):
                 self.directory, version, digest, self.mode, lambda e: held.append(prove(e, self.directory))
             )
             try:
-                pause = change.result()
+                took = change.result()
             except Refused:
                 (self.directory / MARKER).unlink(missing_ok=True)
                 raise
-            self.pulled = _about(done, pause, held[0])
+            self.pulled = _about(done, took, held[0])
+            self._record()
+
+    def _record(self) -> None:
+        """For people and reports (`tuneloop.delivery`): nobody needs it, so a store that refuses is passed over."""
+        with suppress(UserError, Retryable):
+            live.record(self.store, self._name, self.pulled)
 
     def converged_s(self) -> float | None:
         """Seconds from the publication of the version last pulled until it was served; None where nobody said when."""
@@ -166,14 +172,15 @@ def prove(engine: Vllm, model: Path) -> Readback:
     return held
 
 
-def _about(done: Materialized, pause: float, held: Readback) -> dict[str, Any]:
+def _about(done: Materialized, took: dict[str, float], held: Readback) -> dict[str, Any]:
     return {
         "version": done.version,
         "deltas": done.deltas,
         "full": done.full,
         "read_bytes": done.read_bytes,
         **{f"{name}_s": seconds for name, seconds in done.timings.items()},
-        "pause_s": pause,
+        **{f"{name}_s": seconds for name, seconds in took.items()},
+        "pause_s": took["change"] + took["check"],
         "tensors": held.tensors,
         "identical": held.identical,
         "served_at": time.time(),

@@ -80,14 +80,15 @@ class EngineLoop(threading.Thread):
 
     def change(
         self, model: Path, version: int, digest: str, mode: Mode = "wait", check: Callable[[Vllm], None] | None = None
-    ) -> Future[float]:
+    ) -> Future[dict[str, float]]:
         """Change to the weights of a model directory.
 
         Args:
             check: runs after the change, before a request sees the new weights; what it raises poisons the engine
                 until a later change succeeds.
 
-        The future holds the seconds for which nothing was stepped.
+        The future holds seconds: ``drain``, in which what ran finished and nothing was admitted; then ``change`` and
+        ``check``, in which nothing was stepped: the pause.
         """
         return self._command(lambda: self._change(model, version, digest, mode, check))
 
@@ -171,14 +172,16 @@ class EngineLoop(threading.Thread):
 
     def _change(
         self, model: Path, version: int, digest: str, mode: Mode, check: Callable[[Vllm], None] | None
-    ) -> float:
+    ) -> dict[str, float]:
+        begun = time.perf_counter()
         if mode == "wait" and not self.paused:
             self._drain()
         if self.broken:
             raise Refused(503, self.trouble)
-        clock = time.perf_counter()
+        drained = time.perf_counter()
         try:
             self.engine.change(model, version, digest)
+            changed = time.perf_counter()
             if check is not None:
                 check(self.engine)
         except UserError:
@@ -186,7 +189,7 @@ class EngineLoop(threading.Thread):
         except Exception as error:
             self.engine.poison()
             raise Refused(503, f"loading version {version} failed ({error}); load a version again") from error
-        return time.perf_counter() - clock
+        return {"drain": drained - begun, "change": changed - drained, "check": time.perf_counter() - changed}
 
     def _drain(self) -> None:
         while self._busy:

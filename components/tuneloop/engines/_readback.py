@@ -2,17 +2,24 @@
 
 On a CPU vLLM keeps linear layers packed for its kernels and drops the weights. Such a layer is asked for a column of
 its weights by multiplying it with a unit vector, which is exact; only the sign of a zero can not be told that way.
+Experts are packed by a function that can be called again: what the files say, packed, is what has to be there.
+
+Under tensor parallelism each worker is asked for its own part of every tensor, and what the sizes of its layers say
+about the others' is checked against the files: together they are the whole.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<which>gate|up|down)_proj\.weight$")
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,7 @@ class Readback:
     """How many of `tensors` in the files were found `identical`; the names of the others.
 
     Attributes:
-        different: the engine holds something else.
+        different: the engine holds something else, in at least one of its workers.
         unread: the engine keeps it in a form that this module does not know.
     """
 
@@ -36,58 +43,136 @@ def read_back(engine: Any, model: Path, every: int = 1) -> Readback:
     Args:
         every: of packed layers, look at one column in so many.
     """
-    (compared,) = engine.collective_rpc(compare, args=(str(model), every))[:1]
-    different = sorted(name for name, same in compared.items() if same is False)
-    unread = sorted(name for name, same in compared.items() if same is None)
-    return Readback(len(compared), len(compared) - len(different) - len(unread), different, unread)
+    ranks = engine.collective_rpc(compare, args=(str(model), every))
+    different = sorted(name for name in ranks[0] if any(rank[name] is False for rank in ranks))
+    unread = sorted({name for name in ranks[0] if any(rank[name] is None for rank in ranks)} - {*different})
+    return Readback(len(ranks[0]), len(ranks[0]) - len(different) - len(unread), different, unread)
 
 
 def compare(worker: Any, model: str, every: int) -> dict[str, bool | None]:
-    """Tensor name → whether the engine holds it; None where it can not be read. Runs in vLLM's worker."""
+    """Tensor name → whether this worker holds its part of it; None where it can not be read. Runs in vLLM's worker."""
     from safetensors import safe_open
 
     module = worker.get_model()
     found: dict[str, bool | None] = {}
+    experts: dict[str, _Experts] = {}
     for path in sorted(Path(model).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-            for name in shapes:
-                found[name] = _holds(module, name, file.get_tensor(name), shapes, every)
+            for name in file.keys():  # noqa: SIM118
+                if (place := EXPERT.match(name)) and (layer := _module(module, f"{place['layer']}.routed_experts")):
+                    found[name] = None
+                    experts.setdefault(place["layer"], _Experts(layer)).add(name, place, file.get_tensor(name))
+                else:
+                    found[name] = _holds(module, name, file.get_tensor(name), every)
+    for those in experts.values():
+        found |= those.held()
     return found
 
 
-def _holds(model: Any, name: str, want: Tensor, shapes: dict[str, list[int]], every: int) -> bool | None:
-    place, leaf = name.rpartition(".")[::2]
-    owner, attribute = place.rpartition(".")[::2]
-    first = 0
-    for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
-        if attribute in parts and fused != attribute:
-            before = parts[: parts.index(attribute)]
-            siblings = [f"{owner}.{part}.{leaf}" for part in before]
-            if not all(sibling in shapes for sibling in siblings):
-                return None
-            first, place = sum(shapes[sibling][0] for sibling in siblings), f"{owner}.{fused}"
+def _module(model: Any, name: str) -> Any:
     try:
-        layer = model.get_submodule(place)
-        held = getattr(layer, leaf)
+        return model.get_submodule(name)
     except AttributeError:
         return None
-    answers = list(_views(layer, leaf, held, want, first, every))
+
+
+def _holds(model: Any, name: str, want: Tensor, every: int) -> bool | None:
+    place, leaf = name.rpartition(".")[::2]
+    owner, attribute = place.rpartition(".")[::2]
+    part, parts = 0, 1
+    for fused, names in getattr(model, "packed_modules_mapping", {}).items():
+        if attribute in names and fused != attribute:
+            part, parts, place = names.index(attribute), len(names), f"{owner}.{fused}"
+    layer = _module(model, place)
+    held = getattr(layer, leaf, None)
+    if held is None or len(sizes := getattr(layer, "output_partition_sizes", [None])) != parts:
+        return None
+    own = _own(layer, want, sizes[part])
+    if own is None:
+        return None
+    first = sum(sizes[:part]) if part else 0
+    answers = list(_views(layer, leaf, held, own, slice(first, first + own.shape[0]) if own.ndim else ..., every))
     return all(answers) if answers else None
 
 
-def _views(layer: Any, leaf: str, held: Tensor, want: Tensor, first: int, every: int) -> Iterator[bool]:
+def _own(layer: Any, want: Tensor, rows: int | None) -> Tensor | None:
+    """This worker's part of a tensor; None where that can not be told from the sizes of the layer."""
+    if shard := getattr(layer, "shard_indices", None):  # of a vocabulary, the last worker's part is shorter
+        return want[shard.org_vocab_start_index : shard.org_vocab_end_index]
+    width = getattr(layer, "input_size_per_partition", None) if want.ndim == 2 else None
+    for dim, size in ((0, rows), (1, width)):
+        if size is not None and want.shape[dim] != size:
+            blocks, rest = divmod(want.shape[dim], size)
+            copies, odd = divmod(layer.tp_size, max(blocks, 1))  # heads of keys and values may be fewer than workers
+            if rest or odd or not blocks:
+                return None
+            want = want.narrow(dim, layer.tp_rank // copies * size, size)
+    return want
+
+
+def _views(layer: Any, leaf: str, held: Tensor, want: Tensor, rows: Any, every: int) -> Iterator[bool]:
     """Each way in which the layer holds the tensor, and whether it agrees."""
     import torch
 
-    rows = slice(first, first + want.shape[0]) if want.ndim else ...
     want = want.to(held.dtype)
     if held.numel():
-        part = held[rows].cpu()
-        yield part.shape == want.shape and torch.equal(part.view(torch.uint8), want.view(torch.uint8))
+        yield _same(held[rows].cpu(), want)
     if leaf == "weight" and want.ndim == 2 and hasattr(layer, "cpu_linear"):
         columns = torch.arange(0, want.shape[1], every)
         units = torch.zeros(len(columns), want.shape[1], dtype=want.dtype)
         units[torch.arange(len(columns)), columns] = 1
         answer = layer.cpu_linear(units, layer.weight, None)[:, rows]
         yield torch.equal(answer, want[:, columns].t())
+
+
+def _same(held: Tensor, want: Tensor) -> bool:
+    import torch
+
+    return held.shape == want.shape and torch.equal(
+        held.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)
+    )
+
+
+@dataclass
+class _Experts:
+    """A layer's experts, which vLLM keeps in two tensors: gate and up, one above the other, and down."""
+
+    layer: Any
+    parts: dict[str, tuple[int, str, Tensor]] = field(default_factory=dict)
+
+    def add(self, name: str, place: re.Match[str], want: Tensor) -> None:
+        """Take this worker's part of one expert's matrix."""
+        size = self.layer.intermediate_size_per_partition
+        dim = 1 if place["which"] == "down" else 0
+        if want.shape[dim] == size * self.layer.moe_config.tp_size:
+            own = want.narrow(dim, size * self.layer.moe_config.tp_rank, size).clone()
+            self.parts[name] = int(place["expert"]), place["which"], own
+
+    def held(self) -> dict[str, bool | None]:
+        """Name → whether the layer holds it; None for all where experts are spread, or packed with padding."""
+        found: dict[str, bool | None] = {}
+        size, whole = self.layer.intermediate_size_per_partition, self.layer.local_num_experts
+        for attribute, rows in (("w13_weight", {"gate": 0, "up": size}), ("w2_weight", {"down": 0})):
+            held = getattr(self.layer, attribute)
+            mine = {name: part for name, part in self.parts.items() if part[1] in rows}
+            shape = (whole, len(rows) * size, self.layer.hidden_size)
+            shape = shape if attribute == "w13_weight" else (whole, self.layer.hidden_size, size)
+            if held.shape != shape or len(mine) != whole * len(rows) or self.layer.global_num_experts != whole:
+                continue
+            want = held.new_empty(shape)
+            for expert, which, part in mine.values():
+                want[expert, rows[which] : rows[which] + part.shape[0]] = part
+            want = self._packed(want)
+            same = [_same(a.cpu(), b.cpu()) for a, b in zip(held, want)]
+            found |= {name: same[expert] for name, (expert, _, _) in mine.items()}
+        return found
+
+    def _packed(self, weights: Tensor) -> Tensor:
+        """As the kernel that this layer chose wants them."""
+        isa = getattr(self.layer.quant_method.moe_kernel.fused_experts, "isa", None)
+        if isa is None:
+            return weights
+        from vllm._custom_ops import cpu_prepack_moe_weight
+
+        packed: Tensor = cpu_prepack_moe_weight(weights, isa)
+        return packed

@@ -267,18 +267,34 @@ class Vllm:
 def apply(engine: Any, model: Path) -> None:
     """Change a running vLLM engine to the weights below `model`, in place, between two of its steps.
 
-    On a CPU vLLM multiplies by packed copies of its weights. Its own reload renews those of the layers it
-    reloads, but not that of an output head tied to the embedding; and it leaves the prefix cache, which holds
-    keys and values of the old weights. Both are mended here; requests that run are computed again from their tokens.
+    vLLM's own reload leaves the prefix cache, which holds keys and values of the old weights: it is dropped, and
+    requests that run are computed again from their tokens.
     """
-    engine.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
-    engine.collective_rpc(repack)
+    engine.collective_rpc(reload, args=(str(model),))
     if not engine.reset_prefix_cache(reset_running_requests=True):
         raise RuntimeError("vLLM did not drop its prefix cache")
 
 
+def reload(worker: Any, model: str) -> None:
+    """vLLM's reload in place, and what it leaves undone on a CPU, where layers multiply by packed weights. Runs in
+    vLLM's worker."""
+    forget_packed_experts(worker)
+    worker.reload_weights(weights_path=model)
+    repack(worker)
+
+
+def forget_packed_experts(worker: Any) -> None:
+    """Let experts be packed as if for the first time: vLLM's reload puts them unpacked where its kernel wants them
+    packed, wherever it finds a kernel made."""
+    for module in worker.get_model().modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if hasattr(getattr(kernel, "fused_experts", None), "isa"):
+            module.quant_method.moe_kernel = None
+
+
 def repack(worker: Any) -> None:
-    """Renew the packed copy of every layer that also keeps the weight it was packed from; runs in vLLM's worker."""
+    """Renew the packed copy of every layer that also keeps the weight it was packed from, as an output head tied to
+    the embedding does: vLLM's reload renews those of the layers it reloads."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for module in worker.get_model().modules():
@@ -310,7 +326,7 @@ def _start(model: Path, args: Mapping[str, Any]) -> Any:
         made = EngineArgs(model=str(model), **given)
         config = made.create_engine_config(UsageContext.LLM_CLASS)
         return LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=made.disable_log_stats)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AssertionError) as error:
         raise UserError("--engine-args", dict(args), _first_line(error)) from error
 
 

@@ -40,12 +40,14 @@ class Refitted:
 
     Attributes:
         workers: id → seconds for which it was paused; 0 for one that had the version.
+        updates: id → seconds of these that ``update_weights_from_disk`` took, of those that were changed.
         urls: of the workers.
         passes: looks at the fleet.
         seconds: in all.
     """
 
     workers: dict[str, float] = field(default_factory=dict)
+    updates: dict[str, float] = field(default_factory=dict)
     urls: list[str] = field(default_factory=list)
     passes: int = 0
     seconds: float = 0.0
@@ -86,7 +88,7 @@ def refit(
             done.urls = [worker.url for worker in found.values()]
             done.seconds = time.monotonic() - start
             return done
-        lost = _pass(new, wanted, timeout_s, force, done.workers)
+        lost = _pass(new, wanted, timeout_s, force, done)
     if lost:
         raise next(iter(lost.values()))
     what = f"{len(done.workers)} workers, and others still" if done.workers else "no worker"
@@ -94,7 +96,7 @@ def refit(
 
 
 def _pass(
-    workers: list[Worker], wanted: Target, timeout_s: float, force: bool, done: dict[str, float]
+    workers: list[Worker], wanted: Target, timeout_s: float, force: bool, done: Refitted
 ) -> Mapping[str, Unreachable]:
     """Change `workers` at the same time, add those that have the version to `done`, and return those that are gone."""
     lost: dict[str, Unreachable] = {}
@@ -102,21 +104,24 @@ def _pass(
         asked = {worker.id: pool.submit(_change, worker, wanted, timeout_s, force) for worker in workers}
     for name, future in asked.items():
         try:
-            done[name] = future.result()
+            done.workers[name], updating = future.result()
+            done.updates |= {name: updating} if updating else {}
         except Unreachable as error:
             lost[name] = error
     return lost
 
 
-def _change(worker: Worker, wanted: Target, timeout_s: float, force: bool) -> float:
-    """Bring one worker to the version; the seconds for which it was paused."""
+def _change(worker: Worker, wanted: Target, timeout_s: float, force: bool) -> tuple[float, float]:
+    """Bring one worker to the version; the seconds for which it was paused, and for which of these it updated."""
     if not force and worker.version(timeout_s) == wanted.label:
         worker.call("resume_generation", timeout_s)  # a refit that was killed may have left it paused
-        return 0.0
+        return 0.0, 0.0
     start = time.monotonic()
     try:
         worker.call("pause_generation", timeout_s, mode="wait", clear_cache=True)
+        still = time.monotonic()
         worker.call("update_weights_from_disk", timeout_s, model_path=wanted.model, weight_version=wanted.label)
+        updating = time.monotonic() - still
         if "flush_cache" in worker.routes:
             worker.call("flush_cache", timeout_s)
     finally:
@@ -124,4 +129,4 @@ def _change(worker: Worker, wanted: Target, timeout_s: float, force: bool) -> fl
     paused = time.monotonic() - start
     if (served := worker.version(timeout_s)) != wanted.label:
         raise Retryable(f"worker {worker}: serves {served or 'nothing'} after an update to {wanted.label}")
-    return paused
+    return paused, updating

@@ -112,7 +112,7 @@ class _Gaps:
         self.width, self.parts = width, [struct.pack("<II", width, BLOCK // width)]
 
     def add(self, old: Bytes, new: Bytes) -> int:
-        positions, values = _changed(old, new, self.width)
+        positions, values = changed(old, new, self.width)
         if not len(positions):
             self.parts.append(b"\0\0\0\0")
             return 0
@@ -125,7 +125,7 @@ class _Gaps:
         return b"".join(self.parts)
 
 
-def _changed(old: Bytes, new: Bytes, width: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+def changed(old: Bytes, new: Bytes, width: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Positions of the elements that differ, and what they differ in.
 
     A bitmap first: looking through its bytes, most of which are zero, and into few of them is three times faster than

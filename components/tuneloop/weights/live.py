@@ -2,21 +2,26 @@
 
 ::
 
-    <root>/live/<replica>.json      {"version": 7}
+    <root>/live/<replica>.json             {"version": 7}
+    <root>/served/NNNNNN/<replica>.json    what the pull of that version took
 
 A replica writes it with each version and each minute, and deletes it when it ends in good order. One that was not
 written for `EXPIRY_S` is of a replica that died, and counts no more; who has no key that writes is pinned by hand.
+What a pull took is written once, and stays: for people and reports.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from tuneloop.artifacts import canonical
 from tuneloop.store import Store
 
 PLACE = "live"
+RECORDS = "served"
 RENEW_S = 60.0
 EXPIRY_S = 600.0
 """Ten misses: a store's clock and ours may differ by minutes."""
@@ -42,3 +47,14 @@ def versions(root: Store) -> dict[str, int]:
     found = {key: root.get(key) for key, (_, at) in root.stat().items() if key.startswith(f"{PLACE}/") and at > since}
     names = {key: key.removeprefix(f"{PLACE}/").removesuffix(".json") for key in found}
     return {names[key]: int(json.loads(data)["version"]) for key, data in found.items() if data}
+
+
+def record(root: Store, replica: str, about: Mapping[str, Any]) -> None:
+    """Keep what a pull of ``about["version"]`` by `replica` took. Raises as `announce`."""
+    root.put(f"{RECORDS}/{about['version']:06d}/{replica}.json", canonical(about).encode())
+
+
+def recorded(root: Store, version: int) -> list[dict[str, Any]]:
+    """What pulls of `version` took, of each replica that recorded it."""
+    found = (root.get(key) for key in root.keys(f"{RECORDS}/{version:06d}"))
+    return [json.loads(data) for data in found if data]

@@ -1,0 +1,152 @@
+"""What each policy version took from the trainer to the tokens that it made, whichever way it went: six timings.
+
+======================  ==================================================  ============================================
+of                      pulled (our server, or an opaque endpoint)          refitted (a fleet that pulls nothing)
+======================  ==================================================  ============================================
+encode and publish      the publisher's record                              none: the checkpoint as committed is read
+size, density           the publisher's record                              the checkpoint's model files
+materialisation         as replicas recorded it: fetch, apply, verify       the longest ``update_weights_from_disk``,
+                                                                            which includes applying it
+pause                   as replicas recorded it: drain, change, read back   the longest of a worker, as the refit saw it
+convergence             publication until the last replica served it that   the refit, until all workers have it
+                        had followed before
+request lag             versions that tokens are behind the policy, mean    the same
+======================  ==================================================  ============================================
+
+``waited_s`` is what a caller can see of any of it: until the engine had proved that it serves the version. Of replicas
+that are somebody else's and record nothing, it is all that is known besides publication and lag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tuneloop.publication import published
+from tuneloop.runs import Curve, Entry, Run
+from tuneloop.store import Store
+from tuneloop.weights import live
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One version. Seconds; None is not known, or there is no such thing on this way.
+
+    Attributes:
+        way: ``pulled``, ``refitted``, or ``published`` where nobody has asked for it yet.
+        replicas: that are known to have served it.
+        behind: of the tokens that were asked of it, in versions, the mean.
+        proved: tensors read back identical, of how many.
+    """
+
+    version: int
+    way: str
+    encoding: str | None = None
+    sent_bytes: float | None = None
+    full_bytes: float | None = None
+    density: float | None = None
+    encode_s: float | None = None
+    publish_s: float | None = None
+    materialize_s: float | None = None
+    pause_s: float | None = None
+    converged_s: float | None = None
+    waited_s: float | None = None
+    behind: float | None = None
+    replicas: int = 0
+    proved: str = ""
+
+
+NUMBERS = tuple(f.name for f in fields(Delivery) if f.type == "float | None")
+
+
+def deliveries(run: Run) -> list[Delivery]:
+    """Every version that was published, or brought to a fleet; what its last rollout or evaluation knew of it."""
+    root = _root(run)
+    records = published(root)
+    found = {version: Delivery(version, "published", **_sent(about)) for version, about in records.items()}
+    for _, delivery in _asked(run, root, records):
+        if delivery.pause_s is not None or delivery.version not in found or found[delivery.version].pause_s is None:
+            found[delivery.version] = delivery  # a fleet is refitted once, and found refitted from then on
+    return [found[version] for version in sorted(found)]
+
+
+def curves(run: Run) -> list[Curve]:
+    """The numbers of `Delivery` over versions, one point a rollout or evaluation."""
+    root = _root(run)
+    found: dict[str, Curve] = {}
+    for entry, delivery in _asked(run, root, published(root)):
+        for name in NUMBERS:
+            if (value := getattr(delivery, name)) is not None:
+                curve = found.setdefault(name, Curve(name, "weights", "of each version, by its number", "version"))
+                curve.add(delivery.version, value, entry.finished)
+    return list(found.values())
+
+
+def _root(run: Run) -> str:
+    engine = run.record.config.get("engine") if run.record else None
+    own = engine.get("weights") if isinstance(engine, Mapping) else None
+    return str(own or f"{run.url}/weights")
+
+
+def _asked(run: Run, root: str, records: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[Entry, Delivery]]:
+    for entry in run.of("rollout", "evaluate"):
+        facts, took = entry.manifest.facts, entry.manifest.timings
+        version, about = facts.get("version"), records.get(facts.get("version", -1))
+        if version is None or not (about or facts.get("refitted")):
+            continue
+        seen: dict[str, Any] = {"waited_s": took.get("load", 0.0) + took.get("canary", 0.0)}
+        seen |= {"behind": facts["staleness"]["mean"]} if "staleness" in facts else {}
+        if about:
+            pulls = _pulls(root, version, entry, facts.get("pulled"))
+            yield entry, Delivery(version, "pulled", **_sent(about), **_served(pulls, about["at"]), **seen)
+        else:
+            size = _model_bytes(run.policy_of(entry))
+            yield entry, Delivery(version, "refitted", **size, **_refitted(facts["refitted"]), **seen)
+
+
+def _sent(about: Mapping[str, Any]) -> dict[str, Any]:
+    took = about["timings"]
+    return {
+        **{name: about[name] for name in ("encoding", "sent_bytes", "full_bytes", "density")},
+        "encode_s": took.get("base", 0.0) + took.get("encode", 0.0),
+        "publish_s": took.get("publish"),
+    }
+
+
+def _pulls(root: str, version: int, entry: Entry, own: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """What replicas recorded of this version before `entry` was done; else what the one that was asked said."""
+    before = [about for about in live.recorded(Store(root), version) if about["served_at"] <= entry.finished]
+    return [*before] or ([own] if own and own["version"] == version else [])
+
+
+def _served(pulls: list[Mapping[str, Any]], published_at: float) -> dict[str, Any]:
+    if not pulls:
+        return {}
+    followed = [about["served_at"] for about in pulls if about["full"] is None]  # who joined late took no longer for it
+    worst = min(pulls, key=lambda about: about["identical"] / max(about["tensors"], 1))
+    return {
+        "materialize_s": max(about["fetch_s"] + about["apply_s"] for about in pulls),
+        "pause_s": max(about["pause_s"] for about in pulls),
+        "converged_s": max(0.0, max(followed) - published_at) if followed else None,
+        "replicas": len(pulls),
+        "proved": f"{worst['identical']}/{worst['tensors']}",
+    }
+
+
+def _refitted(about: Mapping[str, Any]) -> dict[str, Any]:
+    changed = [seconds for seconds in about["workers"].values() if seconds]
+    return {
+        "materialize_s": max(about["updates"].values(), default=None),
+        "pause_s": max(changed, default=None),
+        "converged_s": about["seconds"],
+        "replicas": len(about["workers"]),
+    }
+
+
+def _model_bytes(checkpoint: Entry | None) -> dict[str, Any]:
+    if checkpoint is None:
+        return {}
+    files = checkpoint.manifest.files.items()
+    size = sum(file.size for name, file in files if name.startswith("model/") and name.endswith(".safetensors"))
+    return {"sent_bytes": size, "full_bytes": size}
