@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
@@ -41,22 +42,10 @@ def recorded(run: Run) -> list[Task]:
     Raises:
         UserError: it has fewer than two of them, or its times are not those of a run with devices of its own.
     """
-    config = run.record.config if run.record else {}
-    if (config.get("loop") or {}).get("iterations_per_pod"):
-        raise UserError("--measured", run.name, "ran its stages in one pod: record one with loop.iterations_per_pod=0")
-    if (config.get("cluster") or {}).get("share"):
-        raise UserError("--measured", run.name, "waited for turns itself: record one without cluster.share")
-    found: dict[int, list[Entry]] = {}
-    for entry in run.entries:  # by their starts
-        if entry.iteration:
-            found.setdefault(entry.iteration, []).append(entry)
-    whole = [part for _, part in sorted(found.items()) if LAST in (entry.stage for entry in part)]
-    if len(whole) < 2:
-        raise UserError("--measured", run.name, f"has {len(whole)} whole iterations: two are the least to plan with")
-    pods = [node for node in (run.state.nodes.values() if run.state else ()) if node.type == "Pod"]
+    pods = _pods(run)
     tasks, held = [], {}
-    for entry in (entry for part in whole for entry in part):
-        start, end = held[entry.stage, entry.iteration] = _held(entry, pods)
+    for entry in _of_whole_iterations(run):
+        start, end = held[entry.stage, entry.iteration] = _held(entry, pods.get(entry.stage, []))
         tasks.append(Task(entry.stage, entry.iteration or 0, end - start, role(entry.manifest.stage)))
     leads: dict[str, list[float]] = {}
     ordered = _as_it_ran(tasks, held)
@@ -67,6 +56,28 @@ def recorded(run: Run) -> list[Task]:
     return [dataclasses.replace(task, lead=statistics.median(leads.get(task.stage, [0.0]))) for task in tasks]
 
 
+def _of_whole_iterations(run: Run) -> list[Entry]:
+    """What the loop committed, by iteration and start."""
+    config = run.record.config if run.record else {}
+    if (config.get("loop") or {}).get("iterations_per_pod"):
+        raise UserError("--measured", run.name, "ran its stages in one pod: record one with loop.iterations_per_pod=0")
+    if (config.get("cluster") or {}).get("share"):
+        raise UserError("--measured", run.name, "waited for turns itself: record one without cluster.share")
+    whole = {entry.iteration for entry in run.entries if entry.stage == LAST and entry.iteration}
+    if len(whole) < 2:
+        raise UserError("--measured", run.name, f"has {len(whole)} whole iterations: two are the least to plan with")
+    return sorted((e for e in run.entries if e.iteration in whole), key=lambda e: (e.iteration or 0, e.started))
+
+
+def _pods(run: Run) -> dict[str, list[Node]]:
+    """Template → its pods, by their starts; empty where the run's state is elsewhere."""
+    found: dict[str, list[Node]] = {}
+    for node in sorted(run.state.nodes.values() if run.state else (), key=lambda node: node.started):
+        if node.type == "Pod":
+            found.setdefault(node.template, []).append(node)
+    return found
+
+
 def _as_it_ran(tasks: list[Task], held: Mapping[tuple[str, int | None], tuple[float, float]]) -> list[Task]:
     """`tasks` with what each waited for: the loop overlapped if a batch was begun before the last update had ended."""
     first = {task.iteration: held[task.stage, task.iteration][0] for task in reversed(tasks)}
@@ -75,9 +86,13 @@ def _as_it_ran(tasks: list[Task], held: Mapping[tuple[str, int | None], tuple[fl
     return overlapped(tasks) if ahead else in_turn(tasks)
 
 
-def _held(entry: Entry, pods: Iterable[Node]) -> tuple[float, float]:
-    """From when until when a stage had its device, Unix seconds."""
-    for pod in pods:
-        if pod.template == entry.stage and pod.started <= entry.started and entry.finished <= pod.finished:
-            return pod.started, pod.finished
+def _held(entry: Entry, pods: Sequence[Node]) -> tuple[float, float]:
+    """From when until when a stage had its device, Unix seconds.
+
+    Args:
+        pods: of its template, by their starts.
+    """
+    at = bisect_right(pods, entry.started, key=lambda pod: pod.started) - 1
+    if at >= 0 and entry.finished <= pods[at].finished:
+        return pods[at].started, pods[at].finished
     return entry.started, entry.finished
