@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,8 +87,9 @@ def ray_data() -> Iterator[Callable[[Iterable[pa.Table], Examine], Iterator[pa.T
         ray.init(address, log_to_driver=False, include_dashboard=False if address == "local" else None)
     except ConnectionError as error:
         raise Retryable(f"data_prep: Ray at {address} does not answer ({error})") from error
-    for number, handler in heard.items():  # Ray took them
-        signal.signal(number, handler)
+    with suppress(ValueError):  # not the main thread: Ray did not take them
+        for number, handler in heard.items():
+            signal.signal(number, handler)
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True

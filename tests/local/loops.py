@@ -27,12 +27,12 @@ SMALL = {
 
 
 def command(verb: str, *words: str, store: Path, **settings: object) -> list[str]:
-    """`tuneloop <verb> …` with the small settings where the verb takes settings."""
+    """`tuneloop <verb> …` with the small settings where the verb takes settings; None leaves one out."""
     line = [sys.executable, "-m", "tuneloop.cli", verb, *words, "--store", str(store)]
     if verb in ("run", "resume"):
         line.append("--no-track")
     if verb == "run":
-        line += [f"--set={k}={v}" for k, v in {**SMALL, **settings}.items()]
+        line += [f"--set={k}={v}" for k, v in {**SMALL, **settings}.items() if v is not None]
     return line
 
 

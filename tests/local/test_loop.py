@@ -30,6 +30,22 @@ def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
     assert two.results["loss"] == pytest.approx(one.results["loss"], rel=1e-4)
 
 
+def test_programs_are_learnt_and_tested(tmp_path: Path) -> None:
+    """Twenty-four functions, half of them shown: some programs are right, some wrong, some no Python."""
+    settings: dict[str, object] = {"data.source": "functions", "data.source_args": '{"steps": 1, "tests": 2}'}
+    settings |= {"data.source_args.digits": None, "data.rewards": '{"code": 1.0}', "data.timeout_s": 30}
+    settings |= {"data.train": 8, "data.eval": 4, "data.sft": 12, "sft.max_steps": 60, "loop.iterations": 1}
+    settings |= {"rollout.max_tokens": 40, "evaluate.max_tokens": 40, "reward.timeout_s": 30, "reward.workers": 2}
+    printed = finish(
+        command("run", "sft_then_grpo", "--run", "p", store=tmp_path, **settings, **{"evaluate.reward_timeout_s": 30})
+    )
+    assert "mean reward" in printed
+    assert "unchecked" not in Artifact(f"{tmp_path}/p/data-prep").manifest.facts
+    facts = Artifact(f"{tmp_path}/p/iterations/1/reward").manifest.facts["reward"]
+    assert 0 < facts["breakdown"]["code"] < 1 and facts["outcomes"]["score"] == 16
+    assert Artifact(f"{tmp_path}/p/iterations/1/policy-update").manifest.facts["version"] == 2
+
+
 @pytest.mark.parametrize(("model", "pull"), [("tiny-qwen3", False), ("tiny-llama", True)])
 def test_loop_with_real_vllm(tmp_path: Path, model: str, pull: bool) -> None:
     settings = {"engine.name": "vllm", "base_model": model, "loop.iterations": 2, "engine.port": 8799}

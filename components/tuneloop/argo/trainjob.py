@@ -167,11 +167,13 @@ def prepare_rayjob(
         arguments: its parameters by name, and ``prompts``, the URL of what it makes.
 
     Raises:
-        UserError: a parameter that it does not take.
+        UserError: a parameter that it does not take, or no URL.
     """
     from tuneloop.data_prep import data_prep
 
     given = {**arguments, "preparation": "ray"}
+    if not given.get(data_prep.output):
+        raise UserError(data_prep.output, None, "is required: the URL of what it makes")
     data_prep.validate({k: v for k, v in given.items() if k != data_prep.output})
     entry = [*data_prep.command(), *stage_flags(given)]
     return rayjob(entry, name, cluster, nodes, run=run)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tuneloop.argo.settings import Cluster
-from tuneloop.argo.trainjob import as_job, as_jobset, run_here, trainjob
+from tuneloop.argo.trainjob import as_job, as_jobset, as_rayjob, prepare_rayjob, run_here, trainjob
 from tuneloop.backends import LLMBackend, backend, register, registered
 from tuneloop.backends.native import Native
 from tuneloop.backends.torchtune import Torchtune
@@ -140,3 +140,21 @@ def test_one_command_in_every_form(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="this is one machine"):
         run_here(Echo(nodes=2, args={"a": 1}))
     assert json.dumps(job)
+
+
+def test_data_prep_as_a_rayjob() -> None:
+    given = {"source_args": {"digits": 3}, "train": 9, "prompts": "s3://b/p"}
+    spec = prepare_rayjob(given, "rows", Cluster(gpus=8, memory="3Gi"), nodes=3)["spec"]
+    assert spec["entrypoint"].startswith("python -m tuneloop.data_prep --source-args '{\"digits\": 3}' --train 9 ")
+    assert spec["entrypoint"].endswith("--prompts s3://b/p --preparation ray")
+    (workers,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    assert workers["replicas"] == 2
+    (worker,) = workers["template"]["spec"]["containers"]
+    assert "limits" not in worker["resources"] or "nvidia.com/gpu" not in worker["resources"]["limits"]
+    trains = as_rayjob(Native(nodes=2, args={"policy": "p", "prompts": "q", "checkpoint": "c"}), "t", Cluster(gpus=8))
+    (trainer,) = trains["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert trainer["resources"]["limits"]["nvidia.com/gpu"] == "8" and "--gpus 8" in trains["spec"]["entrypoint"]
+    with pytest.raises(UserError, match=r"data_prep\.trian: 9: unknown"):
+        prepare_rayjob({"trian": 9, "prompts": "p"}, "rows", Cluster())
+    with pytest.raises(UserError, match="prompts: None: is required"):
+        prepare_rayjob({"train": 9}, "rows", Cluster())
