@@ -52,6 +52,7 @@ test-cluster: $(INSTALLED) ## needs a cluster that KUBECONFIG names, with `make 
 
 bench: $(INSTALLED) ## ours beside a peer, measured in the same run
 	for bench in benchmarks/*.py; do $(BIN)/python $$bench || exit 1; done
+	$(BIN)/python benchmarks/sft_tokens.py --scaling
 
 golden: $(INSTALLED) ## rewrite the golden files after a wanted change
 	$(BIN)/pytest tests/golden --update-golden

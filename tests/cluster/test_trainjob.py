@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ from tests.cluster.volumes import apply, volume
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.launch import delete, launch
 from tuneloop.argo.template import stage_template, workflow
-from tuneloop.argo.trainjob import as_job, as_rayjob, prepare_rayjob, trainjob
+from tuneloop.argo.trainjob import as_job, as_rayjob, trainjob
 from tuneloop.argo.watch import nodes
-from tuneloop.artifacts import Artifact
 from tuneloop.backends.native import Native
 from tuneloop.backends.trl import Trl
 from tuneloop.base_model import base_model
@@ -112,20 +110,3 @@ def test_our_own_stage_as_a_rayjob(
     roomy = SMALL.model_copy(update={"memory": "3Gi"})
     assert launched(cluster, as_rayjob(Native(nodes=2, args=given), f"{run}-ray", roomy, run=run)) == 0
     assert "sft: 3/3 steps" in capfd.readouterr().out
-
-
-def test_rows_examined_by_a_head_and_a_worker(
-    cluster: argo.Cluster, root: str, run: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    given = {"source_args": {"digits": 5}, "train": 9000, "eval": 100, "sft": 2000}
-    roomy = SMALL.model_copy(update={"memory": "3Gi"})
-    job = prepare_rayjob({**given, "prompts": f"{root}/prompts"}, f"{run}-rows", roomy, nodes=2, run=run)
-    assert launched(cluster, job) == 0
-    assert "data_prep: eval 100, sft 2000, train 9000" in capfd.readouterr().out
-    data_prep(out=str(tmp_path / "here"), **given)
-    found = Artifact(f"{root}/prompts").manifest
-    assert found.digest == Artifact(str(tmp_path / "here")).manifest.digest
-    assert len(found.facts["examined"]) == 2 and sum(found.facts["examined"].values()) == 11100
-    few = prepare_rayjob({**given, "train": 1, "eval": 10**6, "prompts": f"{root}/few"}, f"{run}-few", roomy, run=run)
-    assert launched(cluster, few) == 2
-    assert "digits has only 100000 left; ask for fewer" in capfd.readouterr().out
