@@ -212,7 +212,7 @@ def _check_pod(template: Mapping[str, Any]) -> None:
     for each in template.get("initContainers", ()):
         if each.get("command") != ["python", "-m", "tuneloop.turn"]:
             told = "is not supported by the local executor; remove it, or submit to a cluster"
-            raise UserError(f"{at}.initContainers", each.get("name"), told)
+            raise UserError(f"spec.{at}.initContainers", each.get("name"), told)
     if not container.get("command"):
         raise UserError(f"{at}.command", None, "is needed: without the image, its entrypoint is not known")
 
