@@ -1,5 +1,5 @@
 #!/bin/sh
-# Build the images: images/build.sh [IMAGE…]        (base, trainer and rollout when none is named; gateway; ray, after trainer)
+# Build the images: images/build.sh [IMAGE…]        (base, trainer, rollout and gateway when none is named; ray, after trainer)
 #   TAG=dev  REGISTRY=tuneloop  ACCELERATOR=cpu|gpu
 #   BUILDER="docker build" | "buildah build --layers" | "…/rig image"   default: the first of docker, buildah that is installed
 set -eu
@@ -15,7 +15,7 @@ if [ -z "${BUILDER:-}" ]; then
 fi
 revision=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
 version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' components/tuneloop/__init__.py)
-[ $# -gt 0 ] || set -- base trainer rollout
+[ $# -gt 0 ] || set -- base trainer rollout gateway
 for name in "$@"; do
     file=images/$name/Dockerfile image=$registry/$name:$tag
     echo "building $image ($accelerator)" >&2

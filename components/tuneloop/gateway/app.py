@@ -184,14 +184,17 @@ class Gateway:
         session = await self.reach(caller, id)
         kept = {name: headers[name] for name in ("content-type", "accept") if name in headers}
         try:
-            return await self.http.request(
+            answer = await self.http.request(
                 method, f"http://{session.address}{path}", content=body, headers={**kept, HEADER: session.key}
             )
         except httpx.HTTPError as error:
             self._found.pop(id, None)  # the next attempt sees what has become of it
-            raise Refused(
-                503, f"session {id}: its worker does not answer ({type(error).__name__}); try again"
-            ) from error
+            why = f"its worker does not answer ({type(error).__name__})"
+            raise Refused(503, f"session {id}: {why}; try again") from error
+        if answer.status_code == 401:  # somebody else has its address by now
+            self._found.pop(id, None)
+            raise Refused(503, f"session {id}: its worker is not where it was; try again")
+        return answer
 
     async def watch(self, caller: Caller, id: str) -> AsyncIterator[bytes]:
         """The session as server-sent events."""

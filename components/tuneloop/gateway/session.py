@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -141,7 +141,7 @@ class Sample(BaseModel):
 
 class Array(Body):
     data: list[float]
-    dtype: str = "float32"
+    dtype: Literal["float32", "int64"] = "float32"
 
 
 class JsonDatum(Body):
@@ -251,6 +251,8 @@ class Session:
 
     def load_weights(self, asked: LoadWeights) -> str:
         """A request to go on from a checkpoint, or for a new model made from one."""
+        if asked.model_id is None and asked.model_seq_id is None:
+            raise UserError("model_id", None, "is required, or model_seq_id of a new model")
         model = asked.model_id or f"{self.id}:train:{asked.model_seq_id}"
 
         def work() -> dict[str, Any]:
@@ -359,7 +361,7 @@ class Session:
         about = {
             "arch": base.manifest.facts.get("architecture"),
             "model_name": self.names[model],
-            "tokenizer_id": str(checkpoint.model_dir(base)) if local else base.manifest.facts.get("model"),
+            "tokenizer_id": str(local / base.manifest.root / "model") if local else base.manifest.facts.get("model"),
         }
         rank = resident.lora.r if resident.lora else None
         return {
