@@ -4,8 +4,8 @@
 
 The demo's tiny-qwen3 in bf16, each version a step of AdamW (0.9/0.95, fresh normal gradients) on float32 masters. Of
 each: what publishing took; from there until it is served, and of that what assembling it beside the running engine
-took, and the pause, in which the engine changes in place and is read back. Medians, with the spread; the first version,
-which is full, is left out. After the last, everything that the engine holds is compared with the export.
+took, and the pause with its parts, in which the engine changes in place and is read back. Medians, with the spread; the
+first version, which is full, is left out. After the last, everything that the engine holds is compared with the export.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ def follow(root: str, url: str, trained: Trained, version: int) -> dict[str, flo
         "published to served": pulled["served_at"] - published,
         "  fetch": pulled["fetch_s"],
         "  apply + verify": pulled["apply_s"],
-        "  pause (change, read back)": pulled["pause_s"],
+        "  drain (what runs finishes)": pulled["drain_s"],
+        "  pause": pulled["pause_s"],
+        "    change in place, drop the cache": pulled["change_s"],
+        "    read back": pulled["check_s"],
         "bytes": (done.delta_bytes or 0) / done.full_bytes,
     }
 

@@ -7,7 +7,7 @@ encode and publish      the publisher's record                              none
 size, density           the publisher's record                              the checkpoint's model files
 materialisation         as replicas recorded it: fetch, apply, verify       the longest ``update_weights_from_disk``,
                                                                             which includes applying it
-pause                   as replicas recorded it: drain, change, read back   the longest of a worker, as the refit saw it
+pause                   as replicas recorded it: change, read back          the longest of a worker, as the refit saw it
 convergence             publication until the last replica served it that   the refit, until all workers have it
                         had followed before
 request lag             versions that tokens are behind the policy, mean    the same
@@ -19,12 +19,12 @@ that are somebody else's and record nothing, it is all that is known besides pub
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tuneloop.publication import published
-from tuneloop.runs import Curve, Entry, Run
+from tuneloop.publication import published, record
+from tuneloop.runs import Entry, Run
 from tuneloop.store import Store
 from tuneloop.weights import live
 
@@ -62,47 +62,41 @@ NUMBERS = tuple(f.name for f in fields(Delivery) if f.type == "float | None")
 
 def deliveries(run: Run) -> list[Delivery]:
     """Every version that was published, or brought to a fleet; what its last rollout or evaluation knew of it."""
-    root = _root(run)
-    records = published(root)
-    found = {version: Delivery(version, "published", **_sent(about)) for version, about in records.items()}
-    for _, delivery in _asked(run, root, records):
-        if delivery.pause_s is not None or delivery.version not in found or found[delivery.version].pause_s is None:
-            found[delivery.version] = delivery  # a fleet is refitted once, and found refitted from then on
+    found = {
+        version: Delivery(version, "published", **_sent(about)) for version, about in published(_root(run)).items()
+    }
+    for entry in run.of("rollout", "evaluate"):
+        if one := delivery(run, entry):
+            before = found.get(one.version)  # a fleet is refitted once, and found refitted from then on
+            if before is None or before.pause_s is None or one.pause_s is not None:
+                found[one.version] = one
     return [found[version] for version in sorted(found)]
 
 
-def curves(run: Run) -> list[Curve]:
-    """The numbers of `Delivery` over versions, one point a rollout or evaluation."""
-    root = _root(run)
-    found: dict[str, Curve] = {}
-    for entry, delivery in _asked(run, root, published(root)):
-        for name in NUMBERS:
-            if (value := getattr(delivery, name)) is not None:
-                curve = found.setdefault(name, Curve(name, "weights", "of each version, by its number", "version"))
-                curve.add(delivery.version, value, entry.finished)
-    return list(found.values())
+def delivery(run: Run, entry: Entry) -> Delivery | None:
+    """What a rollout or evaluation knew of its version; None where that was neither published nor refitted."""
+    facts, took, root = entry.manifest.facts, entry.manifest.timings, _root(run)
+    if "staleness" not in facts:
+        return None
+    version, refitted = int(facts["version"]), facts.get("refitted")
+    seen = {"waited_s": took.get("load", 0.0) + took.get("canary", 0.0), "behind": facts["staleness"]["mean"]}
+    if refitted:
+        return Delivery(version, "refitted", **_model_bytes(run.policy_of(entry)), **_refitted(refitted), **seen)
+    if (about := record(root, version)) is None:
+        return None
+    pulls = _pulls(root, version, entry, facts.get("pulled"))
+    return Delivery(version, "pulled", **_sent(about), **_served(pulls, about["at"]), **seen)
+
+
+def numbers(one: Delivery) -> dict[str, float]:
+    """What is known of it that can be drawn, by name."""
+    return {name: float(value) for name in NUMBERS if (value := getattr(one, name)) is not None}
 
 
 def _root(run: Run) -> str:
     engine = run.record.config.get("engine") if run.record else None
     own = engine.get("weights") if isinstance(engine, Mapping) else None
     return str(own or f"{run.url}/weights")
-
-
-def _asked(run: Run, root: str, records: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[Entry, Delivery]]:
-    for entry in run.of("rollout", "evaluate"):
-        facts, took = entry.manifest.facts, entry.manifest.timings
-        version, about = facts.get("version"), records.get(facts.get("version", -1))
-        if version is None or not (about or facts.get("refitted")):
-            continue
-        seen: dict[str, Any] = {"waited_s": took.get("load", 0.0) + took.get("canary", 0.0)}
-        seen |= {"behind": facts["staleness"]["mean"]} if "staleness" in facts else {}
-        if about:
-            pulls = _pulls(root, version, entry, facts.get("pulled"))
-            yield entry, Delivery(version, "pulled", **_sent(about), **_served(pulls, about["at"]), **seen)
-        else:
-            size = _model_bytes(run.policy_of(entry))
-            yield entry, Delivery(version, "refitted", **size, **_refitted(facts["refitted"]), **seen)
 
 
 def _sent(about: Mapping[str, Any]) -> dict[str, Any]:

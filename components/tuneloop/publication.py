@@ -74,6 +74,12 @@ def published(root: str) -> dict[int, dict[str, Any]]:
     return {about["version"]: about for about in records if about}
 
 
+def record(root: str, version: int) -> dict[str, Any] | None:
+    """The same of one version; None where nobody recorded it."""
+    found = Store(root).get(f"{RECORDS}/{version:06d}.json")
+    return None if found is None else dict(json.loads(found))
+
+
 def _accept_overtaken(chain: Chain, version: int, manifest: Manifest, ran: bool) -> None:
     from tuneloop.weights import PointerConflict, PointerRewind
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tuneloop.delivery import curves
+from tuneloop.delivery import delivery, numbers
 from tuneloop.errors import UserError
 from tuneloop.runs import Entry, Run
 
@@ -90,7 +90,7 @@ class Mirror:
         from mlflow.entities import Metric
 
         self.run.refresh()
-        for curve in (*self.run.curves(), *curves(self.run)):
+        for curve in self.run.curves():
             name = f"{curve.stage}/{curve.name}"
             first = self.logged.get(name, 0)
             # Several optimizer steps of one iteration share an x: their own count is the step then.
@@ -107,12 +107,16 @@ class Mirror:
                     self._child(entry),
                     [Metric(k, v, int(entry.finished * 1000), entry.iteration) for k, v in _numbers(entry)],
                 )
+                if entry.stage == "rollout" and (one := delivery(self.run, entry)):
+                    at = int(entry.finished * 1000)
+                    known = [Metric(f"weights/{k}", v, at, one.version) for k, v in numbers(one).items()]
+                    self._log(self.parent, known)
                 self.mirrored.add(entry.key)
 
     def close(self) -> str:
         """Write how the run stands, and say where its mirror is."""
         phase = self.run.phase
-        notes = (f"- `{curve.stage}/{curve.name}`: {curve.how}" for curve in (*self.run.curves(), *curves(self.run)))
+        notes = (f"- `{curve.stage}/{curve.name}`: {curve.how}" for curve in self.run.curves())
         self.client.set_tag(self.parent, "mlflow.note.content", "\n".join(notes))
         self.client.set_tag(self.parent, "tuneloop.store", self.run.url)
         for iteration, child in self.children.items():

@@ -29,11 +29,13 @@ from tuneloop import weights
 from tuneloop.artifacts import Artifact, Draft
 from tuneloop.canary import write_canary
 from tuneloop.conformance import Probe, check
+from tuneloop.delivery import deliveries
 from tuneloop.engines import Request, Sampling
 from tuneloop.engines._client import Client
 from tuneloop.engines._loop import EngineLoop
 from tuneloop.engines.endpoint import create
 from tuneloop.generation import prove
+from tuneloop.runs import Run
 
 pytestmark = pytest.mark.local
 
@@ -350,3 +352,8 @@ def test_loop_over_a_fleet_that_pulls(tmp_path: Path) -> None:
         assert (facts["engine"], facts["version"]) == ("endpoint", iteration)
         assert facts["staleness"] == {"max": 0, "mean": 0, "bound": 0}
         assert facts["canary"]["mean_abs_diff"] < facts["canary"]["tolerance"]
+    asked = {d.version: d for d in deliveries(Run.open("o", str(tmp_path))) if d.way == "pulled"}
+    assert asked.keys() >= {1, 2, 3}
+    for delivered in asked.values():  # as replicas recorded it: the loop saw none of it
+        assert delivered.replicas and delivered.waited_s and delivered.behind == 0 and delivered.encode_s is not None
+        assert delivered.publish_s and delivered.materialize_s and delivered.pause_s

@@ -355,6 +355,7 @@ def test_a_worker_of_a_fleet_is_refitted(
         made = rollout(out=f"{tmp_path}/{version}{done}", **asked, engine="endpoint", engine_args={"fleet": server.url})
         assert made.facts["version"] == version
         assert (made.facts["refitted"]["workers"][server.url] == 0) is done
+        assert (server.url in made.facts["refitted"]["updates"]) is not done
 
     assert server.ask("POST", "/engine/pause_generation", {"mode": "keep"})[1] == {"status": "ok"}
     with ThreadPoolExecutor(1) as pool:

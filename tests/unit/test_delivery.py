@@ -16,7 +16,7 @@ from tests.unit.test_report import Page
 from tuneloop import report
 from tuneloop.artifacts import Artifact
 from tuneloop.component import Input, Results, Stage, component
-from tuneloop.delivery import NUMBERS, Delivery, curves, deliveries
+from tuneloop.delivery import NUMBERS, Delivery, deliveries, delivery, numbers
 from tuneloop.fleet import open_fleet
 from tuneloop.fleet.refit import refit, target
 from tuneloop.publication import published
@@ -107,11 +107,12 @@ def test_refitted(tmp_path: Path) -> None:
     assert (done.waited_s, done.behind) == (1.5, 0.25)
 
 
-def test_in_the_report_and_as_metrics(run: tuple[Run, list[Artifact]]) -> None:
+def test_in_the_report(run: tuple[Run, list[Artifact]]) -> None:
     at = published(f"{run[0].url}/weights")[1]["at"]
     asked(run[0], run[1][1], pulled=pulled(1, at + 2.0))
     cells = Page(report.page(run[0])).cells
     row = cells[cells.index("pulled by 1") :]
     assert row[5:12] == ["750", "125", "2000", "1500", "0.25", "6/6", "2"]
-    found = {curve.name: (curve.stage, curve.x, curve.y) for curve in curves(run[0])}
-    assert set(found) == set(NUMBERS) and found["pause_s"] == ("weights", [1], [0.125])
+    (entry,) = run[0].of("rollout")
+    one = delivery(run[0], entry)
+    assert one and set(numbers(one)) == set(NUMBERS) and numbers(one)["pause_s"] == 0.125

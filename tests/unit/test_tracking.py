@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from tests.unit import toy
+from tests.unit.test_delivery import pulled, rollout
+from tests.unit.test_publication import chain
 from tuneloop import runs, tracking
+from tuneloop.delivery import NUMBERS
 from tuneloop.errors import UserError
 from tuneloop.runs import Record, Run
 
@@ -126,3 +129,15 @@ def test_without_mlflow_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_importing_tracking_does_not_import_mlflow() -> None:
     code = "import sys, tuneloop.tracking; sys.exit('mlflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_what_a_version_took_are_metrics(client: Any, tmp_path: Path) -> None:
+    """Over versions, which the x of no other curve is."""
+    policy = chain(tmp_path / "w", 2, weights=f"{tmp_path}/w/weights")[1]
+    rollout(out=f"{tmp_path}/w/iterations/1/rollout", policy=policy.ref, facts={"pulled": pulled(1, 0.0)})
+    run = Run.open("w", str(tmp_path))
+    tracking.mirror(run)
+    metrics = parent_of(client, run, "tuneloop").data.metrics
+    assert {name.removeprefix("weights/") for name in metrics} == set(NUMBERS)
+    (point,) = client.get_metric_history(parent_of(client, run, "tuneloop").info.run_id, "weights/pause_s")
+    assert (point.step, point.value) == (1, 0.125)
