@@ -22,7 +22,7 @@ from tuneloop.argo.processes import Process
 from tuneloop.argo.spec import seconds
 from tuneloop.argo.state import BROKEN, Node
 from tuneloop.argo.turn import taken
-from tuneloop.errors import EXIT_RETRY, Retryable
+from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 
 if TYPE_CHECKING:
     from tuneloop.argo.executor import Session
@@ -126,8 +126,8 @@ def run_pod(session: Session, template: Mapping[str, Any], node: Node, artifacts
     with session.slot(bool(template.get("daemon"))), contextlib.ExitStack() as stack:
         try:
             stack.enter_context(taken(session, template, node, box))
-        except Retryable as error:
-            return Result("Failed", str(error), exit_code=EXIT_RETRY)
+        except (UserError, Retryable) as error:
+            return Result("Failed", str(error), exit_code=EXIT_USER if isinstance(error, UserError) else EXIT_RETRY)
         if session.stopping.is_set():
             return Result("Failed", "stopped before it started")
         session.start(node)

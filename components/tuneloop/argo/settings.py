@@ -48,7 +48,7 @@ class Share(BaseModel):
     policy: Literal["fifo", "lrs"] = Field(
         "fifo", description="whose turn is next: who asked first, or who was served least recently"
     )
-    patience: float = Field(30.0, gt=0, description="seconds after which a silent holder has lost its turn")
+    patience: float = Field(30.0, ge=1, description="seconds after which a silent holder has lost its turn")
     roles: Literal["together", "apart", "strict"] = Field(
         "together",
         description="together: trainers and samplers sit on one claim; apart: each on its own, on nodes labelled "

@@ -60,6 +60,9 @@ def test_a_stage_waits_for_another_run_and_stops_waiting(tmp_path: Path) -> None
         told = (tmp_path / "work" / "nodes.jsonl").read_text()
         assert "waits for its turn in group g" in told
         assert held.beat() and held.turns.read().waiting == ()
+        held.turns.change(lambda document: document.model_copy(update={"patience": 9}))
+        outcome = execute(build(1), workdir=tmp_path / "work", arguments={"run": "a", "store": str(tmp_path)})
+        assert outcome.exit_code == 2 and "the runs of group g say 9.0" in outcome.message
 
 
 def test_the_sidecar_alone_has_a_token() -> None:
