@@ -293,12 +293,12 @@ def forget_packed_experts(worker: Any) -> None:
 
 
 def repack(worker: Any) -> None:
-    """Renew the packed copy of every layer that also keeps the weight it was packed from, as an output head tied to
-    the embedding does: vLLM's reload renews those of the layers it reloads."""
+    """Renew the packed copy that an output head tied to the embedding multiplies by: vLLM's reload passes it over."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     for module in worker.get_model().modules():
-        if hasattr(module, "cpu_linear") and module.weight.numel():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
