@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo import colocation
+from tuneloop.argo.claims import TAKE
 from tuneloop.argo.spec import applied, calls
 from tuneloop.errors import UserError
 from tuneloop.grain import ITERATION, LOST, REQUEUE, compare, possible, unfolded
@@ -184,8 +185,10 @@ def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:
     for name in counts:  # each workflow of a long run has a server, and each but the last starts the next
         if "tuneloop.argo.proceed" in templates[name].get("container", {}).get("command", ()):
             counts[name] = later
-        elif templates[name].get("daemon"):
+        elif templates[name].get("daemon") or name == TAKE:
             counts[name] *= 1 + later
+    if handler := workflow["spec"].get("onExit"):
+        counts[handler] = 1 + later
     return +counts
 
 

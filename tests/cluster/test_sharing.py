@@ -110,6 +110,13 @@ def pipeline(share: Share) -> dict[str, Any]:
     return made
 
 
+def test_an_unknown_class_is_refused_before_anything_is_created(cluster: argo.Cluster, share: Share) -> None:
+    unknown = share.model_copy(update={"device_class": "no.example.com"})
+    with pytest.raises(UserError, match=r"device_class: 'no.example.com': is no DeviceClass of .*; `kubectl get"):
+        argo.submit(cluster, pipeline(unknown), run=share.group, store=STORE)
+    assert not kubectl("-n", cluster.namespace, "get", "workflows", "-l", f"{RUN_LABEL}={share.group}", "-o", "name")
+
+
 def test_two_runs_on_one_claim_and_a_third_on_another(cluster: argo.Cluster, share: Share) -> None:
     """Each run is two workflows, on one claim; those of a claim see its devices; nothing is left of them."""
     runs = [f"{share.group}-{i}" for i in range(3)]

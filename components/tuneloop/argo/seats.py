@@ -58,7 +58,9 @@ def take(cluster: argo.Cluster, workflow: str, share: Share, role: str = "") -> 
     """
     sweep(cluster)
     with argo.faults(cluster):
-        run = cluster.get(*argo.WORKFLOWS, workflow)["metadata"]["labels"][RUN_LABEL]
+        run = cluster.get(*argo.WORKFLOWS, workflow)["metadata"].get("labels", {}).get(RUN_LABEL)
+        if run is None:
+            raise UserError("workflow", workflow, f"has no label {RUN_LABEL}: send it by `tuneloop submit`")
         while True:
             there, active = claims(cluster, _selector(share, role)), _active(cluster)
             if run not in active:

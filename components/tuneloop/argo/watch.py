@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from tuneloop.argo import seats
-from tuneloop.argo.claims import share_of
+from tuneloop.argo.claims import TAKE
 from tuneloop.argo.cluster import DONE, QUEUE_LABEL, RUN_LABEL, Cluster, faults, patiently, phase, workflows
 from tuneloop.argo.state import Node
 from tuneloop.errors import UserError
@@ -64,7 +64,7 @@ def status(cluster: Cluster, run: str) -> Status:
         nodes=merged,
         waiting=_waiting(cluster, run),
         accelerator_seconds=sum(_accelerator_seconds(w) for w in found),
-        claims=_claims(cluster, run) if any(map(share_of, found)) else {},
+        claims=_claims(cluster, run) if any(node.template == TAKE for node in merged.values()) else {},
     )
 
 
