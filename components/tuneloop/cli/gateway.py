@@ -38,6 +38,7 @@ def gateway(
         import uvicorn
 
         from tuneloop.gateway.app import Gateway, build
+        from tuneloop.gateway.worker import UVICORN
     except ImportError as error:
         raise UserError("gateway", error.name, "is not installed: pip install 'tuneloop[gateway]'") from None
     with contextlib.ExitStack() as stack, socket.socket() as listener:
@@ -72,5 +73,5 @@ def gateway(
         # uvicorn shuts down on these and then raises them again, for whom it found in charge: us, who end the sessions.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
-        server = uvicorn.Server(uvicorn.Config(build(made), log_level="warning", timeout_graceful_shutdown=2))
+        server = uvicorn.Server(uvicorn.Config(build(made), **UVICORN))
         server.run(sockets=[listener])

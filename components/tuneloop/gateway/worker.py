@@ -47,6 +47,9 @@ POLL = 30.0
 LINGER = 0.5
 """Seconds without a request after which a turn ends."""
 
+UVICORN: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 2, "timeout_keep_alive": 75}
+"""Connections are kept longer than clients keep them: else one is closed just as a request is sent over it."""
+
 log = logging.getLogger("tuneloop.session")
 
 
@@ -216,7 +219,7 @@ def _serve(worker: Worker, options: argparse.Namespace) -> None:
     import uvicorn
 
     listener = socket.socket(fileno=options.fd) if options.fd is not None else _bind(options.host, options.port)
-    server = uvicorn.Server(uvicorn.Config(worker.app(), log_level="warning", timeout_graceful_shutdown=2))
+    server = uvicorn.Server(uvicorn.Config(worker.app(), **UVICORN))
 
     parent = os.getppid()
 

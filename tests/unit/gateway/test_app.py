@@ -25,7 +25,7 @@ from tuneloop.gateway.sessions import read_settings
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     home = tmp_path_factory.mktemp("gateway")
     config = home / "gateway.yaml"
-    config.write_text(yaml.safe_dump({"default": {"sessions": 3}}))
+    config.write_text(yaml.safe_dump({"default": {"sessions": 2}}))
     command = [sys.executable, "-m", "tuneloop.cli", "gateway", "--local", "--store", str(home / "store")]
     flags = ["--port", "0", "--config", str(config), "--token-file", str(home / "token")]
     process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
@@ -83,16 +83,16 @@ def test_a_key_makes_one_session_however_often_and_at_once(gateway: SimpleNamesp
 
 def test_over_quota_is_refused_until_one_ends(gateway: SimpleNamespace) -> None:
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(lambda n: make(gateway, f"q{n}"), range(6)))
+        answers = list(pool.map(lambda n: make(gateway, f"q{n}"), range(5)))
     made = [answer.json()["id"] for answer in answers if answer.status_code == 201]
     over = [answer for answer in answers if answer.status_code == 429]
-    assert (len(made), len(over)) == (3, 3)
-    assert over[0].json()["error"].startswith("quota: namespace 'local' has 3 of 3 sessions, and 1 more asked")
+    assert (len(made), len(over)) == (2, 3)
+    assert over[0].json()["error"].startswith("quota: namespace 'local' has 2 of 2 sessions, and 1 more asked")
     gateway.http.delete(f"/v1/sessions/{made[0]}")
     assert make(gateway, "again").status_code == 201
-    gateway.config.write_text(yaml.safe_dump({"default": {"sessions": 4}}))  # read anew
+    gateway.config.write_text(yaml.safe_dump({"default": {"sessions": 3}}))  # read anew
     assert make(gateway, "more").status_code == 201
-    gateway.config.write_text(yaml.safe_dump({"default": {"sessions": 3}}))
+    gateway.config.write_text(yaml.safe_dump({"default": {"sessions": 2}}))
     refused = make(gateway, "devices", accelerators=1)
     assert refused.status_code == 429
 
