@@ -18,7 +18,7 @@ def gateway(
     config: Annotated[Path | None, typer.Option(help="Quotas and the pods of sessions, in YAML.")] = None,
     audience: Annotated[str, typer.Option(help="That tokens must be meant for; empty: any.")] = "tuneloop-gateway",
     token_file: Annotated[Path, typer.Option(help="With --local: the token that callers send; made if absent.")] = Path(
-        ".tuneloop/gateway-token"
+        "~/.tuneloop/gateway-token"
     ),
     device: Annotated[str, typer.Option(help="With --local: auto, cpu or cuda.")] = "auto",
     context: CONTEXT = None,

@@ -73,7 +73,8 @@ class Gateway:
     def __init__(self, backend: Backend, access: Access, store: str, config: Path | None = None) -> None:
         read_settings(config)  # what is wrong with it is said at the start
         self.backend, self.access, self.store, self.config = backend, access, store.rstrip("/"), config
-        self.http = httpx.AsyncClient(timeout=PATIENCE, limits=httpx.Limits(max_connections=None))
+        limits = httpx.Limits(max_connections=None)
+        self.http = httpx.AsyncClient(timeout=PATIENCE, limits=limits, trust_env=False)  # no proxy: workers are near
         self._creating = threading.Lock()
         self._found: dict[str, Session] = {}
 

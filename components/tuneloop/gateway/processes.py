@@ -19,6 +19,7 @@ from tuneloop.gateway.sessions import Session, Settings, Wanted
 from tuneloop.gateway.worker import KEY
 
 GRACE = 10.0
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass
@@ -112,7 +113,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 def _answers(address: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://{address}/health", timeout=0.2):
+        with DIRECT.open(f"http://{address}/health", timeout=0.2):
             return True
     except (OSError, urllib.error.URLError):
         return False

@@ -80,7 +80,7 @@ class Resident:
     def __init__(
         self, policy: Artifact, ranks: Ranks, lora: Lora | None = None, *, seed: int = 0, optimizer: bool = False
     ) -> None:
-        self.ranks, self.seed, self.gradients = ranks, seed, False
+        self.ranks, self.seed, self.gradients, self.spoiled = ranks, seed, False, False
         checkpoint.model_dir(policy)
         self.lora = _adapters(policy) if optimizer else lora
         self._open(policy, optimizer)
@@ -94,7 +94,8 @@ class Resident:
             Log-probabilities of the target tokens, float32 ``[positions]`` of each datum; and ``loss:sum``.
 
         Raises:
-            UserError: the data is not what the loss needs; then nothing has been added.
+            UserError: the data is not what the loss needs; then nothing has been added. After any other error part of
+                it may have been, and the next `optim_step` is refused.
         """
         import torch
 
@@ -103,7 +104,7 @@ class Resident:
         options = losses.check(name, config)
         documents = [_document(datum, losses.INPUTS[name], self.trainer) for datum in data]
         found: dict[int, np.ndarray] = {}
-        total = 0.0
+        total, before = 0.0, self.spoiled
         self.trainer.max_length = max(len(document.ids) for document in documents)
         with self.trainer.frozen() if forward_only else nullcontext():
             for micro in self.trainer.plan(documents, MICRO_BATCH):
@@ -116,22 +117,29 @@ class Resident:
                 }
                 loss = losses.loss(name, logprobs, inputs, options).sum()
                 if not forward_only:
+                    self.spoiled = self.gradients = True  # spoiled until all of it is there
                     loss.backward()  # type: ignore[no-untyped-call]
-                    self.gradients = True
                 total += float(loss.detach())
                 parts = logprobs.detach().cpu().split([len(data[i].tokens) for i in micro])
                 found |= {i: part.numpy() for i, part in zip(micro, parts)}
+        self.spoiled = before
         return [found[i] for i in range(len(data))], {"loss:sum": total}
 
     def optim_step(self, adam: AdamParams) -> dict[str, float]:
         """One step with the gradients gathered since the last one.
 
         Raises:
-            UserError: there are none, or they are not finite; then they are dropped, and nothing else has changed.
+            UserError: there are none, they are not finite, or not whole; then they are dropped, and nothing else has
+                changed.
         """
         if not self.gradients:
             raise UserError("optim_step", self.version, "there is no gradient; call forward_backward first")
         trainer, step = self.trainer, self.trainer.step
+        if self.spoiled:
+            trainer.optimizer.zero_grad()
+            self.spoiled = self.gradients = False
+            remedy = "a forward_backward since the last step failed: all gradients are dropped; send them again"
+            raise UserError("optim_step", self.version, remedy)
         trainer.optimization = _optimization(adam)
         for group in trainer.optimizer.param_groups:
             group.update(betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay)
@@ -180,7 +188,8 @@ class Resident:
         """Go on from another checkpoint, or with its weights alone and a new optimizer.
 
         Raises:
-            UserError: it is no checkpoint, has no optimizer state, or other adapters; then nothing has changed.
+            UserError: it is no checkpoint, has no optimizer state, or other adapters; then nothing has changed. After
+                any other error there may be no `trainer` any more.
         """
         checkpoint.model_dir(policy)
         if optimizer and _adapters(policy) != self.lora:
@@ -196,15 +205,17 @@ class Resident:
         if optimizer and state is None:
             raise UserError("load_state", policy.url, "has no optimizer state; load its weights alone")
         base = checkpoint.lora_base(policy) if optimizer and self.lora else policy
-        directory = checkpoint.model_dir(base)
-        self.__dict__.pop("trainer", None)  # two at once may not fit
+        directory, saved = checkpoint.model_dir(base), policy.path / "trainer"
+        version = int(policy.manifest.facts["version"])
+        self.__dict__.pop("trainer", None)  # two at once may not fit; all that is needed is here and looks right
         torch.manual_seed(self.seed)
-        self.trainer: Trainer = Trainer(directory, self.ranks, _optimization(AdamParams()), lora=self.lora)
-        self.trainer.base = base
-        checkpoint.load_masters(self.trainer, base)
+        trainer = Trainer(directory, self.ranks, _optimization(AdamParams()), lora=self.lora)
+        trainer.base = base
+        checkpoint.load_masters(trainer, base)
         if optimizer and state is not None:
-            self.trainer.load(policy.path / "trainer", state["step"])
-        self.version, self.gradients = int(policy.manifest.facts["version"]), False
+            trainer.load(saved, state["step"])
+        self.trainer: Trainer = trainer
+        self.version, self.gradients, self.spoiled = version, False, False
 
 
 class Sampler:

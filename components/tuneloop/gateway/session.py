@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,7 +259,12 @@ class Session:
         def work() -> dict[str, Any]:
             policy = self._artifact(asked.path)
             if asked.model_id:
-                self._model(model).load(policy, asked.optimizer)
+                resident = self._model(model)
+                try:
+                    resident.load(policy, asked.optimizer)
+                finally:
+                    if not hasattr(resident, "trainer"):
+                        del self.models[model]
             else:
                 self.models[model] = Resident(policy, self._ranks(), optimizer=asked.optimizer)
                 self.names[model] = asked.path
@@ -276,6 +282,14 @@ class Session:
             return Losses(*model.forward_backward(asked.data, asked.loss_fn, asked.config, asked.forward_only))
 
         return self._submit(asked.model_id, asked.seq_id, body, work)
+
+    def refuse(self, body: bytes, model: str, number: int, error: Exception) -> str:
+        """A request that can not be done, and takes its number all the same: those after it would wait for ever."""
+
+        def work() -> Any:
+            raise error
+
+        return self._submit(model, number, body, work)
 
     def optim_step(self, asked: OptimStep) -> str:
         """A request for an optimizer step."""
@@ -384,6 +398,7 @@ class Session:
         try:
             results = entries[0].work(list(entries))
         except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they would keep tensors for as long as the result is kept
             if len(entries) == 1:
                 self.ledger.finish(entries[0], error=error)
                 return
@@ -443,7 +458,7 @@ class Session:
 
     def _model(self, model: str) -> Resident:
         if model not in self.models:
-            raise UserError("model_id", model, "was not created; its create_model says why")
+            raise UserError("model_id", model, "was not created, or lost by load_state; that request says why")
         return self.models[model]
 
     def _snapshot(self, sampling: str) -> Snapshot:

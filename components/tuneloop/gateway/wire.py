@@ -67,6 +67,11 @@ def model_of(body: bytes) -> str:
     return str(_parse(body).model_id)
 
 
+def number_of(body: bytes) -> int | None:
+    """Its number among the model's requests."""
+    return int(_parse(body).seq_id) or None
+
+
 def read_forward_backward(body: bytes) -> ForwardBackward:
     """Decode a ``ForwardBackwardRequest``.
 

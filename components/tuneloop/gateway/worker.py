@@ -7,7 +7,8 @@
 It answers to who knows the key, the gateway: in the header ``X-Session-Key``. ``/api/v1/…`` is what Tinker's client
 library calls; every ``POST`` that computes answers ``{"request_id"}`` at once, and ``retrieve_future`` has the result.
 With ``--turns`` it computes only while it has the turn of its group (`tuneloop.sharing.turns`): for as long as requests
-follow one another. Exit codes: 0 after SIGTERM, or when nobody asked for anything in ``--idle`` seconds.
+follow one another. Exit codes: 0 after SIGTERM, or when nobody asked for anything in ``--idle`` seconds; 1 where
+what it keeps on the device is lost.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import hmac
+import json
 import logging
 import os
 import signal
@@ -60,6 +62,7 @@ class Worker:
         self.session, self.key, self.turns = session, key, turns
         self.heard = time.monotonic()
         self.stopping = threading.Event()
+        self.failed = False
         self.thread = threading.Thread(target=self._compute, name="compute", daemon=True)
 
     def app(self) -> Any:
@@ -101,10 +104,10 @@ class Worker:
         """Protobuf, or the same as JSON."""
         body = await request.body()
         proto = request.headers.get("content-type", "").startswith(wire.PROTOBUF)
-        wanted = (
-            wire.read_forward_backward(body) if proto else asked.JsonForwardBackward.model_validate_json(body).read()
-        )
-        return _json({"request_id": self.session.forward_backward(body, wanted), "model_id": wanted.model_id})
+        with self._numbered(body, proto) as made:
+            wanted = wire.read_forward_backward(body) if proto else asked.read_forward_backward(body)
+            made.append(self.session.forward_backward(body, wanted))
+        return _json({"request_id": made[0], "model_id": made[0].rpartition(":")[0]})
 
     async def create_sampling(self, request: Any) -> Any:
         """A sampling session of a checkpoint, which is found first."""
@@ -138,12 +141,31 @@ class Worker:
 
     def _queued(self, kind: type[BaseModel], submit: Callable[[Any], str]) -> Callable[..., Any]:
         async def answer(request: Any) -> Any:
-            body = kind.model_validate_json(await request.body())
-            made = submit(body)
-            ids = [f"{made}:{i}" for i in range(getattr(body, "num_samples", 0))]
-            return _json({"request_id": made, **({"sample_sequence_ids": ids} if ids else {})})
+            body = await request.body()
+            samples = 0
+            with self._numbered(body) as made:
+                wanted = kind.model_validate_json(body)
+                made.append(submit(wanted))
+                samples = getattr(wanted, "num_samples", 0)
+            ids = [f"{made[0]}:{i}" for i in range(samples)]
+            return _json({"request_id": made[0], **({"sample_sequence_ids": ids} if ids else {})})
 
         return answer
+
+    @contextlib.contextmanager
+    def _numbered(self, body: bytes, proto: bool = False) -> Iterator[list[str]]:
+        """Gathers a request's id. One to a model that is refused within has one, too, and the refusal as its result."""
+        made: list[str] = []
+        try:
+            yield made
+        except (Conflict, Gone):
+            raise
+        except Exception as error:
+            model, number = (wire.model_of(body), wire.number_of(body)) if proto else _address(body)
+            if not model or number is None:
+                raise
+            refusal = from_validation(error) if isinstance(error, ValidationError) else error
+            made.append(self.session.refuse(body, model, number, refusal))
 
     def _keyed(self, answer: Callable[..., Any]) -> Callable[..., Any]:
         async def checked(request: Any) -> Any:
@@ -173,6 +195,13 @@ class Worker:
             except UserError as error:  # of the turns: another policy than the group's
                 for entry in entries:
                     ledger.finish(entry, error=error)
+            except Exception as error:  # of going to sleep or waking up: what is on the device now, nobody knows
+                log.exception("the session is lost")
+                for entry in entries:
+                    if not entry.future.done():
+                        ledger.finish(entry, error=error)
+                self.failed = True
+                self.stopping.set()
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[Held | None]:
@@ -200,8 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             turns = open_turns(options.turns, who=options.session, policy=options.policy, patience=options.patience)
         worker = Worker(Session(options.session, options.artifacts, lambda: _ranks(options.device)), key, turns)
-        _serve(worker, options)
-        return 0
+        return _serve(worker, options)
     except UserError as error:
         return say(f"error: {error}", EXIT_USER)
 
@@ -215,7 +243,8 @@ def _ranks(device: str) -> Any:
     return ranks
 
 
-def _serve(worker: Worker, options: argparse.Namespace) -> None:
+def _serve(worker: Worker, options: argparse.Namespace) -> int:
+    """Until it is told to end, nobody asks any more, or it fails; the exit code."""
     import uvicorn
 
     listener = socket.socket(fileno=options.fd) if options.fd is not None else _bind(options.host, options.port)
@@ -224,11 +253,11 @@ def _serve(worker: Worker, options: argparse.Namespace) -> None:
     parent = os.getppid()
 
     def watch() -> None:
-        while time.monotonic() - worker.heard < options.idle:
-            time.sleep(min(1.0, options.idle / 4))
+        while time.monotonic() - worker.heard < options.idle and not worker.stopping.wait(min(1.0, options.idle / 4)):
             if options.fd is not None and os.getppid() != parent:
                 os._exit(0)  # a gateway that was killed leaves none of its children behind
-        log.info("nobody asked for anything in %g s: ending", options.idle)
+        if not worker.stopping.is_set():
+            log.info("nobody asked for anything in %g s: ending", options.idle)
         server.should_exit = True
 
     threading.Thread(target=watch, daemon=True).start()
@@ -240,6 +269,16 @@ def _serve(worker: Worker, options: argparse.Namespace) -> None:
     server.run(sockets=[listener])
     worker.stopping.set()
     worker.thread.join(2)
+    return int(worker.failed)
+
+
+def _address(body: bytes) -> tuple[str, int | None]:
+    """Model and number of a request in JSON, as far as it says."""
+    with contextlib.suppress(ValueError):
+        told = json.loads(body)
+        if isinstance(told, dict) and isinstance(told.get("seq_id"), int):
+            return str(told.get("model_id") or ""), told["seq_id"]
+    return "", None
 
 
 def _bind(host: str, port: int) -> socket.socket:

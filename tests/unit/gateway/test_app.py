@@ -28,7 +28,9 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
     config.write_text(yaml.safe_dump({"default": {"sessions": 2}}))
     command = [sys.executable, "-m", "tuneloop.cli", "gateway", "--local", "--store", str(home / "store")]
     flags = ["--port", "0", "--config", str(config), "--token-file", str(home / "token")]
-    process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
+    nobody = dict.fromkeys(("http_proxy", "HTTP_PROXY", "ALL_PROXY"), "http://127.0.0.1:9")  # not for its workers
+    env = {**{name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}, **nobody}
+    process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True, env=env)
     url = re.search(r"http://\S+", process.stderr.readline())[0]
     told = process.stderr.readline()
     token = (home / "token").read_text().strip()

@@ -196,6 +196,41 @@ def test_what_can_not_be_done_says_why_and_changes_nothing(driver: Driver) -> No
             driver.session.save_weights(SaveWeights(model_id=MODEL, path=name))
 
 
+def test_a_gradient_that_is_not_whole_is_never_applied(driver: Driver) -> None:
+    before, resident = driver.weights(), driver.session.models[MODEL]
+    good = data(**SUPERVISED)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = next(resident.trainer.model.parameters()).register_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        driver.forward_backward(good, "cross_entropy")
+    hook.remove()
+    driver.forward_backward(good, "cross_entropy")  # sent before the client heard of it
+    with pytest.raises(UserError, match="all gradients are dropped"):
+        driver.step()
+    assert all(torch.equal(value, before[name]) for name, value in driver.weights().items())
+    driver.forward_backward(good, "cross_entropy")
+    driver.step()
+    assert resident.version == 4
+
+
+def test_a_model_lost_in_loading_says_so(driver: Driver) -> None:
+    path = driver.save("one")
+    saved = Artifact(driver.session._url(path))
+    for file in saved.path.glob("trainer/*"):
+        if file.name != "state.json":
+            file.unlink()
+    with pytest.raises(Exception) as caught:
+        driver.load(path)
+    assert not isinstance(caught.value, UserError)
+    with pytest.raises(UserError, match="lost by load_state"):
+        driver.step()
+    driver.session.sleep()  # and nothing else is the worse for it
+    driver.session.wake()
+
+
 def test_checkpoints_of_other_namespaces_are_out_of_reach(driver: Driver) -> None:
     for path in (
         "tinker://other.session-0123456789:train:0/weights/x",

@@ -1,14 +1,18 @@
 """A worker's thread, and turns on the device between sessions."""
 
+import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from tests.making import checkpoint_artifact
 from tuneloop.errors import UserError
+from tuneloop.gateway import wire
 from tuneloop.gateway import worker as module
-from tuneloop.gateway.session import CreateModel, Session
+from tuneloop.gateway.session import CreateModel, OptimStep, Session
 from tuneloop.gateway.worker import Worker
 from tuneloop.sharing.turns import open_turns
 from tuneloop.trainers.fsdp import Ranks
@@ -48,6 +52,60 @@ def test_a_worker_computes_in_its_turn_and_sleeps_between(
     finally:
         worker.stopping.set()
         worker.thread.join()
+
+
+def test_a_worker_that_can_not_wake_up_ends(session: Session, tmp_path: Path) -> None:
+    base = checkpoint_artifact(tmp_path / "base")
+    worker = Worker(session, "key", open_turns(str(tmp_path / "group"), who=session.id))
+    session.create_model(CreateModel(session_id=session.id, base_model=base.ref))
+    session.do(session.ledger.take(0))
+    session.sleep()
+    del session.models[MODEL].trainer
+    request = session.optim_step(OptimStep(model_id=MODEL))
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert module._serve(worker, module._parse(["--session", "s", "--artifacts", "a", "--port", "0"])) == 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    with pytest.raises(AttributeError):
+        session.ledger.future(request).result(0)
+    assert not worker.thread.is_alive()
+
+
+def test_a_refused_request_takes_its_number(session: Session, tmp_path: Path) -> None:
+    base = checkpoint_artifact(tmp_path / "base")
+    session.create_model(CreateModel(session_id=session.id, base_model=base.ref))
+    proto = {"content-type": wire.PROTOBUF}
+    about = wire._messages()["ForwardBackwardRequest"](model_id=MODEL, seq_id=4)
+    about.data.add().model_input.add()  # neither text nor anything else
+    worker = Worker(session, "key")
+    worker.thread.start()
+    with TestClient(worker.app(), headers={module.HEADER: "key"}) as http:
+
+        def ask(what: str, **given: Any) -> str:
+            return str(http.post(f"/api/v1/{what}", **given).json()["request_id"])
+
+        def result(request: str) -> dict[str, Any]:
+            return dict(http.post("/api/v1/retrieve_future", json={"request_id": request}).json())
+
+        refused = [
+            ask("save_weights", json={"model_id": MODEL, "seq_id": 1, "path": "a/b"}),
+            ask("optim_step", json={"model_id": MODEL, "seq_id": 2, "adam_params": {"beta1": 2}}),
+            ask("forward_backward", json={"model_id": MODEL, "seq_id": 3}),
+            ask("forward_backward", content=about.SerializeToString(), headers=proto),
+        ]
+        assert refused == [f"{MODEL}:{number}" for number in (1, 2, 3, 4)]
+        assert ask("save_weights", json={"model_id": MODEL, "seq_id": 1, "path": "a/b"}) == refused[0]  # sent again
+        assert result(ask("save_weights", json={"model_id": MODEL, "seq_id": 5, "path": "x"}))["path"].endswith("/x")
+        for request, field in zip(
+            refused, ("path: 'a/b'", "adam_params.beta1: 2", "forward_backward_input", "model_i")
+        ):
+            assert result(request)["category"] == "user" and result(request)["error"].startswith(field)
+        wrong = http.post("/api/v1/optim_step", json={"model_id": MODEL, "seq_id": "x"})
+        assert wrong.status_code == 422 and wrong.json()["error"].startswith("seq_id: 'x'")
+    worker.stopping.set()
+    worker.thread.join()
 
 
 def test_turns_of_another_kind_fail_the_request_and_not_the_worker(session: Session, tmp_path: Path) -> None:
