@@ -25,7 +25,8 @@ LOCAL = "local"
 
 @contextmanager
 def answered(namespace: str) -> Iterator[None]:
-    """What a refusal of the API server means to a caller; its silence is `Retryable`."""
+    """What a refusal of the API server means to a caller; its silence is `Retryable`, and so is a refusal where there is
+    no namespace: then it is the gateway that lacks rights."""
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
 
@@ -34,6 +35,10 @@ def answered(namespace: str) -> Iterator[None]:
     try:
         yield
     except ApiException as error:
+        if error.status in (401, 403) and not namespace:
+            raise Retryable(
+                f"the gateway may ask for no token (ClusterRoleBinding tuneloop-gateway): {told(error)}"
+            ) from error
         if error.status in (401, 403):
             raise Refused(403, f"namespace {namespace!r} is not served here: {told(error)}") from error
         if error.status in (400, 404, 422):
@@ -91,7 +96,7 @@ class TokenReviews:
     def _review(self, token: str) -> Caller | None:
         spec = {"token": token, **({"audiences": [self.audience]} if self.audience else {})}
         with answered(""):
-            status = self.authentication.create_token_review({"spec": spec}).status
+            status = self.authentication.create_token_review({"spec": spec}, _request_timeout=30).status
         # An API server that knows no audiences leaves them out: then nothing says that the token was meant for us.
         if not status.authenticated or (self.audience and self.audience not in (status.audiences or ())):
             return None
@@ -115,7 +120,8 @@ class TokenReviews:
         review = {"metadata": {"namespace": namespace}, "spec": spec}
         try:
             with answered(namespace):
-                answer = self.authorization.create_namespaced_local_subject_access_review(namespace, review)
+                ask = self.authorization.create_namespaced_local_subject_access_review
+                answer = ask(namespace, review, _request_timeout=30)
         except Refused:  # no such namespace, or one that the gateway was given no rights in
             return False
         return bool(answer.status.allowed)

@@ -28,8 +28,10 @@ from typing import Annotated, Any
 
 import httpx
 from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
 from tuneloop.component import from_validation
 from tuneloop.errors import Retryable, UserError
@@ -126,7 +128,7 @@ class Gateway:
         namespace = namespace or caller.namespace
         if not namespace or not self.access.allowed(caller, namespace):
             raise Refused(403, f"namespace {namespace!r}: you may not create workflows there")
-        return self.backend.sessions(namespace)
+        return [session for session in self.backend.sessions(namespace) if session.phase != "ending"]
 
     def get(self, caller: Caller, id: str) -> Session:
         """A session that is the caller's to use.
@@ -206,6 +208,9 @@ class Gateway:
             except Refused:
                 yield _event("gone", {"id": id})
                 return
+            except Retryable:  # the API server is away: what was said last may still be so
+                await asyncio.sleep(LOOK)
+                continue
             if now != before:
                 before, quiet = now, 0.0
                 yield _event("session", now)
@@ -231,13 +236,15 @@ def build(gateway: Gateway) -> FastAPI:
     app.state.gateway = gateway
 
     def refuse(request: Request, error: Exception) -> Response:
-        if isinstance(error, ValidationError):
-            error = from_validation(error)
+        if isinstance(error, ValidationError | RequestValidationError):
+            error = from_validation(error)  # type: ignore[arg-type]  # FastAPI's has the same errors()
+        if isinstance(error, HTTPException):  # of routes: there is none, or it has another method
+            error = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
         status = error.status if isinstance(error, Refused) else 422 if isinstance(error, UserError) else 503
         headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
         return JSONResponse({"error": str(error)}, status, headers)
 
-    for kind in (Refused, UserError, Retryable, ValidationError):
+    for kind in (Refused, UserError, Retryable, ValidationError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, refuse)
 
     @app.get("/healthz")
@@ -270,7 +277,8 @@ def build(gateway: Gateway) -> FastAPI:
 
     @app.post("/api/v1/create_session")
     def tinker_session(request: Request, body: dict[str, Any], caller: Known) -> dict[str, Any]:
-        asked = body.get("user_metadata") or {}
+        if not isinstance(asked := body.get("user_metadata") or {}, dict):
+            raise UserError("user_metadata", asked, "names and values")
         wanted = {name: asked[name] for name in ("accelerators", "turns") if name in asked}
         about = {"namespace": body.get("project_id") or "", "display_name": body.get("display_name") or ""}
         made, _ = gateway.create(caller, Wanted.model_validate({**about, **wanted}), _key(request))

@@ -23,6 +23,8 @@ LABEL = "tuneloop.dev/session"
 WANTED, CREATOR, ARTIFACTS = ("tuneloop.dev/" + name for name in ("session-wanted", "session-creator", "artifacts"))
 PORT = 8000
 GRACE = 10
+TIMEOUT = {"_request_timeout": 30}
+"""Of a request to the API server, in seconds."""
 KEPT = 3600
 """Seconds for which an ended session is still listed."""
 
@@ -42,10 +44,14 @@ class Jobs:
 
     def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
         with answered(wanted.namespace):
-            self.batch.create_namespaced_job(wanted.namespace, self._job(name, wanted, creator, artifacts))
+            self.batch.create_namespaced_job(wanted.namespace, self._job(name, wanted, creator, artifacts), **TIMEOUT)
 
     def get(self, namespace: str, name: str) -> Session | None:
-        found = [session for session in self._list(namespace, f"{LABEL}={name}") if session.name == name]
+        found = [
+            session
+            for session in self._list(namespace, f"{LABEL}={name}")
+            if session.name == name and session.phase != "ending"
+        ]
         return found[0] if found else None
 
     def sessions(self, namespace: str) -> list[Session]:
@@ -56,17 +62,16 @@ class Jobs:
             return
         try:
             with answered(namespace):
-                self.batch.delete_namespaced_job(name, namespace, propagation_policy="Foreground")
+                self.batch.delete_namespaced_job(name, namespace, propagation_policy="Foreground", **TIMEOUT)
         except Refused as refused:
             if self.get(namespace, name) is not None:
                 raise refused
 
     def _list(self, namespace: str, selector: str) -> list[Session]:
         with answered(namespace):
-            jobs = self.batch.list_namespaced_job(namespace, label_selector=selector, _request_timeout=30).items
-            pods = self.core.list_namespaced_pod(namespace, label_selector=selector, _request_timeout=30).items
+            jobs = self.batch.list_namespaced_job(namespace, label_selector=selector, **TIMEOUT).items
+            pods = self.core.list_namespaced_pod(namespace, label_selector=selector, **TIMEOUT).items
         pod_of = {pod.metadata.labels[LABEL]: pod for pod in pods}
-        jobs = [job for job in jobs if job.metadata.deletion_timestamp is None]
         sessions = [_session(job, pod_of.get(job.metadata.name)) for job in jobs]
         return sorted(sessions, key=lambda session: (session.created, session.name))
 
@@ -147,6 +152,8 @@ def _session(job: Any, pod: Any) -> Session:
 
 def _phase(job: Any, pod: Any) -> tuple[Phase, str]:
     """Of a session, and why it is not running."""
+    if job.metadata.deletion_timestamp is not None:
+        return "ending", "was ended; its pod may still be there"
     over = {each.type: each for each in job.status.conditions or () if each.status == "True"}
     if "Failed" in over:
         return "failed", " ".join(filter(None, (over["Failed"].message, _last_words(pod))))

@@ -91,7 +91,7 @@ class Ledger:
             if standing is None and known.following is not None and number < known.following:
                 raise Gone(f"{stream}:{number} was applied, and is kept no longer")
             if standing is not None and standing.fingerprint != entry.fingerprint:
-                raise Conflict(f"{stream}:{number} was another request")
+                raise Conflict(f"{stream}:{number} was another request; take a number that is free")
             if standing is None:
                 known.entries[number], entry.number = entry, number
                 self._advance(known, entry)

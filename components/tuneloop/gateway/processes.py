@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ class Child:
     session: Session
     process: subprocess.Popen[bytes]
     log: Path
+    ending: bool = False
 
 
 class Processes:
@@ -43,7 +43,6 @@ class Processes:
     def __init__(self, logs: Path, settings: Settings, device: str = "auto") -> None:
         self.logs, self.settings, self.device = logs, settings, device
         self.children: dict[str, Child] = {}
-        self._lock = threading.Lock()
         logs.mkdir(parents=True, exist_ok=True)
 
     def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
@@ -70,24 +69,25 @@ class Processes:
         self.children[name] = Child(replace(session, address=address), process, log)
 
     def get(self, namespace: str, name: str) -> Session | None:
-        child = self.children.get(name)
-        return self._look(child) if child and child.session.wanted.namespace == namespace else None
+        found = [session for session in self.sessions(namespace) if session.name == name and session.phase != "ending"]
+        return found[0] if found else None
 
     def sessions(self, namespace: str) -> list[Session]:
         children = [child for child in list(self.children.values()) if child.session.wanted.namespace == namespace]
         return sorted(map(self._look, children), key=lambda session: session.created)
 
     def end(self, namespace: str, name: str) -> None:
-        with self._lock:
-            child = self.children.pop(name, None)
-        if child is None:
+        if (child := self.children.get(name)) is None:
             return
+        child.ending = True
         _signal(child.process, signal.SIGTERM)
         try:
             child.process.wait(GRACE)
         except subprocess.TimeoutExpired:
             _signal(child.process, signal.SIGKILL)
             child.process.wait()
+        if self.children.get(name) is child:  # no other was made under its name meanwhile
+            del self.children[name]
 
     def close(self) -> None:
         """End all sessions."""
@@ -98,6 +98,8 @@ class Processes:
 
     def _look(self, child: Child) -> Session:
         code = child.process.poll()
+        if child.ending:
+            return replace(child.session, phase="ending")
         if code is None:
             ready = child.session.phase == "running" or _answers(str(child.session.address))
             child.session = replace(child.session, phase="running" if ready else "starting")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import posixpath
 import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import unquote, urlparse
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,7 +24,7 @@ from tuneloop.gateway import wire
 from tuneloop.gateway.ledger import Entry, Gone, Ledger
 from tuneloop.gateway.resident import AdamParams, Resident, Sampler, Snapshot
 from tuneloop.seeds import derive
-from tuneloop.store import local_path
+from tuneloop.store import local_path, normalize
 
 if TYPE_CHECKING:
     from tuneloop.trainers.fsdp import Ranks
@@ -144,6 +146,12 @@ class Array(Body):
     data: list[float]
     dtype: Literal["float32", "int64"] = "float32"
 
+    def read(self, name: str) -> np.ndarray:
+        try:
+            return np.array(self.data, self.dtype)
+        except (ValueError, OverflowError) as error:
+            raise UserError(f"loss_fn_inputs.{name}", self.dtype, f"do not fit ({error})") from error
+
 
 class JsonDatum(Body):
     model_input: Prompt
@@ -169,7 +177,7 @@ class JsonForwardBackward(Body):
         data = [
             wire.Datum(
                 _tokens(datum.model_input),
-                {name: np.array(a.data, a.dtype) for name, a in datum.loss_fn_inputs.items()},
+                {name: array.read(name) for name, array in datum.loss_fn_inputs.items()},
             )
             for datum in given.data
         ]
@@ -470,7 +478,13 @@ class Session:
         return snapshot
 
     def _artifact(self, named: str) -> Artifact:
-        return Artifact(self._url(named) if named.startswith(SCHEME) else named)
+        if named.startswith(SCHEME):
+            return Artifact(self._url(named))
+        path = posixpath.normpath(unquote(urlparse(normalize(named)).path))
+        theirs = re.search(r"/sessions/([^/]+)/session-[0-9a-f]+(/|@|$)", path)
+        if theirs and theirs[1] != self.id.partition(".")[0]:
+            raise UserError("path", named, "belongs to a session of another namespace; have it copied by its owner")
+        return Artifact(named)
 
     def _url(self, path: str) -> str:
         """Where ``tinker://<model>/<kind>/<name>`` lies: with its session, which is one of this namespace."""

@@ -14,8 +14,9 @@ from tuneloop.artifacts import canonical
 from tuneloop.component import from_validation
 from tuneloop.errors import UserError
 
-Phase = Literal["queued", "starting", "running", "ended", "failed"]
+Phase = Literal["queued", "starting", "running", "ending", "ended", "failed"]
 ALIVE = ("queued", "starting", "running")
+"""What can be asked for something. One that is ``ending`` can not, yet takes its part of the quota until it is gone."""
 LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
 
@@ -82,10 +83,10 @@ class Backend(Protocol):
         """Begin a session."""
 
     def get(self, namespace: str, name: str) -> Session | None:
-        """A session, or None."""
+        """A session, or None, also where it is ending."""
 
     def sessions(self, namespace: str) -> list[Session]:
-        """The sessions of a namespace, oldest first."""
+        """The sessions of a namespace, oldest first, and those that are ending."""
 
     def end(self, namespace: str, name: str) -> None:
         """End a session, and remove all that it consists of but its artifacts; nothing happens where there is none."""
@@ -105,8 +106,8 @@ class Quota(BaseModel):
         Raises:
             Refused: 429.
         """
-        alive = [session for session in others if session.phase in ALIVE]
-        have = {"sessions": len(alive), "accelerators": sum(session.wanted.accelerators for session in alive)}
+        there = [session for session in others if session.phase in (*ALIVE, "ending")]
+        have = {"sessions": len(there), "accelerators": sum(session.wanted.accelerators for session in there)}
         for what, more in (("sessions", 1), ("accelerators", wanted.accelerators)):
             limit = getattr(self, what)
             if more and have[what] + more > limit:

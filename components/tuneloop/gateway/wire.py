@@ -76,7 +76,7 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     """Decode a ``ForwardBackwardRequest``.
 
     Raises:
-        UserError: it is none, or has images, sound or sparse tensors in it.
+        UserError: it is none, or has images, sound, sparse tensors or bytes that do not fit in it.
     """
     message = _parse(body)
     config = {}
@@ -133,16 +133,23 @@ def _parse(body: bytes) -> Any:
 def _tokens(chunks: Sequence[Any]) -> list[int]:
     if not all(chunk.HasField("encoded_text") for chunk in chunks):
         raise UserError("model_input", "image or sound", "only token ids are known here")
-    return [int(token) for chunk in chunks for token in np.frombuffer(chunk.encoded_text.tokens, "<i4")]
+    try:
+        return [int(token) for chunk in chunks for token in np.frombuffer(chunk.encoded_text.tokens, "<i4")]
+    except ValueError as error:
+        raise UserError("model_input", "tokens", f"are no int32 ({error})") from error
 
 
 def _dense(name: str, tensor: Any) -> np.ndarray:
     if tensor.dtype not in DTYPES:
         raise UserError(f"loss_fn_inputs.{name}", tensor.dtype, "is no dtype of float32 or int64")
     dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
-    if not tensor.HasField("sparse_csr"):
+    if tensor.HasField("sparse_csr"):
+        raise UserError(f"loss_fn_inputs.{name}", f"sparse {list(shape)}", "only dense tensors are known here")
+    try:
         return np.frombuffer(tensor.dense, dtype).reshape(shape or -1)
-    raise UserError(f"loss_fn_inputs.{name}", f"sparse {list(shape)}", "only dense tensors are known here")
+    except ValueError as error:
+        about = f"{len(tensor.dense)} bytes as {dtype} {list(shape)}"
+        raise UserError(f"loss_fn_inputs.{name}", about, f"do not fit ({error})") from error
 
 
 @functools.cache

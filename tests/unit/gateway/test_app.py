@@ -15,10 +15,12 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import yaml
+from kubernetes import client
 
 from tuneloop.errors import UserError
 from tuneloop.gateway.access import TokenFile
-from tuneloop.gateway.sessions import read_settings
+from tuneloop.gateway.jobs import Jobs, _session
+from tuneloop.gateway.sessions import Quota, Refused, Wanted, read_settings
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,11 @@ def test_a_key_makes_one_session_however_often_and_at_once(gateway: SimpleNamesp
     assert other.status_code == 409 and "use another key" in other.json()["error"]
     wrong = make(gateway, "l", gpus=1)
     assert wrong.status_code == 422 and "unknown key" in wrong.json()["error"]
+    for path, body in (("/v1/sessions", b"{"), ("/v1/sessions", b"[]"), ("/v1/nothing", b"{}")):
+        refused = gateway.http.post(path, content=body, headers={"content-type": "application/json"})
+        assert refused.status_code in (404, 422) and set(refused.json()) == {"error"}
+    text = gateway.http.post("/api/v1/create_session", json={"user_metadata": "accelerators"})
+    assert text.status_code == 422 and text.json()["error"].startswith("user_metadata: 'accelerators'")
 
 
 def test_over_quota_is_refused_until_one_ends(gateway: SimpleNamespace) -> None:
@@ -97,6 +104,17 @@ def test_over_quota_is_refused_until_one_ends(gateway: SimpleNamespace) -> None:
     gateway.config.write_text(yaml.safe_dump({"default": {"sessions": 2}}))
     refused = make(gateway, "devices", accelerators=1)
     assert refused.status_code == 429
+
+
+def test_what_is_ending_takes_its_part_of_the_quota() -> None:
+    """A Job that was deleted is there until its pod is gone."""
+    made = Jobs(client.ApiClient(), None)._job("session-1", Wanted(namespace="a", accelerators=1), "me", "s3://a/b")
+    made["metadata"] |= {"creationTimestamp": "2026-01-01T00:00:00Z", "deletionTimestamp": "2026-01-01T00:00:09Z"}
+    told = SimpleNamespace(data=json.dumps({**made, "status": {}}))
+    session = _session(client.ApiClient().deserialize(told, "V1Job"), None)
+    assert session.phase == "ending" and session.id == "a.session-1"
+    with pytest.raises(Refused, match="has 1 of 1 accelerators"):
+        Quota(sessions=2, accelerators=1).check(Wanted(namespace="a", accelerators=1), [session])
 
 
 def test_what_is_not_the_callers_does_not_exist(gateway: SimpleNamespace) -> None:

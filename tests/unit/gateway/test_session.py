@@ -216,19 +216,20 @@ def test_a_gradient_that_is_not_whole_is_never_applied(driver: Driver) -> None:
     assert resident.version == 4
 
 
-def test_a_model_lost_in_loading_says_so(driver: Driver) -> None:
-    path = driver.save("one")
-    saved = Artifact(driver.session._url(path))
-    for file in saved.path.glob("trainer/*"):
-        if file.name != "state.json":
-            file.unlink()
-    with pytest.raises(Exception) as caught:
+def test_what_can_not_be_loaded_is_found_out_before_the_model_goes(driver: Driver) -> None:
+    before, path = driver.weights(), driver.save("one")
+    (shard,) = Artifact(driver.session._url(path)).path.glob("trainer/*.safetensors")
+    kept = shard.rename(shard.with_name("kept"))
+    with pytest.raises(UserError, match="is missing"):
         driver.load(path)
-    assert not isinstance(caught.value, UserError)
+    assert all(torch.equal(value, before[name]) for name, value in driver.weights().items())
+    kept.rename(shard)
+    driver.session.models[MODEL].ranks = None  # the device fails, once the old model is gone
+    with pytest.raises(AttributeError):
+        driver.load(path)
     with pytest.raises(UserError, match="lost by load_state"):
         driver.step()
-    driver.session.sleep()  # and nothing else is the worse for it
-    driver.session.wake()
+    driver.session.sleep()  # which wants nothing of that model any more
 
 
 def test_checkpoints_of_other_namespaces_are_out_of_reach(driver: Driver) -> None:
@@ -239,6 +240,15 @@ def test_checkpoints_of_other_namespaces_are_out_of_reach(driver: Driver) -> Non
     ):
         with pytest.raises(UserError, match="no checkpoint of this namespace"):
             driver.load(path)
+    for path in (
+        "s3://artifacts/sessions/other/session-0123456789/train-0/weights/x",
+        "s3://artifacts/sessions//local/../%6fther/session-0123456789/train-0/weights/x",
+        "/mnt/store/sessions/other/session-0123456789@1f",
+    ):
+        with pytest.raises(UserError, match="of another namespace"):
+            driver.load(path)
+    own = driver.session._url(driver.save("mine"))
+    driver.load(own)
 
 
 def ask(sampling: str, tokens: list[int], **params: Any) -> Sample:

@@ -8,6 +8,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 
 from tuneloop.errors import UserError
 from tuneloop.gateway import wire
+from tuneloop.gateway.session import Array
 
 
 def encoded(*chunks: types.ModelInputChunk, config: dict | None = None) -> bytes:
@@ -36,6 +37,24 @@ def test_what_is_no_text_is_refused() -> None:
         wire.read_forward_backward(encoded(types.ImageChunk(data=b"x", format="png")))
     with pytest.raises(UserError, match="no ForwardBackwardRequest"):
         wire.read_forward_backward(b"\xff\xff\xff")
+
+
+def test_bytes_that_do_not_fit_are_refused() -> None:
+    def asked(tokens: bytes, dense: bytes, *shape: int) -> bytes:
+        message = wire._messages()["ForwardBackwardRequest"](model_id="m", seq_id=1)
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = tokens
+        datum.loss_fn_inputs["weights"].CopyFrom(
+            wire._messages()["Tensor"](dense=dense, dtype=wire.FLOAT32, shape=shape)
+        )
+        return bytes(message.SerializeToString())
+
+    assert wire.read_forward_backward(asked(bytes(8), bytes(8), 2)).data[0].tokens == [0, 0]
+    for wrong in (asked(bytes(7), bytes(8), 2), asked(bytes(8), bytes(7), 2), asked(bytes(8), bytes(8), 3)):
+        with pytest.raises(UserError, match=r"model_input.*int32|loss_fn_inputs.weights.*do not fit"):
+            wire.read_forward_backward(wrong)
+    with pytest.raises(UserError, match=r"loss_fn_inputs.x.*do not fit"):
+        Array(data=[float("nan")], dtype="int64").read("x")
 
 
 def test_what_the_client_reads() -> None:
