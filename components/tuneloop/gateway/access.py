@@ -25,8 +25,8 @@ LOCAL = "local"
 
 @contextmanager
 def answered(namespace: str) -> Iterator[None]:
-    """What a refusal of the API server means to a caller; its silence is `Retryable`, and so is a refusal where there is
-    no namespace: then it is the gateway that lacks rights."""
+    """What a refusal of the API server means to a caller. Its silence is `Retryable`, and so is a refusal without a
+    namespace: then the gateway lacks rights."""
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
 

@@ -38,7 +38,7 @@ from tuneloop.errors import Retryable, UserError
 from tuneloop.gateway import wire
 from tuneloop.gateway.access import Access, Caller, token_of
 from tuneloop.gateway.sessions import ALIVE, LABEL, Backend, Refused, Session, Wanted, read_settings
-from tuneloop.gateway.worker import HEADER, VERSION
+from tuneloop.gateway.worker import HEADER, SESSION, VERSION
 
 WAIT = 25.0
 """Seconds that a request waits for a worker that is starting; then the client tries again."""
@@ -194,7 +194,7 @@ class Gateway:
             self._found.pop(id, None)  # the next attempt sees what has become of it
             why = f"its worker does not answer ({type(error).__name__})"
             raise Refused(503, f"session {id}: {why}; try again") from error
-        if answer.status_code == 401:  # somebody else has its address by now
+        if answer.status_code == 401 or answer.headers.get(SESSION) != id:  # somebody else has its address by now
             self._found.pop(id, None)
             raise Refused(503, f"session {id}: its worker is not where it was; try again")
         return answer
@@ -279,7 +279,7 @@ def build(gateway: Gateway) -> FastAPI:
     def tinker_session(request: Request, body: dict[str, Any], caller: Known) -> dict[str, Any]:
         if not isinstance(asked := body.get("user_metadata") or {}, dict):
             raise UserError("user_metadata", asked, "names and values")
-        wanted = {name: asked[name] for name in ("accelerators", "turns") if name in asked}
+        wanted = {name: asked[name] for name in ("accelerators", "turns", "policy", "patience") if name in asked}
         about = {"namespace": body.get("project_id") or "", "display_name": body.get("display_name") or ""}
         made, _ = gateway.create(caller, Wanted.model_validate({**about, **wanted}), _key(request))
         return {"type": "create_session", "session_id": made.id}

@@ -83,7 +83,7 @@ class Jobs:
         command = ["python", "-m", "tuneloop.gateway.worker", "--session", f"{wanted.namespace}.{name}"]
         command += ["--artifacts", artifacts, "--host", "0.0.0.0", "--port", str(PORT), "--idle", str(pod.idle)]
         command += ["--device", "cuda" if wanted.accelerators else "cpu"]
-        command += ["--turns", wanted.turns] if wanted.turns else []
+        command += wanted.flags(artifacts.rpartition("/")[0])  # a namespace's groups are its own
         container = {
             "name": "worker",
             "image": pod.image,

@@ -7,7 +7,9 @@ before them. One thread takes them; whoever wants a result waits for its future.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
@@ -16,6 +18,10 @@ from typing import Any
 
 KEPT = 4096
 """Results of a stream that can still be asked for; a client fetches each within seconds."""
+FETCHED, UNFETCHED = 300.0, 3600.0
+"""Seconds for which one can: since it was last given to somebody, who may not have heard it, and since it was there."""
+SWEEP = 60.0
+"""Seconds between two looks for what is kept no longer."""
 
 
 class Conflict(RuntimeError):
@@ -36,6 +42,7 @@ class Entry:
         asked: what `work` is about.
         batch: equal for requests that can be done together; None: alone.
         number: in its stream, once it was submitted.
+        until: when its result is dropped, by `time.monotonic`.
         future: of the result.
     """
 
@@ -44,6 +51,7 @@ class Entry:
     asked: Any = None
     batch: Hashable | None = None
     number: int = -1
+    until: float = math.inf
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -53,9 +61,11 @@ class Stream:
 
     Attributes:
         following: the number whose turn it is; None where order does not matter.
+        last: the highest number so far.
     """
 
     following: int | None
+    last: int = 0
     entries: dict[int, Entry] = field(default_factory=dict)
 
 
@@ -66,11 +76,12 @@ class Ledger:
         self._streams: dict[str, Stream] = {}
         self._ready: deque[Entry] = deque()
         self._changed = threading.Condition()
+        self._swept = time.monotonic()
 
     def open(self, stream: str, first: int | None = None) -> None:
         """Take requests for `stream`: from number `first` on in their order, or in any where it is None."""
         with self._changed:
-            self._streams.setdefault(stream, Stream(first))
+            self._streams.setdefault(stream, Stream(first, (first or 1) - 1))
 
     def submit(self, stream: str, number: int | None, entry: Entry) -> str:
         """Take a request; its id.
@@ -83,22 +94,23 @@ class Ledger:
             Conflict: another request has that number.
         """
         with self._changed:
+            self._sweep()
             if (known := self._streams.get(stream)) is None:
                 raise Gone(f"{stream} is not known here")
             if number is None:
-                number = max(known.entries, default=(known.following or 1) - 1) + 1
+                number = known.last + 1
             standing = known.entries.get(number)
             if standing is None and known.following is not None and number < known.following:
                 raise Gone(f"{stream}:{number} was applied, and is kept no longer")
             if standing is not None and standing.fingerprint != entry.fingerprint:
                 raise Conflict(f"{stream}:{number} was another request; take a number that is free")
             if standing is None:
-                known.entries[number], entry.number = entry, number
+                known.entries[number], entry.number, known.last = entry, number, max(known.last, number)
                 self._advance(known, entry)
             return f"{stream}:{number}"
 
     def future(self, request: str) -> Future[Any]:
-        """Of a request's result.
+        """Of a request's result, which is asked for now: once it is there it is kept `FETCHED` seconds from now.
 
         Raises:
             Gone: no such request.
@@ -109,6 +121,8 @@ class Ledger:
             entry = known.entries.get(int(number)) if known and number.isdigit() else None
             if entry is None:
                 raise Gone(f"{request} is not known here, or its result is kept no longer")
+            if entry.future.done():
+                entry.until = time.monotonic() + FETCHED
             return entry.future
 
     def take(self, timeout: float | None = None) -> list[Entry]:
@@ -125,7 +139,7 @@ class Ledger:
 
     def finish(self, entry: Entry, result: Any = None, error: BaseException | None = None) -> None:
         """Settle a request; what it was about is forgotten."""
-        entry.work, entry.asked = _settled, None
+        entry.work, entry.asked, entry.until = _settled, None, time.monotonic() + UNFETCHED
         if error is not None:
             entry.future.set_exception(error)
         else:
@@ -136,6 +150,13 @@ class Ledger:
         with self._changed:
             self._ready.extendleft(reversed(entries))
             self._changed.notify_all()
+
+    def _sweep(self) -> None:
+        if (now := time.monotonic()) - self._swept < SWEEP:
+            return
+        self._swept = now
+        for stream in self._streams.values():
+            stream.entries = {number: entry for number, entry in stream.entries.items() if entry.until > now}
 
     def _advance(self, stream: Stream, entry: Entry) -> None:
         if stream.following is None:

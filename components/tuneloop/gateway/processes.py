@@ -55,7 +55,7 @@ class Processes:
             command = [sys.executable, "-m", "tuneloop.gateway.worker", "--session", session.id]
             command += ["--artifacts", artifacts, "--device", self.device, "--fd", str(listener.fileno())]
             command += ["--idle", str(self.settings.worker.idle)]
-            command += ["--turns", wanted.turns] if wanted.turns else []
+            command += wanted.flags(artifacts.rpartition("/sessions/")[0])  # where `tuneloop run` has them, too
             process = subprocess.Popen(
                 command,
                 env={**os.environ, KEY: key},

@@ -35,7 +35,15 @@ class Wanted(BaseModel):
     namespace: str = Field("", pattern=rf"^({LABEL})?$", description="empty: the caller's own")
     accelerators: int = Field(0, ge=0)
     display_name: str = Field("", max_length=200)
-    turns: str = Field("", description="take turns on the devices of this group: lease://namespace/group")
+    turns: str = Field("", pattern=rf"^({LABEL})?$", description="a group to take turns with; empty: it takes none")
+    policy: Literal["fifo", "lrs"] = Field("fifo", description="of the group's turns")
+    patience: float = Field(30.0, ge=1, description="of the group's turns, in seconds")
+
+    def flags(self, place: str) -> list[str]:
+        """Of a worker, to take turns with the groups below `place`."""
+        if not self.turns:
+            return []
+        return ["--turns", f"{place}/.turns/{self.turns}", "--policy", self.policy, "--patience", f"{self.patience:g}"]
 
     def name(self, caller: str, key: str) -> str:
         """The session's, by SHA-256 over namespace, caller and key."""

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 KEY = "TUNELOOP_SESSION_KEY"
 HEADER = "X-Session-Key"
+SESSION = "X-Session"
+"""Whose worker answers; in every answer."""
 VERSION = "X-Weight-Version"
 POLL = 30.0
 """Seconds that `retrieve_future` waits; the client library waits 45."""
@@ -90,7 +92,7 @@ class Worker:
             Route("/health", self.health),
         ]
         handlers = dict.fromkeys((UserError, Retryable, ValidationError, Conflict, Gone), _refuse)
-        return Starlette(routes=routes, exception_handlers=handlers)
+        return _marked(Starlette(routes=routes, exception_handlers=handlers), session.id)
 
     async def health(self, request: Any) -> Any:
         """Readiness."""
@@ -123,6 +125,7 @@ class Worker:
             await asyncio.wait_for(asyncio.shield(_settled(future)), POLL)
         if not future.done():
             return _json({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
+        self.session.ledger.future(name)  # given out now
         if error := future.exception():
             mine = not isinstance(error, UserError | Gone)
             if mine:
@@ -286,6 +289,20 @@ def _bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
     return listener
+
+
+def _marked(app: Any, session: str) -> Any:
+    """`app`, with the header `SESSION` in all that it answers, be it an error."""
+
+    async def marked(scope: Any, receive: Any, send: Any) -> None:
+        async def add(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (SESSION.lower().encode(), session.encode())]}
+            await send(message)
+
+        await app(scope, receive, add)
+
+    return marked
 
 
 def _settled(future: Future[Any]) -> asyncio.Future[None]:

@@ -1,12 +1,15 @@
 """The gateway as `tuneloop gateway --local` runs it: real sessions, which are asked for nothing that needs torch."""
 
+import asyncio
 import concurrent.futures
+import http.server
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +21,11 @@ import yaml
 from kubernetes import client
 
 from tuneloop.errors import UserError
-from tuneloop.gateway.access import TokenFile
+from tuneloop.gateway.access import Caller, TokenFile
+from tuneloop.gateway.app import Gateway
 from tuneloop.gateway.jobs import Jobs, _session
-from tuneloop.gateway.sessions import Quota, Refused, Wanted, read_settings
+from tuneloop.gateway.processes import Processes
+from tuneloop.gateway.sessions import Quota, Refused, Session, Settings, Wanted, read_settings
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +120,35 @@ def test_what_is_ending_takes_its_part_of_the_quota() -> None:
     assert session.phase == "ending" and session.id == "a.session-1"
     with pytest.raises(Refused, match="has 1 of 1 accelerators"):
         Quota(sessions=2, accelerators=1).check(Wanted(namespace="a", accelerators=1), [session])
+
+
+def test_an_address_that_somebody_else_has_is_forgotten(tmp_path: Path) -> None:
+    class Stranger(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Stranger) as stranger:
+        threading.Thread(target=stranger.handle_request, daemon=True).start()
+        made = Gateway(Processes(tmp_path, Settings()), TokenFile(tmp_path / "token"), f"{tmp_path}")
+        address, wanted = f"127.0.0.1:{stranger.server_port}", Wanted(namespace="local")
+        before = Session("session-0", wanted, "me", "", "running", "", "key", address)
+        made._found[before.id] = before
+        with pytest.raises(Refused, match="is not where it was") as caught:
+            asyncio.run(
+                made.forward(Caller("me", namespace="local"), before.id, "POST", "/api/v1/optim_step", {}, b"{}")
+            )
+        assert caught.value.status == 503 and not made._found
+
+
+def test_a_group_is_a_name_of_the_namespace(gateway: SimpleNamespace) -> None:
+    for wrong in ("lease://team-b/a100", "s3://elsewhere/group", "../a100"):
+        refused = make(gateway, "g", turns=wrong)
+        assert refused.status_code == 422 and refused.json()["error"].startswith(f"turns: {wrong!r}")
+    wanted = Wanted(namespace="a", turns="a100", patience=9)
+    command = Jobs(client.ApiClient(), None)._job("session-1", wanted, "me", "s3://b/sessions/a/session-1")["spec"]
+    flags = command["template"]["spec"]["containers"][0]["command"]
+    assert flags[-6:] == ["--turns", "s3://b/sessions/a/.turns/a100", "--policy", "fifo", "--patience", "9"]
 
 
 def test_what_is_not_the_callers_does_not_exist(gateway: SimpleNamespace) -> None:

@@ -86,3 +86,18 @@ def test_old_results_are_dropped_and_never_applied_again(monkeypatch: pytest.Mon
     with pytest.raises(Gone, match="was applied"):
         ledger.submit("m", 0, entry("r0"))
     assert ledger.future("m:5").result(0) == "r5"
+
+
+def test_results_that_were_fetched_go_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FETCHED", 0.0)
+    ledger = Ledger()
+    ledger.open("s")
+    for name in ("fetched", "not yet"):
+        ledger.submit("s", None, entry(name))
+    work(ledger)
+    assert ledger.future("s:1").result(0) == "fetched"
+    monkeypatch.setattr(module, "SWEEP", 0.0)
+    assert ledger.submit("s", None, entry("next")) == "s:3"
+    with pytest.raises(Gone):
+        ledger.future("s:1")
+    assert ledger.future("s:2").result(0) == "not yet" and work(ledger) == ["next"]

@@ -104,6 +104,7 @@ def test_a_refused_request_takes_its_number(session: Session, tmp_path: Path) ->
             assert result(request)["category"] == "user" and result(request)["error"].startswith(field)
         wrong = http.post("/api/v1/optim_step", json={"model_id": MODEL, "seq_id": "x"})
         assert wrong.status_code == 422 and wrong.json()["error"].startswith("seq_id: 'x'")
+        assert wrong.headers[module.SESSION] == session.id
     worker.stopping.set()
     worker.thread.join()
 
