@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from pydantic import BaseModel, ConfigDict
 
-from tuneloop.errors import EXIT_RETRY, Retryable, say
+from tuneloop.errors import Retryable, UserError, failed
 
 VARIABLE = "TUNELOOP_TURN"
 SOFT = 0.25
@@ -34,6 +34,7 @@ class Grant(BaseModel):
         number: how many turns the group had before, and one: the fencing token.
         ticket: names the attempt that holds it.
         renewed, until: when it was last confirmed, and how long that is good for, in seconds of `clock`.
+        refused: why there will be no turn.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -42,6 +43,7 @@ class Grant(BaseModel):
     ticket: str
     renewed: float
     until: float
+    refused: str = ""
 
 
 def clock() -> float:
@@ -54,14 +56,18 @@ def grant() -> Grant | None:
 
     Raises:
         Retryable: the file is gone.
+        UserError: the group refused this process.
     """
     path = os.environ.get(VARIABLE)
     if not path:
         return None
     try:
-        return Grant.model_validate_json(Path(path).read_bytes())
+        found = Grant.model_validate_json(Path(path).read_bytes())
     except (OSError, ValueError) as error:
         raise Retryable(f"turn: {path} can not be read ({error}): who holds it has ended") from error
+    if found.refused:
+        raise UserError("turn", found.group, found.refused)
+    return found
 
 
 def check() -> dict[str, object]:
@@ -69,6 +75,7 @@ def check() -> dict[str, object]:
 
     Raises:
         Retryable: the turn was lost; nothing may be committed.
+        UserError: as `grant`.
     """
     held = grant()
     if held is None:
@@ -102,18 +109,17 @@ def _watch(over: threading.Event, poll: float) -> None:
     while not over.wait(poll):
         try:
             held = grant()
-        except Retryable as error:
-            _end(str(error))
+        except (Retryable, UserError) as error:
+            _end(error)
         assert held is not None  # or this thread would not run
         left = held.until - clock()
         if left <= 0:
-            _end(f"turn {held.number} of group {held.group} was lost")
+            _end(Retryable(f"turn {held.number} of group {held.group} was lost"))
         if not told and left < SOFT * (held.until - held.renewed):
             told = True
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _end(reason: str) -> NoReturn:
+def _end(error: Retryable | UserError) -> NoReturn:
     """At once: the device may be somebody else's in a moment."""
-    say(f"interrupted: {reason}", EXIT_RETRY)
-    os._exit(EXIT_RETRY)
+    os._exit(failed(error))

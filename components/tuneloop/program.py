@@ -31,6 +31,7 @@ def run(component: Component, argv: Sequence[str]) -> int:
 
 def _run(component: Component, argv: Sequence[str]) -> int:
     try:
+        fence.grant()  # one that was refused begins nothing
         arguments = vars(_parser(component).parse_args(argv))
         given = {k: v for k, v in arguments.items() if v not in (None, "")}  # a workflow passes "" for absent
         url = given.pop(component.output)

@@ -5,7 +5,8 @@
 The file is there once the turn is had: the pod's startup probe asks for it, so the stage's container starts then. The
 file is what `tuneloop.fence` reads in that container. The turn is given back on SIGTERM: Kubernetes sends it to a
 sidecar when all other containers have ended. A sidecar that was restarted goes on with the turn that the file names;
-where that was lost, it only waits for the end, as the stage has seen it, too, and has ended.
+where that was lost, it only waits for the end, as the stage has seen it, too, and has ended. Where the group refuses
+the run, the file says that: the stage starts, and ends with exit code 2 and the same line.
 """
 
 from __future__ import annotations
@@ -42,13 +43,30 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    about = {"who": flags.run, "policy": flags.policy, "patience": flags.patience}
     try:
-        turns = open_turns(f"lease://{flags.namespace}/{flags.group}", **about)
-        hold(turns, Path(flags.file), stop)
+        serve(f"lease://{flags.namespace}/{flags.group}", flags, stop)
     except (UserError, Retryable) as error:
         sys.exit(0 if stop.is_set() else failed(error))
     sys.exit(0)
+
+
+def serve(url: str, flags: argparse.Namespace, stop: threading.Event) -> None:
+    """Have a turn of the group at `url`, or say in the file that there will be none, until `stop`.
+
+    Raises:
+        Retryable: as `Turns.acquire`.
+        UserError: as that, where there is a file: the stage, which has begun, ends by what that says.
+    """
+    file = Path(flags.file)
+    try:
+        hold(open_turns(url, who=flags.run, policy=flags.policy, patience=flags.patience), file, stop)
+    except UserError as error:
+        if stop.is_set() or file.exists():
+            raise
+        refusal = fence.Grant(group=flags.group, number=0, ticket="", renewed=0, until=-1, refused=str(error))
+        fence.write(file, refusal)
+        _say(str(error))
+        stop.wait()
 
 
 def hold(turns: Turns, file: Path, stop: threading.Event) -> None:
@@ -60,16 +78,16 @@ def hold(turns: Turns, file: Path, stop: threading.Event) -> None:
         return
     standing = fence.Grant.model_validate_json(file.read_bytes())
     try:
-        held = turns.resume(standing.ticket, standing.number)
+        held = turns.resume(standing, stop)
     except Retryable as error:
         fence.write(file, standing.model_copy(update={"until": -1.0}))
         _say(str(error))
         stop.wait()
-        return
-    with held.renewing(lambda grant: fence.write(file, grant)):
-        _say(f"goes on with turn {held.number} of group {turns.group}")
-        stop.wait()
-    turns.quit(held.ticket)
+    else:
+        with held.renewing(lambda grant: fence.write(file, grant)):
+            _say(f"goes on with turn {held.number} of group {turns.group}")
+            stop.wait()
+    turns.quit(standing.ticket)  # now the stage has ended: what it held may be another's
 
 
 def _say(line: str) -> None:

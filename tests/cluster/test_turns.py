@@ -21,7 +21,7 @@ from tuneloop.data_prep import data_prep
 from tuneloop.sharing.turns import Document, open_turns
 
 pytestmark = pytest.mark.cluster
-PATIENCE = 10.0
+PATIENCE = 15.0
 
 
 def sharing(group: str, stages: int = 0, seconds: int = 0) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_two_runs_take_turns_and_outlive_a_killed_holder(
 RACER = """
 import sys, time
 from tuneloop.sharing.turns import open_turns
-turns = open_turns(sys.argv[1], who=sys.argv[2], patience=6)
+turns = open_turns(sys.argv[1], who=sys.argv[2], patience=10)
 for _ in range(4):
     with turns.acquire(timeout=60) as held:
         print(held.number, time.monotonic(), flush=True)

@@ -15,8 +15,12 @@ from tuneloop.argo.cluster import PRIORITY_LABEL, QUEUE_LABEL, WORKFLOWS, Cluste
 from tuneloop.argo.colocation import check
 from tuneloop.argo.seats import API, KINDS
 from tuneloop.argo.spec import applied
+from tuneloop.argo.turn import sidecar
 from tuneloop.errors import UserError
+from tuneloop.sharing import lease
+from tuneloop.sharing.turns import Turns
 from tuneloop.store import Store
+from tuneloop.turn import arguments
 
 CLAIMS = KINDS["ResourceClaim"]
 KUEUE = ("kueue.x-k8s.io", "v1beta2")
@@ -46,6 +50,7 @@ def problems(cluster: Cluster, workflow: Mapping[str, Any]) -> list[UserError]:
             *_images(cluster, workflow),
             *_queues(cluster, workflow),
             *_devices(cluster, workflow),
+            *_turns(cluster, workflow),
             *_store(workflow),
         ]
 
@@ -143,6 +148,21 @@ def _devices(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserErro
             f"is no DeviceClass of {cluster.context}; `kubectl get deviceclasses` lists them, a DRA driver brings them"
         )
         yield UserError("cluster.share.device_class", share.device_class, remedy)
+
+
+def _turns(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+    """A run that its group refuses ends at the first stage that shares. Where turns go claim by claim, only there."""
+    found = [sidecar(template) for template in workflow["spec"].get("templates", ())]
+    for args in sorted({tuple(each["args"]) for each in found if each}):
+        wanted = arguments(args)
+        place = lease.Lease(cluster, wanted.group)
+        seen: Any = ABSENT if "{{" in wanted.group else _found(cluster.get, *lease.LEASES, place.name)
+        if seen not in (ABSENT, UNSEEN):
+            turns = Turns(place, wanted.group, who=wanted.run, policy=wanted.policy, patience=wanted.patience)
+            try:
+                turns.agreed(lease.document(seen))
+            except UserError as error:
+                yield error
 
 
 def _images(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:

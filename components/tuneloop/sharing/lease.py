@@ -41,7 +41,7 @@ class Lease:
         self._place = (*LEASES[:2], cluster.namespace, LEASES[2])
 
     def read(self) -> tuple[Document, dict[str, Any] | None]:
-        with self._faults(missing=True):
+        with self._faults():
             found = self.cluster.custom.get_namespaced_custom_object(*self._place, self.name, _request_timeout=10)
             return document(found), found
         return Document(), None
@@ -49,7 +49,7 @@ class Lease:
     def write(self, document: Document, seen: dict[str, Any] | None) -> None:
         api, place = self.cluster.custom, self._place
         made = lease(document, self.name, self.group, seen)
-        with self._faults():
+        with self._faults(write=True, seen=seen is not None):
             if seen is None:
                 api.create_namespaced_custom_object(*place, made, _request_timeout=10)
             elif document.idle:
@@ -60,7 +60,8 @@ class Lease:
                 api.replace_namespaced_custom_object(*place, self.name, made, _request_timeout=10)
 
     @contextmanager
-    def _faults(self, missing: bool = False) -> Iterator[None]:
+    def _faults(self, write: bool = False, seen: bool = False) -> Iterator[None]:
+        """A 404: there is none to read; what was `seen` is gone; else, to who creates one, no such namespace."""
         from kubernetes.client import ApiException
 
         try:
@@ -68,9 +69,9 @@ class Lease:
                 try:
                     yield
                 except ApiException as error:
-                    if error.status == 409 or (error.status == 404 and not missing):
+                    if error.status == 409 or (error.status == 404 and seen):
                         raise Conflict(f"{self.name} was changed by another") from error
-                    if error.status != 404:
+                    if write or error.status != 404:
                         raise
         except argo.Away as error:  # it was there before: a turn outlasts that
             raise Retryable(str(error)) from error

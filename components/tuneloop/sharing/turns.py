@@ -254,11 +254,13 @@ class Turns:
     def wait(self, ticket: str, timeout: float | None, stop: threading.Event) -> Held:
         """Queue up as `ticket` until its turn has come; the seat is the caller's to give back. Raises as `acquire`."""
         silence, started, beaten = Silence(), clock(), clock()
-        self.change(lambda document: self._agreed(document).ask(ticket, self.who, time.time()))
+        document = self.change(lambda now: self.agreed(now).ask(ticket, self.who, time.time()))
         while True:
             with contextlib.suppress(Retryable):  # an API server that is away: those who wait go on waiting
                 before = clock()
                 document = self.read()
+                if document.holder and document.holder.ticket == ticket:  # taken before; the answer was lost
+                    return Held(self, ticket, document.number, before).beat()
                 number = self._take(ticket, document, silence.look(document, clock()) - {ticket})
                 if number is not None:
                     return Held(self, ticket, number, before)
@@ -279,13 +281,19 @@ class Turns:
         except Refused:
             return None
 
-    def resume(self, ticket: str, number: int) -> Held:
-        """Go on holding a turn whose holder started anew.
+    def resume(self, standing: Grant, stop: threading.Event) -> Held:
+        """Go on holding a turn whose holder started anew. A place in trouble is asked again while the turn is safe.
 
         Raises:
-            Retryable: it was lost.
+            Retryable: it was lost, or `stop` was set.
         """
-        return Held(self, ticket, number, clock()).beat()
+        held = Held(self, standing.ticket, standing.number, standing.renewed)
+        while True:
+            try:
+                return held.beat()
+            except Retryable:
+                if held.lost.is_set() or stop.wait(pause(self.patience)):
+                    raise
 
     def quit(self, ticket: str) -> None:
         """Give a seat back; where that fails, others find it silent."""
@@ -298,7 +306,12 @@ class Turns:
         """Give back all seats of the run, for one that is known to have ended."""
         self.change(lambda document: document.leave(self.who))
 
-    def _agreed(self, document: Document) -> Document:
+    def agreed(self, document: Document) -> Document:
+        """The document of a group whose policy and patience are this run's: an idle one takes them.
+
+        Raises:
+            UserError: the group has others.
+        """
         own = {"policy": self.policy, "patience": self.patience}
         if document.idle:
             return document.model_copy(update=own)

@@ -17,7 +17,7 @@ from tuneloop.errors import UserError
 from tuneloop.rollout import rollout
 from tuneloop.sharing.turns import open_turns
 
-SHARED = Cluster(share=Share(group="g", patience=3))
+SHARED = Cluster(share=Share(group="g", patience=10))
 
 
 def build(tasks: int) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def test_stages_of_a_run_take_turns_here(tmp_path: Path) -> None:
 
 
 def test_a_stage_waits_for_another_run_and_stops_waiting(tmp_path: Path) -> None:
-    with open_turns(f"{tmp_path}/.turns/g", who="other", patience=3).acquire() as held:
+    with open_turns(f"{tmp_path}/.turns/g", who="other", patience=10).acquire() as held:
         made = build(1)
         made["spec"]["activeDeadlineSeconds"] = 1
         started = time.monotonic()
@@ -60,9 +60,9 @@ def test_a_stage_waits_for_another_run_and_stops_waiting(tmp_path: Path) -> None
         told = (tmp_path / "work" / "nodes.jsonl").read_text()
         assert "waits for its turn in group g" in told
         assert held.beat() and held.turns.read().waiting == ()
-        held.turns.change(lambda document: document.model_copy(update={"patience": 9}))
+        held.turns.change(lambda document: document.model_copy(update={"patience": 19}))
         outcome = execute(build(1), workdir=tmp_path / "work", arguments={"run": "a", "store": str(tmp_path)})
-        assert outcome.exit_code == 2 and "the runs of group g say 9.0" in outcome.message
+        assert outcome.exit_code == 2 and "the runs of group g say 19.0" in outcome.message
 
 
 def test_the_sidecar_alone_has_a_token() -> None:

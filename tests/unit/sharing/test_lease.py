@@ -1,0 +1,125 @@
+"""A group's document as a Lease, over HTTP: what the API server's answers mean."""
+
+import dataclasses
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tests.unit.argo.test_launch import connected
+from tests.unit.argo.test_turn import SHARED, build
+from tuneloop.argo.cluster import Cluster
+from tuneloop.argo.preflight import _turns
+from tuneloop.errors import UserError
+from tuneloop.sharing.lease import Lease
+from tuneloop.sharing.turns import Document, Turns
+
+
+class Server(ThreadingHTTPServer):
+    """As much of an API server as keeps Leases in the namespace `tuneloop`, by name, with versions."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.leases: dict[str, dict[str, Any]] = {}
+        self.version = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def _answer(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _body(self) -> dict[str, Any]:
+        body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        return body
+
+    def _store(self, body: dict[str, Any], status: int) -> None:
+        self.server.version += 1
+        about = {"resourceVersion": str(self.server.version), "uid": "u"}
+        self.server.leases[body["metadata"]["name"]] = {**body, "metadata": {**body["metadata"], **about}}
+        self._answer(status, self.server.leases[body["metadata"]["name"]])
+
+    def do_GET(self) -> None:
+        found = self.server.leases.get(self.path.rpartition("/")[2])
+        self._answer(200 if found else 404, found or {"message": "not found"})
+
+    def do_POST(self) -> None:
+        body = self._body()
+        if "/namespaces/tuneloop/" not in self.path:
+            return self._answer(404, {"message": 'namespaces "nowhere" not found'})
+        if body["metadata"]["name"] in self.server.leases:
+            return self._answer(409, {"message": "already exists"})
+        self._store(body, 201)
+
+    def do_PUT(self) -> None:
+        body = self._body()
+        found = self.server.leases.get(body["metadata"]["name"])
+        if found is None:
+            return self._answer(404, {"message": "not found"})
+        if found["metadata"]["resourceVersion"] != body["metadata"]["resourceVersion"]:
+            return self._answer(409, {"message": "was changed"})
+        self._store(body, 200)
+
+    def do_DELETE(self) -> None:
+        self._body()
+        self._answer(200, self.server.leases.pop(self.path.rpartition("/")[2]))
+
+    def log_message(self, *about: object) -> None:
+        """Nothing is said."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture
+def cluster(server: Server) -> Cluster:
+    return connected(f"http://127.0.0.1:{server.server_port}")
+
+
+def test_a_namespace_that_is_not_there(cluster: Cluster) -> None:
+    """One line, not a conflict that is tried again for ever."""
+    nowhere = dataclasses.replace(cluster, namespace="nowhere")
+    with pytest.raises(UserError, match=r'refused \(404\): namespaces "nowhere" not found'):
+        Lease(nowhere, "g").write(Document().ask("a.1", "a"), None)
+
+
+def test_a_lease_that_went_away_under_a_writer_is_made_anew(cluster: Cluster, server: Server) -> None:
+    turns = Turns(Lease(cluster, "g"), "g", who="a", patience=30)
+    turns.change(lambda document: document.ask("a.1", "a"))
+    seen: list[int] = []
+
+    def ask(document: Document) -> Document:
+        seen.append(len(document.waiting))
+        server.leases.clear()
+        return document.ask("a.2", "a")
+
+    turns.change(ask)
+    assert seen == [1, 0] and [seat.ticket for seat in turns.read().waiting] == ["a.2"]
+    turns.leave()
+    assert not server.leases
+
+
+def test_what_the_group_will_refuse_is_said_before(cluster: Cluster, server: Server) -> None:
+    """By the Lease, where one stands; an idle group takes what comes."""
+    assert SHARED.share
+    made, theirs = build(1), SHARED.share.patience + 10
+    assert list(_turns(cluster, made)) == []
+    with Turns(Lease(cluster, "g"), "g", who="a", patience=theirs).acquire(timeout=5):
+        (problem,) = _turns(cluster, made)
+        assert problem.field == "cluster.share.patience" and f"the runs of group g say {theirs}" in str(problem)
+    assert list(_turns(cluster, made)) == []
