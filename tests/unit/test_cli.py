@@ -17,6 +17,7 @@ from tuneloop.argo.state import Journal, Node, Workflow
 from tuneloop.cli import checks, invoke
 from tuneloop.cli.live import Display
 from tuneloop.errors import UserError
+from tuneloop.sharing.turns import open_turns
 
 ROOT = Path(__file__).parents[2]
 TOY = str(ROOT / "tests" / "unit" / "toy_pipeline.py")
@@ -412,6 +413,15 @@ def test_status_counts_retries_and_says_what_was_interrupted(call: Call, tmp_pat
 def test_status_of_a_failed_run_says_why(call: Call, tmp_path: Path) -> None:
     left(tmp_path, pod("sft", "Failed", message="exit code 1"), phase="Failed", message="sft failed")
     assert "r  toy_pipeline  failed; sft failed; tuneloop resume r" in call("status", "r").out
+
+
+def test_stop_gives_back_the_turns_of_a_run_that_was_killed(call: Call, tmp_path: Path) -> None:
+    left(tmp_path, pod("sft", "Running"))
+    turns = open_turns(f"{tmp_path}/runs/.turns/g", who="r")
+    turns.change(lambda document: document.ask("r.1", "r").take("r.1").ask("r.2", "r").ask("other.1", "other"))
+    assert "is not running (interrupted)" in call("stop", "r").out
+    document = turns.read()
+    assert document.holder is None and [seat.who for seat in document.waiting] == ["other"]
 
 
 def test_status_while_an_executor_holds_the_run(call: Call, tmp_path: Path) -> None:

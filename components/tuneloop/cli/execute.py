@@ -80,14 +80,18 @@ def stop(
     store: STORE = "runs",
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the stages to end.")] = 90.0,
 ) -> int:
-    """Stop a run. Its stages commit what a resume needs and end."""
+    """Stop a run. Its stages commit what a resume needs and end; of one that was killed, its turns are given back."""
+    from tuneloop.argo.turn import STORED
     from tuneloop.cli.show import there
     from tuneloop.errors import Retryable
     from tuneloop.runs import Run
+    from tuneloop.sharing.file import release
 
     found = Run.open(name, store)
     state = found.state
     if found.phase != "running" or state is None:
+        if state is not None:  # it ran here: no process of it is left
+            release(f"{found.store_url}/{STORED}", name)
         typer.echo(f"{name}: is not running ({found.phase})")
         return 0
     os.kill(state.workflow.pid, signal.SIGTERM)

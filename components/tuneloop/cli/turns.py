@@ -24,7 +24,8 @@ def turns(
     """Show who has the turn in each group, who waits, and who was served when.
 
     A holder that is silent for the group's patience loses its turn without help, as soon as somebody waits for it. One
-    that works too long is ended with its run: `tuneloop stop RUN`. Exit code 1 where there is no such group.
+    that works too long is ended with its run: `tuneloop cluster stop RUN`, here `tuneloop stop RUN`. Exit code 1 where
+    there is no such group.
     """
     found = _in_store(store, group) if store else _in_cluster(namespace, context)
     chosen = {name: document for name, document in found.items() if group in (None, name)}

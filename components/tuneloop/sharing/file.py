@@ -6,7 +6,7 @@ The object stays when the last run has left: an empty one, so that the numbers o
 from __future__ import annotations
 
 from tuneloop.errors import Corrupt
-from tuneloop.sharing.turns import Document
+from tuneloop.sharing.turns import Document, open_turns
 from tuneloop.store import Store
 
 KEY = "turns.json"
@@ -33,3 +33,10 @@ class File:
 
     def write(self, document: Document, seen: bytes | None) -> None:
         self.store.swap(KEY, seen, document.model_dump_json().encode())
+
+
+def release(url: str, run: str) -> None:
+    """Give back what a run that has ended left, held or waiting, in all groups below `url`."""
+    for key in Store(url).keys(""):
+        if key.endswith(f"/{KEY}"):
+            open_turns(f"{url}/{key.removesuffix(f'/{KEY}')}", who=run).leave()
