@@ -106,9 +106,9 @@ def gateway(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
     apply(ACCOUNTS)
     stopping = threading.Event()
     way = threading.Thread(target=forward, args=(stopping,))
+    way.start()
     try:
         kubectl("-n", "tuneloop", "rollout", "status", DEPLOYMENT, "--timeout=120s")
-        way.start()
         user = token("gateway-user", "tuneloop")
         headers = {"Authorization": f"Bearer {user}"}
         about = {"base_url": f"http://127.0.0.1:{PORT}", "headers": headers, "timeout": 60}
@@ -190,7 +190,7 @@ def test_a_load_of_sessions_at_once(gateway: SimpleNamespace) -> None:
         assert over.status_code == 429
         assert over.json()["error"].startswith(f"quota: namespace 'tuneloop' has {LIMIT} of {LIMIT} sessions")
         assert gateway.http.get("/v1/sessions?namespace=default").status_code == 403
-        until(running, 240)
+        until(running, 480)
         up = time.monotonic() - began
         beat = lambda id: gateway.http.post("/api/v1/session_heartbeat", json={"session_id": id})  # noqa: E731
         assert {answer.status_code for answer in pool.map(beat, ids)} == {200}

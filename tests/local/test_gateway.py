@@ -42,11 +42,13 @@ def test_a_loop_through_the_primitives_learns(gateway: SimpleNamespace) -> None:
     """Policy gradient by hand: more of one token. Then a second model goes on from what the first one saved."""
     service = tinker.ServiceClient(base_url=gateway.url, api_key=gateway.token)
     model = service.create_lora_training_client(base_model="runs/mine/sft", rank=0).result()
-    params = tinker.SamplingParams(max_tokens=6, stop=[])
     rewards = []
-    for _ in range(12):
+    for step in range(12):
         sampler = model.save_weights_and_get_sampling_client().result()
-        asked = [sampler.sample(tinker.ModelInput.from_ints([prompt]), 8, params) for prompt in (3, 4, 5, 6)]
+        params = {
+            prompt: tinker.SamplingParams(max_tokens=6, stop=[], seed=10 * step + prompt) for prompt in (3, 4, 5, 6)
+        }
+        asked = [sampler.sample(tinker.ModelInput.from_ints([prompt]), 8, params[prompt]) for prompt in params]
         samples = [(prompt, each) for prompt, future in zip((3, 4, 5, 6), asked) for each in future.result().sequences]
         scores = np.array([np.mean(np.array(each.tokens) == GOAL) for _, each in samples])
         rewards.append(scores.mean())

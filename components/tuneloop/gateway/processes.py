@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import secrets
 import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, replace
@@ -18,6 +20,8 @@ from tuneloop.gateway.sessions import Session, Settings, Wanted
 from tuneloop.gateway.worker import KEY
 
 GRACE = 10.0
+KEPT = 3600.0
+"""Seconds for which an ended session is still listed."""
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -29,6 +33,7 @@ class Child:
     process: subprocess.Popen[bytes]
     log: Path
     ending: bool = False
+    ended: float = math.inf
 
 
 class Processes:
@@ -73,6 +78,9 @@ class Processes:
         return found[0] if found else None
 
     def sessions(self, namespace: str) -> list[Session]:
+        for name, child in list(self.children.items()):
+            if time.monotonic() - child.ended > KEPT:
+                self.children.pop(name, None)
         children = [child for child in list(self.children.values()) if child.session.wanted.namespace == namespace]
         return sorted(map(self._look, children), key=lambda session: session.created)
 
@@ -104,6 +112,7 @@ class Processes:
             ready = child.session.phase == "running" or _answers(str(child.session.address))
             child.session = replace(child.session, phase="running" if ready else "starting")
             return child.session
+        child.ended = min(child.ended, time.monotonic())
         words = child.log.read_text(errors="replace").strip().split("\n")[-1][-300:]
         return replace(child.session, phase="failed" if code else "ended", address=None, reason=f"exit {code}: {words}")
 

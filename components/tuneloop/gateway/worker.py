@@ -50,6 +50,8 @@ POLL = 30.0
 """Seconds that `retrieve_future` waits; the client library waits 45."""
 LINGER = 0.5
 """Seconds without a request after which a turn ends."""
+SHARE = 10.0
+"""Seconds after which it ends however many follow, where somebody waits for it."""
 
 UVICORN: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 2, "timeout_keep_alive": 75}
 """Connections are kept longer than clients keep them: else one is closed just as a request is sent over it."""
@@ -174,7 +176,8 @@ class Worker:
         async def checked(request: Any) -> Any:
             if not hmac.compare_digest(request.headers.get(HEADER, "").encode(), self.key.encode()):
                 return _json({"error": f"{HEADER}: is not this session's"}, 401)
-            self.heard = time.monotonic()
+            if answer != self.heartbeat:  # which comes for as long as a notebook is open
+                self.heard = time.monotonic()
             return await answer(request)
 
         return checked
@@ -187,10 +190,16 @@ class Worker:
                 continue
             try:
                 with self._turn() as held:
+                    look = time.monotonic() + SHARE
                     while entries:
                         if held:
                             held.check()
                         self.session.do(entries)
+                        entries = []
+                        if self.turns and time.monotonic() > look:
+                            if self.turns.read().waiting:
+                                break
+                            look = time.monotonic() + SHARE
                         entries = ledger.take(LINGER)
             except Retryable as lost:  # before it was begun
                 log.warning("%s; asks for the turn again", lost)

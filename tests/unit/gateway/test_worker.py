@@ -1,6 +1,7 @@
 """A worker's thread, and turns on the device between sessions."""
 
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,35 @@ def test_a_worker_computes_in_its_turn_and_sleeps_between(
         worker.thread.join()
 
 
+def test_a_busy_worker_lets_others_have_their_turn(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SHARE", 0.0)
+    base, place = checkpoint_artifact(tmp_path / "base"), str(tmp_path / "group")
+    session.create_model(CreateModel(session_id=session.id, base_model=base.ref))
+    requests = [session.optim_step(OptimStep(model_id=MODEL)) for _ in range(5)]
+    other = open_turns(place, who="another")
+    worker = Worker(session, "key", open_turns(place, who=session.id))
+    found: list[bool] = []
+
+    def ask() -> None:
+        with other.acquire():
+            found.extend(session.ledger.future(request).done() for request in requests)
+
+    asking = threading.Thread(target=ask)
+    with open_turns(place, who="first").acquire():
+        worker.thread.start()
+        until(lambda: len(other.read().waiting) == 1)
+        asking.start()
+        until(lambda: len(other.read().waiting) == 2)
+    asking.join(30)
+    assert found == [False] * 5  # one request, the model's creation, then it was the other's turn
+    with pytest.raises(UserError, match="no gradient"):
+        session.ledger.future(requests[-1]).result(60)
+    worker.stopping.set()
+    worker.thread.join()
+
+
 def test_a_worker_that_can_not_wake_up_ends(session: Session, tmp_path: Path) -> None:
     base = checkpoint_artifact(tmp_path / "base")
     worker = Worker(session, "key", open_turns(str(tmp_path / "group"), who=session.id))
@@ -105,6 +135,11 @@ def test_a_refused_request_takes_its_number(session: Session, tmp_path: Path) ->
         wrong = http.post("/api/v1/optim_step", json={"model_id": MODEL, "seq_id": "x"})
         assert wrong.status_code == 422 and wrong.json()["error"].startswith("seq_id: 'x'")
         assert wrong.headers[module.SESSION] == session.id
+        heard = worker.heard
+        http.post("/api/v1/session_heartbeat", json={})
+        assert worker.heard == heard
+        http.post("/api/v1/get_info", json={"model_id": MODEL})
+        assert worker.heard > heard
     worker.stopping.set()
     worker.thread.join()
 
