@@ -8,7 +8,7 @@ It answers to who knows the key, the gateway: in the header ``X-Session-Key``. `
 library calls; every ``POST`` that computes answers ``{"request_id"}`` at once, and ``retrieve_future`` has the result.
 With ``--turns`` it computes only while it has the turn of its group (`tuneloop.sharing.turns`): for as long as requests
 follow one another. Exit codes: 0 after SIGTERM, or when nobody asked for anything in ``--idle`` seconds; 1 where
-what it keeps on the device is lost.
+what it keeps on the device is lost; 75 where it lost its turn in the midst of one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import logging
@@ -23,16 +24,19 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
+from tuneloop import fence
 from tuneloop.component import from_validation
-from tuneloop.errors import EXIT_USER, Retryable, UserError, say
+from tuneloop.errors import EXIT_USER, Retryable, UserError, failed, say
 from tuneloop.gateway import session as asked
 from tuneloop.gateway import wire
 from tuneloop.gateway.ledger import Conflict, Gone
@@ -220,7 +224,9 @@ class Worker:
         if self.turns is None:
             yield None
             return
-        with self.turns.acquire(stop=self.stopping) as held:
+        file = os.environ.get(fence.VARIABLE)
+        told = functools.partial(fence.write, Path(file)) if file else None
+        with self.turns.acquire(stop=self.stopping, told=told) as held, _guarded(held):
             self.session.wake()
             try:
                 yield held
@@ -239,11 +245,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.turns:
             from tuneloop.sharing.turns import open_turns
 
+            os.environ[fence.VARIABLE] = os.path.join(tempfile.mkdtemp(prefix="tuneloop-"), "turn.json")
             turns = open_turns(options.turns, who=options.session, policy=options.policy, patience=options.patience)
         worker = Worker(Session(options.session, options.artifacts, lambda: _ranks(options.device)), key, turns)
         return _serve(worker, options)
     except UserError as error:
         return say(f"error: {error}", EXIT_USER)
+
+
+@contextlib.contextmanager
+def _guarded(held: Held) -> Iterator[None]:
+    """Ends this process as soon as the turn is lost: the device may be somebody else's in a moment."""
+    over = threading.Event()
+
+    def guard() -> None:
+        while not over.wait(0.2):
+            try:
+                held.check()
+            except Retryable as lost:
+                os._exit(failed(lost))
+
+    threading.Thread(target=guard, daemon=True, name="guard").start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def _ranks(device: str) -> Any:

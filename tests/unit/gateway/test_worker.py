@@ -1,6 +1,8 @@
 """A worker's thread, and turns on the device between sessions."""
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -10,10 +12,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.making import checkpoint_artifact
+from tuneloop import fence
+from tuneloop.artifacts import Artifact
 from tuneloop.errors import UserError
 from tuneloop.gateway import wire
 from tuneloop.gateway import worker as module
-from tuneloop.gateway.session import CreateModel, OptimStep, Session
+from tuneloop.gateway.session import CreateModel, OptimStep, SaveWeights, Session
 from tuneloop.gateway.worker import Worker
 from tuneloop.sharing.turns import open_turns
 from tuneloop.trainers.fsdp import Ranks
@@ -39,6 +43,7 @@ def test_a_worker_computes_in_its_turn_and_sleeps_between(
     monkeypatch.setattr(module, "LINGER", 0.05)
     base = checkpoint_artifact(tmp_path / "base")
     place, other = str(tmp_path / "group"), open_turns(str(tmp_path / "group"), who="another")
+    monkeypatch.setenv(fence.VARIABLE, str(tmp_path / "turn.json"))
     worker = Worker(session, "key", open_turns(place, who=session.id))
     worker.thread.start()
     try:
@@ -50,9 +55,36 @@ def test_a_worker_computes_in_its_turn_and_sleeps_between(
         until(lambda: other.read().holder is None)
         assert other.read().number == 2
         assert session._asleep == [session.models[MODEL]]
+        request = session.save_weights(SaveWeights(model_id=MODEL, path="x"))
+        saved = Artifact(session._url(session.ledger.future(request).result(30)["path"]))
+        assert saved.manifest.provenance["turn"]["number"] == 3
     finally:
         worker.stopping.set()
         worker.thread.join()
+
+
+def test_a_worker_that_lost_its_turn_ends(tmp_path: Path) -> None:
+    """It was frozen in the midst of it, for longer than the turn is safe."""
+    program = f"""
+import time
+from tuneloop.gateway import worker
+from tuneloop.gateway.session import Session
+from tuneloop.sharing.turns import open_turns
+turns = open_turns({f"{tmp_path}/group"!r}, who="a", patience=2)
+with worker.Worker(Session("a.session-1", "nowhere", dict), "key", turns)._turn():
+    print("has it", flush=True)
+    time.sleep(60)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "has it\n"
+    process.send_signal(signal.SIGSTOP)
+    with open_turns(f"{tmp_path}/group", who="b", patience=2).acquire(30) as held:
+        process.send_signal(signal.SIGCONT)
+        said = process.communicate(timeout=30)[1]
+        assert process.returncode == 75 and "interrupted: turn 1 of group group was lost" in said
+        held.check()
 
 
 def test_a_busy_worker_lets_others_have_their_turn(
