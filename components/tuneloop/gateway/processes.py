@@ -74,8 +74,10 @@ class Processes:
         self.children[name] = Child(replace(session, address=address), process, log)
 
     def get(self, namespace: str, name: str) -> Session | None:
-        found = [session for session in self.sessions(namespace) if session.name == name and session.phase != "ending"]
-        return found[0] if found else None
+        child = self.children.get(name)
+        if child is None or child.ending or child.session.wanted.namespace != namespace:
+            return None
+        return self._look(child)
 
     def sessions(self, namespace: str) -> list[Session]:
         for name, child in list(self.children.items()):
@@ -95,7 +97,7 @@ class Processes:
             _signal(child.process, signal.SIGKILL)
             child.process.wait()
         if self.children.get(name) is child:  # no other was made under its name meanwhile
-            del self.children[name]
+            self.children.pop(name, None)
 
     def close(self) -> None:
         """End all sessions."""
