@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, TypeVar, overload
 
 import numpy as np
 
@@ -13,7 +14,26 @@ if TYPE_CHECKING:
     from tuneloop.trainers._batch import Document
 
 
-class Corpus(Sequence["Document"]):
+T = TypeVar("T")
+
+
+class Places(Sequence[T]):
+    """A sequence whose items are made as they are asked for, by `at`."""
+
+    @abstractmethod
+    def at(self, place: int) -> T:
+        """The item at a place from 0 to ``len(self) - 1``."""
+
+    @overload
+    def __getitem__(self, place: int) -> T: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[T]: ...
+    def __getitem__(self, place: int | slice) -> T | list[T]:
+        places = range(len(self))[place]
+        return self.at(places) if isinstance(places, int) else [self.at(i) for i in places]
+
+
+class Corpus(Places["Document"]):
     """Documents by place. Five bytes a token on disk (``TMPDIR``), eight a document in memory.
 
     Args:
@@ -48,15 +68,8 @@ class Corpus(Sequence["Document"]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    @overload
-    def __getitem__(self, place: int) -> Document: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Document]: ...
-    def __getitem__(self, place: int | slice) -> Document | list[Document]:
+    def at(self, place: int) -> Document:
         from tuneloop.trainers._batch import Document
 
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        i = range(len(self))[place]
-        part = slice(self._ends[i], self._ends[i + 1])
+        part = slice(self._ends[place], self._ends[place + 1])
         return Document(self._ids[part].tolist(), self._targets[part].tolist())

@@ -19,7 +19,8 @@ that are somebody else's and record nothing, it is all that is known besides pub
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -62,11 +63,10 @@ NUMBERS = tuple(f.name for f in fields(Delivery) if f.type == "float | None")
 
 def deliveries(run: Run) -> list[Delivery]:
     """Every version that was published, or brought to a fleet; what its last rollout or evaluation knew of it."""
-    found = {
-        version: Delivery(version, "published", **_sent(about)) for version, about in published(_root(run)).items()
-    }
+    records = published(_root(run))
+    found = {version: Delivery(version, "published", **_sent(about)) for version, about in records.items()}
     for entry in run.of("rollout", "evaluate"):
-        if one := delivery(run, entry):
+        if one := _delivery(run, entry, records.get):
             before = found.get(one.version)  # a fleet is refitted once, and found refitted from then on
             if before is None or before.pause_s is None or one.pause_s is not None:
                 found[one.version] = one
@@ -75,16 +75,21 @@ def deliveries(run: Run) -> list[Delivery]:
 
 def delivery(run: Run, entry: Entry) -> Delivery | None:
     """What a rollout or evaluation knew of its version; None where that was neither published nor refitted."""
-    facts, took, root = entry.manifest.facts, entry.manifest.timings, _root(run)
+    return _delivery(run, entry, functools.partial(record, _root(run)))
+
+
+def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] | None]) -> Delivery | None:
+    """As `delivery`; `recorded` finds the publisher's record of a version."""
+    facts, took = entry.manifest.facts, entry.manifest.timings
     if "staleness" not in facts:
         return None
     version, refitted = int(facts["version"]), facts.get("refitted")
     seen = {"waited_s": took.get("load", 0.0) + took.get("canary", 0.0), "behind": facts["staleness"]["mean"]}
     if refitted:
         return Delivery(version, "refitted", **_model_bytes(run.policy_of(entry)), **_refitted(refitted), **seen)
-    if (about := record(root, version)) is None:
+    if (about := recorded(version)) is None:
         return None
-    pulls = _pulls(root, version, entry, facts.get("pulled"))
+    pulls = _pulls(_root(run), version, entry, facts.get("pulled"))
     return Delivery(version, "pulled", **_sent(about), **_served(pulls, about["at"]), **seen)
 
 

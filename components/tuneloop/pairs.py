@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +14,7 @@ import xxhash
 from tuneloop import checkpoint, steps
 from tuneloop.artifacts import Artifact
 from tuneloop.component import Stage
-from tuneloop.corpus import Corpus
+from tuneloop.corpus import Corpus, Places
 from tuneloop.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def follow(prompt: list[int], completion: list[int]) -> Document:
     return Document(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 
 
-class Pairs(Sequence[Pair]):
+class Pairs(Places[Pair]):
     """Pairs by place; their tokens lie in temporary files (see `Corpus`).
 
     Args:
@@ -85,25 +85,18 @@ class Pairs(Sequence[Pair]):
     def __len__(self) -> int:
         return len(self.ids)
 
-    @overload
-    def __getitem__(self, place: int) -> Pair: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Pair]: ...
-    def __getitem__(self, place: int | slice) -> Pair | list[Pair]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        i = range(len(self))[place]
-        chosen, rejected = self.documents[2 * i], self.documents[2 * i + 1]
+    def at(self, place: int) -> Pair:
+        chosen, rejected = self.documents[2 * place], self.documents[2 * place + 1]
         start = chosen.targets.index(True)
         prompt = list(chosen.ids[:start])
-        return Pair(self.ids[i].as_py(), prompt, list(chosen.ids[start:]), list(rejected.ids[start:]))
+        return Pair(self.ids[place].as_py(), prompt, list(chosen.ids[start:]), list(rejected.ids[start:]))
 
     def digests(self) -> pa.StringArray:
         """`Pair.digest` of each."""
         return pa.array((pair.digest for pair in self), pa.string())
 
 
-class Mismatched(Sequence["Document"]):
+class Mismatched(Places["Document"]):
     """Each prompt with the chosen, then the rejected completion of the pair before it: samples of neither side, to
     estimate KL from (KTO)."""
 
@@ -113,14 +106,8 @@ class Mismatched(Sequence["Document"]):
     def __len__(self) -> int:
         return 2 * len(self._pairs)
 
-    @overload
-    def __getitem__(self, place: int) -> Document: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Document]: ...
-    def __getitem__(self, place: int | slice) -> Document | list[Document]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        i, side = divmod(range(len(self))[place], 2)
+    def at(self, place: int) -> Document:
+        i, side = divmod(place, 2)
         other = self._pairs[i - 1]
         return follow(self._pairs[i].prompt, other.rejected if side else other.chosen)
 

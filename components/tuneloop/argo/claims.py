@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.settings import GROUP_LABEL, ROLE_LABEL, SHARE, Cluster, Share
+from tuneloop.argo.spec import labels_of
 from tuneloop.errors import UserError
 
 if TYPE_CHECKING:
@@ -144,9 +145,7 @@ def share_of(workflow: Mapping[str, Any]) -> Share | None:
 def misplaced(workflow: Mapping[str, Any]) -> Iterator[UserError]:
     """What stands against the placement of pods that share devices: the claim's devices decide where they run."""
     spec, share = workflow.get("spec") or {}, share_of(workflow)
-    pods = [
-        (f"templates.{t['name']}", t, (t.get("metadata") or {}).get("labels") or {}) for t in spec.get("templates", ())
-    ]
+    pods = [(f"templates.{t['name']}", t, labels_of(t)) for t in spec.get("templates", ())]
     sharing = [(at, pod, given) for at, pod, given in pods if GROUP_LABEL in given]
     if sharing and not share:
         remedy = "is shared, and nothing takes a seat there: give workflow() the cluster that stage_template() has"

@@ -24,6 +24,8 @@ from tuneloop.argo.spec import applied
 from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
+OWNER = {"apiVersion": "/".join(WORKFLOWS[:2]), "kind": "Workflow"}
+"""In an owner reference: with name and uid of a workflow, what its object shall not outlive."""
 DONE = ("Succeeded", "Failed", "Error")
 NAMESPACE = "tuneloop"
 IN_CLUSTER = "in-cluster"

@@ -7,7 +7,7 @@ from typing import Any
 
 from tuneloop.argo.claims import share_of
 from tuneloop.argo.settings import GROUP_LABEL, ROLE_LABEL
-from tuneloop.argo.spec import calls
+from tuneloop.argo.spec import calls, labels_of
 from tuneloop.errors import UserError
 from tuneloop.sharing.memory import Colocation, resident
 
@@ -24,9 +24,9 @@ def colocations(workflow: Mapping[str, Any]) -> dict[str, Colocation]:
     stages = 2 if any(call["name"] == "ahead" for template in templates for call in calls(template)) else 1
     roles: dict[str, list[Mapping[str, Any]]] = {}
     for template in templates:
-        labels = (template.get("metadata") or {}).get("labels") or {}
-        if GROUP_LABEL in labels:
-            roles.setdefault("" if share.roles == "together" else labels[ROLE_LABEL], []).append(template)
+        given = labels_of(template)
+        if GROUP_LABEL in given:
+            roles.setdefault("" if share.roles == "together" else given[ROLE_LABEL], []).append(template)
     found = {}
     for role, pods in roles.items():
         own = [_memory(template) for template in pods if not template.get("daemon")] or [(0, 0)]
@@ -81,7 +81,7 @@ def gib(count: float) -> str:
 
 
 def number(quantity: str) -> int:
-    """Bytes of a Kubernetes quantity such as ``2Gi``, ``512Mi``."""
+    """Bytes of a Kubernetes quantity such as ``2Gi``, ``512Mi``; kubernetes' own parser takes a second to import."""
     for unit, factor in UNITS.items():
         if quantity.endswith(unit):
             return int(float(quantity.removesuffix(unit)) * factor)

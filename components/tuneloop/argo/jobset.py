@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tuneloop.argo import claims
 from tuneloop.argo.settings import RUN_LABEL, Cluster
 from tuneloop.argo.spec import applied
-from tuneloop.argo.template import RESTRICTED, RETRIED, RETRIES
+from tuneloop.argo.template import NOBODY, RESTRICTED, RETRIED, RETRIES
 from tuneloop.component import Component
 from tuneloop.errors import UserError
 
@@ -244,10 +244,7 @@ def pod_spec(
         "terminationGracePeriodSeconds": GRACE,
         "serviceAccountName": "tuneloop-stage",
         "automountServiceAccountToken": False,
-        "securityContext": {
-            **{"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": NOBODY,
         "containers": [container],
         "volumes": [_plain(volume._build_volume()) for volume in about["volumes"]] + [SHM],
         **(claims.placed(container, share, claims.role_of(image)) if share else {}),

@@ -16,7 +16,7 @@ from tuneloop.argo.claims import connect_seats, share_of
 from tuneloop.argo.colocation import number
 from tuneloop.argo.jobset import written
 from tuneloop.argo.settings import GROUP_LABEL, UNKNOWN
-from tuneloop.argo.spec import applied
+from tuneloop.argo.spec import applied, labels_of
 from tuneloop.grain import ITERATION, unfolded
 from tuneloop.plan import Model, asked, container_of, context_of, memory, model_of, read_stage, whole
 
@@ -57,7 +57,7 @@ def fit(workflow: dict[str, Any]) -> None:
         parts = [part for stage in run for part in memory(stage, model, context)]
         if parts:
             container = container_of(template, job)
-            small = share.request if share and GROUP_LABEL in _labels(template, job) else ""
+            small = share.request if share and GROUP_LABEL in labels_of(job or template) else ""
             _ask(container, asked(run, parts), all(whole(stage, model, context) for stage in run), small)
         if job:
             template["resource"]["manifest"] = written(job)
@@ -66,11 +66,6 @@ def fit(workflow: dict[str, Any]) -> None:
 def _unlimited(container: Mapping[str, Any]) -> bool:
     resources = container.get("resources", {})
     return "memory" in resources.get("requests", {}) and "memory" not in resources.get("limits", {})
-
-
-def _labels(template: Mapping[str, Any], job: Mapping[str, Any]) -> Mapping[str, str]:
-    found: Mapping[str, str] = ((job or template).get("metadata") or {}).get("labels") or {}
-    return found
 
 
 def _ask(container: dict[str, Any], amount: int, limited: bool, small: str) -> None:

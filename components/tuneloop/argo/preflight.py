@@ -14,7 +14,7 @@ from tuneloop.argo.claims import misplaced, share_of
 from tuneloop.argo.cluster import PRIORITY_LABEL, QUEUE_LABEL, WORKFLOWS, Cluster, faults, queued
 from tuneloop.argo.colocation import check
 from tuneloop.argo.seats import API, KINDS
-from tuneloop.argo.spec import applied
+from tuneloop.argo.spec import applied, labels_of
 from tuneloop.argo.turn import sidecar
 from tuneloop.errors import UserError
 from tuneloop.sharing import lease
@@ -216,7 +216,7 @@ def _quota(cluster: Cluster, workflow: Mapping[str, Any], queue: str, cluster_qu
     if spec.get("cohortName") or spec.get("cohort"):  # it may borrow what others leave
         return
     quota = _largest(spec)
-    own = [t for t in workflow["spec"]["templates"] if _labels(t).get(QUEUE_LABEL) == queue]
+    own = [t for t in workflow["spec"]["templates"] if labels_of(applied(t) or t).get(QUEUE_LABEL) == queue]
     # A daemon keeps its share while the others run.
     held = _sum(requests(template) for template in own if template.get("daemon"))
     for template in own:
@@ -285,11 +285,6 @@ def _sum(amounts: Iterable[Amounts]) -> Amounts:
         for name, amount in each.items():
             total[name] = total.get(name, Decimal(0)) + amount
     return total
-
-
-def _labels(template: Mapping[str, Any]) -> Mapping[str, str]:
-    labels: Mapping[str, str] = ((applied(template) or template).get("metadata") or {}).get("labels") or {}
-    return labels
 
 
 def _store(workflow: Mapping[str, Any]) -> Iterator[UserError]:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tuneloop.argo import cluster as argo
+from tuneloop.argo.spec import labels_of
 from tuneloop.argo.template import SCRATCH
 from tuneloop.artifacts import split_ref
 from tuneloop.errors import Retryable, UserError
@@ -175,10 +176,10 @@ def start(cluster: argo.Cluster, name: str, store: str, prompts: str) -> str:
     assert digest, prompts
     run = f"{name}-{digest.partition(':')[2][:8]}"
     with argo.faults(cluster):
-        mine = [w for w in cluster.list(*argo.WORKFLOWS, selector=LABEL + "=" + name) if argo.RUN_LABEL in _labels(w)]
-    if active := [_labels(w)[argo.RUN_LABEL] for w in mine if argo.phase(w) not in argo.DONE]:
+        mine = [w for w in cluster.list(*argo.WORKFLOWS, selector=LABEL + "=" + name) if argo.RUN_LABEL in labels_of(w)]
+    if active := [labels_of(w)[argo.RUN_LABEL] for w in mine if argo.phase(w) not in argo.DONE]:
         return f"skipped: {active[-1]} is under way"
-    same = [w for w in mine if _labels(w)[argo.RUN_LABEL] == run]
+    same = [w for w in mine if labels_of(w)[argo.RUN_LABEL] == run]
     if same and argo.phase(same[-1]) == "Succeeded":
         return f"skipped: no new data since {run}"
     parameters = [{"name": "run", "value": run}, {"name": "store", "value": store}]
@@ -186,11 +187,6 @@ def start(cluster: argo.Cluster, name: str, store: str, prompts: str) -> str:
     metadata = {"labels": {argo.RUN_LABEL: run, LABEL: name}}
     body = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": metadata, "spec": spec}
     return f"started {argo.create(cluster, body, run)}"
-
-
-def _labels(workflow: Mapping[str, Any]) -> Mapping[str, str]:
-    labels: Mapping[str, str] = workflow["metadata"].get("labels", {})
-    return labels
 
 
 _RANGES = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))

@@ -125,8 +125,7 @@ def _seat(cluster: argo.Cluster, claim: Object, wanted: Sequence[str], active: A
     """
     place, about = (*API, cluster.namespace, KINDS[claim["kind"]]), claim["metadata"]
     stay, owners = kept(wanted, active)
-    kind = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow"}
-    references = [{**kind, "name": name, "uid": uid} for name, uid in owners]
+    references = [{**argo.OWNER, "name": name, "uid": uid} for name, uid in owners]
     if not stay:
         if "uid" not in about:
             return False

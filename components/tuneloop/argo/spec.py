@@ -178,6 +178,12 @@ def applied(template: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def labels_of(found: Mapping[str, Any]) -> Mapping[str, str]:
+    """Of any object, or of a template's pod."""
+    given: Mapping[str, str] = (found.get("metadata") or {}).get("labels") or {}
+    return given
+
+
 def used_template(task: Mapping[str, Any]) -> str:
     """The template a task names: by itself, or as ``<WorkflowTemplate>/<template>`` by reference."""
     reference = task.get("templateRef")

@@ -33,6 +33,11 @@ RETRIES = 20
 """Preemption must not use up the attempts of a long run, hence so many."""
 RETRY = f"lastRetry.status == 'Error' || asInt(lastRetry.exitCode) in {RETRIED}"
 """Evicted, preempted or interrupted: worth another attempt. 2 is the user's mistake, anything else a bug."""
+NOBODY = {
+    **{"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+"""Whom a pod's containers run as, none of them root."""
 RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
@@ -45,7 +50,7 @@ def workflow(name: str, parameters: Mapping[str, Any] | None = None, *, cluster:
         cluster: what its pods ask for: a workflow whose stages share devices takes a seat on their claim.
     """
     from hera.workflows import Parameter
-    from hera.workflows.models import ExecutorConfig, Metadata, PodGC, PodSecurityContext, SeccompProfile, TTLStrategy
+    from hera.workflows.models import ExecutorConfig, Metadata, PodGC, PodSecurityContext, TTLStrategy
 
     from tuneloop.argo.memory import Workflow
 
@@ -75,13 +80,7 @@ def workflow(name: str, parameters: Mapping[str, Any] | None = None, *, cluster:
         executor=ExecutorConfig(service_account_name="tuneloop-executor"),
         # Argo's own containers carry no security context by default; a restricted namespace refuses them without.
         pod_spec_patch=json.dumps(patch, separators=(",", ":")),
-        security_context=PodSecurityContext(
-            run_as_non_root=True,
-            run_as_user=1000,
-            run_as_group=1000,
-            fs_group=1000,
-            seccomp_profile=SeccompProfile(type="RuntimeDefault"),
-        ),
+        security_context=PodSecurityContext.model_validate(NOBODY),
         pod_gc=PodGC(strategy="OnPodSuccess", delete_delay_duration="600s"),
         ttl_strategy=TTLStrategy(seconds_after_success=86400, seconds_after_failure=604800),
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tuneloop import fence
 from tuneloop.argo.claims import claim_tag
 from tuneloop.argo.settings import ROLE_LABEL, Cluster, Share
+from tuneloop.sharing.file import STORED
 from tuneloop.sharing.turns import open_turns
 from tuneloop.turn import arguments
 
@@ -31,8 +32,6 @@ PLACE = "/turn"
 FILE = f"{PLACE}/turn.json"
 TOKEN = "turn-token"
 ACCOUNT_FILES = "/var/run/secrets/kubernetes.io/serviceaccount"
-STORED = ".turns"
-"""Below the store: where runs of one machine keep the documents of their groups."""
 FOREVER = 2**31 - 1
 """Looks of a probe, one a second: a turn may be long in coming."""
 

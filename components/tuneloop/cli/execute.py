@@ -81,11 +81,10 @@ def stop(
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the stages to end.")] = 90.0,
 ) -> int:
     """Stop a run. Its stages commit what a resume needs and end; of one that was killed, its turns are given back."""
-    from tuneloop.argo.turn import STORED
     from tuneloop.cli.show import there
     from tuneloop.errors import Retryable
     from tuneloop.runs import Run
-    from tuneloop.sharing.file import release
+    from tuneloop.sharing.file import STORED, release
 
     found = Run.open(name, store)
     state = found.state

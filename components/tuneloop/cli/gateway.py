@@ -29,7 +29,6 @@ def gateway(
     there is one token, in a file that only you can read. docs/sharing.md has the API.
     """
     import contextlib
-    import signal
     import socket
 
     from tuneloop.errors import UserError
@@ -38,7 +37,7 @@ def gateway(
         import uvicorn
 
         from tuneloop.gateway.app import Gateway, build
-        from tuneloop.gateway.worker import UVICORN
+        from tuneloop.gateway.worker import UVICORN, until_told
     except ImportError as error:
         raise UserError("gateway", error.name, "is not installed: pip install 'tuneloop[gateway]'") from None
     with contextlib.ExitStack() as stack, socket.socket() as listener:
@@ -70,8 +69,4 @@ def gateway(
         typer.echo(f"gateway: {url}", err=True)
         if local:
             typer.echo(f"export TINKER_BASE_URL={url} TINKER_API_KEY=$(cat {token_file})", err=True)
-        # uvicorn shuts down on these and then raises them again, for whom it found in charge: us, who end the sessions.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        server = uvicorn.Server(uvicorn.Config(build(made), **UVICORN))
-        server.run(sockets=[listener])
+        until_told(uvicorn.Server(uvicorn.Config(build(made), **UVICORN)), listener)

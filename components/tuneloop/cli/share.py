@@ -87,8 +87,9 @@ def table(plans: Mapping[str, Plan]) -> Table:
 
 def workloads(runs: Sequence[Run], copies: int) -> dict[str, list[Task]]:
     """Name → tasks of what shares: the runs, or `copies` of the only one."""
-    several = runs if len(runs) > 1 else [runs[0]] * max(2, copies)
-    return {f"{run.name} {number}": recorded(run) for number, run in enumerate(several)}
+    found = [(run.name, recorded(run)) for run in runs]
+    several = found if len(found) > 1 else found * max(2, copies)
+    return {f"{name} {number}": tasks for number, (name, tasks) in enumerate(several)}
 
 
 def accelerators(workflow: Mapping[str, Any], share: Share) -> dict[str, int]:

@@ -44,8 +44,8 @@ def _in_cluster(namespace: str, context: str | None) -> dict[str, Document]:
 
 
 def _in_store(store: str, group: str | None) -> dict[str, Document]:
-    from tuneloop.argo.turn import STORED
     from tuneloop.errors import UserError
+    from tuneloop.sharing.file import STORED
     from tuneloop.sharing.turns import open_turns
 
     if group is None:

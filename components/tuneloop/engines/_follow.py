@@ -145,7 +145,7 @@ class Follower(threading.Thread):
             except Refused:
                 (self.directory / MARKER).unlink(missing_ok=True)
                 raise
-            self.pulled = _about(done, took, held[0])
+            self.trouble, self.pulled = "", _about(done, took, held[0])
             self._record()
 
     def _record(self) -> None:

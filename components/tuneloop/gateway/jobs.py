@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.argo.settings import QUEUE_LABEL
-from tuneloop.argo.template import RESTRICTED, STORE
+from tuneloop.argo.template import NOBODY, RESTRICTED, STORE
 from tuneloop.gateway.access import answered
 from tuneloop.gateway.sessions import Phase, Refused, Session, Wanted, read_settings
 from tuneloop.gateway.worker import KEY
@@ -117,13 +117,7 @@ class Jobs:
                         "automountServiceAccountToken": False,
                         "enableServiceLinks": False,
                         "terminationGracePeriodSeconds": GRACE,
-                        "securityContext": {
-                            "runAsNonRoot": True,
-                            "runAsUser": 1000,
-                            "runAsGroup": 1000,
-                            "fsGroup": 1000,
-                            "seccompProfile": {"type": "RuntimeDefault"},
-                        },
+                        "securityContext": NOBODY,
                         "containers": [container],
                         "volumes": [{"name": "scratch", "emptyDir": {}}],
                     },

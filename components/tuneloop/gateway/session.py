@@ -512,14 +512,13 @@ def _limits(base: Artifact) -> tuple[Limits, tuple[int, ...]]:
 
 @functools.lru_cache(8)
 def _read_limits(directory: Path) -> tuple[Limits, tuple[int, ...]]:
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
-    from tuneloop.tokens import stop_ids
+    from tuneloop.tokens import load_tokenizer, stop_ids
 
     text = AutoConfig.from_pretrained(directory).get_text_config()
-    tokenizer = AutoTokenizer.from_pretrained(directory)
     context = int(getattr(text, "max_position_embeddings", 1 << 30))
-    return Limits(context, int(text.vocab_size)), stop_ids(tokenizer, directory)
+    return Limits(context, int(text.vocab_size)), stop_ids(load_tokenizer(directory), directory)
 
 
 def _seeds(asked: Sample, number: int) -> list[int]:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tuneloop.artifacts import canonical
 from tuneloop.component import from_validation
 from tuneloop.errors import UserError
+from tuneloop.sharing.file import STORED
 
 Phase = Literal["queued", "starting", "running", "ending", "ended", "failed"]
 ALIVE = ("queued", "starting", "running")
@@ -43,7 +44,8 @@ class Wanted(BaseModel):
         """Of a worker, to take turns with the groups below `place`."""
         if not self.turns:
             return []
-        return ["--turns", f"{place}/.turns/{self.turns}", "--policy", self.policy, "--patience", f"{self.patience:g}"]
+        group = f"{place}/{STORED}/{self.turns}"
+        return ["--turns", group, "--policy", self.policy, "--patience", f"{self.patience:g}"]
 
     def name(self, caller: str, key: str) -> str:
         """The session's, by SHA-256 over namespace, caller and key."""

@@ -287,7 +287,6 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
 
     listener = socket.socket(fileno=options.fd) if options.fd is not None else _bind(options.host, options.port)
     server = uvicorn.Server(uvicorn.Config(worker.app(), **UVICORN))
-
     parent = os.getppid()
 
     def watch() -> None:
@@ -301,13 +300,18 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
     threading.Thread(target=watch, daemon=True).start()
     worker.thread.start()
     say(f"session {options.session}: http://{options.host}:{listener.getsockname()[1]}", 0)
-    # uvicorn shuts down on these and then raises them again, for whom it found in charge: us, who return.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    server.run(sockets=[listener])
+    until_told(server, listener)
     worker.stopping.set()
     worker.thread.join(2)
     return int(worker.failed)
+
+
+def until_told(server: Any, listener: socket.socket) -> None:
+    """Run a ``uvicorn.Server`` until SIGTERM or SIGINT."""
+    # It shuts down on these and then raises them again, for whom it found in charge: us, who return.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    server.run(sockets=[listener])
 
 
 def _address(body: bytes) -> tuple[str, int | None]:

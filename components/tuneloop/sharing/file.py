@@ -10,6 +10,8 @@ from tuneloop.sharing.turns import Document, open_turns
 from tuneloop.store import Store
 
 KEY = "turns.json"
+STORED = ".turns"
+"""Below a store: where the groups lie."""
 
 
 class File:

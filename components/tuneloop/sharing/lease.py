@@ -134,4 +134,4 @@ def _owners(known: list[dict[str, Any]]) -> list[dict[str, Any]]:
     name, uid = (os.environ.get(variable) for variable in OWNER)
     if not uid or any(owner["uid"] == uid for owner in known):
         return known
-    return [*known, {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": name, "uid": uid}]
+    return [*known, {**argo.OWNER, "name": name, "uid": uid}]

@@ -165,6 +165,3 @@ class _Simulation:
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest of `values` that a `share` of them does not exceed (nearest rank)."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
-__all__ = ["LAST", "Rules", "Schedule", "Span", "Task", "percentile", "simulate"]

@@ -42,8 +42,8 @@ class Jobs(ThreadingHTTPServer):
         return self.job
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: Jobs
+class Answering(BaseHTTPRequestHandler):
+    """Answers as an API server does."""
 
     def _answer(self, status: int, body: Any) -> None:
         data = json.dumps(body).encode()
@@ -52,6 +52,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+
+class Handler(Answering):
+    server: Jobs
 
     def do_GET(self) -> None:
         if "/pods" in self.path:

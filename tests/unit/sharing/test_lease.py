@@ -4,12 +4,12 @@ import dataclasses
 import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-from tests.unit.argo.test_launch import connected
+from tests.unit.argo.test_launch import Answering, connected
 from tests.unit.argo.test_turn import SHARED, build
 from tuneloop.argo.cluster import Cluster
 from tuneloop.argo.preflight import _turns
@@ -27,16 +27,8 @@ class Server(ThreadingHTTPServer):
         self.version = 0
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Answering):
     server: Server
-
-    def _answer(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
 
     def _body(self) -> dict[str, Any]:
         body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
