@@ -3,6 +3,7 @@ PYTHON ?= python3
 UV_VERSION := 0.13.8
 UV := .tools/bin/uv
 BIN := .venv/bin
+PYTEST ?= $(BIN)/pytest
 INSTALLED := .venv/.installed
 RUN ?= demo
 SEED ?= 0
@@ -41,14 +42,14 @@ lint: $(INSTALLED) ## ruff, mypy, import rules, golden files of the requirements
 	$(BIN)/lint-imports
 
 test-unit: $(INSTALLED) ## the tests that take under two minutes
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests -m "not local and not cluster" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(PYTEST) tests -m "not local and not cluster" -n 2 --dist loadfile
 
 test-local: $(INSTALLED) ## whole loops, real vLLM, notebooks
-	$(BIN)/pytest tests -m local --durations=15
+	$(PYTEST) tests -m local --durations=15
 
 CLUSTER_TESTS ?= tests/cluster
 test-cluster: $(INSTALLED) ## needs a cluster that KUBECONFIG names, with `make images` done
-	$(BIN)/pytest $(CLUSTER_TESTS) -m cluster
+	$(PYTEST) $(CLUSTER_TESTS) -m cluster
 
 bench: $(INSTALLED) ## ours beside a peer, measured in the same run
 	for bench in benchmarks/*.py; do $(BIN)/python $$bench || exit 1; done
