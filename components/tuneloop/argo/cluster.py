@@ -189,7 +189,7 @@ def prepare(
     if priority:
         for template in made["spec"].get("templates", ()):
             _prioritize(template, priority)
-    check_names(made)
+    check_names(made, run)
     return made
 
 

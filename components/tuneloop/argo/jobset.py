@@ -42,7 +42,7 @@ PATCH = {
 JOB = "node"
 CONTAINER = "main"
 LONGEST = 63
-"""Characters of a name that DNS takes for one host."""
+"""Characters of a pod's name that JobSet's webhook admits, with the five at its end that tell attempts apart."""
 RESUMED = 99
 """A run's workflows are numbered; room is kept for so many."""
 SHM = {"name": "shm", "emptyDir": {"medium": "Memory"}}
@@ -130,7 +130,7 @@ def jobset(
     """A JobSet: one Indexed Job of `nodes` pods that end and start again together.
 
     Args:
-        name: of the object; with ``-node-0-0`` at its end at most 63 characters.
+        name: of the object; with ``-node-0-0-x7k2p`` at its end at most 63 characters.
         pod: the spec of each.
         labels: of the JobSet and its pods.
         queue: Kueue's labels, see `Cluster.queue_labels`.
@@ -161,16 +161,16 @@ def jobset(
     }
 
 
-def check_names(workflow: Mapping[str, Any]) -> None:
+def check_names(workflow: Mapping[str, Any], run: str) -> None:
     """Refuse a run whose JobSets could not be named: their pods are hosts, and say so only when they are started.
 
     Args:
-        workflow: as prepared for submission, under its run's name.
+        workflow: as prepared for submission.
+        run: the name that it may get.
 
     Raises:
         UserError: with the longest name of a pod.
     """
-    run = workflow["metadata"]["name"]
     iterations = next((p["value"] for p in workflow["spec"]["arguments"]["parameters"] if p["name"] == "iterations"), 1)
     known = {"{{workflow.name}}": f"{run}-{RESUMED}", "{{inputs.parameters.iteration}}": str(iterations)}
     for job in map(applied, workflow["spec"].get("templates", ())):
@@ -180,7 +180,7 @@ def check_names(workflow: Mapping[str, Any]) -> None:
         for tag, text in known.items():
             name = name.replace(tag, text)
         group = job["spec"]["replicatedJobs"][0]
-        longest = f"{name}-{group['name']}-0-{group['template']['spec']['parallelism'] - 1}"
+        longest = f"{name}-{group['name']}-0-{group['template']['spec']['parallelism'] - 1}-x7k2p"
         if not name[0].isalpha():
             raise UserError("--run", run, "its stages of several pods are hosts: begin with a letter")
         if (over := len(longest) - LONGEST) > 0:

@@ -27,6 +27,8 @@ from tuneloop.errors import Retryable, UserError
 LABEL = "tuneloop.dev/schedule"
 CRON = ("argoproj.io", "v1alpha1", "cronworkflows")
 TEMPLATES = ("argoproj.io", "v1alpha1", "workflowtemplates")
+DIGITS = 8
+"""Of the prompts' digest, in a run's name."""
 LONGEST = 31
 """Characters of a schedule's name; its runs get nine more."""
 
@@ -53,6 +55,7 @@ def schedule(
     Raises:
         UserError: no such stage, no such time, a name that is too long, or what `preflight.problems` finds.
     """
+    from tuneloop.argo.jobset import check_names
     from tuneloop.argo.preflight import problems
     from tuneloop.runs import check_name
 
@@ -63,6 +66,7 @@ def schedule(
         )
     check_cron(cron)
     made = argo.prepare(workflow, run=name, store=store, namespace=cluster.namespace, priority=priority)
+    check_names(made, f"{name}-{'0' * DIGITS}")
     look = looking(made, name)
     if found := problems(cluster, made):
         for other in found[1:]:
@@ -174,7 +178,7 @@ def start(cluster: argo.Cluster, name: str, store: str, prompts: str) -> str:
     """
     digest = split_ref(prompts)[1]
     assert digest, prompts
-    run = f"{name}-{digest.partition(':')[2][:8]}"
+    run = f"{name}-{digest.partition(':')[2][:DIGITS]}"
     with argo.faults(cluster):
         mine = [w for w in cluster.list(*argo.WORKFLOWS, selector=LABEL + "=" + name) if argo.RUN_LABEL in labels_of(w)]
     if active := [labels_of(w)[argo.RUN_LABEL] for w in mine if argo.phase(w) not in argo.DONE]:

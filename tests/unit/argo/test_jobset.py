@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 from tuneloop.argo import spec
-from tuneloop.argo.cluster import prepare, queued
+from tuneloop.argo.cluster import Cluster, prepare, queued
 from tuneloop.argo.lint import lint
 from tuneloop.argo.preflight import requests
+from tuneloop.argo.schedule import schedule
 from tuneloop.config import find
 from tuneloop.errors import UserError
 
@@ -70,16 +71,25 @@ def test_a_job_asks_for_what_all_its_pods_ask_for() -> None:
 @pytest.mark.parametrize(
     ("run", "says"),
     [
-        (
-            "a-run-that-is-quite-long-by-its-name",
-            "policy-update-1000-node-0-2: take a name at least 4 characters shorter",
-        ),
+        (f"a{'0' * 26}", "policy-update-1000-node-0-2-x7k2p: take a name at least 1 characters shorter"),
         ("2nd", "begin with a letter"),
     ],
 )
 def test_a_run_whose_pods_could_have_no_name_is_refused(run: str, says: str) -> None:
+    """By the rule of JobSet's webhook, which counts the five characters that tell attempts apart."""
     sets = ("loop.iterations=1000", "nodes=3")
     with pytest.raises(UserError, match=f"^--run: '{run}': .*{says}"):
         prepare(rendered(*sets), run=run, store="s3://b")
-    prepare(rendered(*sets), run="a-run-that-is-quite-long-by-it", store="s3://b")
+    prepare(rendered(*sets), run=f"a{'0' * 25}", store="s3://b")
     prepare(rendered("loop.iterations=1000"), run=run, store="s3://b")
+
+
+def test_a_schedule_leaves_room_for_the_names_of_its_runs() -> None:
+    """Refused before anything is asked of the cluster, which is why none is here."""
+    nowhere = Cluster("tuneloop", "", "", core=None, custom=None, auth=None)
+    about = {"store": "s3://b", "cron": "@daily"}
+    made = rendered("loop.iterations=1000", "nodes=3")
+    with pytest.raises(UserError, match="take a name at least 1 characters shorter"):
+        schedule(nowhere, made, name=f"a{'0' * 17}", **about)
+    with pytest.raises(AttributeError, match="read_namespace"):
+        schedule(nowhere, made, name=f"a{'0' * 16}", **about)
