@@ -60,6 +60,11 @@ class Manifest(BaseModel):
     timings: dict[str, float] = Field(default_factory=dict, description="seconds, and rates where the name says so")
     provenance: dict[str, Any] = Field(default_factory=dict)
 
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The results that can be drawn."""
+        return {name: value for name, value in self.results.items() if isinstance(value, int | float)}
+
 
 def file_digest(path: Path) -> str:
     """xxh3-128 of a file's bytes, in hexadecimal."""

@@ -103,12 +103,11 @@ class Mirror:
             self.logged[name] = len(points)
         for entry in self.run.entries:
             if entry.iteration is not None and entry.key not in self.mirrored:
-                self._log(
-                    self._child(entry),
-                    [Metric(k, v, int(entry.finished * 1000), entry.iteration) for k, v in _numbers(entry)],
-                )
-                if entry.stage == "rollout" and (one := delivery(self.run, entry)):
-                    at = int(entry.finished * 1000)
+                stage, at = entry.stage, int(entry.finished * 1000)
+                values = {f"{stage}/{k}": float(v) for k, v in entry.manifest.scalars.items()}
+                values[f"seconds/{stage}"] = entry.seconds
+                self._log(self._child(entry), [Metric(k, v, at, entry.iteration) for k, v in values.items()])
+                if stage == "rollout" and (one := delivery(self.run, entry)):
                     known = [Metric(f"weights/{k}", v, at, one.version) for k, v in numbers(one).items()]
                     self._log(self.parent, known)
                 self.mirrored.add(entry.key)
@@ -213,14 +212,6 @@ def _follow(run: Run) -> str:
 def _running(run: Run) -> bool:
     time.sleep(EVERY)
     return run.phase == "running"
-
-
-def _numbers(entry: Entry) -> Iterator[tuple[str, float]]:
-    stage = entry.stage
-    for name, value in entry.manifest.results.items():
-        if isinstance(value, int | float):
-            yield f"{stage}/{name}", float(value)
-    yield f"seconds/{stage}", entry.seconds
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

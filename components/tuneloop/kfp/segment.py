@@ -21,7 +21,7 @@ from tuneloop.artifacts import Manifest, find
 from tuneloop.errors import UserError, failed
 from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
-from tuneloop.kfp.stage import ended, hand_over, numbers, skip, text
+from tuneloop.kfp.stage import ended, hand_over, skip, text
 from tuneloop.program import flag
 
 RESULTS = {"last_iteration": int, "mean_reward": float}
@@ -64,7 +64,7 @@ def tell(task: Task, last: int) -> None:
     """Tell KFP what was committed, of which the iteration `last` was the last."""
     urls = {i: f"{task.parameters['url']}/iterations/{i}" for i in range(int(task.parameters["iteration"]), last + 1)}
     rows = [
-        {"iteration": i, **numbers(_made(f"{url}/reward")), **numbers(_made(f"{url}/policy-update"))}
+        {"iteration": i, **_made(f"{url}/reward").scalars, **_made(f"{url}/policy-update").scalars}
         for i, url in urls.items()
     ]
     policy, rewards = f"{urls[last]}/policy-update", f"{urls[last]}/reward"

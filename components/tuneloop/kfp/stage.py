@@ -113,17 +113,12 @@ def tell(stage: Component, task: Task, manifest: Manifest) -> None:
     url = split_ref(task.parameters[URL])[0]
     hand_over(task, stage.output, url, manifest, task.inputs.get("rewards", {}).get("mean_reward"))
     if "results" in task.outputs:
-        task.describe("results", numbers(manifest))
+        task.describe("results", manifest.scalars)
     for name, draw in previews.PREVIEWS.items():
         if name in task.outputs:
             draw(task, name, url, manifest)
     task.results = {result(stage, name): value for name, value in manifest.results.items()}
     task.finish()
-
-
-def numbers(manifest: Manifest) -> dict[str, float]:
-    """The results that KFP can draw as scalars."""
-    return {name: value for name, value in manifest.results.items() if isinstance(value, int | float)}
 
 
 def hand_over(
