@@ -4,23 +4,32 @@ Only what is committed is mirrored, so the mirror can be made at any time, in an
 are looked up by the tag ``tuneloop_key``, and a point of a curve carries the time of its artifact, by which MLflow
 knows it from a new one. ``MLFLOW_TRACKING_URI`` and ``MLFLOW_EXPERIMENT_NAME`` are honoured; ``MLFLOW_RUN_ID`` names
 a run of somebody else's as the parent, whose status is left alone.
+
+A server that does not answer is found out in a moment, where MLflow's client would try again for minutes. A run goes
+on without it: no stage fails by it, and what was not mirrored can be at any time.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import select
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
+from ssl import SSLError
 from typing import Any
+from urllib.error import HTTPError
 
 from tuneloop.delivery import delivery, numbers
-from tuneloop.errors import UserError
+from tuneloop.errors import UserError, say
 from tuneloop.runs import Entry, Run
 
 URI = "sqlite:///mlflow.db"
@@ -29,6 +38,10 @@ STATUS = {"running": "RUNNING", "succeeded": "FINISHED", "failed": "FAILED", "in
 MISSING = "not mirrored: mlflow is not installed; install tuneloop[tracking]"
 PATIENCE = 60.0
 """Seconds that a finished run waits for its mirror."""
+ANSWERS = 3.0
+"""Seconds within which a server answers at all."""
+UNAVAILABLE = (502, 503, 504)
+"""What a proxy says of a server that is away."""
 EVERY = 2.0
 """Seconds between two looks of a mirror that follows a run."""
 
@@ -41,10 +54,13 @@ def mirror(run: Run, *, follow: bool = False, going_on: Callable[[], bool] | Non
         going_on: waits a moment and says whether to look again; default: until the run is not running.
 
     Raises:
-        UserError: MLflow refuses (its address, its store, the parent run).
+        UserError: MLflow does not answer, or refuses (its address, its store, the parent run).
     """
     if importlib.util.find_spec("mlflow") is None:
         return MISSING
+    if trouble := away():
+        remedy = f"{trouble}: nothing was mirrored; once it answers, `tuneloop track {run.name}` mirrors all"
+        raise UserError("MLFLOW_TRACKING_URI", place(), remedy)
     from mlflow.exceptions import MlflowException
 
     try:
@@ -56,7 +72,36 @@ def mirror(run: Run, *, follow: bool = False, going_on: Callable[[], bool] | Non
         return made.close()
     except MlflowException as error:
         text = " ".join(str(error).split())
-        raise UserError("MLFLOW_TRACKING_URI", os.environ.get("MLFLOW_TRACKING_URI", URI), text) from error
+        raise UserError("MLFLOW_TRACKING_URI", place(), text) from error
+
+
+def place() -> str:
+    """Where MLflow is, for people: without user and password."""
+    return re.sub(r"(?<=://)[^/]*@", "", os.environ.get("MLFLOW_TRACKING_URI") or URI)
+
+
+def away() -> str:
+    """Why the server is not to be had, in a few words; empty where it answers, and where MLflow needs none."""
+    at = place()
+    if not at.startswith(("http://", "https://")):
+        return ""
+    found = ["timed out"]
+    asking = threading.Thread(target=lambda: found.append(_asked(f"{at.rstrip('/')}/health")), daemon=True)
+    asking.start()
+    asking.join(ANSWERS)  # looking up a name has no timeout of its own
+    return found[-1] and f"does not answer ({found[-1]})"
+
+
+def _asked(url: str) -> str:
+    """What went wrong with asking; whatever a server says, it is there."""
+    try:
+        urllib.request.urlopen(url, timeout=ANSWERS).close()
+    except HTTPError as error:
+        return f"status {error.code}" if error.code in UNAVAILABLE else ""
+    except (OSError, HTTPException, ValueError) as error:
+        why = getattr(error, "reason", error)
+        return "" if isinstance(why, SSLError) else str(why)  # MLflow may have been told to trust it
+    return ""
 
 
 class Mirror:
@@ -66,8 +111,7 @@ class Mirror:
         from mlflow import MlflowClient
 
         self.run = run
-        self.uri = os.environ.get("MLFLOW_TRACKING_URI") or URI
-        self.client = MlflowClient(tracking_uri=self.uri)
+        self.client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or URI)
         self.key = run.record.id if run.record else run.url
         pipeline = run.record.pipeline if run.record else "tuneloop"
         self.adopted = os.environ.get("MLFLOW_RUN_ID")
@@ -127,7 +171,7 @@ class Mirror:
             self.client.set_terminated(self.parent, STATUS.get(phase, "FINISHED"), int(ended * 1000))
         experiment = self.client.get_experiment(self.experiment).name
         children = f", {len(self.children)} iterations" if self.children else ""
-        return f"{self.uri}, experiment {experiment}, run {self.client.get_run(self.parent).info.run_name}{children}"
+        return f"{place()}, experiment {experiment}, run {self.client.get_run(self.parent).info.run_name}{children}"
 
     def _experiment(self, name: str) -> str:
         found = self.client.get_experiment_by_name(name)
@@ -181,6 +225,11 @@ def follower(run: Run, *, enabled: bool = True) -> Iterator[Follower]:
         told.said = MISSING
         yield told
         return
+    if trouble := away():
+        told.said = f"not mirrored: {place()} {trouble}; `tuneloop track {run.name}` does it later"
+        say(f"MLflow: {place()} {trouble}: the run goes on without it", 0)
+        yield told
+        return
     log = run.directory / "mlflow.log"
     with log.open("w") as errors:
         child = subprocess.Popen(
@@ -194,13 +243,25 @@ def follower(run: Run, *, enabled: bool = True) -> Iterator[Follower]:
     try:
         yield told
     finally:
+        told.said = _closing(child) or f"not mirrored whole: see {log}; `tuneloop track {run.name}` tries again"
+
+
+def _closing(child: subprocess.Popen[str]) -> str:
+    """The last line of the process that mirrors, once it has seen the run's end; empty where it failed."""
+    try:
         try:
-            out, _ = child.communicate(timeout=PATIENCE)
+            out, _ = child.communicate(timeout=ANSWERS)
         except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-        done = child.returncode == 0
-        told.said = out.strip() if done else f"not mirrored whole: see {log}; `tuneloop track {run.name}` tries again"
+            if trouble := away():
+                say(f"MLflow: {place()} {trouble}", 0)
+                raise
+            say(f"MLflow: {place()} takes in the rest, {PATIENCE:g} s at most", 0)
+            out, _ = child.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+        return ""
+    return "" if child.returncode else out.strip()
 
 
 def _follow(run: Run) -> str:

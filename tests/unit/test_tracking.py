@@ -1,6 +1,10 @@
 import importlib.util
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +145,67 @@ def test_what_a_version_took_are_metrics(client: Any, tmp_path: Path) -> None:
     assert {name.removeprefix("weights/") for name in metrics} == set(NUMBERS)
     (point,) = client.get_metric_history(parent_of(client, run, "tuneloop").info.run_id, "weights/pause_s")
     assert (point.step, point.value) == (1, 0.125)
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """A server that takes connections once it listens, and never answers; its address has a password."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:secret@127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "*")
+        yield server
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_server_that_does_not_answer_is_said_at_once_and_ends_no_run(
+    listens: bool,
+    silent: socket.socket,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracking, "ANSWERS", 0.2 if listens else 60.0)
+    if listens:
+        silent.listen()
+    why = "timed out" if listens else "Connection refused"
+    run = started(tmp_path, "away", 1)
+    with tracking.follower(run) as told:
+        line = capsys.readouterr().err
+        assert line.startswith("MLflow: http://127.0.0.1:") and why in line and "the run goes on without it" in line
+    assert told.said.startswith("not mirrored: ") and "`tuneloop track away`" in told.said
+    with pytest.raises(UserError, match=rf"127\.0\.0\.1:\d+': does not answer \(.*{why}\)") as refused:
+        tracking.mirror(run)
+    assert "secret" not in f"{line}{told.said}{refused.value}"
+    assert not (run.directory / "mlflow.log").exists(), "no process was started for it"
+
+
+class Health(BaseHTTPRequestHandler):
+    """Says that it is well, and does nothing."""
+
+    def do_GET(self) -> None:
+        if self.path != "/health":
+            threading.Event().wait()
+        self.send_response(200)
+        self.end_headers()
+
+
+def test_a_server_that_went_away_meanwhile_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow's own client would go on asking for minutes."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Health)
+    server.daemon_threads, server.block_on_close = True, False
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(tracking, "PATIENCE", 3600.0)
+    monkeypatch.setattr(tracking, "ANSWERS", 60.0)
+    run = started(tmp_path, "gone", 1)
+    with tracking.follower(run) as told:
+        server.shutdown()
+        server.server_close()
+        assert (run.directory / "mlflow.log").exists()
+        monkeypatch.setattr(tracking, "ANSWERS", 0.2)
+    assert "does not answer" in capsys.readouterr().err
+    assert told.said.startswith("not mirrored whole: ")
