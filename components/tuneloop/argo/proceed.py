@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo import cluster as argo
-from tuneloop.errors import Retryable, UserError
+from tuneloop.errors import Retryable, UserError, failed
 
 if TYPE_CHECKING:
     from hera.workflows import Container
@@ -72,8 +72,7 @@ def main(argv: Sequence[str]) -> int:
             name = proceed(argo.connect(given.namespace), given.workflow, given.entrypoint, arguments)
             print(f"continue: {name} goes on", flush=True)
     except (UserError, Retryable) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, UserError) else 75
+        return failed(error)
     path = Path(os.environ["TUNELOOP_OUTPUTS"], NEXT)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"entrypoint": given.entrypoint, "arguments": arguments}))

@@ -22,7 +22,7 @@ from tuneloop.argo import cluster as argo
 from tuneloop.argo.spec import labels_of
 from tuneloop.argo.template import SCRATCH
 from tuneloop.artifacts import split_ref
-from tuneloop.errors import Retryable, UserError
+from tuneloop.errors import Retryable, UserError, failed
 
 LABEL = "tuneloop.dev/schedule"
 CRON = ("argoproj.io", "v1alpha1", "cronworkflows")
@@ -232,8 +232,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         print(start(argo.connect(given.namespace), given.name, given.store, given.prompts), flush=True)
     except (UserError, Retryable) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, UserError) else 75
+        return failed(error)
     return 0
 
 

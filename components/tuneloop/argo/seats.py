@@ -29,7 +29,7 @@ from tuneloop.argo import cluster as argo
 from tuneloop.argo.claims import DEVICES, GIVE, TAKE
 from tuneloop.argo.proceed import LOCAL
 from tuneloop.argo.settings import GROUP_LABEL, ROLE_LABEL, RUN_LABEL, Share
-from tuneloop.errors import Retryable, UserError
+from tuneloop.errors import Retryable, UserError, failed
 from tuneloop.sharing.claims import Claim, Owner, chosen, free, kept
 
 API = ("resource.k8s.io", "v1")
@@ -226,8 +226,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         names = _do(given)
     except (UserError, Retryable) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, UserError) else 75
+        return failed(error)
     for seat, name in names.items():
         print(f"{seat}: {name}", flush=True)
         path = Path(os.environ["TUNELOOP_OUTPUTS"], seat)

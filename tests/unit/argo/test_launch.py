@@ -4,10 +4,12 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tuneloop.argo import proceed, schedule, seats
 from tuneloop.argo.cluster import IN_CLUSTER, Cluster, patiently, workflows
 from tuneloop.argo.launch import launch
 from tuneloop.argo.schedule import unschedule
@@ -158,3 +160,46 @@ def test_patience_ends() -> None:
 def test_a_server_that_is_away(ask: Callable[[Cluster, str], Any], context: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="does not answer"):
         ask(connected("http://127.0.0.1:1", context), "demo")
+
+
+@pytest.mark.parametrize(
+    ("program", "flags"),
+    [
+        (proceed, ["--workflow", "demo", "--namespace", "tuneloop", "--entrypoint", "main"]),
+        (
+            schedule,
+            ["--name", "nightly", "--namespace", "tuneloop", "--store", "s3://b", "--prompts", "s3://p@xxh3-128:0"],
+        ),
+        (
+            seats,
+            [
+                "take-claim",
+                "--workflow",
+                "demo",
+                "--namespace",
+                "tuneloop",
+                "--share",
+                '{"group": "g"}',
+                "--seats",
+                "claim",
+            ],
+        ),
+    ],
+)
+def test_steps_that_an_api_server_in_trouble_ends_say_that_they_may_run_again(
+    program: Any,
+    flags: list[str],
+    serve: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    troubled = Jobs()
+    troubled.faults = 10**9
+    at = {"cluster": {"server": serve(troubled).host}, "name": "c"}
+    contexts = [{"name": "c", "context": {"cluster": "c", "user": "u"}}]
+    config = {"current-context": "c", "clusters": [at], "contexts": contexts, "users": [{"name": "u", "user": {}}]}
+    (tmp_path / "config").write_text(json.dumps(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    assert program.main(flags) == 75
+    assert capsys.readouterr().err.startswith("interrupted: cluster: http://127.0.0.1:")
