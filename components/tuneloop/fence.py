@@ -31,7 +31,7 @@ class Grant(BaseModel):
 
     Attributes:
         group: whose turn it is.
-        number: how many turns the group had before, and one: the fencing token.
+        number: above that of every turn that the group had before: the fencing token.
         ticket: names the attempt that holds it.
         renewed, until: when it was last confirmed, and how long that is good for, in seconds of `clock`.
         refused: why there will be no turn.

@@ -55,7 +55,7 @@ def _in_store(store: str, group: str | None) -> dict[str, Document]:
 
 
 def _told(group: str, document: Document) -> list[str]:
-    about = f"{group}: {document.policy}, {document.number} turns so far, patience {document.patience:g} s"
+    about = f"{group}: {document.policy}, turn {document.number}, patience {document.patience:g} s"
     held = [f"  holds  {_about(document.holder)}"] if document.holder else []
     served = ", ".join(f"{who} ({number})" for who, number in sorted(document.served.items(), key=lambda i: -i[1]))
     waiting = [f"  waits  {_about(seat)}" for seat in document.order()]

@@ -1,10 +1,13 @@
 """A group's document as a Lease (coordination.k8s.io/v1): no extra database, and `kubectl get leases` shows it.
 
-``holderIdentity`` is the holder's ticket, ``leaseTransitions`` the number of its turn, ``leaseDurationSeconds`` the
-patience, ``acquireTime`` and ``renewTime`` are for people; the rest is one annotation. The API server refuses a write
-over another ``resourceVersion`` (compare-and-swap). The Lease is deleted with the last seat, and by Kubernetes' garbage
-collector when all workflows of its runs are gone, whose owner references it carries. The next one begins anew: what
-tells turns of two Leases apart is the ticket, and who was served before is forgotten where nobody waits for a turn.
+``holderIdentity`` is the holder's ticket, ``leaseDurationSeconds`` the patience, ``acquireTime``, ``renewTime`` and
+``leaseTransitions`` are for people; the rest is one annotation. The API server refuses a write over another
+``resourceVersion`` (compare-and-swap). The Lease is deleted with the last seat, and by Kubernetes' garbage collector
+when all workflows of its runs are gone, whose owner references it carries; who was served before is forgotten then.
+
+The numbers of its turns go on all the same: those of a new Lease count from its ``resourceVersion``. That goes up with
+every write to any Lease (Kubernetes promises it of decimal numbers since 1.35, KEP-5504, and etcd has always had it),
+and a turn is one write: so it is above every number that a Lease before can have given.
 """
 
 from __future__ import annotations
@@ -98,13 +101,15 @@ def release(cluster: argo.Cluster, run: str) -> None:
 
 
 def document(lease: dict[str, Any]) -> Document:
-    """What a Lease says.
+    """What a Lease says; of one that has no turn yet, above which number the first one will be.
 
     Raises:
         Corrupt: it is not one of ours.
     """
     try:
-        return Document.model_validate_json(lease["metadata"]["annotations"][ANNOTATION])
+        found = Document.model_validate_json(lease["metadata"]["annotations"][ANNOTATION])
+        first = int(lease["metadata"]["resourceVersion"])
+        return found if found.number else found.model_copy(update={"number": first})
     except (KeyError, ValueError) as error:
         name = lease["metadata"]["name"]
         raise Corrupt("turns", name, f"is no Lease of turns (annotation {ANNOTATION}); delete it") from error
@@ -115,10 +120,12 @@ def lease(document: Document, name: str, group: str, seen: dict[str, Any] | None
     now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     before = (seen or {}).get("spec", {})
     held = document.holder.ticket if document.holder else None
-    spec: dict[str, Any] = {"leaseTransitions": document.number, "leaseDurationSeconds": math.ceil(document.patience)}
-    if held:
-        acquired = before.get("acquireTime", now) if before.get("holderIdentity") == held else now
-        spec |= {"holderIdentity": held, "acquireTime": acquired, "renewTime": now}
+    turns = before.get("leaseTransitions", 0)
+    spec: dict[str, Any] = {"leaseTransitions": turns, "leaseDurationSeconds": math.ceil(document.patience)}
+    if held and held != before.get("holderIdentity"):
+        spec |= {"leaseTransitions": turns + 1, "holderIdentity": held, "acquireTime": now, "renewTime": now}
+    elif held:
+        spec |= {"holderIdentity": held, "acquireTime": before["acquireTime"], "renewTime": now}
     metadata: dict[str, Any] = {
         "name": name,
         "labels": {LABEL: group, "app.kubernetes.io/part-of": "tuneloop"},

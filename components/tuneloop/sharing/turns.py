@@ -68,7 +68,7 @@ class Document(BaseModel):
     """What a group knows; every function below gives a new one.
 
     Attributes:
-        number: turns taken so far; the holder's fencing token.
+        number: of the turn that was taken last; the holder's fencing token, which never goes back.
         holder: whose turn it is.
         waiting: in the order of asking.
         served: run → number of its last turn; of one that had none yet, the number when it first asked.

@@ -13,9 +13,9 @@ from tests.unit.argo.test_launch import Answering, connected
 from tests.unit.argo.test_turn import SHARED, build
 from tuneloop.argo.cluster import Cluster
 from tuneloop.argo.preflight import _turns
-from tuneloop.errors import UserError
+from tuneloop.errors import Retryable, UserError
 from tuneloop.sharing.lease import Lease
-from tuneloop.sharing.turns import Document, Turns
+from tuneloop.sharing.turns import Document, Held, Turns
 
 
 class Server(ThreadingHTTPServer):
@@ -111,7 +111,33 @@ def test_what_the_group_will_refuse_is_said_before(cluster: Cluster, server: Ser
     assert SHARED.share
     made, theirs = build(1), SHARED.share.patience + 10
     assert list(_turns(cluster, made)) == []
-    with Turns(Lease(cluster, "g"), "g", who="a", patience=theirs).acquire(timeout=5):
+    with Turns(Lease(cluster, "g"), "g", who="a", patience=theirs).acquire(timeout=60):
         (problem,) = _turns(cluster, made)
         assert problem.field == "cluster.share.patience" and f"the runs of group g say {theirs}" in str(problem)
     assert list(_turns(cluster, made)) == []
+
+
+def test_a_number_is_nobody_s_again(cluster: Cluster, server: Server) -> None:
+    """Not after the Lease went with its last seat, nor after it was deleted; not even under a ticket that is good."""
+
+    def turns(who: str) -> Turns:
+        return Turns(Lease(cluster, "g"), "g", who=who, patience=3600)
+
+    late = turns("a").wait("a.1", 60, threading.Event())  # and is frozen
+    turns("a").leave()
+    assert not server.leases
+    numbers = [late.number]
+    for _ in range(3):
+        with turns("b").acquire(timeout=60) as held:
+            numbers.append(held.number)
+        assert not server.leases
+        with turns("b").acquire(timeout=60) as held:
+            numbers.append(held.number)
+            server.leases.clear()
+    assert numbers == sorted(set(numbers))
+    with turns("b").acquire(timeout=60) as held:
+        assert server.leases["tuneloop-turns-g"]["spec"]["leaseTransitions"] == 1
+        for stale in (late, Held(held.turns, held.ticket, late.number, held.renewed)):
+            with pytest.raises(Retryable, match=f"turn {late.number} is over: now is {held.number}"):
+                stale.beat()
+        assert held.beat().turns.read().holder
