@@ -6,6 +6,7 @@ Where the account may not look (403), a thing counts as present: the account tha
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 from tuneloop.argo.claims import misplaced, share_of
 from tuneloop.argo.cluster import PRIORITY_LABEL, QUEUE_LABEL, WORKFLOWS, Cluster, faults, queued
 from tuneloop.argo.colocation import check
-from tuneloop.argo.seats import API, KINDS
+from tuneloop.argo.seats import API, KINDS, claims
+from tuneloop.argo.settings import GROUP_LABEL
 from tuneloop.argo.spec import applied, labels_of
 from tuneloop.argo.turn import sidecar
 from tuneloop.errors import UserError
@@ -151,18 +153,29 @@ def _devices(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserErro
 
 
 def _turns(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """A run that its group refuses ends at the first stage that shares. Where turns go claim by claim, only there."""
-    found = [sidecar(template) for template in workflow["spec"].get("templates", ())]
-    for args in sorted({tuple(each["args"]) for each in found if each}):
-        wanted = arguments(args)
-        place = lease.Lease(cluster, wanted.group)
-        seen: Any = ABSENT if "{{" in wanted.group else _found(cluster.get, *lease.LEASES, place.name)
+    """A run that its group refuses ends at the first stage that shares."""
+    found = filter(None, map(sidecar, workflow["spec"].get("templates", ())))
+    wanted = {flags.group: flags for flags in (arguments(each["args"]) for each in found)}
+    places = {name: flags for flags in wanted.values() for name in _groups(cluster, workflow, flags)}
+    for name, flags in places.items():
+        place = lease.Lease(cluster, name)
+        seen = _found(cluster.get, *lease.LEASES, place.name)
         if seen not in (ABSENT, UNSEEN):
-            turns = Turns(place, wanted.group, who=wanted.run, policy=wanted.policy, patience=wanted.patience)
+            turns = Turns(place, name, who=flags.run, policy=flags.policy, patience=flags.patience)
             try:
                 turns.agreed(lease.document(seen))
             except UserError as error:
                 yield error
+
+
+def _groups(cluster: Cluster, workflow: Mapping[str, Any], flags: Namespace) -> list[str]:
+    """Where turns go claim by claim, all claims of the group: on which one the run will sit is not known yet."""
+    if "{{" not in flags.group:
+        return [flags.group]
+    share = share_of(workflow)
+    assert share, "the claim's name is written for those that share"
+    found = _found(claims, cluster, f"{GROUP_LABEL}={share.group}")
+    return [] if found in (ABSENT, UNSEEN) else [each["metadata"]["name"] for each in found]
 
 
 def _images(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.argo.test_claims import grpo
 from tests.unit.argo.test_launch import Answering, connected
 from tests.unit.argo.test_turn import SHARED, build
 from tuneloop.argo.cluster import Cluster
@@ -19,11 +20,12 @@ from tuneloop.sharing.turns import Document, Held, Turns
 
 
 class Server(ThreadingHTTPServer):
-    """As much of an API server as keeps Leases in the namespace `tuneloop`, by name, with versions."""
+    """As much of an API server as keeps Leases in the namespace `tuneloop`, by name and version, and lists claims."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.leases: dict[str, dict[str, Any]] = {}
+        self.claims: list[dict[str, Any]] = []
         self.version = 0
 
 
@@ -41,6 +43,10 @@ class Handler(Answering):
         self._answer(status, self.server.leases[body["metadata"]["name"]])
 
     def do_GET(self) -> None:
+        kind, _, query = self.path.rpartition("/")[2].partition("?")
+        if kind.startswith("resourceclaim"):
+            assert "labelSelector=tuneloop.dev%2Fshare-group%3Ddemo" in query
+            return self._answer(200, {"items": self.server.claims if kind == "resourceclaims" else []})
         found = self.server.leases.get(self.path.rpartition("/")[2])
         self._answer(200 if found else 404, found or {"message": "not found"})
 
@@ -141,3 +147,17 @@ def test_a_number_is_nobody_s_again(cluster: Cluster, server: Server) -> None:
             with pytest.raises(Retryable, match=f"turn {late.number} is over: now is {held.number}"):
                 stale.beat()
         assert held.beat().turns.read().holder
+
+
+def test_what_the_turns_of_any_claim_of_the_group_will_refuse_is_said_before(cluster: Cluster, server: Server) -> None:
+    """On which of them a run will sit is known once it has taken its seat, and then it is too late."""
+    made = grpo("cluster.share.roles=apart", "cluster.share.policy=lrs")
+    assert list(_turns(cluster, made)) == []
+    server.claims = [{"metadata": {"name": f"demo-{i}", "creationTimestamp": str(i)}} for i in range(3)]
+    agrees = Turns(Lease(cluster, "demo-1"), "demo-1", who="a", policy="lrs", patience=30)
+    other = Turns(Lease(cluster, "demo-2"), "demo-2", who="b", policy="fifo", patience=30)
+    with agrees.acquire(timeout=60):
+        assert list(_turns(cluster, made)) == []
+        with other.acquire(timeout=60):
+            (problem,) = _turns(cluster, made)
+    assert problem.field == "cluster.share.policy" and "the runs of group demo-2 say 'fifo'" in str(problem)
