@@ -130,7 +130,8 @@ class Resident:
 
         Raises:
             UserError: there are none, they are not finite, or not whole; then they are dropped, and nothing else has
-                changed.
+                changed. After any other error (of the device) there is no `trainer` any more: part of the weights and
+                moments may be those after the step.
         """
         if not self.gradients:
             raise UserError("optim_step", self.version, "there is no gradient; call forward_backward first")
@@ -150,6 +151,9 @@ class Resident:
             trainer.step = step
             trainer.optimizer.zero_grad()
             raise UserError("optim_step", self.version, f"no step was taken: {error}") from error
+        except BaseException:
+            del self.trainer
+            raise
         self.version += 1
         return {"grad_norm:mean": norm, "weight_version:max": float(self.version)}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import posixpath
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -267,12 +268,8 @@ class Session:
         def work() -> dict[str, Any]:
             policy = self._artifact(asked.path)
             if asked.model_id:
-                resident = self._model(model)
-                try:
+                with self._changing(model) as resident:
                     resident.load(policy, asked.optimizer)
-                finally:
-                    if not hasattr(resident, "trainer"):
-                        del self.models[model]
             else:
                 self.models[model] = Resident(policy, self._ranks(), optimizer=asked.optimizer)
                 self.names[model] = asked.path
@@ -301,12 +298,12 @@ class Session:
 
     def optim_step(self, asked: OptimStep) -> str:
         """A request for an optimizer step."""
-        return self._submit(
-            asked.model_id,
-            asked.seq_id,
-            asked,
-            lambda: {"metrics": self._model(asked.model_id).optim_step(asked.adam_params), "type": "optim_step"},
-        )
+
+        def work() -> dict[str, Any]:
+            with self._changing(asked.model_id) as resident:
+                return {"metrics": resident.optim_step(asked.adam_params), "type": "optim_step"}
+
+        return self._submit(asked.model_id, asked.seq_id, asked, work)
 
     def save_weights(self, asked: SaveWeights, kind: str = "weights") -> str:
         """A request for a checkpoint below ``<artifacts>/train-<n>/<kind>``."""
@@ -466,8 +463,21 @@ class Session:
 
     def _model(self, model: str) -> Resident:
         if model not in self.models:
-            raise UserError("model_id", model, "was not created, or lost by load_state; that request says why")
+            remedy = (
+                "was not created, or lost by a load_state or optim_step, which says why; create one from a checkpoint"
+            )
+            raise UserError("model_id", model, remedy)
         return self.models[model]
+
+    @contextlib.contextmanager
+    def _changing(self, model: str) -> Iterator[Resident]:
+        """A model that is gone where the change fails half-way: nobody shall go on with what is neither old nor new."""
+        resident = self._model(model)
+        try:
+            yield resident
+        finally:
+            if not hasattr(resident, "trainer"):
+                del self.models[model]
 
     def _snapshot(self, sampling: str) -> Snapshot:
         if sampling not in self.samplers:

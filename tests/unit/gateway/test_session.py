@@ -227,7 +227,7 @@ def test_what_can_not_be_loaded_is_found_out_before_the_model_goes(driver: Drive
     driver.session.models[MODEL].ranks = None  # the device fails, once the old model is gone
     with pytest.raises(AttributeError):
         driver.load(path)
-    with pytest.raises(UserError, match="lost by load_state"):
+    with pytest.raises(UserError, match="lost by a load_state"):
         driver.step()
     driver.session.sleep()  # which wants nothing of that model any more
 
@@ -334,3 +334,32 @@ def test_a_session_that_sleeps_between_turns_computes_the_same(tmp_path: Path, b
                 driver.session.wake()
             driver.step(learning_rate=1e-2)
     assert all(torch.equal(value, turning.weights()[name]) for name, value in steady.weights().items())
+
+
+def test_a_model_whose_step_failed_half_way_is_used_no_more(driver: Driver) -> None:
+    """Its weights are neither those of the version it has nor those of the next; a checkpoint of before is."""
+    path, before = driver.save("before"), driver.weights()
+    resident = driver.session.models[MODEL]
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    resident.trainer.optimizer.register_step_post_hook(fail)
+    driver.forward_backward(data(**SUPERVISED), "cross_entropy")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        driver.step()
+    for use in (
+        driver.step,
+        lambda: driver.forward_backward(data(**SUPERVISED), "cross_entropy"),
+        lambda: driver.save("after"),
+        lambda: driver.load(path),
+        lambda: driver.result(driver.session.save_weights_for_sampler(SaveWeights(model_id=MODEL))),
+    ):
+        with pytest.raises(UserError, match="lost by a load_state or optim_step, which says why"):
+            use()
+    again = LoadWeights(session_id=ID, model_seq_id=1, path=path, optimizer=True)
+    driver.result(driver.session.load_weights(again))
+    found = driver.session.models[f"{ID}:train:1"].snapshot()
+    assert found.version == 3 and all(torch.equal(value, before[name]) for name, value in found.state.items())
+    driver.session.sleep()
+    driver.session.wake()
