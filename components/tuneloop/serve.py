@@ -348,8 +348,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return say(f"interrupted: {error}", EXIT_RETRY)
 
 
-class Stopped(Exception):
-    """SIGTERM or SIGINT, before requests are served: whoever waits for a version stops waiting."""
+class Stopped(BaseException):
+    """SIGTERM or SIGINT, before it serves: whoever waits for a version stops waiting; no library catches it."""
 
 
 def _stop(*_: Any) -> None:
@@ -376,10 +376,12 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     host, port = listener.getsockname()[:2]
     what = f"version {loop.engine.version}" if loop.engine.digest else "nothing yet"
     say(f"serve: {what} at http://{host}:{port}", 0)
-    # uvicorn shuts down on these and then raises them again, for whom it found in charge: us, who return.
+    server = uvicorn.Server(config)
+    # uvicorn shuts down on these and then raises them again, for whom it found in charge: us, who return. One that
+    # comes before uvicorn is in charge counts as well.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    uvicorn.Server(config).run(sockets=[listener])
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    server.run(sockets=[listener])
     if follower:
         follower.stop()
     loop.stop()

@@ -308,9 +308,10 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
 
 def until_told(server: Any, listener: socket.socket) -> None:
     """Run a ``uvicorn.Server`` until SIGTERM or SIGINT."""
-    # It shuts down on these and then raises them again, for whom it found in charge: us, who return.
+    # It shuts down on these and then raises them again, for whom it found in charge: us, who return. One that comes
+    # before it is in charge counts as well.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     server.run(sockets=[listener])
 
 
