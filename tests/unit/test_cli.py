@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,9 @@ from tuneloop.argo import state
 from tuneloop.argo.state import Journal, Node, Workflow
 from tuneloop.cli import checks, invoke
 from tuneloop.cli.live import Display
+from tuneloop.config import find
 from tuneloop.errors import UserError
+from tuneloop.runs import Record
 from tuneloop.sharing.turns import open_turns
 
 ROOT = Path(__file__).parents[2]
@@ -485,3 +488,18 @@ def test_the_display_prints_a_line_an_iteration_with_rate_and_time_left(
         "  20.0 s  export: failed after 1.5 s, exit code 2: exit code 2",
         "  20.0 s  iteration 2/4  reward 0.250  10.0 s/iteration  at most 20.0 s left  (rollout 5.0 s, reward 5.0 s)",
     ]
+
+
+def test_settings_may_be_mended_until_the_loop_has_made_a_version(call: Call, tmp_path: Path) -> None:
+    """A wrong setting of an update is found out when the first batch of rollouts is there."""
+    config = find(TOY).configure(sets=["iterations=1"]).model_dump(mode="json")
+    for name in ("early", "late"):
+        store = f"file://{tmp_path}/runs"
+        runs.create(Record(run=name, pipeline="toy_pipeline", path=TOY, config=config, store=store), "")
+        toy.make(f"{store}/{name}", 1, whole=False)
+    shutil.rmtree(tmp_path / "runs/early/iterations/1/policy-update")
+    mended = ("iterations=1", "--set", "per_workflow=80", *QUICK)
+    refused(call("run", TOY, "--run", "late", "--set", *mended), "exists with another per_workflow", "resume late")
+    result = call("run", TOY, "--run", "early", "--set", *mended)
+    assert result.code == 0, result.out + result.err
+    assert "begins again with another per_workflow" in result.out and "early: succeeded" in result.out

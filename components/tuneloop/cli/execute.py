@@ -42,7 +42,7 @@ def run(
 ) -> int:
     """Run a pipeline on this machine. The same run again resumes it: committed stages end at once.
 
-    A run that ended before its loop began may be given other settings; what it has committed must still fit them.
+    A run that ended before its loop made a version may be given other settings; what it has committed must fit them.
     """
     from tuneloop import runs
     from tuneloop.cli.checks import preflight
@@ -107,8 +107,8 @@ def stop(
 def _same(standing: Run, pipeline: str, config: dict[str, Any], store: str) -> bool:
     """Whether the run of this name was started with these very settings; refuse a name that stands for another one.
 
-    Before the loop a failed run may be mended: the stages themselves refuse what does not fit their committed outputs.
-    Within the loop a change could leave iterations behind that are no longer part of the run.
+    Before the loop's first version a failed run may be mended: the stages themselves refuse what does not fit their
+    committed outputs. After that a change could leave iterations behind that are no longer part of the run.
     """
     from tuneloop.errors import UserError
     from tuneloop.runs import differences
@@ -117,15 +117,15 @@ def _same(standing: Run, pipeline: str, config: dict[str, Any], store: str) -> b
     assert record
     asked = {"pipeline": pipeline, "store": store, **config}
     differing = differences(asked, {"pipeline": record.pipeline, "store": record.store, **record.config})
-    begun = standing.iteration or standing.phase in ("running", "succeeded")
+    begun = standing.phase in ("running", "succeeded") or any(made.iteration for made in standing.checkpoints)
+    what = ", ".join(differing[:5])
     if differing and (begun or {"pipeline", "store"} & {*differing}):
-        what = ", ".join(differing[:5])
         remedy = (
             f"exists with another {what}; `tuneloop resume {record.run}` continues it as it was, or choose another name"
         )
         raise UserError("--run", record.run, remedy)
     if differing:
-        typer.echo(f"{record.run}: ended before its loop; begins again with another {', '.join(differing[:5])}")
+        typer.echo(f"{record.run}: ended before its loop made a version; begins again with another {what}")
     return not differing
 
 
