@@ -151,9 +151,9 @@ class Memory:
         payloads = {n: np.frombuffer(d.payload, np.uint8) for n, d in made.items() if d.payload}
 
         def apply(name: str, state: dict[str, str]) -> None:
-            if name in payloads:
-                codec.apply(self.held[name], payloads[name], 2, encoding)
-            assert self.digest(self.held[name]) == state[name]
+            held = self.held[name]
+            found = codec.apply(held, held, payloads[name], 2, encoding) if name in payloads else self.digest(held)
+            assert found == state[name]
 
         for state in self.digests:  # XOR undoes itself
             self.clock(f"RAM: {encoding} apply + verify", lambda: self.every(lambda n: apply(n, state)))  # noqa: B023

@@ -71,18 +71,41 @@ def _sink(encoding: Encoding, size: int, width: int) -> _Gaps | _Xor | _Overwrit
     return _Xor(size, width) if encoding == "xor" else _Overwrite()
 
 
-def apply(tensor: Bytes, payload: Bytes, width: int, encoding: Encoding) -> None:
-    """Turn the old bytes in `tensor` into the new ones, in place.
+def apply(old: Bytes, new: Bytes, payload: Bytes, width: int, encoding: Encoding) -> str:
+    """Write to `new` what the delta makes of `old`, and return its xxh3-128, in one pass.
+
+    Args:
+        old, new: flat uint8 of the same length; the same array, where it is to be changed in place.
 
     Raises:
         Corrupt: the payload does not fit the tensor. Some bytes may have changed by then.
     """
+    work = _Pass(old, new)
     try:
-        {"gap8-xor": _apply_gaps, "xor": _apply_xor, "overwrite": _apply_overwrite}[encoding](tensor, payload, width)
+        {"gap8-xor": _apply_gaps, "xor": _apply_xor, "overwrite": _apply_overwrite}[encoding](work, payload, width)
     except (zstandard.ZstdError, struct.error, ValueError, IndexError) as error:
         if isinstance(error, Corrupt):
             raise
         raise _corrupt(str(error)) from error
+    return work.digest.hexdigest()
+
+
+class _Pass:
+    """Old bytes become new ones a block at a time, which stays in the cache from its reading to its hashing."""
+
+    def __init__(self, old: Bytes, new: Bytes) -> None:
+        self.old, self.new, self.digest = old, new, xxhash.xxh3_128()
+
+    def blocks(self, size: int) -> Iterator[Bytes]:
+        """The blocks of the new bytes in order, holding the old ones; the caller changes them before it goes on."""
+        for start in range(0, len(self.new), size):
+            block = self.new[start : start + size]
+            if self.old is self.new:
+                xxhash.xxh3_64_intdigest(block.data)  # to have it in the cache: scattered reads wait for memory longer
+            else:
+                np.copyto(block, self.old[start : start + size])
+            yield block
+            self.digest.update(block.data)
 
 
 def _corrupt(what: str) -> Corrupt:
@@ -116,7 +139,7 @@ class _Gaps:
         if not len(positions):
             self.parts.append(b"\0\0\0\0")
             return 0
-        planes = np.ascontiguousarray(values.view(np.uint8).reshape(-1, self.width).T)
+        planes = ((values >> 8 * k).astype(np.uint8) for k in range(self.width))
         frames = [_compress(_to_gaps(positions)), *map(_compress, planes)]
         self.parts += [struct.pack(f"<{2 + self.width}I", len(positions), *map(len, frames)), *frames]
         return len(positions)
@@ -128,41 +151,47 @@ class _Gaps:
 def changed(old: Bytes, new: Bytes, width: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Positions of the elements that differ, and what they differ in.
 
-    A bitmap first: looking through its bytes, most of which are zero, and into few of them is three times faster than
-    looking for true bools among all.
+    Eight comparisons at a time first: looking for those that are not all equal, and into these, is two times faster
+    than looking for true bools among all.
     """
     a, b = old.view(f"<u{width}"), new.view(f"<u{width}")
-    bitmap = np.packbits(a != b, bitorder="little")
-    hits = np.flatnonzero(bitmap != 0)
-    inner = np.flatnonzero(np.unpackbits(bitmap[hits], bitorder="little").view(np.bool_))
-    positions = hits[inner >> 3]
+    differ = np.empty(-(-len(a) // 8) * 8, np.bool_)
+    differ[len(a) :] = False
+    np.not_equal(a, b, out=differ[: len(a)])
+    eights = differ.view(np.uint64)
+    hits = np.flatnonzero(eights != 0)
+    inner = np.flatnonzero(eights.take(hits).view(np.bool_))
+    positions = hits.take(inner >> 3)
     positions <<= 3
     inner &= 7
     positions |= inner
-    values = a[positions]
-    values ^= b[positions]
+    values = a.take(positions)
+    values ^= b.take(positions)
     return positions, values
 
 
 def _to_gaps(positions: NDArray[np.int64]) -> Bytes:
     """Distance of each position from the one before (the first from 0) as bytes: 255 adds 255 and goes on."""
-    gaps = positions.copy()
-    gaps[1:] -= positions[:-1]
+    gaps = positions.astype(np.uint32)
+    gaps[1:] -= gaps[:-1]
     small = gaps.astype(np.uint8)
     far = np.flatnonzero(gaps >= _ESCAPE)  # few: dividing all of them would take longer than finding them
-    if not len(far):
-        return small
     escapes, small[far] = np.divmod(gaps[far], _ESCAPE)
-    return np.insert(small, np.repeat(far, escapes), _ESCAPE)
+    before = np.repeat(far, escapes)
+    kept = np.ones(len(small) + len(before), np.bool_)
+    kept[before + np.arange(len(before))] = False
+    coded = np.full(len(kept), _ESCAPE, np.uint8)
+    coded[kept] = small
+    return coded
 
 
-def _apply_gaps(tensor: Bytes, payload: Bytes, width: int) -> None:
+def _apply_gaps(work: _Pass, payload: Bytes, width: int) -> None:
     stated, chunk = struct.unpack_from("<II", payload.data)
     if stated != width or not 0 < chunk <= 1 << 31:
         raise _corrupt(f"elements of {stated} bytes, chunks of {chunk}")
-    elements, at = tensor.view(f"<u{width}"), 8
-    for start in range(0, len(elements), chunk):
-        part = elements[start : start + chunk]
+    at = 8
+    for block in work.blocks(chunk * width):
+        part = block.view(f"<u{width}")
         (count,) = struct.unpack_from("<I", payload.data, at)
         at += 4
         if not count:
@@ -177,10 +206,10 @@ def _apply_gaps(tensor: Bytes, payload: Bytes, width: int) -> None:
         positions = np.cumsum(gaps, dtype=np.int64)[gaps != _ESCAPE]
         if count > len(part) or len(positions) != count or positions[-1] >= len(part):
             raise _corrupt(f"{len(positions)} positions, {count} stated, for {len(part)} elements")
-        values = np.empty((count, width), np.uint8)
+        values = part.take(positions)
         for plane, frame in enumerate(frames[1:]):
-            values[:, plane] = _decompress(frame, size=count)
-        part[positions] ^= values.view(f"<u{width}")[:, 0]
+            values ^= _decompress(frame, size=count).astype(part.dtype) << 8 * plane
+        part[positions] = values
     if at != len(payload):
         raise _corrupt(f"{len(payload) - at} bytes too many")
 
@@ -199,22 +228,15 @@ class _Xor:
         return b"".join([*self.parts, self.stream.flush()])
 
 
-def _apply_xor(tensor: Bytes, payload: Bytes, width: int) -> None:
-    for at, block in _blocks(payload, len(tensor)):
-        tensor[at : at + len(block)] ^= block
-
-
-def _blocks(payload: Bytes, size: int) -> Iterator[tuple[int, Bytes]]:
-    """The content of one frame, piece by piece; it must be `size` bytes."""
-    at = 0
+def _apply_xor(work: _Pass, payload: Bytes, width: int) -> None:
     with zstandard.ZstdDecompressor().stream_reader(payload.data) as reader:
-        while data := reader.read(BLOCK):
-            if at + len(data) > size:
-                break
-            yield at, np.frombuffer(data, np.uint8)
-            at += len(data)
-    if at != size or data:
-        raise _corrupt(f"a difference of other than {size} bytes")
+        for block in work.blocks(BLOCK):
+            difference = np.frombuffer(reader.read(len(block)), np.uint8)
+            if len(difference) != len(block):
+                raise _corrupt("a difference shorter than the tensor")
+            block ^= difference
+        if reader.read(1):
+            raise _corrupt("a difference longer than the tensor")
 
 
 class _Overwrite:
@@ -234,12 +256,13 @@ class _Overwrite:
         return _compress(np.concatenate([head, *self.positions, *self.values]))
 
 
-def _apply_overwrite(tensor: Bytes, payload: Bytes, width: int) -> None:
-    data = _decompress(payload, at_most=4 + 5 * len(tensor))
+def _apply_overwrite(work: _Pass, payload: Bytes, width: int) -> None:
+    data = _decompress(payload, at_most=4 + 5 * len(work.new))
     (count,) = struct.unpack_from("<I", data.data)
     if len(data) != 4 + 5 * count:
         raise _corrupt(f"{count} positions in {len(data)} bytes")
     positions = data[4 : 4 + 4 * count].view("<u4")
-    if count and int(positions.max()) >= len(tensor):
+    if count and int(positions.max()) >= len(work.new):
         raise _corrupt("a position beyond the tensor")
-    tensor[positions] = data[4 + 4 * count :]
+    for block in work.blocks(max(len(work.new), 1)):
+        block[positions] = data[4 + 4 * count :]

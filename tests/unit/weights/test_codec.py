@@ -5,6 +5,7 @@ import struct
 
 import numpy as np
 import pytest
+import xxhash
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,10 @@ def pair(seed: int, elements: int, width: int, density: float) -> tuple[codec.By
     view = new.view(f"<u{width}")
     view[rng.random(elements) < density] ^= np.array(1 + rng.integers(0, 2), f"<u{width}")
     return old, new
+
+
+def digest(data: codec.Bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data.data)
 
 
 @pytest.fixture(params=[64, 1 << 21], ids=["many blocks", "one block"])
@@ -46,8 +51,14 @@ def test_round_trip(encoding: codec.Encoding) -> None:
         assert (delta.payload is None) == np.array_equal(old, new)
         if encoding != "overwrite":
             assert delta.changed == np.count_nonzero(old.view(f"<u{width}") != new.view(f"<u{width}"))
-        if delta.payload is not None:
-            codec.apply(old, np.frombuffer(delta.payload, np.uint8), width, encoding)
+        assert (delta.old, delta.new) == (digest(old), digest(new))
+        if delta.payload is None:
+            return
+        payload, kept, made = np.frombuffer(delta.payload, np.uint8), old.copy(), np.empty_like(old)
+        assert codec.apply(old, made, payload, width, encoding) == delta.new
+        np.testing.assert_array_equal(made, new)
+        np.testing.assert_array_equal(old, kept, "what is read is not written")
+        assert codec.apply(old, old, payload, width, encoding) == delta.new
         np.testing.assert_array_equal(old, new)
 
     check()
@@ -60,7 +71,8 @@ def test_bits_not_values_are_compared() -> None:
     new.view(np.uint32)[2] ^= 1  # another NaN
     delta = codec.encode(old.view(np.uint8), new.view(np.uint8), 4, "gap8-xor")
     assert delta.changed == 2 and delta.payload
-    codec.apply(old.view(np.uint8), np.frombuffer(delta.payload, np.uint8), 4, "gap8-xor")
+    held = old.view(np.uint8)
+    codec.apply(held, held, np.frombuffer(delta.payload, np.uint8), 4, "gap8-xor")
     assert old.tobytes() == new.tobytes()
 
 
@@ -84,15 +96,15 @@ def test_overwrite_is_idempotent_and_xor_is_not() -> None:
     for encoding, same in (("overwrite", True), ("xor", False), ("gap8-xor", False)):
         old, new = pair(1, 500, 2, 0.1)
         payload = np.frombuffer(codec.encode(old, new, 2, encoding).payload or b"", np.uint8)  # type: ignore[arg-type]
-        codec.apply(old, payload, 2, encoding)  # type: ignore[arg-type]
-        codec.apply(old, payload, 2, encoding)  # type: ignore[arg-type]
+        codec.apply(old, old, payload, 2, encoding)  # type: ignore[arg-type]
+        codec.apply(old, old, payload, 2, encoding)  # type: ignore[arg-type]
         assert np.array_equal(old, new) == same
 
 
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_damage_is_refused_or_changes_the_result(encoding: codec.Encoding) -> None:
-    """A damaged payload ends in `Corrupt` or in other bytes, which the checksum finds; never in a write elsewhere."""
+    """A damaged payload ends in `Corrupt` or in other bytes, whose digest is returned; never in a write elsewhere."""
 
     @settings(max_examples=60, deadline=None)
     @given(st.data())
@@ -104,8 +116,10 @@ def test_damage_is_refused_or_changes_the_result(encoding: codec.Encoding) -> No
         else:
             del payload[data.draw(st.integers(0, len(payload) - 1)) :]
         guard = np.concatenate([old, old])
+        made = guard[: len(old)]
         with contextlib.suppress(Corrupt):
-            codec.apply(guard[: len(old)], np.frombuffer(bytes(payload), np.uint8), 2, encoding)
+            found = codec.apply(old, made, np.frombuffer(bytes(payload), np.uint8), 2, encoding)
+            assert found == digest(made) and (found == digest(new)) == np.array_equal(made, new)
         np.testing.assert_array_equal(guard[len(old) :], old, "nothing beyond the tensor is written")
 
     check()
