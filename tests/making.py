@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
-import threading
-import time
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -171,14 +171,13 @@ def _model(policy: Artifact) -> Any:
     return AutoModelForCausalLM.from_pretrained(policy.path / "model", dtype=torch.float32)
 
 
-def sigterm_while_training(out: Path) -> threading.Thread:
-    """Send this process SIGTERM once the stage that writes to `out` has taken a step; join what is returned."""
+def sigterm_while_training(out: Path) -> None:
+    """Send this process SIGTERM when the stage that will write to `out` has taken a step, before it takes the next."""
+    armed = [True]
 
-    def interrupt() -> None:
-        while not any(out.glob("data-*/metrics.jsonl")):
-            time.sleep(0.002)
-        os.kill(os.getpid(), signal.SIGTERM)
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if armed and event == "open" and re.fullmatch(rf"{out}/data-[^/]*/metrics\.jsonl", str(arguments[0])):
+            armed.clear()
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    return thread
+    sys.addaudithook(hook)  # which can not be taken away again

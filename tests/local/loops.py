@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.waiting import LIMIT_S, until
 from tuneloop.argo import state
 from tuneloop.artifacts import Artifact
 
@@ -36,21 +37,18 @@ def command(verb: str, *words: str, store: Path, **settings: object) -> list[str
     return line
 
 
-def finish(line: list[str], code: int = 0, timeout: float = 600) -> str:
+def finish(line: list[str], code: int = 0, timeout: float = 10 * LIMIT_S) -> str:
     """Run to the end and return what was printed."""
     done = subprocess.run(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout)
     assert done.returncode == code, done.stdout[-4000:]
     return done.stdout
 
 
-def kill_inside(line: list[str], workdir: Path, node: str, delay: float, timeout: float = 120) -> str:
+def kill_inside(line: list[str], workdir: Path, node: str, delay: float) -> str:
     """Start, wait until the node runs and `delay` seconds more, SIGKILL everything; the phase it was killed in."""
     child = subprocess.Popen(line, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + timeout
     try:
-        while phase(workdir, node, child) is None:
-            assert time.monotonic() < deadline, f"{node} never started"
-            time.sleep(0.01)
+        until(lambda: phase(workdir, node, child), 5 * LIMIT_S)
         time.sleep(delay)
         return phase(workdir, node, child) or "finished"
     finally:

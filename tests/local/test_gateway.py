@@ -15,6 +15,7 @@ import pytest
 import tinker
 
 from tests.making import checkpoint_artifact
+from tests.waiting import LIMIT_S
 from tuneloop.artifacts import Artifact
 
 pytestmark = pytest.mark.local
@@ -35,7 +36,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
     token = (home / "token").read_text().strip()
     yield SimpleNamespace(home=home, url=url, token=token)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(LIMIT_S) == 0
 
 
 def test_a_loop_through_the_primitives_learns(gateway: SimpleNamespace) -> None:

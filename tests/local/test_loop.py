@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.local.loops import command, digests, finish
+from tests.waiting import free_port
 from tuneloop import weights
 from tuneloop.artifacts import Artifact
 
@@ -48,7 +49,7 @@ def test_programs_are_learnt_and_tested(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("model", "pull"), [("tiny-qwen3", False), ("tiny-llama", True)])
 def test_loop_with_real_vllm(tmp_path: Path, model: str, pull: bool) -> None:
-    settings = {"engine.name": "vllm", "base_model": model, "loop.iterations": 2, "engine.port": 8799}
+    settings = {"engine.name": "vllm", "base_model": model, "loop.iterations": 2, "engine.port": free_port()}
     settings["engine.pull"] = pull
     printed = finish(command("run", "sft_then_grpo", "--run", "v", store=tmp_path, **settings))
     for iteration in (1, 2):

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -23,8 +22,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig
 
 from tests.local.loops import command
-from tests.local.test_vllm import ARGS, GREEDY, REQUESTS, SHORT, Running, begin, free_port, quiet
+from tests.local.test_vllm import ARGS, GREEDY, REQUESTS, SHORT, Running, begin, launch, quiet
 from tests.policies import commit_policy
+from tests.waiting import LIMIT_S, free_port, until
 from tuneloop import weights
 from tuneloop.artifacts import Artifact, Draft
 from tuneloop.canary import write_canary
@@ -42,34 +42,21 @@ pytestmark = pytest.mark.local
 
 def follow(root: Path, *options: str) -> Running:
     """A server that follows `root`, once it serves."""
-    port = free_port()
-    line = [sys.executable, "-m", "tuneloop.serve", "--weights", str(root), "--host", "127.0.0.1", "--port", str(port)]
-    line += ["--poll-interval", "0.1", "--engine-args", json.dumps(ARGS), *options]
-    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
-    said = []
-    for text in process.stderr or ():
-        said.append(text)
-        if "serve: version" in text:
-            threading.Thread(target=(process.stderr or sys.stdin).read, daemon=True).start()
-            running = Running(f"http://127.0.0.1:{port}", process)
-            until(running, lambda served: served["version"] >= 0)
-            return running
-    raise AssertionError("".join(said))
+    return launch("--weights", str(root), "--poll-interval", "0.1", *options)
 
 
-def until(running: Running, done: Any, timeout_s: float = 30.0) -> dict[str, Any]:
-    """What ``/version`` says once `done` of it is true."""
-    deadline = time.monotonic() + timeout_s
-    served: dict[str, Any] = {}
-    while time.monotonic() < deadline:
-        try:
-            served = running.ask("GET", "/version")[1]
-            if done(served):
-                return served
-        except ConnectionRefusedError:
-            pass
-        time.sleep(0.02)
-    raise AssertionError(served)
+def served(running: Running, version: int, digest: str = "") -> dict[str, Any]:
+    """What ``/version`` says, once it says that the last pull brought `version` (of `digest`), and all is well.
+
+    It is put together while the follower goes on: one of its fields may be older than the next.
+    """
+
+    def now() -> dict[str, Any] | None:
+        said: dict[str, Any] = running.ask("GET", "/version")[1]
+        there = said["version"] == said["pulled"].get("version") == version and said["digest"].startswith(digest)
+        return said if there and not said["trouble"] else None
+
+    return until(now) or {}
 
 
 def step(before: Artifact, url: Path, version: int) -> Artifact:
@@ -107,7 +94,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> list[Artifact]:
 
 
 @pytest.fixture(scope="module")
-def served(chain: list[Artifact], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+def follower(chain: list[Artifact], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
     root = tmp_path_factory.mktemp("weights")
     publish(root, chain[0])
     running = follow(root)
@@ -116,16 +103,15 @@ def served(chain: list[Artifact], tmp_path_factory: pytest.TempPathFactory) -> I
     running.process.wait()
 
 
-def test_ten_updates_byte_for_byte(served: tuple[Running, Path], chain: list[Artifact]) -> None:
+def test_ten_updates_byte_for_byte(follower: tuple[Running, Path], chain: list[Artifact]) -> None:
     """After each: all tensors that vLLM holds are those of the export, read back; and it computes with them."""
-    running, root = served
-    client = Client(running.url, 60)
+    running, root = follower
+    client = Client(running.url, LIMIT_S)
     for policy in chain:
         version = policy.manifest.facts["version"]
         published = publish(root, policy)
         assert version == 0 or published.encoding == "gap8-xor"
-        now = until(running, lambda said: said["pulled"].get("version") == version)  # noqa: B023
-        assert now["digest"] == policy.manifest.digest and not now["trouble"]
+        now = served(running, version, policy.manifest.digest)
         status, held = running.ask("POST", "/verify")
         count = len(load_file(policy.path / "model" / "model.safetensors"))
         assert (status, held) == (
@@ -149,11 +135,11 @@ def test_experts_and_parts_are_read_back(workers: int, tmp_path: Path, monkeypat
     args = json.dumps({**ARGS, "tensor_parallel_size": workers})
     running = follow(root, "--weights-dir", str(held), "--engine-args", args)
     try:
-        client = Client(running.url, 60)
+        client = Client(running.url, LIMIT_S)
         for policy in (first, step(first, tmp_path / "v1", 1)):
             version = policy.manifest.facts["version"]
             publish(root, policy)
-            until(running, lambda said: said["pulled"].get("version") == version)  # noqa: B023
+            served(running, version)
             count = len(load_file(policy.path / "model" / "model.safetensors"))
             assert running.ask("POST", "/verify")[1] == {
                 "version": version, "tensors": count, "identical": count, "different": [], "unread": []
@@ -175,16 +161,16 @@ def test_experts_and_parts_are_read_back(workers: int, tmp_path: Path, monkeypat
         running.process.wait()
 
 
-def test_keeps_to_the_protocol(served: tuple[Running, Path], chain: list[Artifact]) -> None:
-    running, _ = served
+def test_keeps_to_the_protocol(follower: tuple[Running, Path], chain: list[Artifact]) -> None:
+    running, _ = follower
     outcomes = list(check(Probe(running.url, chain[10], 256)))
     assert [o for o in outcomes if o.result != "ok"] == []
 
 
-def test_goes_back_to_an_older_version_when_told_to(served: tuple[Running, Path], chain: list[Artifact]) -> None:
+def test_goes_back_to_an_older_version_when_told_to(follower: tuple[Running, Path], chain: list[Artifact]) -> None:
     """The pointer is not moved, so the follower leaves it there; the next one told is served again."""
-    running, _ = served
-    client = Client(running.url, 60)
+    running, _ = follower
+    client = Client(running.url, LIMIT_S)
     for version in (4, 10):
         client.load(chain[version])
         prove(client, chain[version], 0.05)
@@ -195,24 +181,24 @@ def test_goes_back_to_an_older_version_when_told_to(served: tuple[Running, Path]
     assert status == 400 and "was published from" in said["error"]
 
 
-def test_sleep_needs_a_device_that_can(served: tuple[Running, Path]) -> None:
-    running, _ = served
+def test_sleep_needs_a_device_that_can(follower: tuple[Running, Path]) -> None:
+    running, _ = follower
     for path in ("/sleep", "/wake_up"):
         status, said = running.ask("POST", path)
         assert status == 400 and "cpu" in said["error"]
     assert running.ask("GET", "/health")[0] == 200
 
 
-def test_a_step_that_changes_nothing_is_a_version(served: tuple[Running, Path], chain: list[Artifact]) -> None:
-    running, root = served
+def test_a_step_that_changes_nothing_is_a_version(follower: tuple[Running, Path], chain: list[Artifact]) -> None:
+    running, root = follower
     published = weights.publish(str(root), 11, chain[10].path / "model", source=chain[10].manifest.digest)
     assert (published.sent_bytes, published.density) == (0, 0)
-    assert until(running, lambda said: said["version"] == 11)["digest"] == chain[10].manifest.digest
+    served(running, 11, chain[10].manifest.digest)
 
 
-def test_damaged_versions_are_not_served(served: tuple[Running, Path], chain: list[Artifact], tmp_path: Path) -> None:
+def test_damaged_versions_are_not_served(follower: tuple[Running, Path], chain: list[Artifact], tmp_path: Path) -> None:
     """The old version stays served, whoever wants the new one is told why; once mended, it is served."""
-    running, root = served
+    running, root = follower
     policy = step(chain[10], tmp_path / "v12", 12)
     spare = Path(shutil.copytree(root, tmp_path / "spare"))
     publish(spare, policy)
@@ -221,13 +207,13 @@ def test_damaged_versions_are_not_served(served: tuple[Running, Path], chain: li
     delta.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
     shutil.copytree(spare / "weight_v000012", root / "weight_v000012")
     (root / "latest").write_bytes((spare / "latest").read_bytes())
-    trouble = until(running, lambda said: said["trouble"])
-    assert (trouble["version"], running.ask("GET", "/health")[0]) == (11, 200)
+    until(lambda: running.ask("GET", "/version")[1]["trouble"])
+    assert (running.ask("GET", "/version")[1]["version"], running.ask("GET", "/health")[0]) == (11, 200)
     body = {"requests": [{"id": "a", "prompt_ids": [5, 6], "seeds": [0]}], "min_version": 12}
     status, said = running.ask("POST", "/generate", body)
     assert status == 409 and "it can not be pulled" in said["error"]
     (root / "weight_v000012" / delta.name).write_bytes(whole)
-    assert until(running, lambda said: said["pulled"].get("version") == 12)["trouble"] == ""
+    served(running, 12)
     held = running.ask("POST", "/verify")[1]
     assert held["identical"] == held["tensors"]
 
@@ -237,16 +223,16 @@ def test_requests_go_on_with_new_weights(chain: list[Artifact], tmp_path: Path) 
     engine = begin(chain[0])
     loop = EngineLoop(engine)
     loop.start()
-    said: list[tuple[int, Any]] = []
-    loop.generate([Request("r", SHORT[0], [1, 2])], Sampling(1.0, 300, ()), 0, None, lambda *s: said.append(s)).result()
+    said: list[Any] = []  # of both completions token by token, then whole
+    request, sampling = Request("r", SHORT[0], [1, 2]), Sampling(1.0, 300, ())
+    loop.generate([request], sampling, 0, None, lambda _, part: said.append(part), stream=True).result()
     for version in (1, 2):
-        time.sleep(0.1)
+        until(lambda: len(said) > 40 * version)  # noqa: B023
         loop.change(chain[version].path / "model", version, chain[version].manifest.digest, "keep").result()
-    while not said:
-        time.sleep(0.01)
+    (whole,) = until(lambda: [part for part in said if isinstance(part, list)])
     loop.stop()
     loop.join()
-    for made in said[0][1]:
+    for made in whole:
         assert set(made.versions) == {0, 1, 2} and made.versions == sorted(made.versions) and len(made.ids) == 300
         for version in (0, 1, 2):
             engine.load(chain[version])
@@ -265,7 +251,7 @@ def gateway(backends: list[str]) -> Iterator[str]:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             for _ in range(len(backends)):
                 url = backends[next(turn) % len(backends)]
-                connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+                connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=LIMIT_S)
                 try:
                     connection.request("POST", self.path, body)
                     reply = connection.getresponse()
@@ -290,21 +276,21 @@ def gateway(backends: list[str]) -> Iterator[str]:
 
 
 def test_a_fleet_loses_one_and_gets_another(
-    served: tuple[Running, Path], chain: list[Artifact], tmp_path: Path
+    follower: tuple[Running, Path], chain: list[Artifact], tmp_path: Path
 ) -> None:
     """A replica that joins late replays the chain; one that is killed loses no request."""
-    running, root = served
+    running, root = follower
     latest = weights.ls(str(root))[-1].version
     policy = step(chain[10], tmp_path / "next", latest + 1)
     late = follow(root)
     assert running.ask("POST", "/verify")[1]["identical"] == late.ask("POST", "/verify")[1]["identical"]
     with gateway([late.url, running.url]) as url:
-        engine = create(url, {"retry_sleep": 0.1, "partial_rollout": True}, 30.0)
+        engine = create(url, {"retry_sleep": 0.1, "partial_rollout": True}, LIMIT_S)
         engine.load(policy)
         publish(root, policy)
         prove(engine, policy, 0.05)
         for replica in (late, running):
-            until(replica, lambda said: said["version"] == latest + 1)
+            until(lambda: replica.ask("GET", "/version")[1]["version"] == latest + 1)  # noqa: B023
         many = [Request(f"r{i}", SHORT[i % 4], [i, i + 100]) for i in range(24)]
         killed: list[int] = []
 
@@ -331,18 +317,17 @@ def test_loop_over_a_fleet_that_pulls(tmp_path: Path) -> None:
     killed during the second iteration; the other joins then, replays the chain, and the loop goes on with it."""
     ports = free_port(), free_port()
     root, iterations = tmp_path / "o" / "weights", tmp_path / "o" / "iterations"
-    serving = [replica(root, ports[0])]
+    serving: list[subprocess.Popen[bytes]] = [replica(root, ports[0])]
     try:
         urls = ",".join(f"http://127.0.0.1:{port}" for port in ports)
         settings = {"engine.name": "endpoint", "engine.rollout_endpoint_url": urls, "engine.pull": True}
         settings |= {"loop.iterations": 3, "engine.args": '{"max_retries": 300, "partial_rollout": true}'}
         loop = subprocess.Popen(command("run", "sft_then_grpo", "--run", "o", store=tmp_path, **settings))
-        while not (iterations / "1" / "rollout" / "manifest.json").is_file():
-            assert loop.poll() is None
-            time.sleep(0.05)
+        serving.append(loop)
+        until((iterations / "1" / "rollout" / "manifest.json").is_file, 3 * LIMIT_S, loop)
         serving[0].kill()
         serving.append(replica(root, ports[1]))
-        assert loop.wait(300) == 0
+        assert loop.wait(3 * LIMIT_S) == 0
     finally:
         for process in serving:
             process.kill()

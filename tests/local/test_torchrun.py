@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.making import checkpoint_artifact, prompts_artifact
+from tests.waiting import LIMIT_S, until
 from tuneloop.sft import sft
 
 pytestmark = pytest.mark.local
@@ -24,15 +24,12 @@ def start(work: Path, **arguments: object) -> "subprocess.Popen[str]":
 
 
 def begun(work: Path, child: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 120
-    while not any((work / "out").glob("data-*/metrics.jsonl")):
-        assert child.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: any((work / "out").glob("data-*/metrics.jsonl")), 2 * LIMIT_S, child)
 
 
 def test_a_mistake_is_2_and_one_line(tmp_path: Path) -> None:
     child = start(tmp_path, expected_world_size=3)
-    said = child.communicate(timeout=120)[1]
+    said = child.communicate(timeout=2 * LIMIT_S)[1]
     assert child.returncode == 2, said
     assert "error: --expected-world-size: 3: 2 processes are training; mend the launcher\n" in said
     assert "Traceback" not in said
@@ -44,6 +41,6 @@ def test_a_rank_that_is_killed_is_137_and_the_other_says_why_it_ended(tmp_path: 
     ranks = [int(p) for p in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
     second = next(p for p in ranks if b"\0RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes())
     os.kill(second, signal.SIGKILL)
-    said = child.communicate(timeout=120)[1]
+    said = child.communicate(timeout=2 * LIMIT_S)[1]
     assert child.returncode == 137, said
     assert "another process of this stage has ended" in said

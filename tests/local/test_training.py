@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.making import (
     sigterm_while_training,
     tiny_model,
 )
+from tests.waiting import LIMIT_S, until
 from tuneloop.artifacts import Artifact
 from tuneloop.component import Component
 from tuneloop.errors import Interrupted
@@ -42,7 +42,7 @@ def launch(stage: Component, out: Path, processes: int, **arguments: Any) -> "su
 
 
 def finish(child: "subprocess.Popen[str]") -> str:
-    said, _ = child.communicate(timeout=300)
+    said, _ = child.communicate(timeout=3 * LIMIT_S)
     assert child.returncode == 0, said[-4000:]
     return said
 
@@ -135,13 +135,9 @@ def test_two_processes_stopped_and_resumed_end_with_the_same_bytes(tmp_path):
     about = {"policy": base.ref, "prompts": prompts.ref, "max_steps": 120, "device": "cpu"}
     about |= {"per_device_train_batch_size": 5}
     child = launch(sft, tmp_path / "stopped", 2, **about)
-    deadline = time.monotonic() + 200
-    while not any((tmp_path / "stopped").glob("data-*/metrics.jsonl")):
-        assert time.monotonic() < deadline
-        assert child.poll() is None, child.communicate()[0][-4000:]
-        time.sleep(0.01)
+    until(lambda: any((tmp_path / "stopped").glob("data-*/metrics.jsonl")), 2 * LIMIT_S, child)
     child.send_signal(signal.SIGTERM)
-    assert "stopped by a signal" in child.communicate(timeout=100)[0]
+    assert "stopped by a signal" in child.communicate(timeout=LIMIT_S)[0]
     assert child.returncode == 75
     assert not (tmp_path / "stopped" / "manifest.json").exists()
     shutil.copytree(tmp_path / "stopped" / "resume", tmp_path / "alone" / "resume")
@@ -161,10 +157,9 @@ def test_one_process_stopped_and_resumed_by_two_trains_the_same(tmp_path):
     about = {"policy": base.ref, "prompts": prompts.ref, "max_steps": 60, "device": "cpu"}
     about |= {"per_device_train_batch_size": 6, "lora": {"r": 3}, "save_dtype": "float32"}
 
-    thread = sigterm_while_training(tmp_path / "two")
+    sigterm_while_training(tmp_path / "two")
     with pytest.raises(Interrupted):
         sft(out=str(tmp_path / "two"), **about)
-    thread.join()
     finish(launch(sft, tmp_path / "two", 2, **{**about, "lora": json.dumps(about["lora"])}))
     sft(out=str(tmp_path / "one"), **about)
     one, two = (Artifact(str(tmp_path / name)) for name in ("one", "two"))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit import toy
+from tests.waiting import LIMIT_S, until
 from tuneloop import runs
 from tuneloop.argo import state
 from tuneloop.argo.state import Journal, Node, Workflow
@@ -80,12 +81,13 @@ def test_light_commands_import_nothing_heavy(words: list[str], tmp_path: Path) -
 
 
 def test_help_answers_at_once() -> None:
+    """In seconds of computing, which are those of the clock on a machine that does nothing else."""
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        before = sum(os.times()[2:4])
         subprocess.run([sys.executable, "-m", "tuneloop.cli", "--help"], capture_output=True, check=True)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), "on a quiet machine, 0.5 s"
+        seconds.append(sum(os.times()[2:4]) - before)
+    assert min(seconds) < 0.5, seconds
 
 
 @pytest.mark.parametrize("words", [["version"], ["--version"]])
@@ -253,7 +255,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("finished")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     child = program("run", TOY, "--run", "done", *QUICK, cwd=place, env=env)
-    out, err = child.communicate(timeout=120)
+    out, err = child.communicate(timeout=LIMIT_S)
     assert child.returncode == 0, out + err
     (place / "out.txt").write_text(out)
     return place
@@ -363,12 +365,12 @@ def test_a_run_that_failed_before_its_loop_takes_other_settings(call: Call, tmp_
 @pytest.mark.local
 def test_a_killed_run_is_interrupted_and_resumes(call: Call, tmp_path: Path) -> None:
     child = program("run", TOY, "--run", "k", *QUICK, "--set", "iterations=3", cwd=tmp_path, start_new_session=True)
-    wait(lambda: (tmp_path / "runs/k/iterations/1/rollout/manifest.json").exists(), child)
+    until(lambda: (tmp_path / "runs/k/iterations/1/rollout/manifest.json").exists(), child=child)
     assert "k  toy_pipeline  running" in call("status", "k").out
     refused(call("run", TOY, "--run", "k", "--set", "iterations=3", *QUICK), "is running")
     os.killpg(child.pid, signal.SIGKILL)
     child.communicate()
-    wait(lambda: "interrupted; tuneloop resume k" in call("status", "k").out)
+    until(lambda: "interrupted; tuneloop resume k" in call("status", "k").out)
     assert call("resume", "k", *QUICK).code == 0
     assert "k  toy_pipeline  succeeded" in call("status", "k").out
 
@@ -376,10 +378,10 @@ def test_a_killed_run_is_interrupted_and_resumes(call: Call, tmp_path: Path) -> 
 @pytest.mark.local
 def test_stop_ends_a_run_so_that_it_resumes(call: Call, tmp_path: Path) -> None:
     child = program("run", TOY, "--run", "s", *QUICK, "--set", "iterations=50", cwd=tmp_path)
-    wait(lambda: (tmp_path / "runs/s/iterations/1/rollout/manifest.json").exists(), child)
+    until(lambda: (tmp_path / "runs/s/iterations/1/rollout/manifest.json").exists(), child=child)
     result = call("stop", "s")
     assert "go on with `tuneloop resume s`" in result.out
-    child.communicate(timeout=60)
+    child.communicate(timeout=LIMIT_S)
     assert child.returncode == 75
     assert runs.Run.open("s").iteration < 50
 
@@ -450,15 +452,7 @@ def test_logs_are_prefixed_and_followed_to_the_end(call: Call, tmp_path: Path) -
         with (directory / "logs" / "two.log").open("a") as file:
             file.write("later\n")
         assert child.stdout.readline() == "sft | later\n"
-    assert child.wait(timeout=20) == 0
-
-
-def wait(until: Callable[[], bool], child: "subprocess.Popen[str] | None" = None, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < deadline
-        assert child is None or child.poll() is None, child.communicate()
-        time.sleep(0.02)
+    assert child.wait(LIMIT_S) == 0
 
 
 def test_the_display_prints_a_line_an_iteration_with_rate_and_time_left(

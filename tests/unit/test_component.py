@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from tests.waiting import LIMIT_S
 from tuneloop.artifacts import Artifact
 
 STAGE = '''
@@ -36,7 +37,7 @@ def toy(stage: Stage, source: OptionalInput, *,
             stage.save_resume(step, lambda d: (d / "state").write_text(str(step)))
             stage.check_stop()
         print("step", step, flush=True)
-        time.sleep(0.02)
+        time.sleep(float(os.environ.get("NAP", 0)))
     if label == "crash": raise RuntimeError("boom")
     if label == "retry": raise Retryable("the endpoint is gone")
     if label == "full": raise OSError(28, "No space left on device", "/scratch")
@@ -58,7 +59,7 @@ def toy(tmp_path: Path) -> Path:
 
 def run(program: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(program), *flags]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=LIMIT_S)
 
 
 def test_commits_once_and_says_its_results(toy: Path, tmp_path: Path) -> None:
@@ -117,20 +118,22 @@ def test_failures_keep_their_kind_and_leave_nothing(toy: Path, tmp_path: Path, l
 
 
 def start(program: Path, *flags: str) -> subprocess.Popen[str]:
-    child = subprocess.Popen([sys.executable, str(program), *flags], stdout=subprocess.PIPE, text=True)
+    """The program, at work on the first of its steps, each of which takes 0.1 s."""
+    env = {**os.environ, "NAP": "0.1"}
+    child = subprocess.Popen([sys.executable, str(program), *flags], stdout=subprocess.PIPE, text=True, env=env)
     assert child.stdout and child.stdout.readline() == "step 0\n"
     return child
 
 
 def test_sigterm_saves_a_resume_point_and_exits_75(toy: Path, tmp_path: Path) -> None:
-    flags = ("--thing", f"{tmp_path}/a", "--sleep", "30")
+    flags = ("--thing", f"{tmp_path}/a", "--sleep", "300")
     child = start(toy, *flags)
     child.send_signal(signal.SIGTERM)
-    assert child.wait(30) == 75
+    assert child.wait(LIMIT_S) == 75
     assert not (tmp_path / "a/manifest.json").exists()
     assert len(list(tmp_path.glob("a/resume/*/manifest.json"))) == 1
     assert run(toy, *flags).returncode == 0
-    assert 0 < Artifact(f"{tmp_path}/a").manifest.facts["start"] < 30, "went on where it stopped"
+    assert 0 < Artifact(f"{tmp_path}/a").manifest.facts["start"] < 300, "went on where it stopped"
     assert not (tmp_path / "a/resume").exists(), "resume points end with the commit"
 
 
@@ -144,18 +147,18 @@ def test_a_resume_point_of_other_parameters_is_not_in_the_way(toy: Path, tmp_pat
 
 
 def test_sigkill_leaves_nothing_a_reader_would_trust(toy: Path, tmp_path: Path) -> None:
-    flags = ("--thing", f"{tmp_path}/a", "--sleep", "20")
+    flags = ("--thing", f"{tmp_path}/a", "--sleep", "300")
     child = start(toy, *flags)
     child.kill()
-    child.wait(30)
+    child.wait(LIMIT_S)
     assert not (tmp_path / "a/manifest.json").exists()
     assert run(toy, *flags).returncode == 0
 
 
 def test_two_at_once_commit_one(toy: Path, tmp_path: Path) -> None:
-    flags = ("--thing", f"{tmp_path}/a", "--sleep", "150")
+    flags = ("--thing", f"{tmp_path}/a", "--sleep", "30")
     twins = [start(toy, *flags) for _ in range(2)]
-    assert [twin.wait(30) for twin in twins] == [0, 0]
+    assert [twin.wait(LIMIT_S) for twin in twins] == [0, 0]
     assert len(list(tmp_path.glob("a/data-*"))) == 1
     _ = Artifact(f"{tmp_path}/a").path
 

@@ -63,7 +63,7 @@ def test_scores_facts_and_metrics(tmp_path: Path) -> None:
 
 def test_failures_within_the_budget_are_no_scores(tmp_path: Path) -> None:
     given = rollouts(tmp_path / "r", ["fine"] * 6 + ["raises", "hangs"], BY_NAME)
-    manifest = reward(out=str(tmp_path / "w"), rollouts=given, timeout_s=0.3, error_budget=0.25)
+    manifest = reward(out=str(tmp_path / "w"), rollouts=given, timeout_s=1.0, error_budget=0.25)
     table = pq.read_table(Artifact(str(tmp_path / "w")).path / "rewards.parquet")
     assert table["outcome"].to_pylist() == ["score"] * 6 + ["infra_error", "timeout"]
     assert table["score"].to_pylist() == [1.0] * 6 + [None] * 2
@@ -80,7 +80,7 @@ def test_failures_within_the_budget_are_no_scores(tmp_path: Path) -> None:
 def test_more_failures_than_the_budget_stop_the_run(tmp_path: Path) -> None:
     given = rollouts(tmp_path / "r", ["fine"] * 5 + ["raises", "raises", "hangs"], BY_NAME)
     with pytest.raises(Retryable) as caught:
-        reward(out=str(tmp_path / "w"), rollouts=given, timeout_s=0.3, error_budget=0.25)
+        reward(out=str(tmp_path / "w"), rollouts=given, timeout_s=1.0, error_budget=0.25)
     assert "3 of 8 rollouts have no score" in str(caught.value)
     assert "2 × tests.unit.rewards.bad:by_name: RuntimeError: no luck; 1 ×" in str(caught.value)
     assert "the budget is 25%" in str(caught.value)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.waiting import until
 from tuneloop.errors import UserError
 from tuneloop.scoring import Outcome, find_reward, full_marks, parse_spec, score_all
 
@@ -24,20 +25,16 @@ def row(completion: str, answer: str = "42", spec: Any = None, **metadata: Any) 
     return {"completion": completion, "answer": answer, "reward_spec": reward, "metadata": json.dumps(metadata)}
 
 
-def await_text(path: Path) -> str:
-    deadline = time.monotonic() + 20
-    while not (path.exists() and path.read_text()):
-        assert time.monotonic() < deadline, f"{path} was never written"
-        time.sleep(0.01)
-    return path.read_text()
+def children() -> set[str]:
+    """Processes that this one has started and not yet buried."""
+    return {pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
 
 
-def await_death(pid: str) -> None:
-    status = Path(f"/proc/{pid}/status")
-    deadline = time.monotonic() + 5
-    while status.exists() and "zombie" not in status.read_text():
-        assert time.monotonic() < deadline, f"process {pid} lives on"
-        time.sleep(0.01)
+def dead(pid: str) -> bool:
+    try:
+        return "zombie" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def test_weighted_sum_with_breakdown() -> None:
@@ -55,8 +52,8 @@ def test_weighted_sum_with_breakdown() -> None:
         ("unprintable", "infra_error", "the process that ran it died"),
         ("dies", "infra_error", "the process that ran it died"),
         ("crashes", "infra_error", "the process that ran it died"),
-        ("hangs", "timeout", "took more than 0.3 s"),
-        ("hangs_in_c", "timeout", "took more than 0.3 s"),
+        ("hangs", "timeout", "took more than 1 s"),
+        ("hangs_in_c", "timeout", "took more than 1 s"),
         ("says_nan", "infra_error", "returned nan, outside its range [0, 2]"),
         ("says_inf", "infra_error", "returned inf, outside its range [0, 2]"),
         ("too_much", "infra_error", "returned 2.5, outside its range [0, 2]"),
@@ -69,8 +66,8 @@ def test_a_bad_call_costs_its_own_row_only(deed: str, outcome: str, story: str, 
     name = f"{BAD}:by_name"
     rows = [row(deed if i in (2, 5) else "fine", spec={"exact": 1.0, name: 1.0}) for i in range(6)]
     start = time.monotonic()
-    outcomes = score_all(rows, timeout_s=0.3, workers=workers)
-    assert time.monotonic() - start < 5
+    outcomes = score_all(rows, timeout_s=1.0 if story.startswith("took") else 30.0, workers=workers)
+    assert time.monotonic() - start < 30  # of a call that hangs for a minute
     fine = Outcome("score", 1.0, {"exact": 0.0, name: 1.0})
     bad = Outcome(outcome, None, {"exact": 0.0, name: story})  # type: ignore[arg-type]
     assert outcomes == [fine, fine, bad, fine, fine, bad]
@@ -79,11 +76,11 @@ def test_a_bad_call_costs_its_own_row_only(deed: str, outcome: str, story: str, 
 def test_what_a_reward_leaves_behind_does_not_hit_the_next(tmp_path: Path) -> None:
     spec = {f"{BAD}:leaves_an_alarm": 1.0}
     rows = [*(row("", spec=spec) for _ in range(3)), row("hangs", spec={f"{BAD}:hangs": 1.0})]
-    outcomes = score_all(rows, timeout_s=0.3)
+    outcomes = score_all(rows, timeout_s=1.0)
     assert [o.outcome for o in outcomes] == ["score", "score", "score", "timeout"]
     pid = tmp_path / "pid"
     assert score_all([row("", str(pid), {f"{BAD}:leaves_a_child": 1.0})], timeout_s=5)[0].score == 1.0
-    await_death(pid.read_text())
+    until(lambda: dead(pid.read_text()), 30)
 
 
 def test_a_hanging_reward_dies_with_the_stage(tmp_path: Path) -> None:
@@ -95,10 +92,11 @@ rows = [dict(completion="", answer={str(tmp_path / "pid")!r}, metadata="", rewar
 scoring.score_all(rows, timeout_s=60)
 """
     stage = subprocess.Popen([sys.executable, "-c", code])
-    pid = await_text(tmp_path / "pid")
+    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    pid = (tmp_path / "pid").read_text()
     stage.kill()
     stage.wait()
-    await_death(pid)
+    until(lambda: dead(pid), 30)
 
 
 def test_metadata_that_is_no_json_costs_its_own_row() -> None:
@@ -110,15 +108,15 @@ def test_metadata_that_is_no_json_costs_its_own_row() -> None:
 def test_many_calls_are_fast_and_leave_nothing_behind() -> None:
     rows = [row("42")] * 128
     open_before = len(os.listdir("/proc/self/fd"))
+    children_before = children()
     best = math.inf
     for _ in range(3):
-        start = time.perf_counter()
-        assert all(outcome.score == 1.0 for outcome in score_all(rows, timeout_s=5))
-        best = min(best, time.perf_counter() - start)
-    assert best < 0.2  # measured: 6 ms; a process for each call would take more than a second
+        start = sum(os.times()[:4])  # of computing, by this process and those it started
+        assert all(outcome.score == 1.0 for outcome in score_all(rows, timeout_s=30))
+        best = min(best, sum(os.times()[:4]) - start)
+    assert best < 0.3  # measured: 0.01 to 0.03 s; a process for each call would take more than a second
     assert len(os.listdir("/proc/self/fd")) == open_before
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert children() == children_before
 
 
 def test_progress_counts_calls_and_can_stop() -> None:

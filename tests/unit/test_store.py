@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_S
 from tuneloop.errors import UserError
 from tuneloop.store import Conflict, Store, local_path, normalize
 
@@ -55,7 +56,7 @@ def test_swap_loses_no_update_between_processes(tmp_path: Path) -> None:
     for counter in counters:
         counter.start()
     for counter in counters:
-        counter.join(60)
+        counter.join(LIMIT_S)
         assert counter.exitcode == 0
     assert Store(str(tmp_path)).get("n") == b"150"
 

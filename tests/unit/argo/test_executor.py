@@ -1,5 +1,6 @@
 """Templates, values, failures and what a run leaves behind; `test_parity` has what the controller does in detail."""
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -108,17 +109,21 @@ def test_faults_are_errors_of_their_node(tmp_path: Path, templates: list[Templat
 
 
 def test_tasks_run_at_the_same_time_up_to_parallelism(tmp_path: Path) -> None:
-    nap = shell("nap", "sleep 0.3")
-    four = [task(f"t{index}", "nap") for index in range(4)]
+    """Four that wait for one another, then four that must not overlap."""
+    meet = shell(
+        "meet", f"touch {tmp_path}/$$$$; for i in $(seq 600); do [ $(ls {tmp_path} | grep -c '^[0-9]*$') = 4 ] && "
+        "exit; sleep 0.1; done; exit 1"
+    )  # fmt: skip
+    four = [task(f"t{index}", "meet") for index in range(4)]
+    assert run(tmp_path / "run", meet, dag(*four)).phase == "Succeeded"
 
-    def took(**more: Any) -> float:
-        start = time.monotonic()
-        run(tmp_path, nap, dag(*four, **more.pop("on_dag", {})), **more)
-        return time.monotonic() - start
+    def in_a_row(on_dag: dict[str, int], **more: Any) -> bool:
+        outcome = run(tmp_path / "run", shell("meet", "sleep 0.05"), dag(*four, **on_dag), **more)
+        pods = sorted((n for n in outcome.nodes.values() if n.type == "Pod"), key=lambda n: n.started)
+        return len(pods) == 4 and all(a.finished <= b.started for a, b in itertools.pairwise(pods))
 
-    assert took() < 1.2
-    assert took(parallelism=1) > 1.2
-    assert took(on_dag={"parallelism": 1}) > 1.2
+    assert in_a_row({}, parallelism=1)
+    assert in_a_row({"parallelism": 1})
 
 
 def test_items_of_a_group_keep_to_the_templates_parallelism_and_fail_fast(tmp_path: Path) -> None:
@@ -382,7 +387,8 @@ def test_templates_by_reference_and_defaults(tmp_path: Path) -> None:
 
 def test_state_can_be_read_while_it_runs_and_after(tmp_path: Path) -> None:
     seen: list[state.State] = []
-    slow = shell("slow", "echo 1/4 > $ARGO_PROGRESS_FILE; echo a line; sleep 1")
+    wait = f"for i in $(seq 600); do [ -e {tmp_path}/seen ] && exit; sleep 0.1; done; exit 1"
+    slow = shell("slow", f"echo 1/4 > $ARGO_PROGRESS_FILE; echo a line; {wait}")
     lines: list[tuple[str, str]] = []
 
     def on_node(node: Node) -> None:
@@ -390,6 +396,7 @@ def test_state_can_be_read_while_it_runs_and_after(tmp_path: Path) -> None:
             now = state.read(tmp_path)
             assert now is not None
             seen.append(now)
+            (tmp_path / "seen").touch()
 
     options = {"on_node": on_node, "on_log": lambda node, line: lines.append((node.display_name, line))}
     outcome = run(tmp_path, slow, dag(task("t", "slow")), options=options)

@@ -6,12 +6,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.waiting import LIMIT_S, until
 from tuneloop.argo.grain import as_text
 from tuneloop.argo.template import OUTPUTS
 from tuneloop.config import find
@@ -54,8 +54,9 @@ def toy(stage: Stage, *, number: int = 0, wait_s: float = 0.0):
     """A toy."""
     Path(os.environ["SEEN"]).open("a").write(f"{os.getpid()} {number}\\n")
     until = time.monotonic() + (float(os.environ.get("SECOND_S", wait_s)) if number == 2 else wait_s)
-    while time.monotonic() < until:
-        if not os.environ.get("DEAF"):
+    go = os.environ.get("GO")
+    while time.monotonic() < until and not (go and os.path.exists(go)):
+        if not go:
             stage.check_stop()
         time.sleep(0.01)
     (stage.out / "made.txt").write_text(str(number))
@@ -114,34 +115,32 @@ def start(tmp_path: Path, wait_s: float = 0.0, *, text: str = "", **environment:
 
 def test_stages_run_in_one_process_and_hand_over_results(tmp_path: Path) -> None:
     process = start(tmp_path)
-    assert process.wait(30) == 0, process.stderr.read()
+    assert process.wait(LIMIT_S) == 0, process.stderr.read()
     assert (tmp_path / "outputs" / "total").read_text() == "3"
     assert (tmp_path / "seen").read_text().splitlines() == [f"{process.pid} 1", f"{process.pid} 2"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
 def test_stopped_pod_is_taken_over_by_the_next(tmp_path: Path, number: int, code: int) -> None:
-    process = start(tmp_path, SECOND_S="60")
+    process = start(tmp_path, SECOND_S="600")
     second = tmp_path / "store" / "second"
-    while not second.exists():  # the first stage is committed, the second at work
-        assert process.poll() is None
-        time.sleep(0.01)
+    seen = tmp_path / "seen"
+    until(lambda: seen.exists() and len(seen.read_text().splitlines()) == 2, child=process)  # the second is at work
     process.send_signal(number)
-    assert process.wait(30) == code
+    assert process.wait(LIMIT_S) == code
     assert not (second / "manifest.json").exists() and not (tmp_path / "outputs").exists()
     again = start(tmp_path)
-    assert again.wait(30) == 0
+    assert again.wait(LIMIT_S) == 0
     ran = [line.split()[1] for line in (tmp_path / "seen").read_text().splitlines()]
     assert ran == ["1", "2", "2"], "the first stage did not run again"
 
 
 def test_a_stage_that_ends_well_after_sigterm_is_the_last(tmp_path: Path) -> None:
-    process = start(tmp_path, wait_s=1.0, DEAF="1")
-    while not (tmp_path / "seen").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
+    process = start(tmp_path, wait_s=600, GO=str(tmp_path / "go"))
+    until((tmp_path / "seen").exists, child=process)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 75
+    (tmp_path / "go").touch()
+    assert process.wait(LIMIT_S) == 75
     assert (tmp_path / "store" / "first" / "manifest.json").exists()
     assert len((tmp_path / "seen").read_text().splitlines()) == 1
 
@@ -156,7 +155,7 @@ def single(*command: str) -> str:
 def test_a_stage_that_can_not_be_imported_ends_the_pod(tmp_path: Path) -> None:
     process = start(tmp_path, text=single("python", "-m", "tuneloop.nowhere"))
     try:
-        assert process.wait(30) == 1
+        assert process.wait(LIMIT_S) == 1
         assert "No module named 'tuneloop.nowhere'" in process.stderr.read()
     finally:
         process.kill()
@@ -167,11 +166,9 @@ def test_sigterm_reaches_a_stage_in_a_process_of_its_own(tmp_path: Path) -> None
     script = f"trap 'exit 75' TERM; touch {begun}; while sleep 0.05; do :; done"
     process = start(tmp_path, text=single("sh", "-c", script))
     try:
-        while not begun.exists():
-            assert process.poll() is None
-            time.sleep(0.01)
+        until(begun.exists, child=process)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 75
+        assert process.wait(LIMIT_S) == 75
     finally:
         process.kill()
 
@@ -179,5 +176,5 @@ def test_sigterm_reaches_a_stage_in_a_process_of_its_own(tmp_path: Path) -> None
 def test_a_users_mistake_is_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("no directory")
     process = start(tmp_path)
-    assert process.wait(30) == 2
+    assert process.wait(LIMIT_S) == 2
     assert "error: store" in process.stderr.read()

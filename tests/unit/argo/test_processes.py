@@ -3,13 +3,11 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,17 +15,12 @@ from typing import Any
 import pytest
 
 from tests.unit.argo.making import Template, dag, given, named, run, shell, task, workflow
+from tests.waiting import LIMIT_S, free_port, until
 from tuneloop.argo import state
 from tuneloop.argo.warm import compatible, warmable
 
 OK = shell("ok", "true")
 ROOT = Path(__file__).parents[3]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def server(port: int, probe: dict[str, Any], **more: Any) -> Template:
@@ -53,7 +46,7 @@ def ask(port: int, path: str = "/") -> Template:
     """Writes what the server at ``ip`` answers."""
     source = f"""
         import time, urllib.request
-        for attempt in range(50):
+        for attempt in range(600):
             try:
                 answer = urllib.request.urlopen("http://{{{{inputs.parameters.ip}}}}:{port}{path}").read().decode()
                 break
@@ -100,7 +93,7 @@ IP = given(ip="{{tasks.serve.ip}}")
 )
 def test_a_daemon_serves_until_its_graph_ends(tmp_path: Path, probe: dict[str, Any]) -> None:
     port = free_port()
-    probe = json.loads(json.dumps(probe).replace("PORT", str(port))) | {"timeoutSeconds": 5}
+    probe = json.loads(json.dumps(probe).replace("PORT", str(port))) | {"timeoutSeconds": 60}
     inner = dag(task("serve", "serve"), task("ask", "ask", depends="serve", arguments=IP), name="inner")
     outcome = run(
         tmp_path, server(port, probe), ask(port), OK, inner, dag(task("i", "inner"), task("o", "ok", depends="i"))
@@ -148,7 +141,7 @@ def executor(tmp_path: Path, document: dict[str, Any]) -> Iterator[subprocess.Po
         import json, pathlib, sys
         from tuneloop.argo.executor import execute
         document = json.load(open({str(tmp_path / "w.json")!r}))
-        sys.exit(execute(document, workdir=pathlib.Path({str(tmp_path / "run")!r}), warm=False, grace=2).exit_code)
+        sys.exit(execute(document, workdir=pathlib.Path({str(tmp_path / "run")!r}), warm=False, grace=60).exit_code)
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
     try:
@@ -156,13 +149,6 @@ def executor(tmp_path: Path, document: dict[str, Any]) -> Iterator[subprocess.Po
     finally:
         process.kill()
         process.wait()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
 
 
 def long_run(tmp_path: Path) -> dict[str, Any]:
@@ -174,7 +160,7 @@ def long_run(tmp_path: Path) -> dict[str, Any]:
 
 
 def pids(tmp_path: Path) -> list[int]:
-    wait_for(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text().strip() for name in "ab"))
+    until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text().strip() for name in "ab"))
     return [int((tmp_path / name).read_text()) for name in "ab"]
 
 
@@ -182,7 +168,7 @@ def test_a_killed_executor_leaves_no_processes(tmp_path: Path) -> None:
     with executor(tmp_path, long_run(tmp_path)) as process:
         started = pids(tmp_path)
         process.kill()
-        wait_for(lambda: all(map(gone, started)))
+        until(lambda: all(map(gone, started)))
     now = state.read(tmp_path / "run")
     assert now is not None
     assert (now.workflow.phase, now.alive) == ("Running", False)
@@ -193,8 +179,8 @@ def test_signals_end_the_pods_in_grace(tmp_path: Path, number: signal.Signals, c
     with executor(tmp_path, long_run(tmp_path)) as process:
         started = pids(tmp_path)
         process.send_signal(number)
-        assert process.wait(20) == code
-        wait_for(lambda: all(map(gone, started)))
+        assert process.wait(LIMIT_S) == code
+        until(lambda: all(map(gone, started)))
     now = state.read(tmp_path / "run")
     assert now is not None
     assert (now.workflow.phase, now.workflow.message) == ("Failed", f"stopped by {number.name}")
@@ -203,7 +189,7 @@ def test_signals_end_the_pods_in_grace(tmp_path: Path, number: signal.Signals, c
 
 
 def test_a_pod_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -> None:
-    stubborn = shell("stubborn", f"trap '' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done", timeout="500ms")
+    stubborn = shell("stubborn", f"trap '' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done", timeout="3s")
     stubborn["podSpecPatch"] = json.dumps({"terminationGracePeriodSeconds": 0.3})
     outcome = run(tmp_path / "run", stubborn, dag(task("t", "stubborn")))
     assert named(outcome)["t"].exit_code == 137

@@ -50,12 +50,12 @@ def test_stages_of_a_run_take_turns_here(tmp_path: Path) -> None:
 
 
 def test_a_stage_waits_for_another_run_and_stops_waiting(tmp_path: Path) -> None:
-    with open_turns(f"{tmp_path}/.turns/g", who="other", patience=10).acquire() as held:
+    with open_turns(f"{tmp_path}/.turns/g", who="other", patience=60).acquire() as held:
         made = build(1)
         made["spec"]["activeDeadlineSeconds"] = 1
         started = time.monotonic()
         outcome = execute(made, workdir=tmp_path / "work", arguments={"run": "a", "store": str(tmp_path)})
-        assert outcome.phase == "Failed" and time.monotonic() - started < 20
+        assert outcome.phase == "Failed" and time.monotonic() - started < 60
         assert not (tmp_path / "0.begin").exists()
         told = (tmp_path / "work" / "nodes.jsonl").read_text()
         assert "waits for its turn in group g" in told

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 
 from tests.policies import commit_policy
 from tests.unit.engines.peer import Peer, serving
+from tests.waiting import LIMIT_S, until
 from tuneloop.artifacts import Artifact
 from tuneloop.engines import Completion, Request, Sampling
 from tuneloop.engines.endpoint import Endpoint, create
@@ -32,7 +33,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 def opened(url: str, policy: Artifact, **args: Any) -> Endpoint:
-    engine = create(url, {**FAST, **args}, 5.0)
+    engine = create(url, {**FAST, **args}, LIMIT_S)
     engine.load(policy)
     assert isinstance(engine, Endpoint)
     return engine
@@ -64,9 +65,12 @@ def test_asks_for_one_prompt_at_a_time_and_for_the_version(policy: Artifact, par
 def test_waits_until_the_fleet_has_the_version(policy: Artifact) -> None:
     peer = Peer(2)
     with serving(peer) as url:
-        threading.Timer(0.3, lambda: setattr(peer, "version", 3)).start()
         engine = opened(url, policy)
-        assert engine.generate(REQUESTS[:1], SAMPLED, quiet)[0][0].start_version == 3
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(engine.generate, REQUESTS[:1], SAMPLED, quiet)
+            until(lambda: len(peer.asked) > 2)
+            peer.version = 3
+            assert asked.result(LIMIT_S)[0][0].start_version == 3
     assert engine.retries > 1
 
 
@@ -159,7 +163,7 @@ def test_hanging_up_ends_what_runs(policy: Artifact) -> None:
             opened(url, policy).generate(long, Sampling(1.0, 400, ()), stop)
         clock = time.perf_counter()
         opened(url, policy).generate(REQUESTS[:1], SAMPLED, quiet)
-        assert time.perf_counter() - clock < 5, "64 · 400 tokens of a flood take 50 s"
+        assert time.perf_counter() - clock < 25, "64 · 400 tokens of a flood take 50 s"
 
 
 CALLS: list[dict[str, Any]] = []

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.making import checkpoint_artifact
+from tests.waiting import LIMIT_S, until
 from tuneloop import weights
 from tuneloop.engines._follow import Follower, prove
 from tuneloop.engines._loop import EngineLoop
@@ -24,12 +24,10 @@ def test_whatever_goes_wrong_is_told_and_tried_again(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file where the directory should be")
     follower = Follower(EngineLoop(Vllm({})), str(tmp_path / "weights"), tmp_path / "taken", poll_s=0.01)
     follower.start()
-    deadline = time.monotonic() + 30
-    while not follower.trouble and follower.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: follower.trouble or not follower.is_alive())
     assert follower.is_alive() and "File exists" in follower.trouble
     follower.stop()
-    follower.join(10)
+    follower.join(LIMIT_S)
 
 
 def test_a_server_that_waits_for_a_version_ends_when_told_to(tmp_path: Path) -> None:
@@ -38,7 +36,7 @@ def test_a_server_that_waits_for_a_version_ends_when_told_to(tmp_path: Path) -> 
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
         assert "waits for a version" in (process.stderr or sys.stdin).readline()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(LIMIT_S) == 0
 
 
 def test_what_can_not_be_read_back_is_not_served(tmp_path: Path) -> None:

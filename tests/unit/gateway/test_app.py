@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ import pytest
 import yaml
 from kubernetes import client
 
+from tests.waiting import LIMIT_S, until
 from tuneloop.errors import UserError
 from tuneloop.gateway.access import Caller, TokenFile
 from tuneloop.gateway.app import Gateway
@@ -41,10 +41,10 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
     url = re.search(r"http://\S+", process.stderr.readline())[0]
     told = process.stderr.readline()
     token = (home / "token").read_text().strip()
-    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=60) as client:
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=LIMIT_S) as client:
         yield SimpleNamespace(http=client, url=url, token=token, home=home, config=config, told=told)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(LIMIT_S) == 0
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert f"{home}/store" not in left  # its sessions ended with it
 
@@ -191,11 +191,12 @@ def test_a_worker_that_dies_is_a_session_that_failed(gateway: SimpleNamespace) -
         ["pgrep", "-f", f"gateway.worker --session {id}"], capture_output=True, text=True
     ).stdout.split()
     os.kill(int(found[0]), signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while True:
+
+    def beat() -> httpx.Response | None:
         answer = gateway.http.post("/api/v1/session_heartbeat", json={"session_id": id})
-        if answer.status_code != 503 or time.monotonic() > deadline:
-            break
+        return answer if answer.status_code != 503 else None
+
+    answer = until(beat)
     assert answer.status_code == 410 and "is over (failed): exit -9" in answer.json()["error"]
     assert gateway.http.get(f"/v1/sessions/{id}").json()["phase"] == "failed"
     assert make(gateway, "next").status_code == 201  # it counts no longer

@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.making import checkpoint_artifact
+from tests.waiting import LIMIT_S, until
 from tuneloop import fence
 from tuneloop.artifacts import Artifact
 from tuneloop.errors import UserError
@@ -23,13 +23,6 @@ from tuneloop.sharing.turns import open_turns
 from tuneloop.trainers.fsdp import Ranks
 
 MODEL = "local.session-0123456789:train:0"
-
-
-def until(done) -> None:
-    deadline = time.monotonic() + 30
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -51,12 +44,11 @@ def test_a_worker_computes_in_its_turn_and_sleeps_between(
             request = session.create_model(CreateModel(session_id=session.id, base_model=base.ref))
             until(lambda: [seat.who for seat in other.read().waiting] == [session.id])
             assert held.number == 1 and not session.ledger.future(request).done() and not session.models
-        session.ledger.future(request).result(30)
-        until(lambda: other.read().holder is None)
-        assert other.read().number == 2
+        session.ledger.future(request).result(LIMIT_S)
+        until(lambda: (other.read().holder, other.read().number) == (None, 2))
         assert session._asleep == [session.models[MODEL]]
         request = session.save_weights(SaveWeights(model_id=MODEL, path="x"))
-        saved = Artifact(session._url(session.ledger.future(request).result(30)["path"]))
+        saved = Artifact(session._url(session.ledger.future(request).result(LIMIT_S)["path"]))
         assert saved.manifest.provenance["turn"]["number"] == 3
     finally:
         worker.stopping.set()
@@ -70,19 +62,19 @@ import time
 from tuneloop.gateway import worker
 from tuneloop.gateway.session import Session
 from tuneloop.sharing.turns import open_turns
-turns = open_turns({f"{tmp_path}/group"!r}, who="a", patience=2)
+turns = open_turns({f"{tmp_path}/group"!r}, who="a", patience=5)
 with worker.Worker(Session("a.session-1", "nowhere", dict), "key", turns)._turn():
     print("has it", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "has it\n"
     process.send_signal(signal.SIGSTOP)
-    with open_turns(f"{tmp_path}/group", who="b", patience=2).acquire(30) as held:
+    with open_turns(f"{tmp_path}/group", who="b", patience=5).acquire(LIMIT_S) as held:
         process.send_signal(signal.SIGCONT)
-        said = process.communicate(timeout=30)[1]
+        said = process.communicate(timeout=LIMIT_S)[1]
         assert process.returncode == 75 and "interrupted: turn 1 of group group was lost" in said
         held.check()
 
@@ -108,10 +100,10 @@ def test_a_busy_worker_lets_others_have_their_turn(
         until(lambda: len(other.read().waiting) == 1)
         asking.start()
         until(lambda: len(other.read().waiting) == 2)
-    asking.join(30)
+    asking.join(LIMIT_S)
     assert found == [False] * 5  # one request, the model's creation, then it was the other's turn
     with pytest.raises(UserError, match="no gradient"):
-        session.ledger.future(requests[-1]).result(60)
+        session.ledger.future(requests[-1]).result(LIMIT_S)
     worker.stopping.set()
     worker.thread.join()
 
@@ -182,7 +174,7 @@ def test_turns_of_another_kind_fail_the_request_and_not_the_worker(session: Sess
         worker.thread.start()
         request = session.create_model(CreateModel(session_id=session.id, base_model="nowhere"))
         with pytest.raises(UserError, match="policy"):
-            session.ledger.future(request).result(30)
+            session.ledger.future(request).result(LIMIT_S)
         assert worker.thread.is_alive()
     worker.stopping.set()
     worker.thread.join()

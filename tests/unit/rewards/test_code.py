@@ -91,7 +91,7 @@ def test_what_a_program_uses_up(program: str, reason: str, limits: dict[str, flo
     start = time.monotonic()
     outcome = judge(program, ANY, **limits)
     assert (outcome.outcome, outcome.score, outcome.breakdown[f"code.{reason}"]) == ("score", 0.0, 1.0)
-    assert time.monotonic() - start < 8 + 5
+    assert time.monotonic() - start < 8 + 30
 
 
 ATTACKS = {
