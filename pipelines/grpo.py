@@ -27,6 +27,7 @@ from tuneloop import plugins
 from tuneloop.argo.settings import Cluster
 from tuneloop.base_model import base_model
 from tuneloop.data_prep import data_prep
+from tuneloop.engines import check_args
 from tuneloop.engines.endpoint import check_urls
 from tuneloop.errors import UserError
 from tuneloop.evaluate import evaluate
@@ -121,6 +122,7 @@ class Engine(BaseModel):
             )
         if self.weights is not None and not self.pull:
             raise ValueError("weights says where to publish: set pull")
+        check_args(self.name, self.args or {}, "args.")
         return self
 
     @property
@@ -152,6 +154,14 @@ class Config(BaseModel):
     update: PolicyUpdate = PolicyUpdate()
     evaluate: Evaluate = Evaluate()
     export: Export = Export()
+
+    @model_validator(mode="after")
+    def _batches(self) -> Config:
+        groups, parts = self.rollout.prompts_per_iteration, self.update.updates_per_batch
+        if parts > groups:
+            remedy = f"splits a batch of rollout.prompts_per_iteration ({groups}): take that at most"
+            raise UserError("update.updates_per_batch", parts, remedy)
+        return self
 
     @model_validator(mode="after")
     def _grain(self) -> Config:

@@ -20,9 +20,10 @@ def preflight(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str
 
     Raises:
         UserError: the workflow does not pass the lint, or needs a cluster; the store cannot be written; a port is
-            taken; vLLM is asked for and not installed.
+            taken; vLLM is asked for and not installed, or has no such option.
     """
     from tuneloop.argo import spec
+    from tuneloop.engines import vllm
 
     if problems := lint_problems(workflow):
         raise UserError("pipeline", problems[0], f"{len(problems)} problems; see `tuneloop lint`")
@@ -32,6 +33,9 @@ def preflight(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str
         if value == "vllm" and "engine" in path and importlib.util.find_spec("vllm") is None:
             remedy = "vLLM is not installed; install tuneloop[rollout] or tuneloop[rollout-cpu], or use transformers"
             raise UserError(path, value, remedy)
+    engine = config.get("engine")
+    if isinstance(engine, Mapping) and engine["name"] == "vllm":
+        vllm.check_here(engine.get("args") or {}, "engine.args.")
     for name, port in daemon_ports(workflow):
         if taken(port):
             raise UserError(

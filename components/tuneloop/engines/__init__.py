@@ -1,15 +1,17 @@
 """Engines: what turns prompt ids into completion ids.
 
 A variant is a module with ``create(endpoint, args, timeout_s) -> Engine``. `rollout` and `evaluate` open it by
-``plugins.load("engines", name, "create")``. An engine serves one set of weights at a time and says which.
+``plugins.load("engines", name, "create")``. An engine serves one set of weights at a time and says which. A module that
+ships with tuneloop also has ``check(args, prefix)``, for before anything runs, and so imports no library at its head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+from tuneloop import plugins
 from tuneloop.artifacts import Artifact
 
 
@@ -94,3 +96,13 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give back memory and connections."""
+
+
+def check_args(name: str, args: Mapping[str, Any], prefix: str) -> None:
+    """Refuse arguments that the engine `name` can not take; of one that is not tuneloop's nothing is known here.
+
+    Raises:
+        UserError: with `prefix` and the argument's name as the field.
+    """
+    if name in plugins.shipped("engines"):
+        plugins.load("engines", name, "check")(args, prefix)

@@ -71,15 +71,24 @@ def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> E
     Raises:
         UserError: no URL, or not one; an unknown option.
     """
-    try:
-        options = Options(**args)
-    except ValidationError as error:
-        raise from_validation(error, "engine_args.") from None
+    options = check(args)
     fleet = open_fleet(options.fleet) if options.fleet else None
     where = endpoint or (fleet and fleet.endpoint)
     if not (where or fleet):
         raise UserError("--endpoint", endpoint, "the engine endpoint needs the URL of one")
     return Endpoint(check_urls(where) if where else (), options, timeout_s, fleet)
+
+
+def check(args: Mapping[str, Any], prefix: str = "engine_args.") -> Options:
+    """`args` as options.
+
+    Raises:
+        UserError: an unknown or impossible one, with `prefix` and its name as the field.
+    """
+    try:
+        return Options(**args)
+    except ValidationError as error:
+        raise from_validation(error, prefix) from None
 
 
 def check_url(url: str) -> str:

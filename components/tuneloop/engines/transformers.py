@@ -4,6 +4,8 @@ One forward a step over all live rows. A prompt is prefilled once, however many 
 batch as they finish. Every completion draws its noise from a generator of its own, so who shares the batch changes a
 result by float rounding only, and the same batch gives the same bits. The cache grows by concatenation: measured
 faster than transformers' static one at the sizes that run here.
+
+Neither is imported where this file is read: so that its options are checked where they are not installed.
 """
 
 from __future__ import annotations
@@ -12,15 +14,15 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
-
-import torch
-from transformers import AutoModelForCausalLM, DynamicCache
-from transformers.utils.logging import disable_progress_bar
+from typing import TYPE_CHECKING, Any
 
 from tuneloop.artifacts import Artifact
 from tuneloop.engines import Completion, Engine, Request, Sampling
 from tuneloop.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import DynamicCache
 
 ARGS = ("dtype", "max_model_len", "max_num_seqs", "attn_implementation")
 
@@ -33,9 +35,18 @@ def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> E
     """
     if endpoint:
         raise UserError("--endpoint", endpoint, "the transformers engine runs in process; leave the endpoint out")
-    for name in args.keys() - set(ARGS):
-        raise UserError(f"--engine-args {name}", args[name], f"engine transformers knows only {', '.join(ARGS)}")
+    check(args)
     return Transformers(**args)
+
+
+def check(args: Mapping[str, Any], prefix: str = "--engine-args ") -> None:
+    """Refuse what `create` does not know.
+
+    Raises:
+        UserError: with `prefix` and the argument's name as the field.
+    """
+    for name in args.keys() - set(ARGS):
+        raise UserError(f"{prefix}{name}", args[name], f"engine transformers knows only {', '.join(ARGS)}")
 
 
 class Transformers:
@@ -57,12 +68,17 @@ class Transformers:
         max_num_seqs: int = 256,
         attn_implementation: str | None = None,
     ) -> None:
+        import torch
+
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = "float32" if dtype == "auto" and self.device == "cpu" else dtype
         self.max_model_len, self.max_num_seqs, self.attention = max_model_len, max_num_seqs, attn_implementation
         self.context, self.version, self.digest = 0, -1, ""
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
         if self.digest == policy.manifest.digest and not force:
             return
         self.version, self.digest = -1, ""
@@ -80,23 +96,27 @@ class Transformers:
         self.accepts = inspect.signature(self.model.forward).parameters.keys()
         self.version, self.digest = version, digest
 
-    @torch.inference_mode()
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
     ) -> list[list[Completion]]:
+        import torch
+
         results: dict[int, list[Completion]] = {}
         for batch in self._batches(requests):
             beat = functools.partial(done, len(results))
-            completions = iter(self._run([requests[i] for i in batch], sampling, beat))
+            with torch.inference_mode():
+                completions = iter(self._run([requests[i] for i in batch], sampling, beat))
             results |= {i: [next(completions) for _ in requests[i].seeds] for i in batch}
             done(len(results))
         return [results[i] for i in range(len(requests))]
 
-    @torch.inference_mode()
     def score(self, ids: Sequence[int]) -> list[float]:
+        import torch
+
         tokens = torch.tensor([ids], device=self.device)
-        logits = self.model(input_ids=tokens, use_cache=False).logits
-        logprobs = logits[0, :-1].float().log_softmax(-1)
+        with torch.inference_mode():
+            logits = self.model(input_ids=tokens, use_cache=False).logits
+            logprobs = logits[0, :-1].float().log_softmax(-1)
         return logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1).tolist()  # type: ignore[no-any-return]
 
     def close(self) -> None:
@@ -118,6 +138,9 @@ class Transformers:
 
     def _run(self, requests: Sequence[Request], sampling: Sampling, beat: Callable[[], None]) -> list[Completion]:
         """One batch to its end; rows are (request, seed) pairs in order."""
+        import torch
+        from transformers import DynamicCache
+
         noise = _noise([seed for r in requests for seed in r.seeds], sampling.max_tokens).to(self.device)
         stops = torch.tensor(sampling.stop_token_ids, device=self.device, dtype=torch.long)
         tokens = torch.zeros(noise.shape, dtype=torch.long, device=self.device)
@@ -147,8 +170,10 @@ class Transformers:
             for ids, lps, n, stop in zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), stopped.tolist())
         ]
 
-    def _prefill(self, requests: Sequence[Request], cache: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
+    def _prefill(self, requests: Sequence[Request], cache: DynamicCache) -> tuple[Tensor, Tensor]:
         """Each prompt once, padded left; then cache, logits and mask repeated for each completion of a prompt."""
+        import torch
+
         width = max(len(r.prompt_ids) for r in requests)
         padded = [[0] * (width - len(r.prompt_ids)) + r.prompt_ids for r in requests]
         kept = [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in requests]
@@ -158,7 +183,7 @@ class Transformers:
         cache.batch_select_indices(owner)
         return logits[owner], mask[owner]
 
-    def _forward(self, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
         """Logits after the last of `ids`: float32, rows by vocabulary. `mask` covers the cached tokens too."""
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         optional = {"position_ids": positions, "logits_to_keep": 1}  # alibi models take no positions
@@ -169,18 +194,22 @@ class Transformers:
             use_cache=True,
             **{name: value for name, value in optional.items() if name in self.accepts},
         )
-        logits: torch.Tensor = out.logits[:, -1].float()
+        logits: Tensor = out.logits[:, -1].float()
         return logits
 
 
-def _noise(seeds: Sequence[int], length: int) -> torch.Tensor:
+def _noise(seeds: Sequence[int], length: int) -> Tensor:
     """Uniform numbers in [0, 1), float64, a row of `length` for each seed, whatever the other seeds are."""
+    import torch
+
     rows = [torch.rand(length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
     return torch.stack(rows)
 
 
-def _choose(logits: torch.Tensor, temperature: float, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _choose(logits: Tensor, temperature: float, noise: Tensor) -> tuple[Tensor, Tensor]:
     """A token a row, by inversion of the distribution function at `noise`, and its log-probability."""
+    import torch
+
     logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
     if temperature == 0:
         chosen = logits.argmax(-1)

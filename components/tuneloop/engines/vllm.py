@@ -7,6 +7,9 @@ weights are loaded here; the client of a server does not need it.
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,6 +56,34 @@ def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> E
     return Client(endpoint, timeout_s, sleeps=bool(args.get("enable_sleep_mode"))) if endpoint else Vllm(args)
 
 
+def check(args: Mapping[str, Any], prefix: str = "--engine-args ") -> None:
+    """Refuse what tuneloop sets itself.
+
+    Raises:
+        UserError: with `prefix` and the argument's name as the field.
+    """
+    for name in args.keys() & set(OURS):
+        raise UserError(f"{prefix}{name}", args[name], "is set by tuneloop; leave it out")
+
+
+def check_here(args: Mapping[str, Any], prefix: str) -> None:
+    """Refuse what the vLLM that is installed here does not know: by its source, for importing it takes seconds.
+
+    Raises:
+        UserError: as `check`.
+    """
+    found = importlib.util.find_spec("vllm")
+    if not args or found is None or found.origin is None:
+        return
+    path = Path(found.origin).with_name("engine") / "arg_utils.py"
+    classes = [n for n in ast.parse(path.read_bytes()).body if isinstance(n, ast.ClassDef) and n.name == "EngineArgs"]
+    known = [ast.unparse(n.target) for each in classes for n in each.body if isinstance(n, ast.AnnAssign)]
+    for name in args.keys() - set(known):
+        near = difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "see its EngineArgs"
+        raise UserError(f"{prefix}{name}", args[name], f"vLLM has no such option; {remedy}")
+
+
 class Vllm:
     """`Engine` over vLLM's engine in this process.
 
@@ -63,8 +94,7 @@ class Vllm:
     name = "vllm"
 
     def __init__(self, args: Mapping[str, Any]) -> None:
-        for name in args.keys() & set(OURS):
-            raise UserError(f"--engine-args {name}", args[name], "is set by tuneloop; leave it out")
+        check(args)
         self.args = dict(args)
         self.engine: Any = None
         self.context, self.version, self.digest = 0, -1, ""

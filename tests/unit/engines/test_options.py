@@ -1,0 +1,57 @@
+"""What an engine is told, looked at before anything runs."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from tuneloop import plugins
+from tuneloop.config import find
+from tuneloop.engines import vllm
+from tuneloop.errors import UserError
+
+LIGHT = """
+import sys
+from tuneloop import plugins
+from tuneloop.engines import check_args
+for name in plugins.shipped("engines"):
+    check_args(name, {}, "")
+sys.exit(str(heavy) if (heavy := {"torch", "transformers", "vllm"} & sys.modules.keys()) else 0)
+"""
+
+
+def test_options_are_looked_at_without_what_the_engines_run_on() -> None:
+    assert {"endpoint", "transformers", "vllm"} <= set(plugins.shipped("engines"))
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sets", "field", "says"),
+    [
+        (("engine.name=transformers", "engine.args.seed=1"), "engine.args.seed", "knows only dtype, max_model_len"),
+        (("engine.args.seed=1",), "engine.args.seed", "is set by tuneloop"),
+        (
+            ("engine.name=endpoint", "engine.rollout_endpoint_url=http://a", "engine.pull=true", "engine.args.hok=a:b"),
+            "engine.args.hok",
+            "unknown key",
+        ),
+        (
+            ("rollout.prompts_per_iteration=4", "update.updates_per_batch=5"),
+            "update.updates_per_batch",
+            r"a batch of rollout.prompts_per_iteration \(4\)",
+        ),
+    ],
+)
+def test_what_rollouts_can_not_do_is_refused_before_anything_runs(sets: tuple[str, ...], field: str, says: str) -> None:
+    with pytest.raises(UserError, match=says) as refused:
+        find("sft_then_grpo").configure(sets=sets)
+    assert refused.value.field == field
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_what_the_vllm_of_this_machine_does_not_know() -> None:
+    vllm.check_here({"max_model_len": 256, "enforce_eager": True, "enable_sleep_mode": True}, "engine.args.")
+    with pytest.raises(UserError, match=r"engine\.args\.max_modell_len: 3: .*did you mean max_model_len"):
+        vllm.check_here({"max_modell_len": 3}, "engine.args.")
