@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from kfp import components
 
-from tuneloop.config import find
-from tuneloop.kfp.client import compile_to
+from tests.compiling import compiled
 
 HERE = Path(__file__).parent / "kfp"
 PIPELINES = sorted(Path(__file__).parents[2].glob("pipelines/*.py"))
@@ -22,9 +21,7 @@ FORMS = {
 def test_compiled_pipeline(pipeline: Path, form: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if form and pipeline.stem != "grpo":
         pytest.skip("one loop of each form is enough to read")
-    found = find(str(pipeline))
-    path = tmp_path / "pipeline.yaml"
-    compile_to(found.module.build_kfp(found.configure(None, FORMS[form])), path)
+    path = compiled(str(pipeline), FORMS[form], tmp_path / "pipeline.yaml")
     inputs = components.load_component_from_file(str(path)).component_spec.inputs
     assert {"run", "store"} <= set(inputs), "kfp took the pipeline for one of its components"
     golden = HERE / f"{pipeline.stem}{form}.yaml"

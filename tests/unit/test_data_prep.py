@@ -229,7 +229,7 @@ def not_json(n: int, seed: int) -> Splits:
     return Splits.of([Example("q", "a", metadata={"x": {1, 2}})])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text("abc", max_size=3), min_size=1, max_size=40), st.integers(1, 3), st.integers(0, 3))
 def test_splits_are_disjoint_whatever_the_source(
     tmp_path_factory: pytest.TempPathFactory, prompts: list[str], eval: int, sft: int

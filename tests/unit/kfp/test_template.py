@@ -1,23 +1,23 @@
 """What a compiled pipeline says of its components and pods."""
 
+import functools
 from typing import Any
 
 import pytest
 import yaml
 
-from tuneloop.config import find
+from tests import compiling
 from tuneloop.errors import UserError
-from tuneloop.kfp.client import compile_to
 
 
-@pytest.fixture
-def compiled(tmp_path: Any) -> Any:
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(pipeline, keys …) → the pipeline's and the platform's document."""
+    directory = tmp_path_factory.mktemp("compiled")
 
+    @functools.cache
     def build(name: str, *sets: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        pipeline = find(name)
-        path = tmp_path / "pipeline.yaml"
-        compile_to(pipeline.module.build_kfp(pipeline.configure(None, sets)), path)
+        path = compiling.compiled(name, [*sets], directory / "pipeline.yaml")
         spec, platform = yaml.load_all(path.read_text(), yaml.CSafeLoader)
         return spec, platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
 
