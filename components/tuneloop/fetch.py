@@ -4,6 +4,7 @@
 
 Behind ``#`` stands a file or a directory of the artifact; without it all of it is taken. The reference may come as
 ``STORAGE_URI``, as Kubeflow Trainer passes it. Every byte is verified; what stands there already, whole, stays.
+With ``--messages`` chats in Parquet files come as lists of messages: see `tuneloop.messages`.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from pathlib import Path
 
 from tuneloop.artifacts import Artifact
 from tuneloop.errors import Retryable, UserError, failed
+from tuneloop.messages import rewrite
 
 
-def fetch(source: str, into: Path) -> None:
+def fetch(source: str, into: Path, *, messages: bool = False) -> None:
     """Copy `source` to the directory `into`, under a temporary name first.
 
     Raises:
-        UserError: nothing is committed there, or the artifact has no such part.
+        UserError: nothing is committed there, the artifact has no such part, or rows that `messages` can not be.
     """
-    mark = into.with_name(f".{into.name}.fetched")
-    if into.is_dir() and mark.is_file() and mark.read_text() == source:
+    mark, said = into.with_name(f".{into.name}.fetched"), f"{source} --messages" if messages else source
+    if into.is_dir() and mark.is_file() and mark.read_text() == said:
         return
     ref, _, part = source.partition("#")
     path = Artifact(ref).path / part
@@ -39,11 +41,13 @@ def fetch(source: str, into: Path) -> None:
         else:
             staged.mkdir(parents=True)
             shutil.copyfile(path, staged / path.name)
+        for file in staged.glob("*.parquet") if messages else ():
+            rewrite(file)
         shutil.rmtree(into, ignore_errors=True)
         staged.rename(into)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-    mark.write_text(source)
+    mark.write_text(said)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,11 +55,12 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tuneloop.fetch")
     parser.add_argument("source", nargs="?", default=os.environ.get("STORAGE_URI"), metavar="REF")
     parser.add_argument("--into", type=Path, required=True)
+    parser.add_argument("--messages", action="store_true", help="chats as lists of messages, as TRL reads them")
     given = parser.parse_args(argv)
     try:
         if not given.source:
             raise UserError("storageUri", given.source, "is required: the reference of an artifact")
-        fetch(given.source, given.into)
+        fetch(given.source, given.into, messages=given.messages)
     except (UserError, Retryable) as error:
         return failed(error)
     print(f"fetch: {given.source} is at {given.into}", flush=True)

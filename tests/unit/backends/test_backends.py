@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tuneloop.argo.settings import Cluster
@@ -11,7 +13,7 @@ from tuneloop.argo.trainjob import as_job, as_jobset, as_rayjob, prepare_rayjob,
 from tuneloop.backends import LLMBackend, backend, register, registered
 from tuneloop.backends.native import Native
 from tuneloop.backends.torchtune import Torchtune
-from tuneloop.backends.trl import Trl
+from tuneloop.backends.trl import Trl, score
 from tuneloop.errors import UserError
 
 FULL = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o"}
@@ -60,14 +62,40 @@ def test_built_in_and_registered_ones_are_found_and_duplicates_refused(
 
 def test_trl_argv() -> None:
     made = Trl(
-        trainer="grpo", args={**FULL, "bf16": False, "learning_rate": 1e-5, "reward_funcs": ["a", "b"], "x": None}
+        trainer="grpo", args={**FULL, "bf16": False, "learning_rate": 1e-5, "reward_funcs": ["a.b", "c.d"], "x": None}
     )
     made.validate()
-    assert made.to_command() == ["python", "-m", "tuneloop.torchrun", "-m", "trl.scripts.grpo"]
+    assert made.to_command() == ["python", "-m", "tuneloop.torchrun", "-m", "tuneloop.rank", "trl.scripts.grpo"]
     assert made.to_args() == [
         *("--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"),
-        *("--bf16", "false", "--learning_rate", "1e-05", "--reward_funcs", "a", "b"),
+        *("--bf16", "false", "--learning_rate", "1e-05", "--reward_funcs", "a.b", "c.d"),
     ]
+
+
+def test_trl_judges_rows_by_their_own_rewards() -> None:
+    said = ["4", [{"role": "assistant", "content": "5"}], "4"]
+    spec = '{"exact": 2.0}'
+    found = score(said, ["4", "4", "4"], [spec, spec, '{"environment": 1.0}'], ["{}", "", "{}"], prompts=[], id=[])
+    assert found == [2.0, 0.0, None]  # the last: no episode, so nothing to judge by
+
+
+@pytest.mark.parametrize(
+    ("row", "function", "told"),
+    [
+        ({"prompt": "[]", "chat": True}, "a.b", "holds chats as text, which TRL takes for words; bring it by"),
+        ({"prompt": "2 + 2 =", "chat": False}, "think_format_reward", "reads messages, and prompts in .* are plain"),
+        ({"prompt": [{"role": "user", "content": "?"}]}, "accuracy_reward", "reads the column solution, which"),
+        ({"prompt": "2 + 2 =", "chat": False}, "tuneloop.backends.trl.score", "reads the column answer, which"),
+    ],
+)
+def test_rows_that_trl_would_stumble_over(tmp_path: Path, row: dict[str, object], function: str, told: str) -> None:
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+    args = {**FULL, "dataset_name": str(tmp_path)}
+    with pytest.raises(UserError, match=told):
+        Trl(trainer="grpo", args={**args, "reward_funcs": function}).validate()
+    kept = {**row, "chat": False, "answer": "4", "reward": "{}", "metadata": "{}"}
+    pq.write_table(pa.Table.from_pylist([kept]), tmp_path / "train.parquet")
+    Trl(trainer="grpo", args={**args, "reward_funcs": "tuneloop.backends.trl.score"}).validate()
 
 
 @pytest.mark.parametrize(
@@ -103,6 +131,7 @@ def test_torchtune_chooses_the_recipe_that_the_trainer_chooses(
         (Trl(trainer="ppo", args=FULL), "none of TRL's scripts"),
         (Trl(args={"model_name_or_path": "m"}), "args.dataset_name: None: is required"),
         (Trl(trainer="grpo", args=FULL), "args.reward_funcs"),
+        (Trl(trainer="grpo", args={**FULL, "reward_funcs": "pkg.mod:score"}), "nor a dotted path"),
         (Torchtune(model="gpt/2"), "no torchtune runtime"),
         (Torchtune(nodes=2), "must be 1 for llama3_2/1B"),
         (Torchtune(processes=2, args={"model.quantize_base": True}), "processes: 2: must be 1"),
