@@ -248,7 +248,7 @@ def component(
 def from_validation(error: ValidationError, prefix: str = "") -> UserError:
     """The first problem of a pydantic error as one line with field, value and remedy."""
     first = error.errors()[0]
-    field = prefix + ".".join(map(str, first["loc"]))
+    field = prefix + ".".join(str(part) for part in first["loc"] if part != "[key]")
     if isinstance(cause := first.get("ctx", {}).get("error"), ValueError):  # a validator of ours
         if isinstance(cause, UserError):
             return UserError(".".join(filter(None, (field, cause.field))), cause.value, cause.remedy)

@@ -73,7 +73,9 @@ def data_prep(
     sft: Annotated[int, Field(ge=0, description="demonstrations")] = 2000,
     preference: Annotated[int, Field(ge=0, description="pairs of a chosen and a rejected completion")] = 0,
     preference_eval: Annotated[int, Field(ge=0, description="held-out pairs")] = 0,
-    rewards: Annotated[dict[str, float], Field(description="reward → weight")] = {"exact": 1.0},  # noqa: B006
+    rewards: Annotated[
+        dict[Annotated[str, plugins.variant("rewards")], float], Field(description="reward → weight")
+    ] = {"exact": 1.0},  # noqa: B006
     reward_args: Annotated[dict[str, Any], Field(description="reward → what it finds in metadata")] = {},  # noqa: B006
     chat: Annotated[bool, Field(description="make plain prompts the user's message of a chat")] = False,
     system: Annotated[str | None, Field(description="system message of every chat")] = None,

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
+from tuneloop import plugins
 from tuneloop.component import Input, Results, Stage, component
 from tuneloop.errors import Retryable, UserError
 from tuneloop.scoring import KINDS, Outcome, full_marks, parse_spec, score_all
@@ -24,7 +25,8 @@ def reward(
     rollouts: Input,
     *,
     reward_weights: Annotated[
-        dict[str, float] | None, Field(description="reward → weight; default: each row's own")
+        dict[Annotated[str, plugins.variant("rewards")], float] | None,
+        Field(description="reward → weight; default: each row's own"),
     ] = None,
     timeout_s: Annotated[float, Field(gt=0, description="seconds that one call of a reward may take")] = 5.0,
     escape_score: Annotated[

@@ -152,6 +152,8 @@ def test_equal_configurations_render_equal_bytes() -> None:
             "preference.algorithm_args.label_smoothing",
             "less than",
         ),
+        ("grpo", "data.rewards.exactt=1", "data.rewards.exactt", "unknown; known: code"),
+        ("grpo", "reward.reward_weights.exactt=1", "reward.reward_weights.exactt", "unknown; known: code"),
         ("sft", "sft.lora.rank=4", "sft.lora.rank", "known: r, lora_alpha"),
     ],
 )

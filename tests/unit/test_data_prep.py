@@ -154,7 +154,7 @@ def test_forms_without_answers(tmp_path: Path) -> None:
     ("params", "message"),
     [
         ({"rewards": {}}, "rewards: '{}': must name at least one reward"),
-        ({"rewards": {"exactly": 1.0}}, "rewards: 'exactly': unknown"),
+        ({"rewards": {"exactly": 1.0}}, "rewards.exactly: 'exactly': unknown"),
         ({"rewards": {"exact": float("nan")}}, "rewards.exact: nan: must be a finite number"),
         (
             {"rewards": {"format": 1.0}},

@@ -107,7 +107,7 @@ def test_other_rewards_than_the_rows_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"reward_weights": {"exactly": 1.0}}, "rewards: 'exactly': unknown"),
+        ({"reward_weights": {"exactly": 1.0}}, "reward_weights.exactly: 'exactly': unknown"),
         ({"reward_weights": {"exact": math.inf}}, "rewards.exact: inf: must be a finite number"),
         ({"timeout_s": 0}, "reward.timeout_s"),
         ({"error_budget": 1.1}, "reward.error_budget"),
