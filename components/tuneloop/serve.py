@@ -438,7 +438,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--poll-interval", type=float, default=1.0, help=about)
     about = "when weights change, running requests finish first, or go on with the new ones (default: wait)"
     parser.add_argument("--pause", choices=["wait", "keep"], default="wait", help=about)
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1); nobody needs a token"
+    )
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)")
     parser.add_argument("--engine-args", type=_object, default={}, help="vLLM's EngineArgs, a JSON object")
     return parser.parse_args(argv)

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tuneloop.serve import _parse
+
 SERVE = """
 from tuneloop import serve
 code = serve.main(["--host", "127.0.0.1", "--port", "0"])
@@ -32,3 +34,7 @@ def test_a_server_that_is_told_to_end_right_before_it_serves_ends(program: str) 
     """Else nobody hears the signal, and the pod's grace period has to run out."""
     done = subprocess.run([sys.executable, "-c", f"{EARLY}{program}os._exit(code)"], timeout=120)
     assert done.returncode == 0
+
+
+def test_a_server_that_is_not_told_where_listens_for_this_machine_alone() -> None:
+    assert _parse([]).host == "127.0.0.1"

@@ -71,15 +71,15 @@ def part(workflow: Mapping[str, Any], entrypoint: str) -> dict[str, Any]:
 
 
 def as_text(graph: Mapping[str, Any]) -> str:
-    """JSON in which the executor of the pod itself finds nothing to replace: no tag, no path of an output."""
-    text = json.dumps(graph, separators=(",", ":"))
+    """JSON in which who starts the pod itself finds nothing to replace: no tag, no path of an output, no variable."""
+    text = json.dumps(graph, separators=(",", ":")).replace("$(", "\\u0024(")
     return text.replace("{{", "{\\u007b").replace(OUTPUTS, f"\\u002f{OUTPUTS[1:]}")
 
 
 def _bare(template: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: template[key] for key in KEPT if key in template}
     if container := template.get("container"):
-        env = [item for item in container.get("env", []) if item["name"] == "TUNELOOP_OUTPUTS"]
+        env = [item for item in container.get("env", []) if item["name"] in ("TUNELOOP_OUTPUTS", "POD_IP")]
         own = ("image", "command", "args", "readinessProbe")
         kept["container"] = {key: container[key] for key in own if key in container}
         kept["container"]["env"] = env

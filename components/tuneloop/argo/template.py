@@ -150,14 +150,17 @@ def server_template(
     """The vLLM server as a daemon: it lives as long as the graph that started it.
 
     Args:
-        port: where it listens.
+        port: where it listens, at the pod's address.
         engine_args: vLLM's own options.
         weights: URL of published versions to follow; none: it boots from `policy`, and loads what it is told to.
         cluster: what the pod asks for.
     """
     from hera.workflows import Container, Parameter
-    from hera.workflows.models import ContainerPort, HTTPGetAction, Probe
+    from hera.workflows.models import ContainerPort, EnvVar, EnvVarSource, HTTPGetAction, ObjectFieldSelector, Probe
 
+    pod = pod_fields("rollout", True, cluster or Cluster())
+    # It asks nobody for a token. `tuneloop run` reads the field as 127.0.0.1.
+    address = EnvVar(name="POD_IP", value_from=EnvVarSource(field_ref=ObjectFieldSelector(field_path="status.podIP")))
     return Container(
         name="serve",
         daemon=True,
@@ -165,14 +168,14 @@ def server_template(
         command=["python", "-m", "tuneloop.serve"],
         args=[
             *(("--weights", weights) if weights else ("--policy", "{{inputs.parameters.policy}}")),
-            *("--host", "0.0.0.0", "--port", str(port)),
+            *("--host", "$(POD_IP)", "--port", str(port)),
             *("--engine-args", _text(dict(engine_args))),
         ],
         ports=[ContainerPort(container_port=port)],
         readiness_probe=Probe(
             http_get=HTTPGetAction(path="/health", port=port), period_seconds=1, failure_threshold=600
         ),
-        **pod_fields("rollout", True, cluster or Cluster()),
+        **{**pod, "env": [*pod["env"], address]},
         **retry_fields(),
     )
 

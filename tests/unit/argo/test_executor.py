@@ -12,6 +12,7 @@ from tests.unit.argo.making import Template, dag, given, named, run, shell, task
 from tuneloop.argo import state
 from tuneloop.argo.executor import execute
 from tuneloop.argo.state import Node
+from tuneloop.config import find
 from tuneloop.errors import UserError
 
 ECHO = shell("echo", "printf '%s' '{{inputs.parameters.x}}' > /tmp/out/y", inputs=("x",), outputs=("y",))
@@ -439,3 +440,16 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
 def test_one_executor_a_directory(tmp_path: Path) -> None:
     with state.hold(tmp_path), pytest.raises(UserError, match="is running already"):
         run(tmp_path, OK, dag(task("t", "ok")))
+
+
+def test_a_server_is_reached_from_this_machine_alone(tmp_path: Path) -> None:
+    """It takes orders from whoever reaches it."""
+    pipeline = find("grpo")
+    made = pipeline.build(pipeline.configure(None, ["engine.name=vllm"]))
+    serve = next(t for t in made["spec"]["templates"] if t.get("daemon"))["container"]
+    said = shell("said", "printf '%s ' \"$@\" > /tmp/out/said", outputs=("said",))
+    said["container"] = {**serve, "command": [*said["container"]["command"], "serve"]}
+    asked = [word.replace("{{inputs.parameters.policy}}", "none") for word in serve["args"]]
+    said["container"]["args"] = asked
+    outcome = run(tmp_path, said, dag(task("said", "said")))
+    assert " --host 127.0.0.1 --port " in named(outcome)["said"].outputs["said"]
