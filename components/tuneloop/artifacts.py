@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from tuneloop import fence
 from tuneloop.errors import Corrupt, UserError
-from tuneloop.store import Conflict, Store, fsync, local_path, normalize
+from tuneloop.store import Conflict, Store, fsync, inside, local_path, normalize
 
 MANIFEST = "manifest.json"
 PARTS = ".parts"
@@ -54,11 +54,20 @@ class Manifest(BaseModel):
     inputs: dict[str, str] = Field(default_factory=dict, description="input name → reference")
     root: str = Field(description="the data directory below the artifact's URL")
     files: dict[str, File]
-    digest: str
+    digest: str = Field(pattern=rf"^({DIGEST}:[0-9a-f]{{32}})?$")
     results: dict[str, Any] = Field(default_factory=dict, description="scalars that the workflow reads")
     facts: dict[str, Any] = Field(default_factory=dict, description="what the stage says of its output")
     timings: dict[str, float] = Field(default_factory=dict, description="seconds, and rates where the name says so")
     provenance: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("root", "files")
+    @classmethod
+    def _inside(cls, names: Any) -> Any:
+        """A reader writes files under these names: none may lead out of the directory it gives them."""
+        for name in [names] if isinstance(names, str) else names:
+            if not inside(name):
+                raise ValueError(f"{name!r} is no name for a file of an artifact")
+        return names
 
     @property
     def scalars(self) -> dict[str, float]:
@@ -137,9 +146,13 @@ class Artifact:
             fcntl.flock(held, fcntl.LOCK_EX)
             if not target.exists():
                 staged = Path(tempfile.mkdtemp(dir=cache))
-                self._fetch(staged)
-                self._verify(staged)
-                staged.rename(target)
+                try:
+                    self._fetch(staged)
+                    self._verify(staged)
+                    staged.rename(target)
+                except BaseException:
+                    shutil.rmtree(staged, ignore_errors=True)
+                    raise
         return target
 
     def _fetch(self, directory: Path) -> None:
@@ -163,12 +176,20 @@ _MEND = "restore it from a copy, or delete the artifact's URL and run the stage 
 def find(url: str) -> Manifest | None:
     """The manifest committed at `url`, or None."""
     data = Store(url).get(MANIFEST)
-    if data is None:
-        return None
+    return None if data is None else parse(url, data)
+
+
+def parse(url: str, data: bytes) -> Manifest:
+    """The manifest that these bytes, read below `url`, are.
+
+    Raises:
+        Corrupt: they are none, or it names files outside its artifact.
+    """
     try:
         return Manifest.model_validate_json(data)
-    except ValueError as error:
-        raise Corrupt("artifact", f"{normalize(url)}/{MANIFEST}", "is not a manifest; " + _MEND) from error
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise Corrupt("artifact", f"{normalize(url)}/{MANIFEST}", f"is not a manifest ({why}); {_MEND}") from error
 
 
 class Draft:

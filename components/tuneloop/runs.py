@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import tuneloop
 from tuneloop.argo import state
-from tuneloop.artifacts import MANIFEST, File, Manifest, canonical, file_digest, split_ref
+from tuneloop.artifacts import MANIFEST, File, Manifest, canonical, file_digest, parse, split_ref
 from tuneloop.errors import Corrupt, UserError
 from tuneloop.store import Conflict, Store, local_path, normalize
 
@@ -176,7 +176,7 @@ class Run:
                 data = store.get(key)
                 assert data is not None
                 iteration = int(match["iteration"]) if match["iteration"] else None
-                self._known[place] = Entry(place, match["stage"], iteration, _manifest(self.url, place, data))
+                self._known[place] = Entry(place, match["stage"], iteration, parse(f"{self.url}/{place}", data))
         standing = [entry for entry in self._known.values() if f"{entry.key}/{MANIFEST}" in present]
         self.entries = sorted(standing, key=lambda e: (e.started, e.key))
 
@@ -427,13 +427,6 @@ def verify(run: Run, entry: Entry) -> Iterator[Checked]:
             with tempfile.TemporaryDirectory() as scratch:
                 store.download(key, Path(scratch) / "file")
                 yield Checked(key, want, file_digest(Path(scratch) / "file"))
-
-
-def _manifest(url: str, place: str, data: bytes) -> Manifest:
-    try:
-        return Manifest.model_validate_json(data)
-    except ValueError as error:
-        raise Corrupt("artifact", f"{url}/{place}/{MANIFEST}", "is not a manifest; delete it, and resume") from error
 
 
 def _sampling(entry: Entry) -> str:

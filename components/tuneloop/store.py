@@ -55,6 +55,11 @@ def normalize(url: str) -> str:
     return url.rstrip("/")
 
 
+def inside(name: str) -> bool:
+    """Whether a file of this name lies below the directory that the name is appended to."""
+    return "\0" not in name and not {"", ".", ".."} & {*name.split("/")}
+
+
 def local_path(url: str) -> Path | None:
     """The directory a ``file://`` URL names, or None where bytes have to travel."""
     url = normalize(url)
@@ -165,15 +170,24 @@ class Store:
                     raise
 
     def download(self, key: str, path: Path) -> None:
-        """Copy `key` to the local file `path`, streaming."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Copy `key` to the local file `path`, streaming; `path` is made, or replaced, once all of it has arrived."""
+        staged = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
         with self._faults(key):
-            if self.root is not None:
-                shutil.copyfile(self.root / key, path)
-                return
-            with path.open("wb") as out:
-                for chunk in obstore.get(self._objects, key).stream(min_chunk_size=8 << 20):
-                    out.write(chunk)
+            try:
+                found: Any = obstore.get(self._objects, key) if self.root is None else (self.root / key).stat()
+            except (FileNotFoundError, NotFoundError) as error:
+                remedy = "is not there; restore it from a copy, or run again what writes it"
+                raise UserError("store", f"{self.url}/{key}", remedy) from error
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                if self.root is None:
+                    with staged.open("xb") as out:
+                        out.writelines(found.stream(min_chunk_size=8 << 20))
+                else:
+                    shutil.copyfile(self.root / key, staged)
+                staged.replace(path)
+            finally:
+                staged.unlink(missing_ok=True)
 
     def keys(self, prefix: str = "") -> list[str]:
         """`prefix`, if it is a key, and all keys below it, sorted."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.objects import served
 from tuneloop.artifacts import Artifact, Draft, find, split_ref
 from tuneloop.errors import Corrupt, UserError
 
@@ -72,6 +73,47 @@ def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "a/manifest.json").read_text())
     assert manifest["files"]["x"]["size"] == 1
     assert find(f"{tmp_path}/nothing") is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"name": "../../precious.txt"},
+        {"name": "/{}/precious.txt"},
+        {"name": "a//b"},
+        {"root": ".."},
+        {"digest": "../x"},
+    ],
+    ids=str,
+)
+def test_a_manifest_names_nothing_outside_its_artifact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str]
+) -> None:
+    """Whoever may write to a bucket must not write to the disks of those who read it."""
+    (precious := tmp_path / "precious.txt").write_text("mine")
+    monkeypatch.setenv("TUNELOOP_CACHE", str(tmp_path / "below" / "cache"))
+    commit(f"{tmp_path}/a", x="theirs")
+    manifest = json.loads((tmp_path / "a/manifest.json").read_text())
+    name = changed.get("name", "x").format(tmp_path)
+    manifest |= {"files": {name: manifest["files"]["x"]}, **changed}
+    objects = {"b/a/manifest.json": json.dumps(manifest).encode(), f"b/a/{manifest['root']}/x": b"theirs"}
+    with served(objects, monkeypatch), pytest.raises(Corrupt, match=r"manifest\.json.*is not a manifest \("):
+        _ = Artifact("s3://b/a").path
+    assert precious.read_text() == "mine" and sorted(p.name for p in tmp_path.iterdir()) == ["a", "precious.txt"]
+
+
+def test_what_could_not_be_fetched_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNELOOP_CACHE", str(tmp_path / "cache"))
+    commit(f"{tmp_path}/a", x="1", y="2")
+    manifest = (tmp_path / "a/manifest.json").read_bytes()
+    root = json.loads(manifest)["root"]
+    objects = {"b/a/manifest.json": manifest, f"b/a/{root}/x": b"1"}
+    with served(objects, monkeypatch):
+        with pytest.raises(UserError, match=f"s3://b/a/{root}/y': is not there"):
+            _ = Artifact("s3://b/a").path
+        assert [p.name for p in (tmp_path / "cache").iterdir() if not p.name.endswith(".lock")] == []
+        objects[f"b/a/{root}/y"] = b"2"
+        assert sorted(p.read_text() for p in Artifact("s3://b/a").path.iterdir()) == ["1", "2"]
 
 
 def test_the_drafts_of_one_attempt_lie_apart() -> None:

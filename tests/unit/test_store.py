@@ -101,6 +101,19 @@ def test_objects_behave_as_files_do(tmp_path: Path) -> None:
         assert [key for key in store.keys("") if not key.endswith(".lock")] == []
 
 
+def test_a_download_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    for store in (Store(str(tmp_path / "store")), Store("memory:///x")):
+        store.put("k", b"new")
+        (path := tmp_path / "file").write_text("old")
+        for target in (path, tmp_path / "other" / "file"):
+            with pytest.raises(UserError):
+                store.download("none", target)
+        assert path.read_text() == "old"
+        store.download("k", path)
+        assert path.read_text() == "new"
+    assert {p.name for p in tmp_path.rglob("*") if p.is_file()} == {"file", "k"}, "no leftovers"
+
+
 def test_a_part_of_a_key_is_read_alone(tmp_path: Path) -> None:
     for store in (Store(str(tmp_path)), Store("memory:///x")):
         store.create("k", bytes(range(256)) * 1024)

@@ -19,6 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tuneloop.errors import Corrupt, UserError
+from tuneloop.store import inside
 
 Bytes = NDArray[np.uint8]
 
@@ -188,5 +189,5 @@ def file_names(names: Iterable[str]) -> None:
         Corrupt: an absolute name, or one with an empty, hidden or parent part.
     """
     for name in names:
-        if "\0" in name or any(not part or part.startswith(".") for part in name.split("/")):
+        if not inside(name) or any(part.startswith(".") for part in name.split("/")):
             raise Corrupt("weights", name, "is no name for a file of a model directory; publish the version again")
