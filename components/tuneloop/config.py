@@ -66,19 +66,24 @@ class Pipeline:
 
     def _explain(self, error: ValidationError) -> UserError:
         first = error.errors()[0]
-        if first["type"] != "extra_forbidden":
+        if first["type"] not in ("extra_forbidden", "string_pattern_mismatch"):
             return from_validation(error)
         *section, key = map(str, first["loc"])
-        model: Any = self.Config
-        for name in section:
-            kind = model.model_fields[name].annotation
-            model = next(
-                (part for part in get_args(kind) if hasattr(part, "model_fields")), kind
-            )  # of `Section | None`
-        known = list(model.model_fields)
+        if first["type"] == "string_pattern_mismatch":
+            description = self._section(section).model_fields[key].description
+            return UserError(".".join((*section, key)), first["input"], f"does not fit; it is: {description}")
+        known = list(self._section(section).model_fields)
         near = difflib.get_close_matches(key, known, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
         return UserError(".".join((*section, key)), first["input"], f"unknown key; {remedy}")
+
+    def _section(self, names: list[str]) -> type[BaseModel]:
+        """The model of a section of the configuration."""
+        model: Any = self.Config
+        for name in names:
+            kind = model.model_fields[name].annotation  # perhaps `Section | None`
+            model = next((part for part in get_args(kind) if hasattr(part, "model_fields")), kind)
+        return model  # type: ignore[no-any-return]
 
 
 def dump(workflow: dict[str, Any]) -> str:

@@ -6,19 +6,20 @@ import os
 import sys
 import time
 
+EVERY_S = 5.0
+"""Between two lines where there is no terminal."""
+
 
 class Progress:
-    """Shows `done` of `total`.
+    """Shows `done` of `total`; a step that is taken up again has `begun` of them behind it, which cost no time now.
 
-    On a terminal one line is redrawn; otherwise a line is printed at most every `every` seconds and at the end.
+    On a terminal one line is redrawn; otherwise a line is printed at most every `EVERY_S` seconds and at the end.
     Also writes ``done/total`` to ``$ARGO_PROGRESS_FILE``, where Argo's executor looks for it.
     """
 
-    def __init__(self, name: str, total: int, unit: str, *, quiet: bool = False, every: float = 5.0) -> None:
-        self.name, self.total, self.unit, self.quiet, self.every = name, total, unit, quiet, every
-        self.start = time.monotonic()
-        self.first: int | None = None
-        self.printed = self.start
+    def __init__(self, name: str, total: int, unit: str, begun: int = 0, *, quiet: bool = False) -> None:
+        self.name, self.total, self.unit, self.quiet, self.begun = name, total, unit, quiet, begun
+        self.start = self.printed = time.monotonic()
         self.file = os.environ.get("ARGO_PROGRESS_FILE")
         self.tty = sys.stderr.isatty()
 
@@ -27,16 +28,14 @@ class Progress:
         if self.quiet:
             return
         now = time.monotonic()
-        if self.first is None:  # a resumed stage starts in the middle: its rate counts from there
-            self.first, self.start = min(done, self.total) - 1 if done else 0, self.start
         if self.file:
             with open(self.file, "w") as out:
                 out.write(f"{done}/{self.total}")
         finished = done >= self.total
-        if not finished and now - self.printed < (0.1 if self.tty else self.every):
+        if not finished and now - self.printed < (0.1 if self.tty else EVERY_S):
             return
         self.printed = now
-        rate = (done - self.first) / max(now - self.start, 1e-9)
+        rate = (done - self.begun) / max(now - self.start, 1e-9)
         left = (self.total - done) / rate if rate > 0 else 0.0
         shown = "  ".join(f"{k} {v:.4g}" for k, v in facts.items())
         line = f"{self.name}: {done}/{self.total} {self.unit}  {rate:.1f} {self.unit}/s  {left:.0f} s left  {shown}"

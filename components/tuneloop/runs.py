@@ -162,7 +162,9 @@ class Run:
         found = cls(name, record.store if record else at, record)
         if record is None and not found.entries:
             names = ", ".join(r.run for r in records(at)) or "none"
-            raise UserError("run", name, f"not found below {at}; known there: {names}; --store names another place")
+            raise UserError(
+                "run", name, f"not found below {at}; started on this machine: {names}; --store names another place"
+            )
         return found
 
     def refresh(self) -> None:

@@ -64,9 +64,9 @@ class Stage:
         if self.leader:
             print(f"{self.name}: {message}", file=sys.stderr, flush=True)
 
-    def progress(self, total: int, unit: str) -> Progress:
-        """A progress display of `total` units; ``update(done, loss=…)`` moves it."""
-        return Progress(self.name, total, unit, quiet=not self.leader)
+    def progress(self, total: int, unit: str, begun: int = 0) -> Progress:
+        """A progress display of `total` units, `begun` of them done before; ``update(done, loss=…)`` moves it."""
+        return Progress(self.name, total, unit, begun, quiet=not self.leader)
 
     def seed(self, purpose: str, *index: int | str) -> int:
         """The seed of a named stream, from the stage's ``seed`` parameter (and ``iteration``, if it has one)."""

@@ -209,7 +209,7 @@ def train(stage: Stage, trainer: Any, count: int, batch: int, max_steps: int, sa
         Interrupted: after SIGTERM, once a resume point is committed.
     """
     batch = _resume(stage, trainer, batch)
-    bar = stage.progress(max_steps, "steps")
+    bar = stage.progress(max_steps, "steps", trainer.step)
     loss, seen, began = float("nan"), 0, time.perf_counter()
     second = min(trainer.step + 1, max_steps - 1)  # the first one warms up
     with stage.timed("train"):

@@ -57,14 +57,14 @@ class Share(BaseModel):
     request: str = Field(
         "",
         pattern=rf"^({MEMORY})?$",
-        description="memory that a sharing stage requests, less than its limit; empty: all it may use",
+        description="memory (512Mi, 2Gi) that a sharing stage requests, less than its limit; empty: all it may use",
     )
     node_memory: str = Field(
         "",
         pattern=rf"^({MEMORY})?$",
-        description="of the node where runs share; what cannot fit there is refused; empty: not checked",
+        description="memory (64Gi) of the node where runs share; what cannot fit there is refused; empty: not checked",
     )
-    overhead: str = Field("4Gi", pattern=rf"^{MEMORY}$", description="of node_memory, what is not the runs'")
+    overhead: str = Field("4Gi", pattern=rf"^{MEMORY}$", description="memory (4Gi) of the node that is not the runs'")
 
     @property
     def alone(self) -> bool:

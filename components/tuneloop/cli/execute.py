@@ -51,7 +51,8 @@ def run(
 
     found = find(pipeline)
     resolved = found.configure(config, sets or ()).model_dump(mode="json")
-    name = name or f"{found.name.replace('_', '-')[:24]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if name is None:
+        name = f"{found.name.replace('_', '-')[:24]}-{time.strftime('%Y%m%d-%H%M%S')}"
     if (record := runs.read_record(name, store)) is not None:
         standing = runs.Run(name, store, record)
         if _same(standing, found.name, resolved, normalize(store)):

@@ -90,8 +90,7 @@ class Display:
         if node.template == "reward" and "mean-reward" in node.outputs:
             self.reward = f"{float(node.outputs['mean-reward']):.3f}"
         if node.phase in BROKEN:
-            code = "" if node.exit_code is None else f", exit code {node.exit_code}"
-            self._print(f"{label(node)}: {node.phase.lower()} after {seconds}{code}: {node.message}")
+            self._print(f"{label(node)}: {node.phase.lower()} after {seconds}: {node.message}")
         elif iteration_of(node):
             self.parts.append(f"{label(node)} {seconds}")
         else:
