@@ -11,7 +11,8 @@
 =====================================  =================================================================================
 
 Refusals are ``{"error": one line}``: 401 without a token that is taken, 403 where the caller may have no sessions, 404
-for what does not exist or is somebody else's, 410 for a session that is over, 503 while its worker is not there yet.
+for what does not exist or is somebody else's, 410 for a session that is over, 413 for a body of more than 1 MiB (32 MiB
+where it goes to a worker), 503 while its worker is not there yet. Of a request without a token no body is read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +53,9 @@ PROXIED = (
 )
 ABOUT = ("session_id", "model_id", "sampling_session_id", "request_id")
 """What a request may name its session by."""
+SMALL, LARGE = 2**20, 2**25
+"""Bytes of a body at most: of what the gateway reads itself, and of what a worker gets (Tinker's client sends batches
+in pieces of 5 MB)."""
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
     "proto_compress_fwdbwd": False,
@@ -230,6 +234,24 @@ def _known(request: Request) -> Caller:  # no coroutine: FastAPI runs it on a th
 Known = Annotated[Caller, Depends(_known)]
 
 
+def _at_most(limit: int) -> Callable[[Request, Caller], Awaitable[bytes]]:
+    """Reads the body of a caller who is known."""
+
+    async def read(request: Request, caller: Known) -> bytes:
+        sent = bytearray()
+        async for part in request.stream():  # what its length says is not to be relied upon
+            sent += part
+            if len(sent) > limit:
+                raise Refused(413, f"the body has more than {limit} bytes; send less at a time")
+        return bytes(sent)
+
+    return read
+
+
+Small = Annotated[bytes, Depends(_at_most(SMALL))]
+Large = Annotated[bytes, Depends(_at_most(LARGE))]
+
+
 def build(gateway: Gateway) -> FastAPI:
     """The application."""
     app = FastAPI(title="tuneloop gateway", docs_url=None, redoc_url=None)
@@ -253,8 +275,8 @@ def build(gateway: Gateway) -> FastAPI:
         return {"status": "ok"}
 
     @app.post("/v1/sessions")
-    def create(request: Request, body: dict[str, Any], caller: Known) -> Response:
-        made, new = gateway.create(caller, Wanted.model_validate(body), _key(request))
+    def create(request: Request, body: Small, caller: Known) -> Response:
+        made, new = gateway.create(caller, Wanted.model_validate(_object(body)), _key(request))
         return JSONResponse(made.public(), 201 if new else 200)
 
     @app.get("/v1/sessions")
@@ -276,11 +298,12 @@ def build(gateway: Gateway) -> FastAPI:
         return Response(status_code=204)
 
     @app.post("/api/v1/create_session")
-    def tinker_session(request: Request, body: dict[str, Any], caller: Known) -> dict[str, Any]:
-        if not isinstance(asked := body.get("user_metadata") or {}, dict):
+    def tinker_session(request: Request, body: Small, caller: Known) -> dict[str, Any]:
+        told = _object(body)
+        if not isinstance(asked := told.get("user_metadata") or {}, dict):
             raise UserError("user_metadata", asked, "names and values")
         wanted = {name: asked[name] for name in ("accelerators", "turns", "policy", "patience") if name in asked}
-        about = {"namespace": body.get("project_id") or "", "display_name": body.get("display_name") or ""}
+        about = {"namespace": told.get("project_id") or "", "display_name": told.get("display_name") or ""}
         made, _ = gateway.create(caller, Wanted.model_validate({**about, **wanted}), _key(request))
         return {"type": "create_session", "session_id": made.id}
 
@@ -306,8 +329,7 @@ def build(gateway: Gateway) -> FastAPI:
     async def sampler(request: Request, sampling: str, caller: Known) -> Response:
         return await passed(request, caller, sampling, b"")
 
-    async def proxied(request: Request, caller: Known) -> Response:
-        body = await request.body()
+    async def proxied(request: Request, body: Large, caller: Known) -> Response:
         return await passed(request, caller, _named(request, body), body)
 
     async def passed(request: Request, caller: Caller, named: str, body: bytes) -> Response:
@@ -331,11 +353,22 @@ def _named(request: Request, body: bytes) -> str:
     """The session, model, sampling session or request that a body is about."""
     if request.headers.get("content-type", "").startswith(wire.PROTOBUF):
         return wire.model_of(body)
+    told = _object(body)
+    try:
+        return next(str(told[name]) for name in ABOUT if told.get(name))
+    except StopIteration:
+        raise Refused(422, f"the body names no session: one of {', '.join(ABOUT)}") from None
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """What a body says."""
     try:
         told = json.loads(body)
-        return next(str(told[name]) for name in ABOUT if told.get(name))
-    except (ValueError, AttributeError, StopIteration):
-        raise Refused(422, f"the body names no session: one of {', '.join(ABOUT)}") from None
+    except (ValueError, RecursionError):
+        told = None
+    if not isinstance(told, dict):
+        raise Refused(422, "the body is no JSON object")
+    return told
 
 
 def _event(name: str, data: Any) -> bytes:

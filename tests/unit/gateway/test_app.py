@@ -42,7 +42,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
     told = process.stderr.readline()
     token = (home / "token").read_text().strip()
     with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=LIMIT_S) as client:
-        yield SimpleNamespace(http=client, url=url, token=token, home=home, config=config, told=told)
+        yield SimpleNamespace(http=client, url=url, token=token, home=home, config=config, told=told, pid=process.pid)
     process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT_S) == 0
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
@@ -76,6 +76,31 @@ def test_nobody_without_the_token(gateway: SimpleNamespace) -> None:
             assert answer.headers["WWW-Authenticate"] == "Bearer"
     assert httpx.get(gateway.url + "/v1/sessions", headers={"X-API-Key": gateway.token}).status_code == 200
     assert "export TINKER_BASE_URL=" in gateway.told and gateway.token not in gateway.told
+
+
+def peak(gateway: SimpleNamespace) -> int:
+    """Bytes of memory that it has had at most."""
+    told = Path(f"/proc/{gateway.pid}/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", told)[1]) * 1024
+
+
+def test_a_body_is_read_of_those_alone_who_have_a_token_and_up_to_a_limit(gateway: SimpleNamespace) -> None:
+    def sent(size: int) -> Iterator[bytes]:
+        yield b"{"
+        for _ in range(size):
+            yield bytes(2**20)
+
+    def post(path: str, body: Iterator[bytes] | bytes, headers: dict[str, str]) -> int:
+        return httpx.post(f"{gateway.url}{path}", content=body, headers=headers, timeout=LIMIT_S).status_code
+
+    known, before = {"Authorization": f"Bearer {gateway.token}"}, peak(gateway)
+    for path in ("/v1/sessions", "/api/v1/create_session", "/api/v1/optim_step"):
+        assert post(path, b"{", {}) == 401
+        assert post(path, b"[" * 100_000, known) == 422
+        assert post(path, sent(128), {}) == 401
+    assert post("/v1/sessions", sent(2), known) == post("/api/v1/create_session", sent(2), known) == 413
+    assert post("/api/v1/optim_step", sent(64), known) == 413
+    assert peak(gateway) - before < 100 * 2**20
 
 
 def test_a_key_makes_one_session_however_often_and_at_once(gateway: SimpleNamespace) -> None:
