@@ -46,13 +46,19 @@ def normalize(url: str) -> str:
     """Return `url` as an absolute URL without a trailing slash; a plain path becomes ``file://``.
 
     Raises:
-        UserError: the scheme is not one that tuneloop can store to.
+        UserError: the scheme is not one that tuneloop can store to, or no bucket or directory stands behind it.
     """
-    if "://" not in url:
+    scheme, mark, rest = url.partition(":")
+    scheme = scheme.lower()
+    if not mark or (scheme not in SCHEMES and not rest.startswith("//")):
         return "file://" + str(Path(url).expanduser().absolute())
-    if urlparse(url).scheme not in SCHEMES:
+    if scheme not in SCHEMES:
         raise UserError("store", url, f"use one of {', '.join(s + '://' for s in SCHEMES)} or a path")
-    return url.rstrip("/")
+    bucket = scheme in ("s3", "gs", "az")
+    if not rest.startswith("//") or not rest[2:] or (rest[2] != "/") != bucket:
+        what = f"bucket; write {scheme}://BUCKET/PREFIX" if bucket else f"directory; write {scheme}:///DIRECTORY"
+        raise UserError("store", url, f"names no {what}")
+    return f"{scheme}://{rest[2:].rstrip('/') or '/'}"
 
 
 def inside(name: str) -> bool:

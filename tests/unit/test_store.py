@@ -12,11 +12,25 @@ from tuneloop.store import Conflict, Store, local_path, normalize
 
 def test_normalize() -> None:
     assert normalize("/a/b") == "file:///a/b"
-    assert normalize("s3://bucket/x/") == "s3://bucket/x"
+    assert normalize("s3://bucket/x/") == normalize("S3://bucket/x") == "s3://bucket/x"
     assert local_path("/a/b c") == Path("/a/b c")
     assert local_path("s3://bucket/x") is None
     with pytest.raises(UserError, match=r"ftp://x.*use one of file://"):
         normalize("ftp://x")
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "file", "memory"])
+def test_a_store_without_a_bucket_or_directory_is_refused(scheme: str) -> None:
+    """Without its last slashes ``s3://`` would be a path: a directory named ``s3:``."""
+    of_files = scheme in ("file", "memory")
+    for rest in ("", "/", "//", "bucket/x", "/bucket/x", "//bucket/x" if of_files else "///x"):
+        with pytest.raises(UserError, match=f"names no {'directory' if of_files else 'bucket'}; write {scheme}://"):
+            normalize(f"{scheme}:{rest}")
+
+
+def test_the_root_is_a_directory_and_a_colon_may_be_in_a_name() -> None:
+    assert normalize("/") == normalize("file:///") == "file:///" and local_path("file:///") == Path("/")
+    assert normalize("/a/s3:/b") == "file:///a/s3:/b" and local_path("a:b") == Path("a:b").absolute()
 
 
 def test_create_is_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
