@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tuneloop import grain, plan
+from tuneloop import footprint, grain, plan, rendered
 from tuneloop.config import find
-from tuneloop.plan import Model
+from tuneloop.footprint import Model
 
 # Sizes that the models' publishers state, with the configurations that they publish.
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
@@ -33,7 +33,7 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_formula_gives_the_published_size(name: str) -> None:
     count, config = PUBLISHED[name]
-    model = plan.shape_of(name, config, None)
+    model = footprint.shape_of(name, config, None)
     assert isinstance(model, Model)
     assert model.parameters == count
 
@@ -44,15 +44,15 @@ def test_stored_weights_are_counted_before_any_formula(tmp_path: Path) -> None:
 
     save_file({"a": np.zeros((3, 5), np.float16)}, tmp_path / "model-1.safetensors")
     save_file({"b": np.zeros(7, np.float32)}, tmp_path / "model-2.safetensors")
-    model = plan.shape_of("m", PUBLISHED["Llama-3.2-1B"][1], tmp_path)
+    model = footprint.shape_of("m", PUBLISHED["Llama-3.2-1B"][1], tmp_path)
     assert isinstance(model, Model)
     assert (model.parameters, model.how) == (22, "counted in the headers of its safetensors files")
 
 
 def test_what_the_formula_does_not_cover_is_not_guessed(tmp_path: Path) -> None:
     experts = {**PUBLISHED["Llama-3.2-1B"][1], "num_local_experts": 8}
-    assert "not estimated" in str(plan.shape_of("m", experts, None))
-    assert "no 'hidden_size'" in str(plan.shape_of("m", {"num_attention_heads": 2}, None))
+    assert "not estimated" in str(footprint.shape_of("m", experts, None))
+    assert "no 'hidden_size'" in str(footprint.shape_of("m", {"num_attention_heads": 2}, None))
 
 
 def leaf(name: str, stage: str, *args: str, **more: Any) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def test_flags_ranks_and_accelerators_are_those_of_the_container() -> None:
             "resources": {"limits": {"cpu": "2", "nvidia.com/gpu": "4"}},
         },
     }
-    stage = plan.read_stage(template)
+    stage = rendered.read_stage(template)
     assert (stage.stage, stage.ranks, stage.accelerators) == ("sft", 4, 4)
     assert stage.number("learning_rate") == 1e-3
     assert stage.number("out") is None
@@ -129,12 +129,12 @@ def test_the_plan_shows_graph_work_and_arithmetic() -> None:
 
 def test_a_model_directory_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-0.6B"][1]))
-    model = plan.model_of([plan.read_stage(leaf("b", "base_model", "--model", str(tmp_path)))])
+    model = footprint.model_of([rendered.read_stage(leaf("b", "base_model", "--model", str(tmp_path)))])
     assert isinstance(model, Model)
     assert model.parameters == 596_049_920
     assert model.kv_bytes == 2 * 28 * 8 * 128 * 2
     assert "no directory here" in str(
-        plan.model_of([plan.read_stage(leaf("b", "base_model", "--model", "a/hub-name"))])
+        footprint.model_of([rendered.read_stage(leaf("b", "base_model", "--model", "a/hub-name"))])
     )
 
 
@@ -175,15 +175,15 @@ def test_every_grain_that_a_plan_lists_can_be_chosen(iterations: int, part: int)
 
 def test_the_trainers_own_bound_of_logits_is_counted() -> None:
     fsdp = pytest.importorskip("tuneloop.trainers.fsdp")
-    assert plan.AT_ONCE == fsdp.LOGITS
+    assert footprint.AT_ONCE == fsdp.LOGITS
 
 
 def test_gradient_checkpointing_is_counted() -> None:
     model = Model("m", 1000, "", layers=10, hidden=8, kv_heads=1, head_dim=8, vocab=16)
     flags = ("--max-length", "32", "--per-device-train-batch-size", "4", "--dtype", "bfloat16")
     for checkpointing, kept in (("false", 10 * 34), ("true", 10 * 2 + 34)):
-        stage = plan.read_stage(leaf("sft", "sft", *flags, "--gradient-checkpointing", checkpointing))
-        assert plan.memory(stage, model, None)[1][1] == 4 * 32 * kept * 8
+        stage = rendered.read_stage(leaf("sft", "sft", *flags, "--gradient-checkpointing", checkpointing))
+        assert footprint.memory(stage, model, None)[1][1] == 4 * 32 * kept * 8
 
 
 def test_the_overlapped_loop_samples_as_many_batches_as_it_trains_on() -> None:

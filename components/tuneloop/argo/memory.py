@@ -1,4 +1,4 @@
-"""A Workflow whose pods ask for the memory that `tuneloop.plan` estimates, where `cluster.memory` is ``auto``.
+"""A Workflow whose pods ask for the memory that `tuneloop.footprint` estimates, where `cluster.memory` is ``auto``.
 
 Such a pod is rendered with a request and no limit (`tuneloop.argo.settings`). Once the whole workflow is there to be
 read, request and limit are set to what its stage needs; where only a part of that is known, the request alone, and
@@ -17,8 +17,9 @@ from tuneloop.argo.colocation import number
 from tuneloop.argo.jobset import written
 from tuneloop.argo.settings import GROUP_LABEL, UNKNOWN
 from tuneloop.argo.spec import applied, labels_of
+from tuneloop.footprint import Model, asked, context_of, memory, model_of, whole
 from tuneloop.grain import ITERATION, unfolded
-from tuneloop.plan import Model, asked, container_of, context_of, memory, model_of, read_stage, whole
+from tuneloop.rendered import container_of, read_stage
 
 LEAST = int(UNKNOWN.removesuffix("Gi")) << 30
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tuneloop.argo.settings import Share
 from tuneloop.errors import UserError
 from tuneloop.phases import recorded, role
-from tuneloop.plan import read_stage
+from tuneloop.rendered import read_stage
 from tuneloop.runs import Run, records
 from tuneloop.sharing.plans import APART, GROUP, PLANS, ROLES, SERIAL, SHARED, Plan, compare, recommended, refuse
 from tuneloop.sharing.simulate import Rules, Task

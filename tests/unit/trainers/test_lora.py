@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.unit.trainers.test_fsdp import ADAM
 from tuneloop.artifacts import scan
 from tuneloop.errors import UserError
-from tuneloop.plan import Stage, adapters, shape_of, whole
+from tuneloop.footprint import adapters, shape_of, whole
+from tuneloop.rendered import Stage
 from tuneloop.trainers._batch import Document
 from tuneloop.trainers.fsdp import Policy, Ranks, Trainer
 from tuneloop.trainers.lora import Lora, disabled

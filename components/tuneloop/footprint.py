@@ -1,0 +1,242 @@
+"""How much memory a stage's pod needs, as its flags and the model's shape say.
+
+Memory of training, bytes a parameter: fp32 master weights 4, gradients 4, Adam's two moments 8, as in Rajbhandari et
+al., "ZeRO" (2020), §3.1, for full precision; divided by the ranks that FSDP shards over. Activations a layer and token:
+34 × hidden bytes, Korthikanti et al., "Reducing Activation Recomputation" (2022), eq. 2 without the attention matrix,
+which fused attention does not keep, at 2 bytes a number, doubled for float32; with gradient checkpointing, the input of
+each layer (2 × hidden), and one layer whole. Logits: 4 bytes each, and their gradient, as many as are held at once.
+KV cache a token: 2 × layers × KV heads × head size × bytes a number.
+
+What a pod asks for (`asked`) is that and the programs around it, on a CPU. On a GPU all this lies in the GPU's memory;
+the pod's own holds the programs, and once the weights and the optimizer's state, as they come from the store and go.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tuneloop.errors import UserError
+from tuneloop.rendered import Stage
+
+TRAINED = ("sft", "policy_update", "preference", "reward_model")
+PAIRED = ("preference", "reward_model")
+"""Stages whose batch counts pairs of sequences."""
+AT_ONCE = 1 << 25
+"""Logits that the trainer holds at a time: `tuneloop.trainers.fsdp.LOGITS`, which needs torch to be read."""
+SAMPLED = ("rollout", "evaluate")
+HELD = ("base_model", "reference_logprobs", "model_reward")
+"""Stages that hold a model's weights, and little else."""
+CPU_POOL = 1 << 30
+"""Bytes of KV cache that our vLLM server asks for on a CPU, unless told otherwise."""
+PROGRAM = {"serve": 3 << 30, "gpu": 8 << 30, "": 1 << 30}
+"""Bytes of a process beside its model: of vLLM's server, of any with a GPU, of one with torch. The last was measured on
+a CPU (a peak of 0.5 GiB; the rest is room). The server's is what it ran in, with its pool, in 4 GiB; that with a GPU
+(CUDA's libraries, pinned buffers) is an allowance, and was not measured."""
+STEP = 1 << 28
+"""Memory is asked for in multiples of this."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shape of a decoder.
+
+    Attributes:
+        parameters: how many, and `how` they were counted.
+        linears: of each layer, what adapters can go to: name → inputs and outputs; empty where they are not known.
+    """
+
+    name: str
+    parameters: int
+    how: str
+    layers: int
+    hidden: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV cache a token, at 2 bytes a number."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * 2
+
+
+def model_of(stages: list[Stage]) -> Model | str:
+    """The model that the stage `base_model` brings; or why it is not known."""
+    from tuneloop.base_model import TINY, TINY_SHAPE
+
+    base = next((stage for stage in stages if stage.stage == "base_model"), None)
+    if base is None:
+        return "unknown: no stage base_model"
+    name = base.flags.get("model", TINY[0])
+    if name in TINY:
+        vocab = int(base.number("vocab_size") or base_default("vocab_size"))
+        shape = {**TINY_SHAPE, "vocab_size": vocab, "model_type": name.removeprefix("tiny-")}
+        return shape_of(name, shape, None)
+    directory = Path(name)
+    if not (directory / "config.json").is_file():
+        return f"{name}: not estimated, it is no directory here with a config.json"
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except ValueError as error:
+        raise UserError("base_model", name, f"its config.json is not JSON ({error})") from error
+    return shape_of(name, config.get("text_config", config), directory)
+
+
+def base_default(name: str) -> Any:
+    """The default of a parameter of `base_model`."""
+    from tuneloop.base_model import base_model
+
+    return base_model.Params.model_fields[name].default
+
+
+def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Model | str:
+    """The model of a Hugging Face configuration; counted from weights in `directory`, else by the Llama formula."""
+    try:
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        layers, vocab = config["num_hidden_layers"], config["vocab_size"]
+    except KeyError as error:
+        return f"{name}: not estimated, its config.json has no {error}"
+    kv = config.get("num_key_value_heads") or heads
+    head = config.get("head_dim") or hidden // heads
+    counted = stored_parameters(directory) if directory else 0
+    dense = "intermediate_size" in config and not any("experts" in key for key in config)
+    linears = _linears(hidden, heads * head, kv * head, config["intermediate_size"]) if dense else {}
+    shape = (layers, hidden, kv, head, vocab, linears)
+    if counted:
+        return Model(name, counted, "counted in the headers of its safetensors files", *shape)
+    if not dense:
+        return f"{name}: not estimated, it has no weights here to count and is no dense Llama-like decoder"
+    attention = 2 * hidden * heads * head + 2 * hidden * kv * head
+    kind = config.get("model_type")
+    extra = (heads + 2 * kv) * head if kind == "qwen2" else 2 * head if kind == "qwen3" else 0
+    mlp = 3 * hidden * config["intermediate_size"]
+    tied = 1 if config.get("tie_word_embeddings") else 2
+    total = tied * vocab * hidden + layers * (attention + extra + mlp + 2 * hidden) + hidden
+    how = (
+        f"{tied} × {vocab} × {hidden} embeddings + {layers} layers × ({attention:,} attention + {mlp:,} MLP"
+        f" + {2 * hidden + extra:,} norms and biases) + {hidden}"
+    )
+    return Model(name, total, how, *shape)
+
+
+def _linears(hidden: int, queries: int, keys: int, inner: int) -> dict[str, tuple[int, int]]:
+    """The linear layers of one layer of a Llama-like decoder."""
+    attention = {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)}
+    mlp = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+    return {**attention, "o_proj": (queries, hidden), **mlp}
+
+
+def adapters(stage: Stage, model: Model) -> int | None:
+    """Parameters of a stage's LoRA adapters: ``r × (inputs + outputs)`` each. 0 without; None where it is not known
+    which layers have some."""
+    from tuneloop.trainers.lora import Lora
+
+    given = json.loads(stage.flags.get("lora") or "null")
+    if given is None:
+        return 0
+    lora = Lora(**given)
+    named = model.linears if lora.target_modules == "all-linear" else lora.target_modules
+    if not model.linears or isinstance(named, str) or not set(named) <= model.linears.keys():
+        return None
+    return model.layers * lora.r * sum(sum(model.linears[name]) for name in set(named))
+
+
+def stored_parameters(directory: Path) -> int:
+    """How many numbers the safetensors files in `directory` hold, read from their headers alone."""
+    total = 0
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        total += sum(math.prod(about["shape"]) for key, about in header.items() if key != "__metadata__")
+    return total
+
+
+def memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
+    """The parts of a pod's memory that follow from the model, in words and bytes.
+
+    Args:
+        context: tokens of a prompt and its completion at most, if that is limited.
+    """
+    if stage.stage in TRAINED:
+        return _training_memory(stage, model, context)
+    if stage.stage == "serve" or (stage.stage in SAMPLED and stage.flags.get("engine") == "transformers"):
+        return _sampling_memory(stage, model, context)
+    if stage.stage in HELD:
+        return [(f"{model.parameters:,} × 4 weights", model.parameters * 4.0)]
+    return []
+
+
+def whole(stage: Stage, model: Model, context: int | None) -> bool:
+    """Whether `memory` has all parts: what sequences need can only be told where their length is limited."""
+    if stage.stage in TRAINED:
+        limited = (stage.number("max_length") or context) and stage.number("per_device_train_batch_size")
+        return bool(limited) and adapters(stage, model) is not None
+    return stage.stage in ("serve", *HELD) or context is not None
+
+
+def asked(stages: Sequence[Stage], parts: Sequence[tuple[str, float]]) -> int:
+    """Bytes that a pod asks for in which `stages` run, one after another, if `parts` are what they hold."""
+    kinds = ["gpu" if stage.accelerators else stage.stage for stage in stages]
+    program = max(PROGRAM.get(str(kind), PROGRAM[""]) * stage.ranks for kind, stage in zip(kinds, stages))
+    torchrun = PROGRAM[""] / 2 if any(stage.ranks > 1 for stage in stages) else 0
+    states = [count for text, count in parts if "gpu" not in kinds or "weights" in text]
+    return math.ceil((program + torchrun + sum(states)) / STEP) * STEP
+
+
+def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
+    count, ranks = model.parameters, stage.ranks
+    shared = f" / {stage.nodes} pods" if stage.nodes > 1 else ""
+    kept, added = "(4 weights + 4 gradients + 8 Adam)", adapters(stage, model)
+    if added == 0:
+        parts = [(f"{count:,} × {kept}{shared}", count * 16 / stage.nodes)]
+    else:
+        parts = [(f"{count:,} × 4 weights{shared}", count * 4 / stage.nodes)]
+        parts += [(f"adapters' {added:,} × {kept}{shared}", added * 16 / stage.nodes)] if added else []
+    if stage.stage == "policy_update" and json.loads(stage.flags.get("algorithm_args", "{}")).get("beta"):
+        parts.append((f"{count:,} × 4 weights of the reference{shared}", count * 4 / stage.nodes))
+    length, batch = stage.number("max_length") or context, stage.number("per_device_train_batch_size")
+    if length and batch:
+        batch *= 2 if stage.stage in PAIRED else 1
+        tokens, wide = batch * length, 1 if stage.flags.get("dtype") == "bfloat16" else 2
+        layers = f"{model.layers} layers × 34"
+        numbers = model.layers * 34
+        if stage.flags.get("gradient_checkpointing") == "true":
+            layers, numbers = f"({model.layers} layers × 2 + 34 of one)", model.layers * 2 + 34
+        each = f" × {ranks} ranks" if ranks > 1 else ""
+        text = f"{batch:g} × {length:g} tokens × {layers} × {model.hidden}{' × 2 (float32)' if wide == 2 else ''}{each}"
+        parts.append((f"{text} activations", tokens * numbers * model.hidden * wide * ranks))
+        logits = tokens * model.vocab
+        whole = f"{batch:g} × {length:g} × {model.vocab}" if logits <= AT_ONCE else f"{AT_ONCE:,}"
+        parts.append((f"{whole} logits at once × 8{each}", min(logits, AT_ONCE) * 8 * ranks))
+    return parts
+
+
+def _sampling_memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
+    arguments = stage.engine_args
+    width = 2 if stage.stage == "serve" or stage.accelerators else 4  # transformers on a CPU: float32
+    parts = [(f"{model.parameters:,} × {width} weights", float(model.parameters * width))]
+    if stage.stage == "serve":
+        if not stage.accelerators:
+            pool = int(arguments.get("kv_cache_memory_bytes", CPU_POOL))
+            parts.append((f"KV cache pool of {pool // model.kv_bytes:,} tokens × {model.kv_bytes}", float(pool)))
+        return parts
+    most = int(arguments.get("max_num_seqs", 256))
+    sequences = min(
+        most, (stage.number("prompts_per_iteration") or stage.number("limit") or most) * (stage.number("n") or 1)
+    )
+    if context:
+        each = model.kv_bytes * width // 2
+        parts.append((f"{sequences:g} × {context} tokens × {each} KV cache", sequences * context * each))
+    return parts
+
+
+def context_of(stages: list[Stage]) -> int | None:
+    """The longest prompt and completion, in tokens, that an engine of the workflow takes: vLLM's ``max_model_len``."""
+    limits = [stage.engine_args["max_model_len"] for stage in stages if "max_model_len" in stage.engine_args]
+    return max(map(int, limits), default=None)

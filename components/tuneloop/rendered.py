@@ -1,0 +1,87 @@
+"""What a rendered template says of its stage: the flags are those that its container will get."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tuneloop.argo.spec import applied
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A template that runs a tuneloop stage.
+
+    Attributes:
+        name: of the template.
+        stage: of the module: ``policy_update``; None for a container of another program.
+        flags: name (snake_case) → text, as the container gets them.
+        ranks: of torchrun, in a pod.
+        nodes: pods that work together.
+        memory: what a pod asks for, as Kubernetes writes it.
+    """
+
+    name: str
+    stage: str | None
+    flags: dict[str, str]
+    image: str
+    accelerators: int
+    ranks: int
+    nodes: int = 1
+    memory: str = ""
+
+    @property
+    def engine_args(self) -> dict[str, Any]:
+        """What is passed on to the engine; empty where the stage has none."""
+        try:
+            return dict(json.loads(self.flags.get("engine_args", "{}")))
+        except ValueError:
+            return {}
+
+    def number(self, name: str) -> float | None:
+        """A flag as a number; None where it is absent, null or decided while the workflow runs."""
+        try:
+            return float(self.flags[name])
+        except (KeyError, ValueError):
+            return None
+
+
+def read_stage(template: Mapping[str, Any]) -> Stage:
+    """What a leaf template says of its stage."""
+    job = applied(template)
+    body, group = container_of(template, job), group_of(job)
+    words = [*body.get("command", ()), *body.get("args", ())]
+    flags: dict[str, str] = {}
+    for index, word in enumerate(words):
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            following = words[index + 1] if index + 1 < len(words) else ""
+            flags[key.replace("-", "_")] = value if equals else following
+    module = next((w for w in words if w.startswith("tuneloop.") and w != "tuneloop.torchrun"), None)
+    resources = body.get("resources", {})
+    accelerators = sum(int(count) for name, count in resources.get("limits", {}).items() if "/" in name)
+    env = {item["name"]: item.get("value") for item in body.get("env", ())}
+    ranks, nodes = int(env.get("PET_NPROC_PER_NODE") or flags.get("nproc_per_node", "1")), group.get("parallelism", 1)
+    world = flags.get("expected_world_size", "")
+    only_reads = world.isdigit() and int(world) != ranks * nodes  # what the JobSet before it has committed
+    stage = module.removeprefix("tuneloop.") if module and not only_reads else None
+    memory = resources.get("requests", {}).get("memory", "")
+    return Stage(template["name"], stage, flags, body.get("image", ""), accelerators, ranks, nodes, memory)
+
+
+def container_of(template: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+    """The container that works: the template's own, or of the JobSet `job` that it applies; empty where none is."""
+    if job.get("kind") == "JobSet":
+        found: dict[str, Any] = group_of(job)["template"]["spec"]["containers"][0]
+        return found
+    return template.get("container") or template.get("script") or {}
+
+
+def group_of(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec of the one Job of our JobSets; empty for what is none."""
+    if job.get("kind") != "JobSet":
+        return {}
+    found: dict[str, Any] = job["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return found
