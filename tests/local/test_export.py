@@ -2,6 +2,7 @@
 
 import gc
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def test_transformers_and_vllm_load_it_and_agree(tmp_path: Path, monkeypatch: py
 
 def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody listens on port 9: temporarily impossible, not the user's mistake."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # the hub's client tries for most of a minute
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(Retryable, match="the hub does not answer"):

@@ -8,25 +8,29 @@ from tests.local.loops import command, digests, finish
 from tests.waiting import free_port
 from tuneloop import weights
 from tuneloop.artifacts import Artifact
+from tuneloop.sft import sft
 
 pytestmark = pytest.mark.local
 
 
 def test_same_seed_same_weights_at_every_grain_other_seed_other_weights(tmp_path: Path) -> None:
-    """b runs the stages of both iterations in one process, a each in its own."""
-    for run, seed, pod in (("a", 1, 0), ("b", 1, 2), ("c", 2, 2)):
-        settings = {"loop.iterations": 2, "loop.iterations_per_pod": pod}
+    """b runs the stages of both iterations in one process, a each in its own; c goes only as far as the first."""
+    for run, seed, pod, iterations in (("a", 1, 0, 2), ("b", 1, 2, 2), ("c", 2, 1, 1)):
+        settings = {"loop.iterations": iterations, "loop.iterations_per_pod": pod}
         finish(command("run", "sft_then_grpo", "--run", run, store=tmp_path, seed=seed, **settings))
     a, b, c = (digests(tmp_path, run) for run in "abc")
     assert a == b
-    assert a["export"] != c["export"]
+    assert all(a[name] != c[name] for name in ("sft", "iterations/1/rollout", "iterations/1/policy-update"))
 
 
 def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
     halves = {"processes": 2, "sft.per_device_train_batch_size": 8, "loop.iterations": 1}
     finish(command("run", "sft_then_grpo", "--run", "two", store=tmp_path, **halves))
-    finish(command("run", "sft_then_grpo", "--run", "one", store=tmp_path, **{"loop.iterations": 1}))
-    one, two = (Artifact(f"{tmp_path}/{run}/sft").manifest for run in ("one", "two"))
+    two = Artifact(f"{tmp_path}/two/sft").manifest
+    whole = {**two.params, "per_device_train_batch_size": 16, "expected_world_size": None}
+    one = sft(out=f"{tmp_path}/one", **two.inputs, **whole)
+    update = Artifact(f"{tmp_path}/two/iterations/1/policy-update").manifest
+    assert update.provenance["world_size"] == 2
     assert (one.provenance["world_size"], two.provenance["world_size"]) == (1, 2)
     assert two.results["loss"] == pytest.approx(one.results["loss"], rel=1e-4)
 
