@@ -17,6 +17,7 @@ import errno
 import fcntl
 import io
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,8 @@ from obstore.exceptions import (
 from tuneloop.errors import Retryable, UserError
 
 SCHEMES = ("file", "s3", "gs", "az", "memory")
+_REFUSALS = ("AccessDenied", "InvalidAccessKey", "InvalidBucketName", "NoSuchBucket", "SignatureDoesNotMatch")
+"""S3's answers that asking again does not change; of listings obstore knows none of them."""
 
 
 class Conflict(RuntimeError):
@@ -283,7 +286,8 @@ class Store:
         except FileExistsError:
             raise
         except FileNotFoundError as error:
-            raise UserError("store", f"{self.url}/{key}", "cannot be made; correct the URL") from error
+            what = "cannot be made" if self.root is not None else _short(error)
+            raise UserError("store", f"{self.url}/{key}", f"{what}; correct the URL") from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise Retryable(f"store: {self.url}: disk full; free space, then run it again") from error
@@ -294,7 +298,7 @@ class Store:
             raise
         except BaseError as error:
             text = _short(error)
-            if "NoSuchBucket" in text or "InvalidAccessKey" in text or "SignatureDoesNotMatch" in text:
+            if any(code in text for code in _REFUSALS):
                 raise UserError("store", self.url, f"{text}; check the bucket and the AWS_* variables") from error
             raise Retryable(f"store: {self.url}/{key}: {text}") from error
 
@@ -304,10 +308,11 @@ class _Object(io.RawIOBase):
 
     def __init__(self, store: Store, key: str) -> None:
         self.store, self.key, self.at = store, key, 0
-        if not store._is_object(key):
-            raise FileNotFoundError(f"{store.url}/{key}")
         with store._faults(key):
-            self.size: int = obstore.head(store._objects, key)["size"]
+            there = store._is_object(key)
+            self.size: int = obstore.head(store._objects, key)["size"] if there else 0
+        if not there:
+            raise FileNotFoundError(f"{store.url}/{key}")
 
     def readable(self) -> bool:
         return True
@@ -332,7 +337,11 @@ class _Object(io.RawIOBase):
 
 
 def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    """What a service said: of its XML the code alone, which its manual explains."""
+    text = str(error)
+    if code := re.search(r"<Code>([^<]+)</Code>", text):
+        return code[1]
+    return " ".join(text.partition("Debug source:")[0].split())[:300]
 
 
 def fsync(path: Path, *, directory: bool = False) -> None:

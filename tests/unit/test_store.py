@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.objects import served
 from tests.waiting import LIMIT_S
 from tuneloop.errors import UserError
 from tuneloop.store import Conflict, Store, local_path, normalize
@@ -126,6 +127,24 @@ def test_a_download_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None
         store.download("k", path)
         assert path.read_text() == "new"
     assert {p.name for p in tmp_path.rglob("*") if p.is_file()} == {"file", "k"}, "no leftovers"
+
+
+REFUSED = "<Error><Code>{}</Code><Message>Long.</Message><BucketName>b</BucketName><HostId>{}</HostId></Error>"
+
+
+@pytest.mark.parametrize("status, code", [(403, "AccessDenied"), (403, "SignatureDoesNotMatch"), (404, "NoSuchBucket")])
+def test_what_an_s3_refuses_is_said_by_its_code(status: int, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    with served({}, monkeypatch, missing=(status, REFUSED.format(code, "x" * 300))):
+        store = Store("s3://b/x")
+        for work in (store.keys, store.stat, lambda: store.put("k", b""), lambda: store.delete("k")):
+            with pytest.raises(UserError, match=rf"store: 's3://b/x.*{code}.*; [a-z]") as refusal:
+                work()
+            said.append(str(refusal.value))
+        if status == 403:
+            with pytest.raises(UserError, match="not permitted"):
+                store.open("k")  # which begins with HEAD, whose answers have no body
+    assert not any("<" in line or "Debug" in line for line in said) and max(map(len, said)) < 120
 
 
 def test_a_part_of_a_key_is_read_alone(tmp_path: Path) -> None:
