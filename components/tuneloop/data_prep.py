@@ -6,14 +6,14 @@ import functools
 import inspect
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
+from typing import Annotated, Any, Literal, get_type_hints
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
-from pydantic import Field, ValidationError, validate_call
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, create_model, validate_call
 
 from tuneloop import plugins
 from tuneloop.component import UNTRACKED, Results, Stage, component, from_validation
@@ -58,6 +58,39 @@ def source_digest(params: Any) -> dict[str, str]:
     return {"source_digest": found} if found else {}
 
 
+def check_arguments(source: str, load: Callable[..., Splits], arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that `load` of the source does not take.
+
+    Raises:
+        UserError: an unknown or missing argument, or a wrong type.
+    """
+    known = dict(list(inspect.signature(load).parameters.items())[2:])
+    for name, value in arguments.items():
+        if name not in known:
+            raise UserError(f"source_args.{name}", value, f"unknown; {source} takes {', '.join(known)}")
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in arguments:
+            raise UserError(f"source_args.{name}", None, f"is required by {source}")
+    hints = get_type_hints(load, include_extras=True)
+    fields: dict[str, Any] = {name: (hints[name], ...) for name in arguments}
+    try:
+        create_model("source_args", **fields)(**arguments)
+    except ValidationError as error:
+        raise from_validation(error, "source_args.") from None
+
+
+def _fitting(arguments: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    """Refuses arguments before anything runs, where the source ships with tuneloop and what it needs is installed."""
+    source = info.data.get("source")  # None: refused already
+    if source in plugins.shipped("data"):
+        with suppress(ImportError):
+            try:
+                check_arguments(source, plugins.load("data", source, "load"), arguments)
+            except UserError as error:
+                raise UserError(error.field.removeprefix("source_args."), error.value, error.remedy) from None
+    return arguments
+
+
 @component("prompts", image="base", results={"train": int, "eval": int, "sft": int}, identity=source_digest)
 def data_prep(
     stage: Stage,
@@ -67,7 +100,11 @@ def data_prep(
         plugins.variant("data"),
         Field(description="digits, functions, reasoning_gym, jsonl, huggingface, or a dotted path"),
     ] = "digits",
-    source_args: Annotated[dict[str, Any], Field(description="the source's own arguments")] = {},  # noqa: B006
+    source_args: Annotated[
+        dict[str, Any],
+        AfterValidator(_fitting),
+        Field(description="the source's own arguments", validate_default=True),
+    ] = {},  # noqa: B006
     train: Annotated[int, Field(ge=0, description="training prompts, at most: what the others leave")] = 10_000,
     eval: Annotated[int, Field(ge=0, description="held-out prompts")] = 256,
     sft: Annotated[int, Field(ge=0, description="demonstrations")] = 2000,
@@ -155,17 +192,8 @@ def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) ->
         extra = "rewards" if source == "reasoning_gym" else "train"
         remedy = f"needs {error.name or error}; pip install 'tuneloop[{extra}]'"
         raise UserError("data_prep.source", source, remedy) from error
-    known = dict(list(inspect.signature(load).parameters.items())[2:])
-    for name, value in arguments.items():
-        if name not in known:
-            raise UserError(f"source_args.{name}", value, f"unknown; {source} takes {', '.join(known)}")
-    for name, parameter in known.items():
-        if parameter.default is parameter.empty and name not in arguments:
-            raise UserError(f"source_args.{name}", None, f"is required by {source}")
-    try:
-        found: Splits = validate_call(load)(n, seed, **arguments)
-    except ValidationError as error:
-        raise from_validation(error, "source_args.") from None
+    check_arguments(source, load, arguments)
+    found: Splits = validate_call(load)(n, seed, **arguments)
     return found
 
 

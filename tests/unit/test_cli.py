@@ -144,6 +144,11 @@ def test_every_option_has_help(call: Call) -> None:
         (["status", "--store", "ftp://x"], "ftp://x"),
         (["plan", "grpo", "--set", "update.algorithm=nope"], "update.algorithm: 'nope': unknown; known: cispo"),
         (["plan", "grpo", "--set", "data.source=nope"], "data.source: 'nope': unknown; known: digits"),
+        (["plan", "sft", "--set", "data.source=jsonl"], "data.source_args.train: None: is required by jsonl"),
+        (
+            ["plan", "sft", "--set", "data.source=jsonl", "--set", "data.source_args.train=256"],
+            "data.source_args.train: 256: Input should be a valid string",
+        ),
         (["plan", "grpo", "--set", "engine.name=nope"], "engine.name: 'nope': unknown; known: endpoint"),
         (
             ["plan", "grpo", "--set", "engine.rollout_endpoint_url=x"],
