@@ -24,6 +24,17 @@ class Retryable(RuntimeError):
     """The stage stopped through no fault of its inputs; running it again is right."""
 
 
+class NoKeys(Retryable):
+    """Nothing here says with which keys to ask a store, and the machine's own are not given out.
+
+    A pod is tried again, as its node may give them later; for who types a command it is a mistake.
+    """
+
+    def __init__(self, mistake: UserError) -> None:
+        self.mistake = mistake
+        super().__init__(str(mistake))
+
+
 class Interrupted(Retryable):
     """SIGTERM or SIGINT arrived; what resume needs has been committed."""
 

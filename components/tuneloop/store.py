@@ -34,11 +34,21 @@ from obstore.exceptions import (
     UnauthenticatedError,
 )
 
-from tuneloop.errors import Retryable, UserError
+from tuneloop.errors import NoKeys, Retryable, UserError
 
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 _REFUSALS = ("AccessDenied", "InvalidAccessKey", "InvalidBucketName", "NoSuchBucket", "SignatureDoesNotMatch")
 """S3's answers that asking again does not change; of listings obstore knows none of them."""
+_KEYS = {
+    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, for an S3 of your own AWS_ENDPOINT_URL",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""Where each scheme's keys come from."""
+_METADATA = ("169.254.169.254", "metadata.google.internal")
+"""Where a cloud's machine gets its keys: asked when there are no others."""
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_ENDPOINT = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]+))?(/[A-Za-z0-9._~/-]*)?")
 
 
 class Conflict(RuntimeError):
@@ -89,8 +99,12 @@ class Store:
         self.url = normalize(url)
         self.root = local_path(self.url)
         if self.root is None:
-            http = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
-            self._objects = obstore.store.from_url(self.url, client_options={"allow_http": http})
+            scheme = urlparse(self.url).scheme
+            http = scheme == "s3" and _plain_http()
+            try:
+                self._objects = obstore.store.from_url(self.url, client_options={"allow_http": http})
+            except BaseError as error:  # nobody was asked yet: it is a setting
+                raise UserError("store", self.url, f"{_short(error)}; set {_KEYS.get(scheme, 'another')}") from error
 
     def get(self, key: str) -> bytes | None:
         """The bytes of `key`, or None if it does not exist."""
@@ -246,17 +260,17 @@ class Store:
         key = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
         try:
             self.create(key, b"")
-        except Retryable as error:
-            if "169.254.169.254" in str(error):  # where a cloud's machine gets its keys: asked when there are no others
-                remedy = "no keys; set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, for an S3 of your own AWS_ENDPOINT_URL"
-                raise UserError("store", self.url, remedy) from error
-            raise
+        except NoKeys as error:
+            raise error.mistake from error
         self.delete(key)
 
     def _staged(self, key: str, data: bytes) -> Path:
         assert self.root is not None
         target = self.root / key
-        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:  # a file where a directory should be, and no lost race for the key
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target.parent)) from error
         staged = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}")
         try:
             with staged.open("xb") as out:
@@ -300,6 +314,9 @@ class Store:
             text = _short(error)
             if any(code in text for code in _REFUSALS):
                 raise UserError("store", self.url, f"{text}; check the bucket and the AWS_* variables") from error
+            if any(host in text for host in _METADATA):
+                remedy = f"no keys; set {_KEYS[urlparse(self.url).scheme]}"
+                raise NoKeys(UserError("store", self.url, remedy)) from error
             raise Retryable(f"store: {self.url}/{key}: {text}") from error
 
 
@@ -334,6 +351,20 @@ class _Object(io.RawIOBase):
                 buffer[:length] = obstore.get_range(self.store._objects, self.key, start=self.at, length=length)
             self.at += length
         return length
+
+
+def _plain_http() -> bool:
+    """Whether the environment names an S3 without TLS.
+
+    Raises:
+        UserError: it names one that is no URL; obstore would panic.
+    """
+    given = {name: value for name in _ENDPOINTS if (value := os.environ.get(name))}
+    for name, value in given.items():
+        found = _ENDPOINT.fullmatch(value)
+        if not found or int(found["port"] or 0) >= 1 << 16:
+            raise UserError(name, value, "is no URL of an S3; write http://HOST:PORT or https://HOST")
+    return any(value.startswith("http://") for value in given.values())
 
 
 def _short(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.objects import served
 from tests.unit import toy
 from tests.waiting import LIMIT_S, until
 from tuneloop import runs
@@ -243,8 +244,15 @@ def test_a_taken_port_is_refused() -> None:
 
 def test_a_store_that_cannot_be_written_is_refused(call: Call, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    refused(call("run", TOY, "--store", str(tmp_path / "file" / "below")), "store")
+    for place in ("file/below", "file"):
+        refused(call("run", TOY, "--store", str(tmp_path / place)), "Not a directory; choose a writable place")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_store_without_keys_is_the_mistake_of_who_asks(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served({}, monkeypatch, missing=(400, "GET http://169.254.169.254/latest/meta-data: refused")):
+        for words in (["status", "r"], ["weights", "ls", "r"], ["run", TOY]):
+            refused(call(*words, "--store", "s3://b"), "no keys; set AWS_ACCESS_KEY_ID")
 
 
 def test_vllm_is_looked_for_before_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

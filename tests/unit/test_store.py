@@ -7,7 +7,7 @@ import pytest
 
 from tests.objects import served
 from tests.waiting import LIMIT_S
-from tuneloop.errors import UserError
+from tuneloop.errors import NoKeys, UserError
 from tuneloop.store import Conflict, Store, local_path, normalize
 
 
@@ -127,6 +127,49 @@ def test_a_download_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None
         store.download("k", path)
         assert path.read_text() == "new"
     assert {p.name for p in tmp_path.rglob("*") if p.is_file()} == {"file", "k"}, "no leftovers"
+
+
+ELSEWHERE = ("garbage", "localhost:9000", "//h", "ftp://h", "http://", "http://a b", "http://a:b", "http://h:70000")
+
+
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"])
+def test_an_endpoint_that_is_no_url_is_one_line(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (*ELSEWHERE, 'http://a"b', "http://[::1", "http://%zz"):
+        monkeypatch.setenv(variable, value)
+        with pytest.raises(UserError, match=f"^{variable}: .*: is no URL of an S3; write http://HOST:PORT"):
+            Store("s3://b/x")
+    for value in ("http://s3.s3.svc:7070", "https://h/path/", "http://[::1]:9000", ""):
+        monkeypatch.setenv(variable, value)
+        Store("s3://b/x")
+
+
+def test_a_store_that_lacks_a_setting_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "GOOGLE_APPLICATION_CREDENTIALS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match=r"az://c/x.*Account must be specified; set AZURE_STORAGE_ACCOUNT_NAME"):
+        Store("az://c/x")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere")
+    with pytest.raises(UserError, match=r"gs://b/x.*/nowhere.*; set GOOGLE_APPLICATION_CREDENTIALS"):
+        Store("gs://b/x")
+
+
+def test_a_machine_that_gives_out_no_keys_is_a_mistake_of_who_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages are tried again: a node's metadata server may answer later."""
+    said = "<Error><Message>GET http://169.254.169.254/latest/meta-data: refused</Message></Error>"
+    with served({}, monkeypatch, missing=(400, said)):
+        with pytest.raises(NoKeys, match="no keys; set AWS_ACCESS_KEY_ID"):
+            Store("s3://b/x").get("k")
+        with pytest.raises(UserError, match=r"^store: 's3://b/x': no keys; set AWS_ACCESS_KEY_ID"):
+            Store("s3://b/x").check_writable()
+
+
+@pytest.mark.parametrize("key", ["run.json", "below/run.json"])
+def test_a_file_where_a_directory_should_be_is_no_lost_race(tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").touch()
+    store = Store(str(tmp_path / "file"))
+    for work in (lambda: store.create(key, b""), lambda: store.put(key, b""), store.check_writable):
+        with pytest.raises(UserError, match=r"store: 'file://.*/file/.*: Not a directory; choose a writable place"):
+            work()
 
 
 REFUSED = "<Error><Code>{}</Code><Message>Long.</Message><BucketName>b</BucketName><HostId>{}</HostId></Error>"

@@ -14,7 +14,7 @@ import typer
 
 import tuneloop
 from tuneloop.cli import author, cluster, endpoint, execute, fleet, gateway, gc, inspect, kfp, turns, weights
-from tuneloop.errors import EXIT_USER, Retryable, UserError, failed, say
+from tuneloop.errors import EXIT_USER, NoKeys, Retryable, UserError, failed, say
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -69,6 +69,8 @@ def invoke(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
     try:
         return app(kfp.route(arguments), prog_name="tuneloop", standalone_mode=False) or 0
+    except NoKeys as error:
+        return failed(error.mistake)
     except (UserError, Retryable) as error:
         return failed(error)
     except (KeyboardInterrupt, typer.Abort):
