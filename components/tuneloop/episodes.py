@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, validate_call
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, validate_call
 
 from tuneloop import plugins
 from tuneloop.component import from_validation
@@ -27,7 +27,36 @@ EnvironmentName = Annotated[
     Annotated[str, plugins.variant("environments")] | None,
     Field(description="what answers the policy: calculator, python, guess, or pkg.mod:attr; none: one turn"),
 ]
-EnvironmentArgs = Annotated[dict[str, Any], Field(description="the environment's own arguments")]
+
+
+def _check_args(args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    """What is installed only where the stage runs is looked at there."""
+    name = info.data.get("environment", "")  # empty: refused already
+    if args and name is None:
+        raise ValueError("goes with environment: set both, or neither")
+    if name in plugins.shipped("environments"):
+        _find(name, args)
+    return args
+
+
+def _find(name: str, args: Mapping[str, Any], prefix: str = "") -> Callable[..., Environment]:
+    """What makes the environment `name`, which takes arguments of these names.
+
+    Raises:
+        UserError: it does not, with `prefix` and the argument's name as the field.
+    """
+    found = plugins.load("environments", name)
+    create: Callable[..., Environment] = found if callable(found) else found.create
+    known = list(inspect.signature(create).parameters)[1:]
+    for each in args.keys() - set(known):
+        remedy = f"unknown; {name} takes {', '.join(known) or 'no arguments'}"
+        raise UserError(f"{prefix}{each}", args[each], remedy)
+    return create
+
+
+EnvironmentArgs = Annotated[
+    dict[str, Any], AfterValidator(_check_args), Field(description="the environment's own arguments")
+]
 MaxTurns = Annotated[int, Field(ge=1, description="of the policy, with an environment")]
 KeepReasoning = Annotated[
     bool, Field(description="go on with a chat template that would strip earlier turns' reasoning; ours keeps it")
@@ -70,12 +99,7 @@ class Play:
         Raises:
             UserError: an argument that it does not take, or a row that it can not use.
         """
-        create = plugins.load("environments", self.name)
-        create = create if callable(create) else create.create
-        known = list(inspect.signature(create).parameters)[1:]
-        for name in self.args.keys() - set(known):
-            remedy = f"unknown; {self.name} takes {', '.join(known) or 'no arguments'}"
-            raise UserError(f"environment_args.{name}", self.args[name], remedy)
+        create = _find(self.name, self.args, "environment_args.")
         try:
             made: Environment = validate_call(create)(row, **self.args)
         except ValidationError as error:

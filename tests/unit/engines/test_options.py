@@ -38,6 +38,12 @@ def test_options_are_looked_at_without_what_the_engines_run_on() -> None:
             "unknown key",
         ),
         (
+            ("rollout.environment=python", "rollout.environment_args.second=1"),
+            "rollout.environment_args.second",
+            "takes seconds, memory_mb, output_kb",
+        ),
+        (("evaluate.environment_args.seconds=1",), "evaluate.environment_args", "goes with environment"),
+        (
             ("rollout.prompts_per_iteration=4", "update.updates_per_batch=5"),
             "update.updates_per_batch",
             r"a batch of rollout.prompts_per_iteration \(4\)",
