@@ -273,7 +273,7 @@ def create(cluster: Cluster, made: Mapping[str, Any], run: str) -> str:
     a long loop goes on at its newest workflow.
 
     Raises:
-        UserError: the run is under way, or another one has a workflow of this name.
+        UserError: the run is under way, or was submitted as something else; another one has a workflow of this name.
     """
     with faults(cluster):
         earlier = cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
@@ -285,13 +285,16 @@ def after(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: st
     """`made` as it goes on after the `earlier` workflows of its run, oldest first; and its number.
 
     Raises:
-        UserError: one of them is under way.
+        UserError: one of them is under way, or the run is of another pipeline, store or, once begun, other settings.
     """
+    from tuneloop.argo.drift import check_resumable
+
     if active := [w["metadata"]["name"] for w in earlier if phase(w) not in DONE]:
         remedy = f"is under way as workflow {active[0]}; `tuneloop cluster stop` it, or choose another name"
         raise UserError("run", run, remedy)
     if not earlier:
         return made, 1
+    check_resumable(made, earlier, run)
     return started_like(made, earlier[-1]), max(number(run, w["metadata"]["name"]) for w in earlier) + 1
 
 

@@ -1,15 +1,18 @@
-"""How what lies on a cluster differs from what would be rendered now."""
+"""How what lies on a cluster differs from what would be rendered now, and whether it may."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.schedule import LABEL, TEMPLATES, template_spec
 from tuneloop.config import dump
 from tuneloop.errors import UserError
+from tuneloop.runs import differences
+from tuneloop.store import normalize
 
 
 def template_drift(cluster: argo.Cluster, workflow: Mapping[str, Any], name: str) -> str:
@@ -42,6 +45,52 @@ def run_drift(cluster: argo.Cluster, workflow: Mapping[str, Any], run: str) -> s
     made = argo.prepare(workflow, run=run, store=_parameter(live, "store"), namespace=cluster.namespace)
     spec = {k: v for k, v in live["spec"].items() if k != "shutdown"}
     return _difference(spec, argo.started_like(made, live)["spec"], live["metadata"]["name"])
+
+
+def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str) -> None:
+    """Refuse a workflow that is not of the run whose `earlier` workflows, oldest first, have ended.
+
+    As on one machine (`tuneloop run`), settings may be mended until the loop has made a version: the stages themselves
+    refuse what does not fit their committed outputs. What pods ask for may change at any time.
+
+    Raises:
+        UserError: another pipeline or store; other settings after a version was made.
+    """
+    before = {k: v for each in earlier for k, v in _settings(each).items()}
+    asked = {k: v for k, v in _settings(made).items() if k in before}
+    differing = differences(asked, {k: before[k] for k in asked})
+    begun = any(argo.phase(each) == "Succeeded" or _has_made_a_version(each) for each in earlier)
+    if differing and (begun or {"pipeline", "store"} & {*differing}):
+        remedy = f"exists with another {', '.join(differing[:5])}; submit it as it was, or choose another name"
+        raise UserError("--run", run, remedy)
+
+
+def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides what a run computes: its pipeline, its parameters, and each stage's own, where it says them."""
+    spec = {**(workflow.get("status", {}).get("storedWorkflowTemplateSpec") or {}), **workflow["spec"]}
+    given = {p["name"]: p["value"] for p in spec.get("arguments", {}).get("parameters", ()) if "value" in p}
+    if "store" in given:
+        given["store"] = normalize(given["store"])
+    pipeline = spec.get("podMetadata", {}).get("labels", {}).get("app.kubernetes.io/name")
+    stages = {t["name"]: _flags(t["container"]) for t in spec.get("templates", ()) if _is_stage(t)}
+    return {**({"pipeline": pipeline} if pipeline else {}), **given, **stages}
+
+
+def _is_stage(template: Mapping[str, Any]) -> bool:
+    """No server, and nothing that only deals with the cluster."""
+    command = template.get("container", {}).get("command", ())
+    return "daemon" not in template and "container" in template and not any("tuneloop.argo" in word for word in command)
+
+
+def _flags(container: Mapping[str, Any]) -> dict[str, str]:
+    words = [str(word) for word in container.get("args", ())]
+    return {name.removeprefix("--"): value for name, value in itertools.pairwise(words) if name.startswith("--")}
+
+
+def _has_made_a_version(workflow: Mapping[str, Any]) -> bool:
+    from tuneloop.argo.watch import nodes
+
+    return any(n.template in ("policy-update", "segment") and n.phase == "Succeeded" for n in nodes(workflow).values())
 
 
 def _parameter(live: Mapping[str, Any], name: str) -> str:

@@ -3,7 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from tests.unit.argo.api import serving
+from tuneloop.argo import cluster as argo
 from tuneloop.argo.cluster import workflows
+from tuneloop.config import find
+from tuneloop.errors import UserError
 
 
 def test_workflows_of_one_second_follow_their_numbers() -> None:
@@ -13,3 +19,38 @@ def test_workflows_of_one_second_follow_their_numbers() -> None:
     found = [made("demo-10", 5), made("demo-2", 5), made("demo", 1), made("demo-11", 5)]
     cluster: Any = SimpleNamespace(list=lambda *_, **__: found, namespace="n", context="c")
     assert [w["metadata"]["name"] for w in workflows(cluster, "demo")] == ["demo", "demo-2", "demo-10", "demo-11"]
+
+
+def prepared(pipeline: str = "grpo", *settings: str, store: str = "s3://b/runs") -> dict[str, Any]:
+    found = find(pipeline)
+    return argo.prepare(found.build(found.configure(None, settings)), run="demo", store=store)
+
+
+def test_a_run_goes_on_as_what_it_was_submitted_as() -> None:
+    mended = prepared("grpo", "update.learning_rate=0.001")
+    with serving() as (server, cluster):
+        assert argo.create(cluster, prepared(), "demo") == "demo"
+        live = server.objects["workflows", "demo"]
+        live["status"] = {"phase": "Failed"}
+        for other, what in ((prepared("sft_then_grpo"), "pipeline"), (prepared(store="s3://b/others"), "store")):
+            with pytest.raises(UserError, match=f"--run: 'demo': exists with another .*{what}"):
+                argo.create(cluster, other, "demo")
+        assert argo.create(cluster, mended, "demo") == "demo-2", "nothing was made yet that it may not fit"
+        del server.objects["workflows", "demo-2"]
+        node = {"id": "n", "name": "demo.main.update", "type": "Pod", "templateName": "policy-update"}
+        live["status"]["nodes"] = {"n": {**node, "phase": "Succeeded"}}
+        with pytest.raises(UserError, match=r"exists with another policy-update\.learning-rate; submit it as it was"):
+            argo.create(cluster, mended, "demo")
+        larger = prepared("grpo", "cluster.memory=64Gi", "cluster.images=there/{image}", store="s3://b/runs/")
+        assert argo.create(cluster, larger, "demo") == "demo-2", "what pods ask for may change"
+
+
+def test_a_run_that_was_submitted_from_a_template_is_of_its_pipeline() -> None:
+    template = argo.as_template(prepared(), "grpo")["spec"]
+    parameters = [{"name": "run", "value": "demo"}, {"name": "store", "value": "s3://b/runs"}]
+    spec = {"workflowTemplateRef": {"name": "grpo"}, "entrypoint": "main", "arguments": {"parameters": parameters}}
+    live = {"metadata": {"name": "demo", "labels": {argo.RUN_LABEL: "demo"}}, "spec": spec}
+    live["status"] = {"phase": "Failed", "storedWorkflowTemplateSpec": template}
+    assert argo.after(prepared(), [live], "demo")[1] == 2
+    with pytest.raises(UserError, match="exists with another pipeline"):
+        argo.after(prepared("sft_then_grpo"), [live], "demo")

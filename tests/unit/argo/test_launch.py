@@ -1,14 +1,14 @@
 """What a launcher does with a job that stands already, and with an API server that is away."""
 
-import json
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.argo.api import Answering, connected, kubeconfig
 from tuneloop.argo import proceed, schedule, seats
 from tuneloop.argo.cluster import IN_CLUSTER, Cluster, patiently, workflows
 from tuneloop.argo.launch import launch
@@ -44,18 +44,6 @@ class Jobs(ThreadingHTTPServer):
         return self.job
 
 
-class Answering(BaseHTTPRequestHandler):
-    """Answers as an API server does."""
-
-    def _answer(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-
 class Handler(Answering):
     server: Jobs
 
@@ -80,19 +68,6 @@ class Handler(Answering):
         assert "propagationPolicy=Foreground" in self.path
         self.server.leaving = self.server.job is not None
         self._answer(200 if self.server.job else 404, {})
-
-    def log_message(self, *about: object) -> None:
-        """Nothing is said."""
-
-
-def connected(url: str, context: str = "test") -> Cluster:
-    from kubernetes import client
-
-    settings = client.Configuration(host=url)
-    settings.retries = 0
-    api = client.ApiClient(settings)
-    custom = client.CustomObjectsApi(api)
-    return Cluster("tuneloop", context, url, client.CoreV1Api(api), custom, client.AuthorizationV1Api(api))
 
 
 @pytest.fixture
@@ -196,10 +171,6 @@ def test_steps_that_an_api_server_in_trouble_ends_say_that_they_may_run_again(
 ) -> None:
     troubled = Jobs()
     troubled.faults = 10**9
-    at = {"cluster": {"server": serve(troubled).host}, "name": "c"}
-    contexts = [{"name": "c", "context": {"cluster": "c", "user": "u"}}]
-    config = {"current-context": "c", "clusters": [at], "contexts": contexts, "users": [{"name": "u", "user": {}}]}
-    (tmp_path / "config").write_text(json.dumps(config))
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    monkeypatch.setenv("KUBECONFIG", kubeconfig(serve(troubled).host, tmp_path))
     assert program.main(flags) == 75
     assert capsys.readouterr().err.startswith("interrupted: cluster: http://127.0.0.1:")

@@ -1,0 +1,121 @@
+"""As much of an API server as keeps Argo's objects. Nobody works on them; others are not for this account to see."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from tuneloop.argo.cluster import Cluster
+
+PLACE = re.compile(r"/apis/argoproj.io/v1alpha1/namespaces/[^/]+/(?P<plural>[^/]+)(/(?P<name>[^/]+))?$")
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Answers as an API server does."""
+
+    def _answer(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *about: object) -> None:
+        """Nothing is said."""
+
+
+class Api(ThreadingHTTPServer):
+    """A namespace.
+
+    Attributes:
+        objects: (plural, name) → object, in the order they were created.
+        pods: of the namespace.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Objects)
+        self.objects: dict[tuple[str, str], dict[str, Any]] = {}
+        self.pods: list[dict[str, Any]] = []
+
+
+class Objects(Answering):
+    server: Api
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        match = PLACE.match(url.path)
+        if url.path.endswith("/pods"):
+            return self._answer(200, {"apiVersion": "v1", "kind": "PodList", "items": self.server.pods, "metadata": {}})
+        if match is None:
+            return self._answer(200 if "/api/v1/namespaces/" in url.path else 403, {"message": "forbidden"})
+        if match["name"]:
+            found = self.server.objects.get((match["plural"], match["name"]))
+            return self._answer(200 if found else 404, found or {"message": "not found"})
+        wanted = parse_qs(url.query).get("labelSelector", [""])[0]
+        own = [each for (plural, _), each in self.server.objects.items() if plural == match["plural"]]
+        labels = dict(part.split("=") for part in wanted.split(",") if part)
+        mine = [each for each in own if labels.items() <= (each["metadata"].get("labels") or {}).items()]
+        self._answer(200, {"items": mine, "metadata": {}})
+
+    def do_POST(self) -> None:
+        body = self._body()
+        match = PLACE.match(self.path)
+        if match is None:
+            return self._answer(201, {"spec": {}, "status": {"allowed": True}})
+        place = match["plural"], body["metadata"]["name"]
+        if place in self.server.objects:
+            return self._answer(409, {"message": "already exists"})
+        self._answer(201, self._keep(place, body))
+
+    def do_PUT(self) -> None:
+        match = PLACE.match(self.path)
+        assert match
+        self._answer(200, self._keep((match["plural"], match["name"]), self._body()))
+
+    def do_DELETE(self) -> None:
+        match = PLACE.match(urlsplit(self.path).path)
+        assert match
+        found = self.server.objects.pop((match["plural"], match["name"]), None)
+        self._answer(200 if found else 404, {})
+
+    def _body(self) -> Any:
+        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def _keep(self, place: tuple[str, str], body: dict[str, Any]) -> dict[str, Any]:
+        at = f"2026-01-01T00:00:{len(self.server.objects):02d}Z"
+        body["metadata"] = {"creationTimestamp": at, **body["metadata"], "resourceVersion": "1"}
+        self.server.objects[place] = body
+        return body
+
+
+def connected(url: str, context: str = "test") -> Cluster:
+    from kubernetes import client
+
+    settings = client.Configuration(host=url)
+    settings.retries = 0
+    api = client.ApiClient(settings)
+    custom = client.CustomObjectsApi(api)
+    return Cluster("tuneloop", context, url, client.CoreV1Api(api), custom, client.AuthorizationV1Api(api))
+
+
+def kubeconfig(url: str, directory: Path) -> str:
+    """Path of a file that names the API server at `url`."""
+    at = {"cluster": {"server": url}, "name": "c"}
+    contexts = [{"name": "c", "context": {"cluster": "c", "user": "u"}}]
+    config = {"current-context": "c", "clusters": [at], "contexts": contexts, "users": [{"name": "u", "user": {}}]}
+    (directory / "config").write_text(json.dumps(config))
+    return str(directory / "config")
+
+
+@contextmanager
+def serving() -> Iterator[tuple[Api, Cluster]]:
+    with Api() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server, connected(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
