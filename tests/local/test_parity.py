@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.making import tiny_model
 from tuneloop.algorithms._objective import Completions, Tokens
 from tuneloop.algorithms._preference import Judged
+from tuneloop.algorithms._terms import soft_overlong
 from tuneloop.pairs import Mismatched, Pair, sums
 from tuneloop.reward_model import bradley_terry
 from tuneloop.trainers._batch import Document
@@ -203,6 +204,14 @@ def test_rloo_equals_trl(case, trainers, options):
     trainer.epsilon_low, trainer.epsilon_high = algorithm.epsilon, algorithm.epsilon_high or algorithm.epsilon
     inputs = trl_inputs(case, advantages) | {"old_logps": case.rows(case.old).sum(-1)}
     assert_same(case, loss, trainer._compute_loss(trainer.model, inputs), trainer.model)
+
+
+def test_the_overlong_punishment_equals_trl_at_its_borders():
+    from trl.rewards import get_soft_overlong_punishment
+
+    lengths = list(range(14))
+    theirs = get_soft_overlong_punishment(max_completion_len=11, soft_punish_cache=4)([[0] * n for n in lengths])
+    assert soft_overlong(torch.tensor(lengths), 11, 4).tolist() == pytest.approx(theirs)
 
 
 @pytest.fixture(scope="module")

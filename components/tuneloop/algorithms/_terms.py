@@ -132,7 +132,10 @@ def soft_overlong(lengths: Tensor, limit: int, cache: int) -> Tensor:
 
 
 def whiten(values: Tensor) -> Tensor:
-    """To mean 0 and variance 1 over all values, the biased variance (REINFORCE++, arXiv 2501.03262)."""
-    if not len(values):
-        return values
+    """To mean 0 and variance 1 over all values, the biased variance (REINFORCE++, arXiv 2501.03262).
+
+    Exactly 0 where all are equal: the rounding of their mean would be blown up to something to learn.
+    """
+    if not len(values) or values.min() == values.max():
+        return values.new_zeros(values.shape)
     return (values - values.mean()) * (values.var(correction=0) + 1e-8).rsqrt()

@@ -64,7 +64,7 @@ def test_what_is_no_score_moves_no_advantage(algorithm, value):
 
 
 def test_equal_rewards_that_round_give_exact_zero():
-    for algorithm in (grpo, rloo):
+    for algorithm in (grpo, rloo, reinforce_plus_plus):
         batch = completions(torch.full((8,), 0.1), torch.ones(8, dtype=torch.bool))
         assert algorithm.Algorithm().advantages(batch).tolist() == [0.0] * 13
 
