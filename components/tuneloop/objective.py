@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tuneloop import checkpoint
 from tuneloop.component import Stage
-from tuneloop.samples import Sample
+from tuneloop.samples import Sample, floats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ class Objective:
                 parts = values.split([samples[i].document.target_count for i in micro])
                 found |= {i: part.tolist() for i, part in zip(micro, parts)}
         for i, logprobs in policy.ranks.merge(found).items():
-            setattr(samples[i], name, logprobs)
+            setattr(samples[i], name, floats(logprobs))
 
     def step(self, trainer: Trainer, batch: Sequence[Sample]) -> float:
         """One optimizer step on a mini-batch; its loss. Measures go to the stage's metrics."""

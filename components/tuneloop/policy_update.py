@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationInfo
@@ -14,7 +14,7 @@ from tuneloop.component import Input, OptionalInput, Results, Stage, component
 from tuneloop.errors import UserError
 from tuneloop.objective import Objective
 from tuneloop.publication import Weights, publish_checkpoint
-from tuneloop.samples import Sample, check_sampling, read_samples
+from tuneloop.samples import Sample, check_sampling, floats, read_samples
 
 if TYPE_CHECKING:
     from tuneloop.algorithms._objective import PolicyGradient
@@ -124,8 +124,10 @@ def policy_update(
             learner.score(trainer, [sample for sample in samples if sample.used], "old")
     losses = []
     with stage.timed("train"):
-        for batch in mini_batches(stage, samples, updates_per_batch):
-            if any(sample.used for sample in batch):
+        batches = [b for b in mini_batches(stage, samples, updates_per_batch) if any(sample.used for sample in b)]
+        for number, batch in enumerate(batches, start=1):
+            watched = iteration == 0 and number == len(batches)  # once a loop: a profiler takes its time
+            with trainer.watched() if watched else nullcontext():
                 losses.append(learner.step(trainer, batch))
     tokens = sum(len(sample.document.ids) for sample in samples if sample.used)
     stage.timings["tokens_per_s"] = tokens / stage.timings["train"]
@@ -217,7 +219,7 @@ def give_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> Non
         )
     )
     for sample, part in zip(samples, values.split(targets.tolist())):
-        sample.advantages = part.tolist()
+        sample.advantages = floats(part.tolist())
         teaches = bool(part.any()) or bool(algorithm.beta and algorithm.kl_in == "loss")
         taken = sample.score is not None and not (algorithm.mask_truncated_completions and sample.truncated)
         sample.counted = taken and (teaches or not algorithm.dynamic_sampling)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Annotated, Any
 
@@ -16,6 +18,7 @@ from pydantic import Field
 from tuneloop import plugins
 from tuneloop.component import Input, Results, Stage, component
 from tuneloop.errors import Retryable, UserError
+from tuneloop.rollouts import ROWS
 from tuneloop.scoring import KINDS, Outcome, full_marks, parse_spec, score_all
 
 
@@ -49,8 +52,7 @@ def reward(
     path = rollouts.path / "rollouts.parquet"
     if not path.is_file():
         raise UserError("--rollouts", rollouts.url, f"has no {path.name}; give it what the stage rollout made")
-    table = pq.read_table(path)
-    rows = table.select(["group", "completion", "answer", "reward_spec", "metadata"]).to_pylist()
+    rows = pq.read_table(path, columns=["group", "completion", "answer", "reward_spec", "metadata"]).to_pylist()
     if not rows:
         raise UserError("--rollouts", rollouts.url, "holds no rollouts; run the stage that makes them again")
     if reward_weights is not None:
@@ -66,20 +68,26 @@ def reward(
     if escape_score is not None:
         outcomes = [replace(o, score=escape_score) if o.outcome == "escape" else o for o in outcomes]
     _check_budget(outcomes, error_budget)
-    columns = {
-        "outcome": pa.array([o.outcome for o in outcomes], pa.string()),
-        "score": pa.array([o.score for o in outcomes], pa.float32()),
-        "breakdown": pa.array([json.dumps(o.breakdown, sort_keys=True) for o in outcomes], pa.string()),
-    }
-    for name, values in columns.items():
-        table = table.append_column(name, values)
-    pq.write_table(table, stage.out / "rewards.parquet")
+    _write(path, outcomes, stage.out / "rewards.parquet")
     facts = summarize(rows, outcomes)
     stage.facts.update({**rollouts.manifest.facts, "reward": facts})
     numbers = {k: float(facts[k]) for k in ("mean", "std", "solved", "zero_variance")}
     stage.metric(int(rollouts.manifest.facts.get("version", 0)), **numbers)
     stage.log(f"mean {facts['mean']:.4f}, solved {facts['solved']:.1%}, {dict(facts['outcomes'])}")
     return {"mean_reward": facts["mean"]}
+
+
+def _write(rollouts: Path, outcomes: Sequence[Outcome], scored: Path) -> None:
+    """The rollouts with their outcomes, a row group after the other."""
+    file, left = pq.ParquetFile(rollouts), iter(outcomes)
+    added = pa.schema({"outcome": pa.string(), "score": pa.float32(), "breakdown": pa.string()})
+    with pq.ParquetWriter(scored, pa.schema([*file.schema_arrow, *added])) as out:
+        for batch in file.iter_batches(ROWS):
+            part = list(itertools.islice(left, batch.num_rows))
+            breakdowns = [json.dumps(o.breakdown, sort_keys=True) for o in part]
+            columns = [[o.outcome for o in part], [o.score for o in part], breakdowns]
+            arrays = [pa.array(values, field.type) for values, field in zip(columns, added)]
+            out.write_batch(pa.record_batch([*batch.columns, *arrays], schema=out.schema))
 
 
 def summarize(rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> dict[str, Any]:

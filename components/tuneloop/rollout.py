@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from array import array
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -90,13 +91,11 @@ def rollout(
         tokenizer, requests, completions = generate(stage, policy, job, served, canary_tolerance)
     finally:
         served.close()
-    made: list[dict[str, Any]] = []
-    for row, request, group in zip(chosen, requests, completions):
-        made += rollouts.make_rows(tokenizer, row, request, group)
-    rollouts.write(stage.out, made)
-    lengths = [len(row["completion_ids"]) for row in made]
-    mean = sum(lengths) / len(lengths)
-    cut = sum(row["finish_reason"] == "length" for row in made) / len(made)
+    rows = (rollouts.make_rows(tokenizer, *each) for each in zip(chosen, requests, completions))
+    rollouts.write(stage.out, itertools.chain.from_iterable(rows))
+    made = [said for group in completions for said in group]
+    mean = sum(len(said.ids) for said in made) / len(made)
+    cut = sum(said.finish_reason == "length" for said in made) / len(made)
     stage.metric(iteration, completions=len(made), mean_length=mean, cut=cut, **stage.facts["canary"])
     return {"completions": len(made), "mean_length": mean}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from tuneloop.engines import Completion, Request
 from tuneloop.episodes import mask, told
 
 FILE = "rollouts.parquet"
+ROWS = 1024
+"""In a row group."""
 SCHEMA = pa.schema(
     {
         "request_id": pa.string(),
@@ -62,6 +65,9 @@ def make_rows(
     ]
 
 
-def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write ``rollouts.parquet`` into a directory."""
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), path / FILE)
+def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write ``rollouts.parquet`` into a directory; a row group's rows are in memory at once."""
+    rows = iter(rows)
+    with pq.ParquetWriter(path / FILE, SCHEMA) as out:
+        while part := list(itertools.islice(rows, ROWS)):
+            out.write_table(pa.Table.from_pylist(part, schema=SCHEMA))

@@ -1,36 +1,30 @@
-"""Scored rollouts, read and checked for `policy_update`."""
+"""Scored rollouts, read and checked for `policy_update`: some twenty bytes a token, since every rank holds all."""
 
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow.parquet as pq
 
 from tuneloop.artifacts import Artifact
 from tuneloop.errors import UserError
+from tuneloop.rollouts import ROWS
 
 if TYPE_CHECKING:
     from tuneloop.trainers._batch import Document
 
-COLUMNS = (
-    "request_id",
-    "group",
-    "prompt_ids",
-    "completion_ids",
-    "logprobs",
-    "loss_mask",
-    "policy_versions",
-    "finish_reason",
-    "outcome",
-    "score",
-)
+TOKENS = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "policy_versions")
+COLUMNS = ("request_id", "group", *TOKENS, "finish_reason", "outcome", "score")
 
 
 @dataclass(slots=True)
 class Sample:
-    """One rollout; lists hold one value a target token, in order.
+    """One rollout; arrays hold one value a target token, in order.
 
     Attributes:
         group: 0 … G-1.
@@ -52,12 +46,17 @@ class Sample:
     length: int
     truncated: bool
     age: int
-    engine: list[float]
-    advantages: list[float] = field(default_factory=list)
+    engine: array[float]
+    advantages: array[float] = field(default_factory=lambda: floats(()))
     counted: bool = False
     used: bool = False
-    old: list[float] = field(default_factory=list)
-    reference: list[float] = field(default_factory=list)
+    old: array[float] = field(default_factory=lambda: floats(()))
+    reference: array[float] = field(default_factory=lambda: floats(()))
+
+
+def floats(values: Sequence[float]) -> array[float]:
+    """float32: as tensors have them."""
+    return array("f", values)
 
 
 def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> float:
@@ -98,39 +97,51 @@ def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sa
     for column in COLUMNS:
         if column not in table.schema_arrow.names:
             raise UserError("--rewards", column, f"is no column of {rewards.url}/rewards.parquet; run reward again")
-    rows = table.read(list(COLUMNS)).to_pylist()
-    if not rows:
+    if not table.metadata.num_rows:
         raise UserError("--rewards", rewards.url, "holds no rollouts; run the stage that makes them again")
     groups: dict[str, int] = {}
+    rows = _rows(table)
     return [_sample(row, groups.setdefault(row["group"], len(groups)), version, max_staleness) for row in rows]
+
+
+def _rows(table: pq.ParquetFile) -> Iterator[dict[str, Any]]:
+    """Rows whose `TOKENS` are NumPy arrays: as Python's objects, a token would be some hundred bytes."""
+    others = [name for name in COLUMNS if name not in TOKENS]
+    for batch in table.iter_batches(ROWS, columns=list(COLUMNS)):
+        for i, row in enumerate(batch.select(others).to_pylist()):
+            yield row | {name: batch[name][i].values.to_numpy(zero_copy_only=False) for name in TOKENS}
 
 
 def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -> Sample:
     from tuneloop.trainers._batch import Document
 
-    name, mask = row["request_id"], row["loss_mask"]
+    name, prompt, mask, versions = row["request_id"], row["prompt_ids"], row["loss_mask"], row["policy_versions"]
     for column in ("logprobs", "loss_mask", "policy_versions"):
         if len(row[column]) != len(row["completion_ids"]):
             raise UserError(
                 f"{column} of {name}", len(row[column]), f"must be {len(row['completion_ids'])}, one a token"
             )
-    engine = [value for value, wanted in zip(row["logprobs"], mask) if wanted]
-    if not all(math.isfinite(value) for value in engine):
-        raise UserError(f"logprobs of {name}", min(engine), "must be finite; sample with an engine that returns them")
-    for token_version in row["policy_versions"]:
-        if not version - max_staleness <= token_version <= version:
-            remedy = f"the policy is version {version} and max_staleness {max_staleness}; sample again"
-            raise UserError(f"policy_versions of {name}", token_version, remedy)
+    engine = row["logprobs"][mask.astype(bool)]
+    if not np.isfinite(engine).all():
+        lost = float(engine[~np.isfinite(engine)][0])
+        raise UserError(f"logprobs of {name}", lost, "must be finite; sample with an engine that returns them")
+    wrong = versions[(versions < version - max_staleness) | (versions > version)]
+    if len(wrong):
+        remedy = f"the policy is version {version} and max_staleness {max_staleness}; sample again"
+        raise UserError(f"policy_versions of {name}", int(wrong[0]), remedy)
     score = row["score"] if row["outcome"] in ("score", "escape") else None  # an escape has one if it is punished
     if row["outcome"] == "score" and (score is None or not math.isfinite(score)):
         raise UserError(f"score of {name}", score, "must be a finite number where outcome is score; run reward again")
     return Sample(
         name,
-        Document(row["prompt_ids"] + row["completion_ids"], [False] * len(row["prompt_ids"]) + mask),
+        Document(
+            array("i", np.concatenate([prompt, row["completion_ids"]]).astype(np.int32).tobytes()),
+            bytes(len(prompt)) + mask.astype(np.uint8).tobytes(),
+        ),
         group,
         score,
-        length=sum(mask),
+        length=int(mask.sum()),
         truncated=row["finish_reason"] == "length",
-        age=max((version - token_version for token_version in row["policy_versions"]), default=0),
-        engine=engine,
+        age=version - int(versions.min(initial=version)),
+        engine=array("f", engine.astype(np.float32).tobytes()),
     )

@@ -137,7 +137,7 @@ def test_the_policy_learns_what_it_sampled(tmp_path: Path, policy: Artifact, pro
     scored = Artifact(str(tmp_path / "w"))
     assert scored.manifest.facts["reward"]["breakdown"].keys() == {"environment"}
     for sample, row in zip(read_samples(scored, 2, 0), rows):
-        assert sample.document.targets == [False] * len(row["prompt_ids"]) + row["loss_mask"]
+        assert list(sample.document.targets) == [False] * len(row["prompt_ids"]) + row["loss_mask"]
         assert len(sample.engine) == sum(row["loss_mask"]) == sample.length
     update = policy_update(out=str(tmp_path / "u"), policy=policy.ref, rewards=scored.ref, dtype="float32")
     assert update.results["version"] == 3

@@ -34,11 +34,13 @@ def rollouts(path: Path, completions: list[str], spec: dict[str, float] | None =
     return str(path)
 
 
-def test_scores_facts_and_metrics(tmp_path: Path) -> None:
+def test_scores_facts_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneloop.reward.ROWS", 3)
     given = rollouts(tmp_path / "r", ["42", "41", " 42", "", "1", "2", "3", "4"])
     manifest = reward(out=str(tmp_path / "w"), rollouts=given)
     root = Artifact(str(tmp_path / "w")).path
     table = pq.read_table(root / "rewards.parquet")
+    assert pq.ParquetFile(root / "rewards.parquet").num_row_groups == 3
     before = pq.read_table(Artifact(given).path / "rollouts.parquet")
     assert table.select(before.column_names).equals(before)
     assert table["score"].to_pylist() == [1, 0, 1, 0, 0, 0, 0, 0]

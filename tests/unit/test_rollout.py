@@ -43,9 +43,11 @@ def run(out: Path, policy: Artifact, prompts: Artifact, **params: Any) -> list[d
     return rows
 
 
-def test_rows(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
+def test_rows(tmp_path: Path, policy: Artifact, prompts: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneloop.rollouts.ROWS", 4)
     rows = run(tmp_path / "r", policy, prompts, iteration=3, temperature=0.8)
     assert [row["request_id"] for row in rows] == [f"i000003-p{p:05d}-s{s:02d}" for p in range(3) for s in range(2)]
+    assert pq.ParquetFile(Artifact(str(tmp_path / "r")).path / "rollouts.parquet").num_row_groups == 2
     words = load_tokenizer(policy.path / "model")
     plain = AutoModelForCausalLM.from_pretrained(policy.path / "model", dtype=torch.float32)
     asked = {row["id"]: row for row in pq.read_table(prompts.path / "train.parquet").to_pylist()}
