@@ -359,11 +359,11 @@ def create(record: Record, workflow: str, replaced: Record | None = None) -> Run
     return Run(record.run, record.store, record)
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, field: str = "--run") -> None:
     """Raise UserError unless `name` can name a run: it becomes part of names in Kubernetes."""
     if not NAME.match(name):
         raise UserError(
-            "--run", name, "use at most 40 lower-case letters, digits and dashes, a letter or digit at the ends"
+            field, name, "use at most 40 lower-case letters, digits and dashes, a letter or digit at the ends"
         )
 
 

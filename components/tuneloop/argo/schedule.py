@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+from zoneinfo import ZoneInfo
 
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.spec import labels_of
@@ -27,6 +28,7 @@ from tuneloop.errors import Retryable, UserError, failed
 LABEL = "tuneloop.dev/schedule"
 CRON = ("argoproj.io", "v1alpha1", "cronworkflows")
 TEMPLATES = ("argoproj.io", "v1alpha1", "workflowtemplates")
+KINDS = {"WorkflowTemplate": TEMPLATES, "CronWorkflow": CRON}
 DIGITS = 8
 """Of the prompts' digest, in a run's name."""
 LONGEST = 31
@@ -53,18 +55,21 @@ def schedule(
         priority: WorkloadPriorityClass of the stages that queue.
 
     Raises:
-        UserError: no such stage, no such time, a name that is too long, or what `preflight.problems` finds.
+        UserError: no such stage, time or zone, a name that is too long or of what no schedule made, or what
+            `preflight.problems` finds.
     """
     from tuneloop.argo.jobset import check_names
     from tuneloop.argo.preflight import problems
     from tuneloop.runs import check_name
 
-    check_name(name)
+    check_name(name, "--name")
     if len(name) > LONGEST:
         raise UserError(
-            "--run", name, f"is too long for a schedule, whose runs add to it: at most {LONGEST} characters"
+            "--name", name, f"is too long for a schedule, whose runs add to it: at most {LONGEST} characters"
         )
     check_cron(cron)
+    if timezone:
+        check_timezone(timezone)
     made = argo.prepare(workflow, run=name, store=store, namespace=cluster.namespace, priority=priority)
     check_names(made, f"{name}-{'0' * DIGITS}")
     look = looking(made, name)
@@ -76,8 +81,10 @@ def schedule(
     limits = {"concurrencyPolicy": "Forbid", "successfulJobsHistoryLimit": 1, "failedJobsHistoryLimit": 1}
     spec = {**when, **limits, "startingDeadlineSeconds": 300, "workflowSpec": look}
     spec["workflowMetadata"] = {"labels": {LABEL: name}}
-    _apply(cluster, TEMPLATES, "WorkflowTemplate", name, template_spec(made, name))
-    _apply(cluster, CRON, "CronWorkflow", name, spec)
+    specs = {"WorkflowTemplate": template_spec(made, name), "CronWorkflow": spec}
+    standing = {kind: _standing(cluster, kind, name) for kind in specs}
+    for kind, wanted in specs.items():
+        _apply(cluster, kind, name, wanted, standing[kind])
 
 
 def template_spec(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -94,18 +101,35 @@ def unschedule(cluster: argo.Cluster, name: str) -> None:
     Raises:
         UserError: there is none.
     """
+    standing = {kind: _standing(cluster, kind, name) for kind in ("CronWorkflow", "WorkflowTemplate")}
+    if not any(standing.values()):
+        raise UserError("schedule", name, f"is none of namespace {cluster.namespace}")
+    for kind, found in standing.items():
+        if found:
+            group, version, plural = KINDS[kind]
+            with argo.faults(cluster):
+                cluster.custom.delete_namespaced_custom_object(group, version, cluster.namespace, plural, name)
+
+
+def _standing(cluster: argo.Cluster, kind: str, name: str) -> dict[str, Any] | None:
+    """The object of the schedule; None: there is none.
+
+    Raises:
+        UserError: it is somebody else's.
+    """
     from kubernetes.client import ApiException
 
-    for kind in (CRON, TEMPLATES):
-        group, version, plural = kind
-        with argo.faults(cluster):
-            try:
-                cluster.custom.delete_namespaced_custom_object(group, version, cluster.namespace, plural, name)
-            except ApiException as error:
-                if error.status == 404 and kind == CRON:
-                    raise UserError("schedule", name, f"is none of namespace {cluster.namespace}") from None
-                if error.status != 404:
-                    raise
+    with argo.faults(cluster):
+        try:
+            found = cluster.get(*KINDS[kind], name)
+        except ApiException as error:
+            if error.status == 404:
+                return None
+            raise
+    if labels_of(found).get(LABEL) != name:
+        remedy = f"is a {kind} of namespace {cluster.namespace} that no schedule made; choose another name"
+        raise UserError("schedule", name, remedy)
+    return found
 
 
 def looking(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -150,23 +174,18 @@ def _start(data: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _apply(cluster: argo.Cluster, kind: Sequence[str], singular: str, name: str, spec: Mapping[str, Any]) -> None:
-    """Create the object, or replace its spec."""
-    from kubernetes.client import ApiException
-
-    group, version, plural = kind
-    body: dict[str, Any] = {"apiVersion": f"{group}/{version}", "kind": singular}
+def _apply(
+    cluster: argo.Cluster, kind: str, name: str, spec: Mapping[str, Any], standing: Mapping[str, Any] | None
+) -> None:
+    """Create the object, or replace the spec of the one that stands."""
+    group, version, plural = KINDS[kind]
+    body: dict[str, Any] = {"apiVersion": f"{group}/{version}", "kind": kind}
     body |= {"metadata": {"name": name, "labels": {LABEL: name}}, "spec": spec}
     with argo.faults(cluster):
-        try:
+        if standing is None:
             cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, plural, body)
-        except ApiException as error:
-            if error.status != 409:
-                raise
-            there = cluster.get(group, version, plural, name)
-            if there["metadata"].get("labels", {}).get(LABEL) != name:
-                raise UserError("--name", name, f"is a {singular} that no schedule made; choose another name") from None
-            body["metadata"]["resourceVersion"] = there["metadata"]["resourceVersion"]
+        else:
+            body["metadata"]["resourceVersion"] = standing["metadata"]["resourceVersion"]
             cluster.custom.replace_namespaced_custom_object(group, version, cluster.namespace, plural, name, body)
 
 
@@ -217,6 +236,18 @@ def check_cron(text: str) -> None:
                 raise UserError(
                     "--cron", text, f"{field!r} is no list of numbers from {low} to {high}, ranges or steps"
                 )
+
+
+def check_timezone(name: str) -> None:
+    """Refuse what is no time zone, as `check_cron` does.
+
+    Raises:
+        UserError: this machine knows none of that name.
+    """
+    try:
+        ZoneInfo(name)
+    except (KeyError, ValueError, OSError):  # OSError: a directory of zones, as Europe is
+        raise UserError("--timezone", name, "is no time zone; write it as in Europe/Prague or UTC") from None
 
 
 def _within(end: str, low: int, high: int) -> bool:

@@ -3,8 +3,9 @@
 import pytest
 
 from benchmarks.argo_loop import build
+from tests.unit.argo.api import serving
 from tuneloop.argo import cluster as argo
-from tuneloop.argo.schedule import check_cron, looking
+from tuneloop.argo.schedule import CRON, LABEL, check_cron, check_timezone, looking, schedule, unschedule
 from tuneloop.config import find
 from tuneloop.errors import UserError
 
@@ -52,3 +53,40 @@ def test_a_pipeline_without_data_has_nothing_to_look_at() -> None:
     made = argo.prepare(build(2, 1), run="nightly", store="s3://b/runs")
     with pytest.raises(UserError, match="has no stage data_prep"):
         looking(made, "nightly")
+
+
+@pytest.mark.parametrize("zone", ["Mars/X", "Europe", "../UTC", "europe prague"])
+def test_no_time_zones(zone: str) -> None:
+    check_timezone("Europe/Prague")
+    with pytest.raises(UserError, match=r"^--timezone: .* is no time zone"):
+        check_timezone(zone)
+
+
+@pytest.mark.parametrize("name", ["Rev_N", "n" * 32])
+def test_what_is_wrong_with_a_name_is_said_of_the_option_that_gave_it(name: str) -> None:
+    with serving() as (_, cluster), pytest.raises(UserError, match=r"^--name: "):
+        schedule(cluster, {}, name=name, store="s3://b/runs", cron="@daily")
+
+
+@pytest.mark.parametrize("plural", ["cronworkflows", "workflowtemplates"])
+def test_an_object_that_no_schedule_made_is_neither_deleted_nor_replaced(plural: str) -> None:
+    pipeline = find("grpo")
+    made = pipeline.build(pipeline.configure())
+    with serving() as (server, cluster):
+        schedule(cluster, made, name="nightly", store="s3://b/runs", cron="@daily", timezone="UTC")
+        schedule(cluster, made, name="nightly", store="s3://b/runs", cron="@hourly", timezone="UTC")
+        assert cluster.get(*CRON, "nightly")["spec"]["schedules"] == ["@hourly"]
+        unschedule(cluster, "nightly")
+        assert not server.objects
+        with pytest.raises(UserError, match="is none of namespace"):
+            unschedule(cluster, "nightly")
+        for labels in ({}, {LABEL: "another"}):
+            theirs = {"metadata": {"name": "nightly", "labels": labels}, "spec": {}}
+            server.objects = {(plural, "nightly"): theirs}
+            for ask in (
+                lambda: unschedule(cluster, "nightly"),
+                lambda: schedule(cluster, made, name="nightly", store="s3://b/runs", cron="@daily"),
+            ):
+                with pytest.raises(UserError, match="that no schedule made; choose another name"):
+                    ask()
+                assert server.objects == {(plural, "nightly"): theirs}
