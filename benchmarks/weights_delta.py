@@ -1,11 +1,12 @@
 """Weight versions beside what is in use: all of it with safetensors or under zstd-1; XOR under zstd-1 (slime, miles).
 
-    python benchmarks/weights_delta.py [--megabytes 1024] [--lr 1e-6] [--steps 4] [--repeats 3] [--directory DIR]
+    python benchmarks/weights_delta.py [--megabytes 1024] [--lr 1e-6] [--steps 4] [--repeats 5] [--directory DIR]
 
 A bf16 copy of a random model (normal, std 0.02, shapes of Qwen2.5-0.5B, as many layers as the size holds) is written
 before and after the last of `steps` steps of torch's AdamW (0.9/0.95, no decay, fresh normal gradients everywhere) on
-float32 masters. Everything is measured in this process, in turns; medians, with the spread. GB/s are of dense bf16
-bytes, of the wall; `cpu s` is the time of all threads, which other processes on the machine do not change much.
+float32 masters. Everything is measured in this process, in turns; the best turn, and the slowest beside it. GB/s are of
+dense bf16 bytes, of the wall; `cpu s` is the time of all threads, also of the best turn, which other processes on the
+machine change less. What is compared are best turns.
 
 Lines with `RAM` work on arrays in memory, as many threads as there are CPUs, and compare with memcpy; all other lines
 read and write files. Needs 6 times the size in memory, as much on disk.
@@ -17,7 +18,6 @@ import argparse
 import filecmp
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -90,19 +90,18 @@ class Clock:
             self.sizes[name] = size
 
     def table(self, title: str, size: int) -> Table:
-        table = Table("what", "bytes", "share", "seconds (min-max)", "GB/s", "cpu s", title=title)
+        table = Table("what", "bytes", "share", "seconds (slowest)", "GB/s", "cpu s", title=title)
         for name, taken in self.times.items():
             walls, cpus = zip(*taken)
-            middle, count = statistics.median(walls), self.sizes.get(name)
-            spread = f"{middle:.3f} ({min(walls):.3f}-{max(walls):.3f})"
+            count = self.sizes.get(name)
             bytes_, share = (f"{count:,}", f"{count / size:.2%}") if count else ("", "")
-            table.add_row(name, bytes_, share, spread, f"{size / 1e9 / middle:.2f}", f"{statistics.median(cpus):.2f}")
+            spread = f"{min(walls):.3f} ({max(walls):.3f})"
+            table.add_row(name, bytes_, share, spread, f"{size / 1e9 / min(walls):.2f}", f"{min(cpus):.3f}")
         return table
 
     def ratio(self, a: str, b: str) -> str:
-        """Speed of `a` in that of `b`: the median over the turns, by the wall and by CPU time."""
-        turns = list(zip(self.times[a], self.times[b]))
-        wall, cpu = (statistics.median(y[i] / x[i] for x, y in turns) for i in (0, 1))
+        """Speed of `a` in that of `b`: the best turn of each, by the wall and by CPU time."""
+        wall, cpu = (min(turn[i] for turn in self.times[b]) / min(turn[i] for turn in self.times[a]) for i in (0, 1))
         return f"{wall:.2f} (cpu {cpu:.2f})"
 
 
@@ -232,7 +231,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--directory", help="where to write; the temporary directory otherwise")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -247,7 +246,7 @@ def main() -> None:
         files = Files(clock, place, threads)
         for _ in range(options.repeats):
             density = files.turn()
-    steps = f"AdamW at {options.lr:g}, step {options.steps}: {density:.2%} changed"
+    steps = f"AdamW at {options.lr:g}, step {options.steps}: {density:.2%} changed; load {os.getloadavg()[0]:.0f}"
     out = Console(width=120)
     out.print(clock.table(f"{new.size / 1e6:.0f} MB of bf16, {steps}; {threads} threads", new.size))
     ours, theirs = clock.sizes["gap8-xor encode"], clock.sizes["xor encode"]
