@@ -8,12 +8,13 @@ import html
 import json
 import time
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any
 
 import yaml
 
 from tuneloop.delivery import deliveries
-from tuneloop.runs import Curve, Run, Score
+from tuneloop.runs import Curve, Entry, Run, Score
 from tuneloop.summary import clock, devices, how, iterations_line, reward_line, size
 
 SAMPLES = 12
@@ -32,6 +33,7 @@ def page(run: Run) -> str:
         "</div>",
         _samples(run),
         _provenance(run),
+        _efficiency(run),
         _weights(run),
         _packages(run),
         _config(run),
@@ -165,6 +167,33 @@ def _provenance(run: Run) -> str:
         )
     head = ("version", "made by", "digest", "from", "device", "ranks", "code", "bytes", "seconds")
     return "<h2>Where every version came from</h2>" + _table(head, rows, kind="provenance")
+
+
+def _efficiency(run: Run) -> str:
+    """What the stages that train made of their devices; of a stage that ran many times the median, and the most
+    memory."""
+    found: dict[str, list[Entry]] = {}
+    for entry in run.entries:
+        if "efficiency" in entry.manifest.facts and "tokens_per_s" in entry.manifest.timings:
+            found.setdefault(entry.manifest.stage, []).append(entry)
+    rows = []
+    for stage, entries in found.items():
+        told = [entry.manifest.facts["efficiency"] for entry in entries]
+        speed = median(entry.manifest.timings["tokens_per_s"] for entry in entries)
+        mfu = [each["mfu"] for each in told if each["mfu"] is not None]
+        waits = [each["communication_s"] / each["step_s"] for each in told if "step_s" in each]
+        rows.append(
+            [
+                f"{stage}, {len(entries)} times" if len(entries) > 1 else stage,
+                f"{speed:.4g}",
+                f"{median(each['flops_per_s'] for each in told) / 1e12:.3g}",
+                f"{median(mfu):.1%}" if mfu else "the device's peak is not known",
+                size(max(each["peak_memory_bytes"] for each in told)),
+                f"{median(waits):.1%} of a step" if waits else "one process, or not measured",
+            ]
+        )
+    head = ("stage", "tokens/s", "TFLOP/s", "MFU", "peak memory of a rank", "in collectives")
+    return "<h2>Efficiency</h2>" + _table(head, rows, kind="provenance") if rows else ""
 
 
 def _weights(run: Run) -> str:

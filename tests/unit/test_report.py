@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit import toy
 from tuneloop import report
+from tuneloop.artifacts import Draft
 from tuneloop.runs import Run
 
 
@@ -129,3 +130,15 @@ def test_numbers_that_json_lacks_become_gaps(tmp_path: Path) -> None:
     sft(out=f"{tmp_path}/d/sft")
     figures = json.loads(Page(report.page(Run.open("d", str(tmp_path)))).scripts["figures"])
     assert figures[0]["data"][0]["y"] == [None, None, 1.0]
+
+
+def test_what_stages_that_train_made_of_their_devices(tmp_path: Path) -> None:
+    measured = {"flops_per_s": 2e12, "mfu": None, "peak_memory_bytes": 3e9}
+    for i, (speed, more) in enumerate([(100.0, {"communication_s": 0.5, "step_s": 2.0}), (300.0, {}), (200.0, {})]):
+        draft = Draft(f"{tmp_path}/r/iterations/{i + 1}/policy-update")
+        about = {"version": i, "efficiency": {**measured, "peak_memory_bytes": (i + 1) * 1e9, **more}}
+        draft.commit(stage="policy_update", facts=about, timings={"tokens_per_s": speed, "train": 1.0})
+    cells = Page(report.page(Run.open("r", str(tmp_path)))).cells
+    at = cells.index("policy_update, 3 times")
+    unknown = "the device's peak is not known"
+    assert cells[at + 1 : at + 6] == ["200", "2", unknown, "3 GB", "25.0% of a step"]
