@@ -37,7 +37,7 @@ def preflight(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str
             remedy = "vLLM is not installed; install tuneloop[rollout] or tuneloop[rollout-cpu], or use transformers"
             raise UserError(path, value, remedy)
     engine = config.get("engine")
-    if isinstance(engine, Mapping) and engine["name"] == "vllm":
+    if isinstance(engine, Mapping) and engine.get("name") == "vllm":
         vllm.check_here(engine.get("args") or {}, "engine.args.")
     for name, port in daemon_ports(workflow):
         if taken(port):
