@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from tuneloop import fence
 from tuneloop.errors import Corrupt, UserError
-from tuneloop.store import Conflict, Store, fsync, inside, local_path, normalize
+from tuneloop.store import Conflict, Store, fsync, inside, local_path, normalize, opened
 
 MANIFEST = "manifest.json"
 PARTS = ".parts"
@@ -78,7 +78,7 @@ class Manifest(BaseModel):
 def file_digest(path: Path) -> str:
     """xxh3-128 of a file's bytes, in hexadecimal."""
     state = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with opened(path) as file:
         while block := file.read(1 << 22):
             state.update(block)
     return state.hexdigest()

@@ -34,7 +34,7 @@ from obstore.exceptions import (
     UnauthenticatedError,
 )
 
-from tuneloop.errors import NoKeys, Retryable, UserError
+from tuneloop.errors import Corrupt, NoKeys, Retryable, UserError
 
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 _REFUSALS = ("AccessDenied", "InvalidAccessKey", "InvalidBucketName", "NoSuchBucket", "SignatureDoesNotMatch")
@@ -85,6 +85,18 @@ def local_path(url: str) -> Path | None:
     return Path(unquote(urlparse(url).path)) if url.startswith("file://") else None
 
 
+def opened(path: Path) -> BinaryIO:
+    """`path`, to be read.
+
+    Raises:
+        UserError: this user may not.
+    """
+    try:
+        return path.open("rb")
+    except PermissionError as error:
+        raise UserError("file", str(path), "may not be read by this user; grant access") from error
+
+
 class Store:
     """Keys and bytes below one URL.
 
@@ -123,7 +135,7 @@ class Store:
             FileNotFoundError: it does not exist.
         """
         if self.root is not None:
-            return (self.root / key).open("rb")
+            return opened(self.root / key)
         return io.BufferedReader(_Object(self, key), 1 << 16)
 
     def put(self, key: str, data: bytes) -> None:
@@ -193,14 +205,18 @@ class Store:
                     raise
 
     def download(self, key: str, path: Path) -> None:
-        """Copy `key` to the local file `path`, streaming; `path` is made, or replaced, once all of it has arrived."""
+        """Copy `key` to the local file `path`, streaming; `path` is made, or replaced, once all of it has arrived.
+
+        Raises:
+            Corrupt: there is no such key.
+        """
         staged = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
         with self._faults(key):
             try:
                 found: Any = obstore.get(self._objects, key) if self.root is None else (self.root / key).stat()
             except (FileNotFoundError, NotFoundError) as error:
-                remedy = "is not there; restore it from a copy, or run again what writes it"
-                raise UserError("store", f"{self.url}/{key}", remedy) from error
+                remedy = "is missing; restore it from a copy, or run again what writes it"
+                raise Corrupt("store", f"{self.url}/{key}", remedy) from error
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 if self.root is None:

@@ -109,7 +109,7 @@ def test_what_could_not_be_fetched_leaves_nothing_in_the_cache(tmp_path: Path, m
     root = json.loads(manifest)["root"]
     objects = {"b/a/manifest.json": manifest, f"b/a/{root}/x": b"1"}
     with served(objects, monkeypatch):
-        with pytest.raises(UserError, match=f"s3://b/a/{root}/y': is not there"):
+        with pytest.raises(UserError, match=f"s3://b/a/{root}/y': is missing"):
             _ = Artifact("s3://b/a").path
         assert [p.name for p in (tmp_path / "cache").iterdir() if not p.name.endswith(".lock")] == []
         objects[f"b/a/{root}/y"] = b"2"

@@ -168,12 +168,15 @@ def prepare(
         priority: WorkloadPriorityClass of the stages that queue.
 
     Raises:
-        UserError: the workflow has no parameters ``run`` and ``store``; `run` is no name, or too long for its jobs.
+        UserError: the workflow has no parameters ``run`` and ``store``; `run` is no name, or too long for its jobs;
+            `store` names no bucket.
     """
     from tuneloop.argo.jobset import check_names
     from tuneloop.runs import check_name
+    from tuneloop.store import normalize
 
     check_name(run)
+    normalize(store)
     made = copy.deepcopy(dict(workflow))
     metadata = made.setdefault("metadata", {})
     metadata.pop("generateName", None)

@@ -158,7 +158,7 @@ def _published(root: str) -> Any:
 
 def _verify_published(root: str, version: int | None) -> int:
     """Assemble versions and compare every tensor; 2 where one can not be, or differs."""
-    from tuneloop.errors import Corrupt
+    from tuneloop.errors import UserError
     from tuneloop.weights import ls, verify
 
     bad = 0
@@ -166,7 +166,7 @@ def _verify_published(root: str, version: int | None) -> int:
         try:
             done = verify(root, chosen)
             typer.echo(f"published version {chosen}: {done.tensors}/{done.tensors} tensors as published")
-        except Corrupt as error:
+        except UserError as error:
             bad = 2
             typer.echo(f"error: published version {chosen}: {error}", err=True)
     return bad

@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tuneloop.errors import Corrupt, UserError
-from tuneloop.store import inside
+from tuneloop.store import inside, opened
 
 Bytes = NDArray[np.uint8]
 
@@ -61,7 +61,7 @@ def read_header(path: Path, name: str = "") -> Header:
     Raises:
         Corrupt: it is not a safetensors file.
     """
-    with path.open("rb") as file:
+    with opened(path) as file:
         size = file.read(8)
         length = int.from_bytes(size, "little")
         if len(size) < 8 or length > path.stat().st_size - 8:

@@ -21,6 +21,7 @@ from tuneloop.weights import delta, versions
 from tuneloop.weights.layout import Checkpoint, visible_files
 from tuneloop.weights.versions import Chain, Entry
 
+MEND = "restore it from a copy, or publish the next version in full"
 MARKER, LOCK, INCOMING = ".weight_version.json", ".weight_version.lock", ".incoming"
 
 
@@ -166,21 +167,12 @@ def _open_delta(store: Store, step: Entry, incoming: Path) -> delta.DeltaFile | 
 
 def fetch(store: Store, key: str, path: Path, *, copy: bool = False) -> Path:
     """A local file with the bytes of `key`: the stored file itself where the store is local and no copy is wanted."""
-    if store.root is not None and not copy:
-        path = store.root / key
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            store.download(key, path)
-        except (FileNotFoundError, UserError) as error:
-            raise _missing(store, key) from error
-    if not path.is_file():
-        raise _missing(store, key)
-    return path
-
-
-def _missing(store: Store, key: str) -> Corrupt:
-    return Corrupt("weights", f"{store.url}/{key}", "is missing although its index is there; publish the version again")
+    if store.root is None or copy:
+        store.download(key, path)
+        return path
+    if not (store.root / key).is_file():
+        raise Corrupt("weights", f"{store.url}/{key}", f"is missing although its index is there; {MEND}")
+    return store.root / key
 
 
 def _fetch_full(store: Store, full: Entry, directory: Path) -> None:
@@ -294,13 +286,17 @@ def locked(directory: Path) -> Iterator[None]:
     """Hold the directory for this process; the kernel lets go when the process dies.
 
     Raises:
-        UserError: it holds files that `materialize` did not put there.
+        UserError: it holds files that `materialize` did not put there, or can not be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / LOCK).exists() and any(directory.iterdir()):
-        raise UserError(
-            "directory", str(directory), "is not empty and not made by `weights materialize`; choose another"
-        )
-    with (directory / LOCK).open("a") as held:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not (directory / LOCK).exists() and any(directory.iterdir()):
+            raise UserError(
+                "directory", str(directory), "is not empty and not made by `weights materialize`; choose another"
+            )
+        lock = (directory / LOCK).open("a")
+    except OSError as error:
+        raise UserError("directory", str(directory), f"{error.strerror}; choose one that can be written") from error
+    with lock as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield

@@ -8,6 +8,8 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -327,6 +329,45 @@ def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="choose another"):
         materialize(root, 0, export)
     assert content(export) == before
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/below"])
+def test_a_directory_that_cannot_be_is_one_line(tmp_path: Path, place: str) -> None:
+    root = f"file://{tmp_path}/weights"
+    publish(root, 0, save(tmp_path / "export", model(np.random.default_rng(9))))
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match=rf"^directory: '.*{place}': .*; choose one that can be written$"):
+        materialize(root, 0, tmp_path / place)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_files_that_may_not_be_read_are_one_line() -> None:
+    """Of a delta, which is read where it lies, and of a full version, which is copied."""
+    rng = np.random.default_rng(9)
+    with tempfile.TemporaryDirectory() as place:  # pytest's own are below a directory of root's alone
+        first, root = model(rng), f"file://{place}/weights"
+        publish(root, 0, save(Path(place, "a"), first))
+        publish(root, 1, save(Path(place, "b"), update(rng, first, 0.05)))
+        Path(place).chmod(0o755)
+        assert verify(root).version == 1
+        for version, pattern in ((1, "model-*"), (0, "model.*.safetensors")):
+            (path,) = Path(place, "weights", f"weight_v{version:06d}").glob(pattern)
+            path.chmod(0)
+            with unprivileged(), pytest.raises(UserError, match=rf"{path.name}.*; grant access$"):
+                verify(root, version)
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """As a user whom permissions bind, where that is not so anyhow."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
 
 
 def _pull_for_ever(root: str, replica: Path) -> None:
