@@ -82,8 +82,8 @@ def materialize(
     chain = Chain(root)
     directory = Path(directory)
     threads = threads or delta.thread_count()
+    target = chain.target(version)  # before a directory is made for it
     with locked(directory):
-        target = chain.target(version)
         held = _held(directory, chain, target, threads)
         plan = _plan(chain, target, held)
         if held == target:

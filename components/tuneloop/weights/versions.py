@@ -177,7 +177,9 @@ class Chain:
         """
         wanted = self.latest if version is None else version
         if wanted is None or wanted not in self.versions:
-            raise UserError("weights version", wanted, f"is not in {self.store.url}; {_GONE}")
+            raise UserError(
+                "weights version", "latest" if version is None else version, f"is not in {self.store.url}; {_GONE}"
+            )
         return wanted
 
     def steps(self, version: int) -> Iterator[tuple[Entry | None, Entry]]:

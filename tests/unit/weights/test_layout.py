@@ -171,8 +171,10 @@ def test_no_model_no_service(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
     with pytest.raises(Corrupt, match="cut short"):
         publish(str(tmp_path / "weights"), 0, tmp_path)
-    with pytest.raises(UserError, match="is not in"):
-        materialize(str(tmp_path / "weights"), None, tmp_path / "replica")
+    for version, said in ((None, "'latest'"), (7, "7")):
+        with pytest.raises(UserError, match=rf"^weights version: {said}: is not in file://.*/weights; publish it"):
+            materialize(str(tmp_path / "weights"), version, tmp_path / "replica")
+    assert not (tmp_path / "replica").exists()
 
 
 def test_import_needs_no_torch() -> None:
