@@ -5,7 +5,9 @@ Where the account may not look (403), a thing counts as present: the account tha
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
@@ -32,6 +34,9 @@ APPLY = "kubectl apply -k manifests/overlays/local (or yours)"
 LISTED = 50
 """A kubelet reports so many images and no more (``nodeStatusMaxImages``)."""
 
+THEIRS = re.compile(r"""(?:^|")(?!tuneloop\.)([^\W\d]\w*(?:\.\w+)*:[^\W\d][\w.]*)(?:\\?"|$)""")
+"""A dotted path to code that is not ours, as a whole argument or a string of its JSON, or of JSON in that."""
+
 Amounts = dict[str, Decimal]
 """Resource name → amount, in cores, bytes or pieces."""
 
@@ -55,6 +60,21 @@ def problems(cluster: Cluster, workflow: Mapping[str, Any]) -> list[UserError]:
             *_turns(cluster, workflow),
             *_store(workflow),
         ]
+
+
+def notices(workflow: Mapping[str, Any]) -> list[str]:
+    """What nobody can know from here: whether the images have the user's own code. One line an image."""
+    wanted: dict[str, set[str]] = {}
+    for container in (t["container"] for t in workflow["spec"].get("templates", ()) if "container" in t):
+        paths = {path for word in container.get("args", ()) for path in THEIRS.findall(str(word))}
+        modules = {name for flag, name in itertools.pairwise(container.get("command", ())) if flag == "-m"}
+        paths |= {name for name in modules if not name.startswith("tuneloop.")}
+        wanted.setdefault(container["image"], set()).update(paths)
+    return [
+        f"{', '.join(sorted(paths))}: has to be in image {image} (docs/cluster.md, Your own code)"
+        for image, paths in sorted(wanted.items())
+        if paths
+    ]
 
 
 def _namespace(cluster: Cluster) -> Iterator[UserError]:

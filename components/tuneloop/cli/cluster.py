@@ -46,7 +46,7 @@ def submit(
 ) -> int:
     """Send a pipeline to a cluster, once everything it needs was found there."""
     from tuneloop.argo import cluster as argo
-    from tuneloop.argo.preflight import problems
+    from tuneloop.argo.preflight import notices, problems
     from tuneloop.config import find
     from tuneloop.fleet.graph import served
 
@@ -54,6 +54,8 @@ def submit(
     found = find(pipeline)
     workflow = found.build(found.configure(config, [*_rolled_out_by(graph), *(sets or ())]))
     made = argo.prepare(workflow, run=run, store=store, namespace=namespace, priority=priority)
+    for notice in notices(made):
+        typer.echo(f"note: {notice}", err=True)
     if server:
         if graph:
             raise UserError("--fleet", str(fleet), "needs a kubeconfig; bring the graph up by `tuneloop fleet up`")

@@ -1,5 +1,6 @@
 """Workflows of a run, in order."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from tests.unit.argo.api import serving
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.cluster import workflows
+from tuneloop.argo.preflight import notices
 from tuneloop.config import find
 from tuneloop.errors import UserError
 
@@ -54,3 +56,19 @@ def test_a_run_that_was_submitted_from_a_template_is_of_its_pipeline() -> None:
     assert argo.after(prepared(), [live], "demo")[1] == 2
     with pytest.raises(UserError, match="exists with another pipeline"):
         argo.after(prepared("sft_then_grpo"), [live], "demo")
+
+
+def test_code_of_the_user_s_own_is_said_with_the_images_that_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_data.py").write_text("from tuneloop.data.digits import load\n")
+    (tmp_path / "my_rewards.py").write_text("RANGE = (0, 1)\n\n\ndef score(completion, answer, metadata): return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ("data.source=my_data:load", 'reward.reward_weights={"my_rewards:score": 1}')
+    there = "(docs/cluster.md, Your own code)"
+    assert notices(prepared("grpo", *own)) == [
+        f"my_data:load, my_rewards:score: has to be in image tuneloop/base:dev {there}"
+    ]
+    in_a_pod = notices(prepared("grpo", *own, "loop.iterations_per_pod=10"))
+    assert f"my_rewards:score: has to be in image tuneloop/rollout:dev {there}" in in_a_pod
+    assert not notices(prepared())
