@@ -161,9 +161,9 @@ class Run:
         record = read_record(name, at)
         found = cls(name, record.store if record else at, record)
         if record is None and not found.entries:
-            names = ", ".join(r.run for r in records(at)) or "none"
+            known = ", ".join(names(at)) or "none"
             raise UserError(
-                "run", name, f"not found below {at}; started on this machine: {names}; --store names another place"
+                "run", name, f"not found below {at}; started on this machine: {known}; --store names another place"
             )
         return found
 
@@ -379,10 +379,19 @@ def read_record(name: str, store: str) -> Record | None:
         raise Corrupt("run", f"{directory(name, store)}/run.json", "is not a run's record; restore it") from error
 
 
+def names(store: str = ROOT) -> list[str]:
+    """All runs started on this machine whose local state lies below `store`, damaged ones too."""
+    places = (path.parent.name for path in directory("x", store).parent.glob("*/run.json"))
+    return sorted(name for name in places if NAME.match(name))
+
+
 def records(store: str = ROOT) -> list[Record]:
-    """All runs started on this machine whose local state lies below `store`, oldest first."""
-    names = (path.parent.name for path in directory("x", store).parent.glob("*/run.json"))
-    found = (read_record(name, store) for name in names if NAME.match(name))
+    """The records of these runs, oldest first.
+
+    Raises:
+        Corrupt: one is damaged.
+    """
+    found = (read_record(name, store) for name in names(store))
     return sorted((record for record in found if record), key=lambda r: r.created)
 
 
@@ -442,5 +451,5 @@ def _sampling(entry: Entry) -> str:
 
 __all__ = [
     "ROOT", "Checked", "Curve", "Entry", "Record", "Run", "Score", "check_name", "create", "differences",
-    "directory", "read_record", "records", "verify",
+    "directory", "names", "read_record", "records", "verify",
 ]  # fmt: skip

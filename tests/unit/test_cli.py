@@ -426,6 +426,24 @@ def pod(name: str, phase: str = "Succeeded", **more: object) -> Node:
     return Node(id=name, name=name, display_name=name, template="t", type="Pod", phase=phase, **more)  # type: ignore[arg-type]
 
 
+def test_a_damaged_run_hides_no_other(call: Call, tmp_path: Path) -> None:
+    for name in ("a", "b", "c", "d"):
+        store = "az://c/x" if name == "d" else f"file://{tmp_path}/runs"
+        place = tmp_path / "runs" / name
+        place.mkdir(parents=True)
+        record = Record(run=name, pipeline="toy_pipeline", path=TOY, config={}, store=store, created=ord(name))
+        (place / "run.json").write_text("{" if name == "a" else record.model_dump_json())
+    (tmp_path / "runs" / "c" / "sft").mkdir()
+    (tmp_path / "runs" / "c" / "sft" / "manifest.json").write_text("{}")
+    result = call("status")
+    rows = [line.split()[:3] for line in result.out.splitlines() if line.strip()[:1] in {*"abcd"}]
+    assert rows == [["b", "toy_pipeline", "created"], ["a", "damaged"], ["c", "damaged"], ["d", "unreachable"]]
+    assert [line.split(":")[0] for line in result.err.splitlines()] == ["a", "c", "d"] and result.code == 0
+    assert "/a/run.json': is not a run's record; restore it" in result.err
+    refused(call("status", "a"), "is not a run's record")
+    refused(call("status", "none"), "started on this machine: a, b, c, d")
+
+
 def test_status_counts_retries_and_says_what_was_interrupted(call: Call, tmp_path: Path) -> None:
     tries = [pod(f"sft({i})", phase, parent="sft") for i, phase in enumerate(("Failed", "Failed", "Running"))]
     left(tmp_path, *tries)

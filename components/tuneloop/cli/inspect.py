@@ -103,18 +103,34 @@ def _table_of_runs(store: str) -> Any:
     from rich import box
     from rich.table import Table
 
-    from tuneloop.runs import Run, records
+    from tuneloop.errors import Corrupt, Retryable, UserError
+    from tuneloop.runs import names
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("run", "pipeline", "state", "iterations", "mean reward", "created"):
         table.add_column(column, no_wrap=True)
-    for record in records(store):
-        run = Run(record.run, record.store, record)
-        latest = run.latest_reward()
-        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created))
-        reward = f"{latest.value:.3f} ({latest.how})" if latest else ""
-        table.add_row(record.run, record.pipeline, run.phase, str(run.iteration or ""), reward, created)
+    rows = []
+    for name in names(store):
+        try:
+            rows.append(_row(name, store))
+        except (UserError, Retryable) as error:  # the others are there all the same
+            rows.append((float("inf"), (name, "", "damaged" if isinstance(error, Corrupt) else "unreachable")))
+            typer.echo(f"{name}: {error}", err=True)
+    for _, row in sorted(rows):
+        table.add_row(*row)
     return table
+
+
+def _row(name: str, store: str) -> tuple[float, tuple[str, ...]]:
+    """When a run was created, Unix seconds, and what the table says of it."""
+    from tuneloop.runs import Run
+
+    run = Run.open(name, store)
+    assert run.record
+    latest = run.latest_reward()
+    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.record.created))
+    reward = f"{latest.value:.3f} ({latest.how})" if latest else ""
+    return run.record.created, (name, run.record.pipeline, run.phase, str(run.iteration or ""), reward, created)
 
 
 def _print_log(run: Run, node: Node, seen: dict[str, int], prefix: bool) -> None:
