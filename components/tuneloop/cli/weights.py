@@ -100,13 +100,16 @@ def gc(
     name: NAME,
     keep: Annotated[int, typer.Option(min=1, help="How many of the newest stay.")] = 1,
     pin: Annotated[list[int] | None, typer.Option(help="A version that stays, as a replica serves it.")] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete; without it only say what would be.")] = False,
     store: STORE = "runs",
 ) -> None:
     """Drop published versions that nothing needs: neither kept nor pinned, nor the base of one that is."""
     from tuneloop.weights import gc
 
-    dropped = gc(_root(name, store), keep, pin or ())
-    typer.echo(f"dropped {', '.join(map(str, dropped)) or 'none'}")
+    found = gc(_root(name, store), keep, pin or (), delete=delete)
+    numbers = ", ".join(map(str, found)) or "none"
+    left = "" if delete else ", and what crashed publications left; --delete does"
+    typer.echo(f"{'dropped' if delete else 'to drop'}: {numbers}{left}")
 
 
 def published_root(run: Run) -> str | None:

@@ -106,8 +106,8 @@ def _density(old: Checkpoint, new: Checkpoint, name: str) -> float:
     return float(np.mean(old.view(name).view(kind) != new.view(name).view(kind)))
 
 
-def gc(root: str | Store, keep: int = 1, pinned: Collection[int] = ()) -> list[int]:
-    """Drop versions; returns those dropped.
+def gc(root: str | Store, keep: int = 1, pinned: Collection[int] = (), *, delete: bool = True) -> list[int]:
+    """Drop versions; returns those dropped, or with `delete` false those that would be.
 
     What stays: the latest, the `keep` newest, those in `pinned`, those that replicas say they serve (`live`), and every
     version that one of them is assembled from. Leftovers of crashed publications below the latest go too;
@@ -129,6 +129,8 @@ def gc(root: str | Store, keep: int = 1, pinned: Collection[int] = ()) -> list[i
             if entry.index.encoding is None:
                 break
     dropped = [v for v in chain.versions if v < chain.latest and v not in needed]
+    if not delete:
+        return dropped
     for version in dropped:
         chain.store.delete(f"{directory(version)}/{INDEX}")  # first: without it the version is gone as a whole
     whole = {directory(v) for v in needed} | {directory(v) for v in chain.versions if v >= chain.latest}

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.weights.exports import Crash, Crashing, Model, content, model, save, update
+from tuneloop.cli import invoke
 from tuneloop.errors import Corrupt, UserError
 from tuneloop.store import Store
 from tuneloop.weights import PointerConflict, PointerRewind, diff, gc, live, ls, materialize, pointer, publish, verify
@@ -255,8 +256,11 @@ def test_gc_keeps_what_is_needed_and_drops_the_rest(tmp_path: Path) -> None:
     live.withdraw(Store(root), "ended")
     os.utime(tmp_path / "weights" / "live" / "died.json", (0, time.time() - live.EXPIRY_S - 1))
     assert live.versions(Store(root)) == {"serves": 5, "elsewhere": 77}
+    standing = Store(root).keys("")
+    listed = gc(root, keep=2, pinned=[9], delete=False)
+    assert Store(root).keys("") == standing
     dropped = gc(root, keep=2, pinned=[9])
-    assert dropped == [0, 1, 2, 3, 6, 7, 8]
+    assert dropped == listed and dropped == [0, 1, 2, 3, 6, 7, 8]
     assert [entry.version for entry in ls(root)] == [4, 5, 9, 10, 11, 12, 13]
     left = {key.partition("/")[0] for key in Store(root).keys("")}
     assert "weight_v000002" not in left and "weight_v000099" in left
@@ -265,6 +269,16 @@ def test_gc_keeps_what_is_needed_and_drops_the_rest(tmp_path: Path) -> None:
         assert content(tmp_path / "replica") == content(exports[version])
     with pytest.raises(UserError, match="keep"):
         gc(root, keep=0)
+
+
+def test_the_command_drops_only_when_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root, export = f"{tmp_path}/weights", save(tmp_path / "export", model(np.random.default_rng(5)))
+    for version in range(3):
+        publish(root, version, export, encoding=None)
+    for options, said, left in (([], "to drop: 1, and", [0, 1, 2]), (["--delete"], "dropped: 1\n", [0, 2])):
+        assert invoke(["weights", "gc", root, "--pin", "0", *options]) == 0
+        assert capsys.readouterr().out.startswith(said)
+        assert [entry.version for entry in ls(root)] == left
 
 
 def test_diff_names_what_changed(tmp_path: Path) -> None:
