@@ -22,14 +22,18 @@ from tuneloop.messages import rewrite
 
 
 def fetch(source: str, into: Path, *, messages: bool = False) -> None:
-    """Copy `source` to the directory `into`, under a temporary name first.
+    """Copy `source` to the directory `into`, under a temporary name first; what an earlier call put there goes.
 
     Raises:
-        UserError: nothing is committed there, the artifact has no such part, or rows that `messages` can not be.
+        UserError: nothing is committed there, the artifact has no such part, or rows that `messages` can not be;
+            `into` holds something that no earlier call put there.
     """
+    into = into.resolve()
     mark, said = into.with_name(f".{into.name}.fetched"), f"{source} --messages" if messages else source
     if into.is_dir() and mark.is_file() and mark.read_text() == said:
         return
+    if into.exists() and not (into.is_dir() and (mark.is_file() or not any(into.iterdir()))):
+        raise UserError("--into", str(into), "holds what tuneloop.fetch did not put there; choose another directory")
     ref, _, part = source.partition("#")
     path = Artifact(ref).path / part
     if not path.exists():
@@ -43,6 +47,7 @@ def fetch(source: str, into: Path, *, messages: bool = False) -> None:
             shutil.copyfile(path, staged / path.name)
         for file in staged.glob("*.parquet") if messages else ():
             rewrite(file)
+        mark.write_text("")  # from here on `into` is ours, and nothing whole
         shutil.rmtree(into, ignore_errors=True)
         staged.rename(into)
     finally:
