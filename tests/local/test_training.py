@@ -128,6 +128,8 @@ def test_two_processes_update_as_one(tmp_path, lora):
     )
     policy_update(out=str(tmp_path / "one"), per_device_train_batch_size=16, algorithm_args=terms, lora=lora, **about)
     assert_same_training(Artifact(str(tmp_path / "one")), Artifact(str(tmp_path / "two")))
+    spent = Artifact(str(tmp_path / "two")).manifest.facts["efficiency"]
+    assert 0 < spent["communication_s"] < spent["step_s"]
 
 
 def test_two_processes_stopped_and_resumed_end_with_the_same_bytes(tmp_path):
