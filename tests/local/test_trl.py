@@ -1,4 +1,4 @@
-"""TRL's own scripts by the backend `trl`: two processes each, on chats that `data_prep` made. SFT is in tests/cluster."""
+"""TRL's own scripts by the backend `trl`: two processes each, on chats of `data_prep`. SFT is in tests/cluster."""
 
 import os
 import subprocess
