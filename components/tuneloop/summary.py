@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tuneloop.runs import Entry, Run, Score
@@ -36,6 +36,11 @@ def summarize(run: Run, report: Path | None = None, mlflow: str = "") -> str:
         "report": str(report or (run.directory / "report.html" if (run.directory / "report.html").exists() else "")),
         "mlflow": mlflow,
     }
+    return aligned(facts)
+
+
+def aligned(facts: Mapping[str, str]) -> str:
+    """One line a fact that is known."""
     return "\n".join(f"  {name:<12} {_plain(text)}" for name, text in facts.items() if text)
 
 

@@ -180,12 +180,15 @@ def _workloads(cluster: Cluster) -> dict[str, str]:
     return said
 
 
-def logs(cluster: Cluster, run: str, *, stage: str | None = None, follow: bool = False) -> Iterator[tuple[str, str]]:
+def logs(
+    cluster: Cluster, run: str, *, stage: str | None = None, follow: bool = False, since: str | None = None
+) -> Iterator[tuple[str, str]]:
     """(stage, line) of what the pods of a run write; those of pods already deleted are gone.
 
     Args:
         stage: only this one, by its name in the graph.
         follow: go on until the run ends; else what is there now.
+        since: only pods of this workflow of the run and of those after it.
 
     Raises:
         UserError: there is no such run on the cluster, or no pod of that stage.
@@ -193,11 +196,14 @@ def logs(cluster: Cluster, run: str, *, stage: str | None = None, follow: bool =
     lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     read: dict[str, threading.Thread] = {}
     found = workflows(cluster, run)
+    created = [w["metadata"]["creationTimestamp"] for w in found if w["metadata"]["name"] == since]
+    begun = _seconds(created[0]) if created else 0.0  # a job's pods do not say which workflow they are of
     while True:
         over = all(phase(w) in DONE for w in found) or not follow
         for pod in patiently(lambda: _started(cluster, run)):
             name = label(pod)
-            if pod.metadata.uid not in read and stage in (None, name):
+            mine = stage in (None, name) and pod.metadata.creation_timestamp.timestamp() >= begun
+            if mine and pod.metadata.uid not in read:
                 reader = threading.Thread(target=follow_pod, args=(cluster, pod, name, follow, lines), daemon=True)
                 read[pod.metadata.uid] = reader
                 reader.start()

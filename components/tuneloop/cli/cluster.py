@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +33,9 @@ def submit(
     config: CONFIG = None,
     sets: SETS = None,
     priority: Annotated[str | None, typer.Option("--priority", help="WorkloadPriorityClass of queued stages.")] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the logs, and return the run's exit status.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Follow the logs, say how it ended, and exit as it did.")
+    ] = False,
     check: Annotated[bool, typer.Option("--check", help="Only check: create nothing.")] = False,
     server: Annotated[
         str | None, typer.Option("--server", help="URL of an Argo server to send it to; needs no kubeconfig.")
@@ -47,6 +50,7 @@ def submit(
     """Send a pipeline to a cluster, once everything it needs was found there."""
     from tuneloop.argo import cluster as argo
     from tuneloop.argo.preflight import notices, problems
+    from tuneloop.cli.verdict import tell
     from tuneloop.config import find
     from tuneloop.fleet.graph import served
 
@@ -70,12 +74,17 @@ def submit(
     if check:
         typer.echo(f"{run}: can be submitted to {there.context}, namespace {namespace}")
         return 0
+    begun = time.monotonic()
     name = _start(there, made, run, graph)
-    typer.echo(f"{run}: submitted as workflow {name}; see `tuneloop cluster status {run}`")
+    options = (
+        f"{f' --namespace {namespace}' if namespace != 'tuneloop' else ''}{f' --context {context}' if context else ''}"
+    )
+    typer.echo(f"{run}: submitted as workflow {name}; see `tuneloop cluster status {run}{options}`")
     if not wait:
         return 0
-    _print_logs(there, run, None, follow=True)
-    return argo.wait(there, run)
+    said = _print_logs(there, run, None, follow=True, since=name)
+    argo.wait(there, run)
+    return tell(run, argo.workflows(there, run), time.monotonic() - begun, said, options)
 
 
 def _graph(manifest: Path, run: str, namespace: str) -> dict[str, Any]:
@@ -106,11 +115,15 @@ def _start(there: Cluster, made: dict[str, Any], run: str, graph: dict[str, Any]
 def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: bool) -> int:
     """Through an Argo server, which is asked for nothing else: there is no preflight, and no logs."""
     from tuneloop.argo.server import Server
+    from tuneloop.cli.verdict import tell
 
-    there = Server(url, namespace)
+    there, begun = Server(url, namespace), time.monotonic()
     name = there.submit(made, run)
     typer.echo(f"{run}: submitted as workflow {name} to {url}")
-    return there.wait(run) if wait else 0
+    if not wait:
+        return 0
+    there.wait(run)
+    return tell(run, there.workflows(run), time.monotonic() - begun, {})
 
 
 def submit_pipeline(path: str, arguments: list[str]) -> int:
@@ -261,11 +274,16 @@ def claims(namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
         typer.echo(f"no claims in namespace {namespace}")
 
 
-def _print_logs(there: Cluster, run: str, stage: str | None, follow: bool) -> None:
+def _print_logs(there: Cluster, run: str, stage: str | None, follow: bool, since: str | None = None) -> dict[str, str]:
+    """Print what the pods write; the last words of each stage."""
     from tuneloop.argo.watch import logs as read
 
-    for name, line in read(there, run, stage=stage, follow=follow):
+    said = {}
+    for name, line in read(there, run, stage=stage, follow=follow, since=since):
         typer.echo(f"{name} | {line}")
+        if line.strip():
+            said[name] = line.strip()
+    return said
 
 
 def _table(seen: Status) -> Table:

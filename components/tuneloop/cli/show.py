@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tuneloop.argo.state import BROKEN, Node
+from tuneloop.cli.live import iteration_of, label
 from tuneloop.errors import EXIT_USER
 from tuneloop.runs import Run
 from tuneloop.store import normalize
@@ -21,8 +24,6 @@ def stages(run: Run) -> Table:
     """One row a stage: phase, how often it ended, seconds, retries, its newest result."""
     from rich import box
     from rich.table import Table
-
-    from tuneloop.cli.live import iteration_of, label
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("stage", "phase", "done", "seconds", "retries", "newest"):
@@ -52,22 +53,30 @@ def stages(run: Run) -> Table:
 
 def failure(run: Run, outcome: Outcome) -> str:
     """Which stage ended the run and its last words, in one line."""
-    from tuneloop.cli.live import label
-
-    broken = [node for node in outcome.nodes.values() if node.type == "Pod" and node.phase in ("Failed", "Error")]
-    if not broken:
+    node = culprit(outcome.nodes.values())
+    if node is None:
         return f"error: {outcome.message}"
-    node = max(broken, key=lambda n: n.finished)
     path = run.directory / node.log
     lines = path.read_text(errors="replace").split("\n") if node.log and path.is_file() else []
     said = next((line.strip() for line in reversed(lines) if line.strip()), node.message)
-    kind = "" if said.startswith(("error:", "interrupted:")) else "error: "
-    stage, at = label(node), there(run.store_url)
+    at = there(run.store_url)
     then = f"`tuneloop resume {run.name}{at}`"
     if outcome.exit_code == EXIT_USER:
         run.refresh()
         then += ", or another run with other settings" if run.iteration else ", or run it again with other settings"
-    return f"{kind}{said} (in {stage}; see `tuneloop logs {run.name} {stage}{at}`, then {then})"
+    return blamed(node, said, f"tuneloop logs {run.name} {label(node)}{at}", then)
+
+
+def culprit(nodes: Iterable[Node]) -> Node | None:
+    """The pod that failed last."""
+    broken = [node for node in nodes if node.type == "Pod" and node.phase in BROKEN]
+    return max(broken, key=lambda n: n.finished, default=None)
+
+
+def blamed(node: Node, said: str, look: str, then: str) -> str:
+    """A stage's last words as an error, the command that shows more of them, and how to go on."""
+    kind = "" if said.startswith(("error:", "interrupted:")) else "error: "
+    return f"{kind}{said} (in {label(node)}; see `{look}`, then {then})"
 
 
 def there(store: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from tuneloop.argo.cluster import Cluster
+from tuneloop.argo.watch import NODE_NAME
 
 PLACE = re.compile(r"/apis/argoproj.io/v1alpha1/namespaces/[^/]+/(?P<plural>[^/]+)(/(?P<name>[^/]+))?$")
 
@@ -19,7 +20,7 @@ class Answering(BaseHTTPRequestHandler):
     """Answers as an API server does."""
 
     def _answer(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
+        data = (body if isinstance(body, str) else json.dumps(body)).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
@@ -35,13 +36,26 @@ class Api(ThreadingHTTPServer):
 
     Attributes:
         objects: (plural, name) → object, in the order they were created.
+        becomes: status of a workflow that is created.
         pods: of the namespace.
+        logs: pod → what it wrote.
     """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Objects)
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
+        self.becomes: dict[str, Any] = {}
         self.pods: list[dict[str, Any]] = []
+        self.logs: dict[str, str] = {}
+
+    def add_pod(self, node: str, at: str, log: str) -> None:
+        """One that has ended."""
+        name = node.replace(".", "-")
+        about = {"name": name, "uid": name, "creationTimestamp": at, "annotations": {NODE_NAME: node}}
+        ended = {"name": "main", "image": "", "imageID": "", "ready": False, "restartCount": 0}
+        ended["state"] = {"terminated": {"exitCode": 2}}
+        self.pods.append({"metadata": about, "status": {"phase": "Failed", "containerStatuses": [ended]}})
+        self.logs[name] = log
 
 
 class Objects(Answering):
@@ -52,6 +66,8 @@ class Objects(Answering):
         match = PLACE.match(url.path)
         if url.path.endswith("/pods"):
             return self._answer(200, {"apiVersion": "v1", "kind": "PodList", "items": self.server.pods, "metadata": {}})
+        if url.path.endswith("/log"):
+            return self._answer(200, self.server.logs[url.path.split("/")[-2]])
         if match is None:
             return self._answer(200 if "/api/v1/namespaces/" in url.path else 403, {"message": "forbidden"})
         if match["name"]:
@@ -71,7 +87,7 @@ class Objects(Answering):
         place = match["plural"], body["metadata"]["name"]
         if place in self.server.objects:
             return self._answer(409, {"message": "already exists"})
-        self._answer(201, self._keep(place, body))
+        self._answer(201, self._keep(place, {**body, "status": self.server.becomes}))
 
     def do_PUT(self) -> None:
         match = PLACE.match(self.path)
@@ -88,7 +104,7 @@ class Objects(Answering):
         return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
 
     def _keep(self, place: tuple[str, str], body: dict[str, Any]) -> dict[str, Any]:
-        at = f"2026-01-01T00:00:{len(self.server.objects):02d}Z"
+        at = f"2026-01-01T00:0{len(self.server.objects)}:00Z"
         body["metadata"] = {"creationTimestamp": at, **body["metadata"], "resourceVersion": "1"}
         self.server.objects[place] = body
         return body

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.unit.argo.api import serving
+from tests.unit.argo.api import kubeconfig, serving
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.cluster import workflows
 from tuneloop.argo.preflight import notices
+from tuneloop.cli import invoke
 from tuneloop.config import find
 from tuneloop.errors import UserError
 
@@ -72,3 +73,47 @@ def test_code_of_the_user_s_own_is_said_with_the_images_that_need_it(
     in_a_pod = notices(prepared("grpo", *own, "loop.iterations_per_pod=10"))
     assert f"my_rewards:score: has to be in image tuneloop/rollout:dev {there}" in in_a_pod
     assert not notices(prepared())
+
+
+def ended(phase: str, **stages: dict[str, Any]) -> dict[str, Any]:
+    """Status of a workflow whose pods had these outputs, or exit codes."""
+    nodes = {}
+    for second, (name, outputs) in enumerate(stages.items()):
+        stage = name.replace("_", "-")
+        at = f"2026-01-01T00:01:{second:02d}Z"
+        node = {"id": stage, "name": f"demo.{stage}", "displayName": stage, "type": "Pod", "startedAt": at}
+        node |= {"templateName": "evaluate" if "evaluate" in stage else stage, "finishedAt": at}
+        told = [{"name": key, "value": value} for key, value in outputs.items() if key != "code"]
+        code = str(outputs.get("code", 0))
+        node |= {"phase": "Succeeded" if code == "0" else "Failed", "outputs": {"exitCode": code, "parameters": told}}
+        nodes[stage] = node
+    return {"phase": phase, "message": f"main {phase.lower()}", "nodes": nodes}
+
+
+def test_submit_wait_says_how_the_attempt_ended_and_what_the_run_has_come_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit = ["submit", "grpo", "--run", "demo", "--store", "s3://b/runs", "--wait"]
+    with serving() as (server, cluster):
+        monkeypatch.setenv("KUBECONFIG", kubeconfig(cluster.host, tmp_path))
+        before = {"mean-reward": "0.125"}
+        server.becomes = ended("Failed", evaluate_before=before, rollout={"code": 2})
+        server.add_pod("demo.rollout", "2026-01-01T00:00:00Z", "error: prompts: None: too few\n\n")
+        assert invoke(submit) == 2
+        said = capsys.readouterr()
+        assert "\ndemo: failed: main failed, exit code 2 (" in said.out
+        assert "  mean reward  0.125 (evaluate-before)\n" in said.out
+        assert said.err.startswith(
+            "error: prompts: None: too few (in rollout; see `tuneloop cluster logs demo rollout`"
+        )
+        assert "submit it again under this name: it goes on where it ended" in said.err
+
+        after, exported = {"mean-reward": "0.75"}, {"model": "s3://b/runs/demo/export@xxh3-128:0"}
+        server.becomes = ended("Succeeded", evaluate_before=before, evaluate_after=after, export=exported)
+        server.add_pod("demo-2.export", "2026-01-01T00:02:00Z", "export: done\n")
+        assert invoke(submit) == 0
+        said = capsys.readouterr()
+        assert "export | export: done\n" in said.out and "too few" not in said.out, "of the first attempt"
+        assert "\ndemo: succeeded (" in said.out and not said.err
+        assert "  mean reward  0.125 (evaluate-before) → 0.750 (evaluate-after)\n" in said.out
+        assert "  model        s3://b/runs/demo/export@xxh3-128:0\n" in said.out

@@ -1,0 +1,58 @@
+"""How a run on a cluster ended, as `tuneloop run` says it of one here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
+
+from tuneloop.argo import cluster as argo
+from tuneloop.argo.state import Node
+from tuneloop.argo.watch import nodes
+from tuneloop.cli.live import label
+from tuneloop.cli.show import blamed, culprit
+from tuneloop.errors import EXIT_USER
+from tuneloop.summary import aligned
+
+
+def tell(
+    run: str, workflows: Sequence[Mapping[str, Any]], seconds: float, said: Mapping[str, str], options: str = ""
+) -> int:
+    """Say how the newest of a run's workflows ended, and what the run has come to.
+
+    Args:
+        workflows: of the run, oldest first; the newest has ended.
+        seconds: since it was submitted.
+        said: stage → its last words; without them, what Argo says of it.
+        options: of the commands that are named, as in `` --namespace mine``.
+
+    Returns:
+        its exit code.
+    """
+    last, pods = workflows[-1], [n for each in workflows for n in nodes(each).values() if n.type == "Pod"]
+    code, message = argo.exit_code(last), last.get("status", {}).get("message", "")
+    ended = "succeeded" if not code else f"{argo.phase(last).lower()}: {message or 'no message'}, exit code {code}"
+    facts = aligned({"mean reward": _reward(pods), "model": _model(pods)})
+    typer.echo("\n".join(filter(None, (f"\n{run}: {ended} ({seconds:.1f} s)", facts))))
+    if code:
+        failed = culprit(nodes(last).values())
+        then = "submit it again under this name: it goes on where it ended"
+        if code == EXIT_USER:
+            then += "; with other settings, or under another name if a version was made"
+        look = f"tuneloop cluster logs {run}{f' {label(failed)}' if failed else ''}{options}"
+        told = blamed(failed, said.get(label(failed)) or failed.message, look, then) if failed else f"see `{look}`"
+        typer.echo(told, err=True)
+    return code
+
+
+def _reward(pods: Sequence[Node]) -> str:
+    """The first and the newest mean reward on held-out prompts; without these, of batches."""
+    rewards = [pod for pod in pods if "mean-reward" in pod.outputs]
+    scored = [pod for pod in rewards if pod.template == "evaluate"] or rewards
+    shown = [f"{float(pod.outputs['mean-reward']):.3f} ({label(pod)})" for pod in scored]
+    return " → ".join(dict.fromkeys((*shown[:1], *shown[-1:])))
+
+
+def _model(pods: Sequence[Node]) -> str:
+    return next((pod.outputs["model"] for pod in reversed(pods) if pod.template == "export" and pod.outputs), "")
