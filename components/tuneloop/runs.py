@@ -162,9 +162,7 @@ class Run:
         found = cls(name, record.store if record else at, record)
         if record is None and not found.entries:
             known = ", ".join(names(at)) or "none"
-            raise UserError(
-                "run", name, f"not found below {at}; started on this machine: {known}; --store names another place"
-            )
+            raise UserError("run", name, f"not found below {at}; known there: {known}; --store names another place")
         return found
 
     def refresh(self) -> None:
@@ -380,9 +378,20 @@ def read_record(name: str, store: str) -> Record | None:
 
 
 def names(store: str = ROOT) -> list[str]:
-    """All runs started on this machine whose local state lies below `store`, damaged ones too."""
-    places = (path.parent.name for path in directory("x", store).parent.glob("*/run.json"))
-    return sorted(name for name in places if NAME.match(name))
+    """All runs below `store`: those started on this machine, damaged ones too, and in an object store also what others
+    have put there."""
+    here = {path.parent.name for path in directory("x", store).parent.glob("*/run.json")}
+    if local_path(store) is None:  # the state of such runs lies together, whatever their store
+        here = {name for name in here if NAME.match(name) and _is_of(name, store)} | {*Store(store).parts()}
+    return sorted(name for name in here if NAME.match(name))
+
+
+def _is_of(name: str, store: str) -> bool:
+    try:
+        record = read_record(name, store)
+    except Corrupt:
+        return True
+    return record is not None and record.store == normalize(store)
 
 
 def records(store: str = ROOT) -> list[Record]:

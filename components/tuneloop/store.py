@@ -239,6 +239,14 @@ class Store:
             files = [base] if base.is_file() else [p for p in base.rglob("*") if p.is_file()]
             return sorted(str(p.relative_to(self.root)) for p in files)
 
+    def parts(self) -> list[str]:
+        """The first parts of all keys that have several, sorted: what a directory listing would show as directories."""
+        with self._faults(""):
+            if self.root is None:
+                found = obstore.list_with_delimiter(self._objects)["common_prefixes"]
+                return sorted(str(prefix) for prefix in found)
+            return sorted(p.name for p in self.root.glob("*") if p.is_dir())
+
     def stat(self) -> dict[str, tuple[int, float]]:
         """Every key with its size in bytes and when it was last written, Unix seconds."""
         with self._faults(""):

@@ -134,7 +134,7 @@ def test_every_option_has_help(call: Call) -> None:
             ["plan", "grpo", "--set", "cluster.memory=2GB"],
             "cluster.memory: '2GB': does not fit; it is: memory that each",
         ),
-        (["status", "nope"], "started on this machine: none"),
+        (["status", "nope"], "known there: none"),
         (["resume", "nope"], "not found"),
         (["stop", "nope"], "not found"),
         (["logs", "nope"], "not found"),
@@ -441,7 +441,7 @@ def test_a_damaged_run_hides_no_other(call: Call, tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in result.err.splitlines()] == ["a", "c", "d"] and result.code == 0
     assert "/a/run.json': is not a run's record; restore it" in result.err
     refused(call("status", "a"), "is not a run's record")
-    refused(call("status", "none"), "started on this machine: a, b, c, d")
+    refused(call("status", "none"), "known there: a, b, c, d")
 
 
 def test_status_counts_retries_and_says_what_was_interrupted(call: Call, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_names_that_kubernetes_refuses_are_refused(name: str, tmp_path: Path) ->
 
 def test_an_unknown_run_and_a_broken_record(tmp_path: Path) -> None:
     runs.create(record(tmp_path), "")
-    with pytest.raises(UserError, match="started on this machine: r"):
+    with pytest.raises(UserError, match="known there: r"):
         Run.open("other", str(tmp_path))
     (tmp_path / "r" / "run.json").write_text("{")
     with pytest.raises(Corrupt, match=r"run\.json"):

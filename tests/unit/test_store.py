@@ -105,6 +105,7 @@ def test_objects_behave_as_files_do(tmp_path: Path) -> None:
     for store in (Store(str(tmp_path)), Store("memory:///x")):
         for key in ("a/b", "a/bc", "a/b2/c"):
             store.create(key, b"1")
+        assert store.parts() == ["a"]
         store.swap("a/b", b"1", b"2")
         with pytest.raises(Conflict):
             store.swap("a/b", b"1", b"3")

@@ -123,8 +123,10 @@ def _table_of_runs(store: str) -> Any:
 
 def _row(name: str, store: str) -> tuple[float, tuple[str, ...]]:
     """When a run was created, Unix seconds, and what the table says of it."""
-    from tuneloop.runs import Run
+    from tuneloop.runs import Run, read_record
 
+    if read_record(name, store) is None:  # reading all of it may take long
+        return 0.0, (name, "", "not started here")
     run = Run.open(name, store)
     assert run.record
     latest = run.latest_reward()
