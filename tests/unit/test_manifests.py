@@ -1,5 +1,6 @@
 """What `manifests/`, `images/` and `requirements/` promise, as far as it can be seen without a cluster."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -14,9 +15,10 @@ ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "manifests"
 
 
+@functools.cache
 def objects() -> list[dict]:
     files = [path for path in MANIFESTS.rglob("*.yaml") if path.name not in ("kustomization.yaml", "images.yaml")]
-    loaded = [item for path in sorted(files) for item in yaml.safe_load_all(path.read_text())]
+    loaded = [item for path in sorted(files) for item in yaml.load_all(path.read_text(), yaml.CSafeLoader)]
     return [item for item in loaded if isinstance(item, dict)]
 
 
