@@ -87,6 +87,10 @@ def ray_data() -> Iterator[Callable[[Iterable[pa.Table], Examine], Iterator[pa.T
         ray.init(address, log_to_driver=False, include_dashboard=False if address == "local" else None)
     except ConnectionError as error:
         raise Retryable(f"data_prep: Ray at {address} does not answer ({error})") from error
+    except Exception as error:
+        if type(error) is not Exception:  # which is what Ray raises where its own processes are not up after 30 s
+            raise
+        raise Retryable(f"data_prep: Ray did not start ({error})") from error
     with suppress(ValueError):  # not the main thread: Ray did not take them
         for number, handler in heard.items():
             signal.signal(number, handler)
