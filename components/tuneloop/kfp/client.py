@@ -23,6 +23,8 @@ from tuneloop.errors import Retryable, UserError
 
 DONE = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 EXPERIMENT = "tuneloop"
+FOUND = "address taken from the kubeconfig"
+ADDRESS = "--endpoint or KF_PIPELINES_ENDPOINT names the API's address"
 INNER = re.compile(r"executor(\(\d+\))?|root|.+-driver|.+\.onExit")
 """Nodes that KFP adds to each task: of no interest to people."""
 
@@ -45,12 +47,26 @@ def connect(endpoint: str | None = None) -> Any:
     """
     try:
         from kfp import Client
+        from kfp_server_api import ApiException
     except ImportError:
         raise UserError("kfp", None, "needs Kubeflow Pipelines' SDK: pip install 'tuneloop[kfp]'") from None
+
+    class Once(Client):  # type: ignore[misc]  # of no type there
+        """Asks the backend how it is once; the SDK's own asks five times, and logs a traceback each time."""
+
+        def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
+            return self._healthz_api.healthz_service_get_healthz()
+
     with warnings.catch_warnings(), faults(endpoint):
         warnings.simplefilter("ignore", FutureWarning)
-        client = Client(host=endpoint)
-        client.get_kfp_healthz(sleep_duration=0)
+        try:
+            client = Once(host=endpoint)
+            client.get_kfp_healthz()
+        except ApiException as error:
+            if error.status != 404:
+                raise
+            remedy = f"has no Kubeflow Pipelines ({_told(error)}); {ADDRESS}"
+            raise UserError("kfp", endpoint or FOUND, remedy) from error
     return client
 
 
@@ -66,12 +82,9 @@ def faults(endpoint: str | None) -> Iterator[None]:
         message = _told(error)
         if error.status in (429, 502, 503, 504):
             raise Retryable(f"kfp: {message}") from error
-        raise UserError("kfp", endpoint, f"refused ({error.status}): {message}") from error
-    except (HTTPError, TimeoutError) as error:
-        remedy = (
-            f"does not answer ({type(error).__name__}); --endpoint or KF_PIPELINES_ENDPOINT names the API's address"
-        )
-        raise UserError("kfp", endpoint or "address taken from the kubeconfig", remedy) from error
+        raise UserError("kfp", endpoint or FOUND, f"refused ({error.status}): {message}") from error
+    except HTTPError as error:
+        raise UserError("kfp", endpoint or FOUND, f"does not answer ({type(error).__name__}); {ADDRESS}") from error
 
 
 def compile_to(built: Any, path: Path, *, manifest: bool = False) -> None:

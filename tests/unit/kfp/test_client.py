@@ -54,6 +54,7 @@ class Backend(ThreadingHTTPServer):
     def __init__(self) -> None:
         self.runs: list[dict[str, Any]] = []
         self.recurring: list[dict[str, Any]] = []
+        self.missing, self.asked = False, 0
         super().__init__(("127.0.0.1", 0), Handler)
 
     @property
@@ -70,6 +71,9 @@ class Handler(BaseHTTPRequestHandler):
         url = urlparse(self.path)
         query = {k: v[0] for k, v in parse_qs(url.query).items()}
         match url.path.removeprefix("/apis/").split("/"):
+            case ["v2beta1", "healthz"] if self.server.missing:
+                self.server.asked += 1
+                self.reply({"message": 'services "ml-pipeline" not found'}, 404)
             case ["v2beta1", "healthz"]:
                 self.reply({"multi_user": False})
             case ["v2beta1", "experiments"]:
@@ -185,3 +189,14 @@ def test_what_is_refused(backend: Backend, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", "http://127.0.0.1:1")
     assert invoke(["kfp", "status", "demo"]) == 2
     assert "does not answer" in capsys.readouterr().err
+
+
+def test_a_cluster_without_the_backend_is_asked_once_and_said_in_a_line(
+    backend: Backend, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    backend.missing = True
+    assert invoke(["kfp", "status", "demo"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: kfp: ") and told.count("\n") == 1
+    assert 'has no Kubeflow Pipelines (services "ml-pipeline" not found); --endpoint or' in told
+    assert backend.asked == 1 and not caplog.records
