@@ -164,15 +164,16 @@ def _verify_published(root: str, version: int | None) -> int:
     from tuneloop.errors import UserError
     from tuneloop.weights import ls, verify
 
-    bad = 0
+    first: dict[str, int] = {}
     for chosen in [v.version for v in ls(root)] if version is None else [version]:
         try:
             done = verify(root, chosen)
             typer.echo(f"published version {chosen}: {done.tensors}/{done.tensors} tensors as published")
         except UserError as error:
-            bad = 2
-            typer.echo(f"error: published version {chosen}: {error}", err=True)
-    return bad
+            found = first.setdefault(str(error.value), chosen)
+            said = error if found == chosen else f"builds on version {found}"
+            typer.echo(f"error: published version {chosen}: {said}", err=True)
+    return 2 if first else 0
 
 
 def _verify_checkpoints(run: Run, version: int | None) -> int:

@@ -109,7 +109,7 @@ class _Pass:
 
 
 def _corrupt(what: str) -> Corrupt:
-    return Corrupt("weights", "delta", f"is damaged ({what}); publish the version again")
+    return Corrupt("weights", "delta", f"is damaged ({what})")  # whose file it is knows the caller
 
 
 def _compress(data: Any) -> bytes:

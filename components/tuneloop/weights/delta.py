@@ -20,7 +20,9 @@ import xxhash
 
 from tuneloop.errors import Corrupt
 from tuneloop.weights import codec
-from tuneloop.weights.layout import Bytes, Checkpoint, encode_header, read_header
+from tuneloop.weights.layout import Blame, Bytes, Checkpoint, blamed, encode_header, read_header
+
+MEND = "restore it from a copy, or publish the next version in full"
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -97,42 +99,68 @@ class DeltaFile:
     Args:
         path: of the safetensors file.
         expected: tensor name → checksum, as the version's index says it.
+        blame: makes its errors; default: they name the path.
 
     Raises:
         Corrupt: the file and the index do not agree.
     """
 
-    def __init__(self, path: Path, encoding: codec.Encoding, names: Iterable[str], expected: Mapping[str, str]) -> None:
-        self.encoding = encoding
-        header = read_header(path)
-        stated = header.metadata
+    def __init__(
+        self,
+        path: Path,
+        encoding: codec.Encoding,
+        names: Iterable[str],
+        expected: Mapping[str, str],
+        blame: Blame | None = None,
+    ) -> None:
+        self.encoding, self.blame = encoding, blame or blamed(path, MEND)
+        header = read_header(path, blame=self.blame)
+        self.stated = stated = header.metadata
         if not set(names) == set(header.tensors) == set(stated) or any(expected.get(n) != stated[n] for n in stated):
-            raise Corrupt("weights", str(path), "holds other tensors than its index says; publish the version again")
+            raise self.blame("holds other tensors than its index says")
         content = np.memmap(path, np.uint8, "r").view(np.ndarray)
         self.payloads: dict[str, Bytes] = {name: content[t.start : t.end] for name, t in header.tensors.items()}
 
 
-def patch(target: Checkpoint, deltas: list[DeltaFile], expected: Mapping[str, str], threads: int) -> None:
+def patch(
+    target: Checkpoint,
+    deltas: list[DeltaFile],
+    expected: Mapping[str, str],
+    threads: int,
+    *,
+    start: Mapping[str, str] | None = None,
+) -> None:
     """Apply `deltas` in order to the files of `target`, and check the new state of every tensor.
 
     A tensor takes all its deltas in a buffer of the thread, and is written only if it is right.
 
+    Args:
+        start: the checksums of `target` before, so that no delta is blamed for what it is applied to.
+
     Raises:
-        Corrupt: a payload is damaged, or a new state is not what was published. Other tensors may be written by then:
-            `target` is unusable.
+        Corrupt: a payload is damaged, or a new state is not what was published. It names the file that is at fault.
+            Other tensors may be written by then: `target` is unusable.
     """
 
     def update(name: str) -> None:
-        data = target.view(name)
+        data, blame = target.view(name), target.blame(target.tensors[name].file)
         touching = [delta for delta in deltas if name in delta.payloads]
         if not touching:
-            compare([(name, xxhash.xxh3_128_hexdigest(data.data))], expected, target.directory)
+            compare([(name, xxhash.xxh3_128_hexdigest(data.data))], expected, blame)
             return
         made = _buffer(len(data))  # written back as a whole: storing through the map would cost a page fault a page
         for delta in touching:
-            digest = codec.apply(data, made, delta.payloads[name], target.tensors[name].width, delta.encoding)
+            try:
+                digest = codec.apply(data, made, delta.payloads[name], target.tensors[name].width, delta.encoding)
+                wrong = f"makes xxh3-128 {digest}, published was {delta.stated[name]}"
+            except Corrupt as error:
+                digest, wrong = "", error.remedy
+            if digest != delta.stated[name]:
+                if start is not None:
+                    compare([(name, xxhash.xxh3_128_hexdigest(target.view(name).data))], start, blame)
+                raise delta.blame(f"its {name} {wrong}")
             data = made
-        compare([(name, digest)], expected, target.directory)
+        compare([(name, digest)], expected, touching[-1].blame)
         target.write(name, made)
 
     for _ in in_order(update, target.tensors, threads):
@@ -150,7 +178,7 @@ def _buffer(size: int) -> Bytes:
     return buffer
 
 
-def compare(found: Iterable[tuple[str, str]], expected: Mapping[str, str], where: Path) -> None:
+def compare(found: Iterable[tuple[str, str]], expected: Mapping[str, str], blame: Blame) -> None:
     """Check tensor checksums.
 
     Raises:
@@ -158,7 +186,7 @@ def compare(found: Iterable[tuple[str, str]], expected: Mapping[str, str], where
     """
     for name, digest in found:
         if digest != expected.get(name):
-            raise Corrupt("weights", f"{where}: {name}", f"has xxh3-128 {digest}, published was {expected.get(name)}")
+            raise blame(f"its {name} has xxh3-128 {digest}, published was {expected.get(name)}")
 
 
 def checksums(checkpoint: Checkpoint, threads: int) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,15 @@ class Tensor:
         return width if width in (1, 2, 4, 8) and width * elements == self.end - self.start else 1
 
 
+Blame = Callable[[str], Corrupt]
+"""What is wrong with a file → the error that names the file and says what to do."""
+
+
+def blamed(where: object, mend: str = _MEND) -> Blame:
+    """The errors of a file that a user knows as `where`."""
+    return lambda wrong: Corrupt("weights", str(where), f"{wrong}; {mend}")
+
+
 @dataclass(frozen=True)
 class Header:
     """What a safetensors file says of itself; `digest` is the xxh3-128 of all bytes before the data."""
@@ -55,17 +64,18 @@ class Header:
     digest: str
 
 
-def read_header(path: Path, name: str = "") -> Header:
+def read_header(path: Path, name: str = "", blame: Blame | None = None) -> Header:
     """The header of the safetensors file at `path`, whose tensors will call the file `name`.
 
     Raises:
         Corrupt: it is not a safetensors file.
     """
+    blame = blame or blamed(path)
     with opened(path) as file:
         size = file.read(8)
         length = int.from_bytes(size, "little")
         if len(size) < 8 or length > path.stat().st_size - 8:
-            raise Corrupt("weights", str(path), f"is no safetensors file: its header is cut short; {_MEND}")
+            raise blame("is no safetensors file: its header is cut short")
         raw = file.read(length)
     try:
         entries = json.loads(raw)
@@ -77,14 +87,14 @@ def read_header(path: Path, name: str = "") -> Header:
             for key, e in entries.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Corrupt("weights", str(path), f"is no safetensors file ({error!r}); {_MEND}") from error
+        raise blame(f"is no safetensors file ({error!r})") from error
     at = 8 + length
     for start, end in sorted((t.start, t.end) for t in tensors.values()):
         if start != at or end < start:
-            raise Corrupt("weights", str(path), f"its tensors overlap or leave holes at byte {at}; {_MEND}")
+            raise blame(f"its tensors overlap or leave holes at byte {at}")
         at = end
     if at != path.stat().st_size:
-        raise Corrupt("weights", str(path), f"is {path.stat().st_size} bytes, its header says {at}; {_MEND}")
+        raise blame(f"is {path.stat().st_size} bytes, its header says {at}")
     return Header(tensors, metadata, xxhash.xxh3_128_hexdigest(size + raw))
 
 
@@ -100,14 +110,16 @@ class Checkpoint:
     Args:
         directory: with ``*.safetensors`` at its top.
         writable: map for writing in place.
+        blame: makes the errors of each file; default: they name its path.
 
     Raises:
         UserError: no safetensors file there.
         Corrupt: a file is not what its header says, or two files hold the same tensor.
     """
 
-    def __init__(self, directory: Path, *, writable: bool = False) -> None:
+    def __init__(self, directory: Path, *, writable: bool = False, blame: Callable[[str], Blame] | None = None) -> None:
         self.directory = Path(directory)
+        self.blame = blame or (lambda file: blamed(self.directory / file))
         self.tensors: dict[str, Tensor] = {}
         self.headers: dict[str, str] = {}
         found = [p for p in visible_files(self.directory) if p.suffix == ".safetensors"]
@@ -116,7 +128,7 @@ class Checkpoint:
         self._maps: dict[str, Bytes] = {}
         for path in found:
             name = path.relative_to(self.directory).as_posix()
-            header = read_header(path, name)
+            header = read_header(path, name, self.blame(name))
             self.headers[name] = header.digest
             if twice := self.tensors.keys() & header.tensors.keys():
                 raise Corrupt("weights", str(path), f"holds tensor {min(twice)!r}, and so does another file; drop one")

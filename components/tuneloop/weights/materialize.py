@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +18,10 @@ from tuneloop.artifacts import file_digest
 from tuneloop.errors import Corrupt, UserError
 from tuneloop.store import Store
 from tuneloop.weights import delta, versions
-from tuneloop.weights.layout import Checkpoint, visible_files
+from tuneloop.weights.layout import Blame, Checkpoint, blamed, visible_files
 from tuneloop.weights.versions import Chain, Entry
 
-MEND = "restore it from a copy, or publish the next version in full"
+_AGAIN = "materialize it again"
 MARKER, LOCK, INCOMING = ".weight_version.json", ".weight_version.lock", ".incoming"
 
 
@@ -161,8 +161,10 @@ def _open_delta(store: Store, step: Entry, incoming: Path) -> delta.DeltaFile | 
         return None
     if len(names) != 1:
         raise Corrupt("weights", step.place, "has several delta files, which this reader does not write or read")
-    path = fetch(store, f"{step.place}/{names.pop()}", incoming / f"{step.version}.safetensors")
-    return delta.DeltaFile(path, encoding, step.index.weight_map, step.index.tuneloop.checksums)
+    key = f"{step.place}/{names.pop()}"
+    path = fetch(store, key, incoming / f"{step.version}.safetensors")
+    blame = blamed(f"{store.url}/{key}", delta.MEND)
+    return delta.DeltaFile(path, encoding, step.index.weight_map, step.index.tuneloop.checksums, blame)
 
 
 def fetch(store: Store, key: str, path: Path, *, copy: bool = False) -> Path:
@@ -171,7 +173,7 @@ def fetch(store: Store, key: str, path: Path, *, copy: bool = False) -> Path:
         store.download(key, path)
         return path
     if not (store.root / key).is_file():
-        raise Corrupt("weights", f"{store.url}/{key}", f"is missing although its index is there; {MEND}")
+        raise blamed(f"{store.url}/{key}", delta.MEND)("is missing although its index is there")
     return store.root / key
 
 
@@ -186,18 +188,19 @@ def _assemble(chain: Chain, plan: _Plan, deltas: list[delta.DeltaFile | None], d
     """Apply the plan: to a copy beside the directory where it starts from a full version, else in place."""
     index = plan.target.index.tuneloop
     work = directory / INCOMING / "model" if plan.full else directory
-    others = _fetch_others(chain.store, plan, directory / INCOMING)
-    model = Checkpoint(work)
-    if model.headers != {n: f.header for n, f in index.files.items() if f.header}:
-        raise Corrupt(
-            "weights", str(work), f"has other tensors than version {plan.target.version}; nothing was changed"
-        )
+    blame = _origin(chain.store, plan, directory)
+    others = _fetch_others(chain.store, plan, directory / INCOMING, blame)
+    model = Checkpoint(work, blame=blame)
+    wanted = {n: f.header for n, f in index.files.items() if f.header}
+    if differing := sorted(name for name, _ in model.headers.items() ^ wanted.items()):
+        raise blame(differing[0])(f"has other tensors than version {plan.target.version}, and nothing was changed")
     given = [d for d in deltas if d is not None]
     if {n for d in given for n in d.payloads} | set(model.tensors) != set(index.checksums):
         raise Corrupt("weights", plan.target.place, "names tensors that the model does not have; nothing was changed")
     if not plan.full:
         (directory / MARKER).unlink()  # from here on the directory holds nothing until it is proved again
-    delta.patch(model, given, index.checksums, threads)
+    start = (plan.full or chain.entry(plan.held or 0)).index.tuneloop.checksums
+    delta.patch(model, given, index.checksums, threads, start=start)
     for name, path in others.items():
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, work / name)
@@ -213,7 +216,15 @@ def _assemble(chain: Chain, plan: _Plan, deltas: list[delta.DeltaFile | None], d
     _mark(directory, plan.target)
 
 
-def _fetch_others(store: Store, plan: _Plan, incoming: Path) -> dict[str, Path]:
+def _origin(store: Store, plan: _Plan, directory: Path) -> Callable[[str], Blame]:
+    """Where the plan's first state of a file comes from: the full version's stored file, or the directory's own."""
+    if plan.full is None:
+        return lambda name: blamed(directory / name, _AGAIN)
+    place, files = f"{store.url}/{plan.full.place}", plan.full.index.tuneloop.files
+    return lambda name: blamed(f"{place}/{files[name].stored if name in files else name}", delta.MEND)
+
+
+def _fetch_others(store: Store, plan: _Plan, incoming: Path, blame: Callable[[str], Blame]) -> dict[str, Path]:
     """The newest of each file that deltas carry whole (config, tokenizer), verified."""
     newest = {
         name: f"{step.place}/{file.stored}"
@@ -227,7 +238,8 @@ def _fetch_others(store: Store, plan: _Plan, incoming: Path) -> dict[str, Path]:
     for name, file in wanted.items():
         path = found.get(name, work / name)
         if file.header is None and (not path.is_file() or file_digest(path) != file.digest):
-            raise Corrupt("weights", f"{store.url}: {name}", f"is not the file that was published ({file.digest})")
+            of = blamed(f"{store.url}/{newest[name]}", delta.MEND) if name in found else blame(name)
+            raise of(f"is not the file that was published ({file.digest})")
     return found
 
 
@@ -270,8 +282,9 @@ def check(directory: Path, entry: Entry, threads: int) -> int:
     model = Checkpoint(directory)
     if not _same_files(model, entry):
         where = f"version {entry.version}"
-        raise Corrupt("weights", str(directory), f"has other tensors, configuration or tokenizer than {where}")
-    delta.compare(delta.checksums(model, threads).items(), entry.index.tuneloop.checksums, directory)
+        raise blamed(directory, _AGAIN)(f"has other tensors, configuration or tokenizer than {where}")
+    found = delta.checksums(model, threads).items()
+    delta.compare(found, entry.index.tuneloop.checksums, blamed(directory, _AGAIN))
     return len(model.tensors)
 
 

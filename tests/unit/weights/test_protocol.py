@@ -316,6 +316,62 @@ def test_damage_in_place_poisons_until_restored(tmp_path: Path) -> None:
     assert content(replica) == content(exports[2])
 
 
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("at", [-40, 4, 200], ids=["payload", "size of the header", "header"])
+@pytest.mark.parametrize("version", [1, 0], ids=["delta", "full"])
+def test_damage_is_said_of_the_stored_file(tmp_path: Path, version: int, at: int, remote: bool) -> None:
+    """Not of a copy that is gone by then; and not of a delta, where the full version below it is damaged."""
+    rng, root = np.random.default_rng(7), f"file://{tmp_path}/weights"
+    store = Store("memory:///weights" if remote else root)
+    state: Model = {f"w{i}": ("BF16", (64, 64), bytearray(rng.bytes(1 << 13))) for i in range(3)}
+    for number in range(3):
+        publish(store, number, save(tmp_path / f"export{number}", state))
+        state = update(rng, {**state}, 0.05)
+    (key,) = (k for k in store.keys(f"weight_v{version:06d}") if k.endswith(".safetensors"))
+    whole = store.get(key) or b""
+    damaged = bytearray(whole)
+    damaged[at] ^= 4
+    store.put(key, bytes(damaged))
+    for number in (version, 2):
+        with pytest.raises(Corrupt) as refusal:
+            verify(store, number)
+        assert refusal.value.value == f"{store.url}/{key}"
+        assert "; restore it from a copy, or publish the next version in full" in str(refusal.value)
+    store.put(key, whole)
+    assert verify(store, 2).tensors == 3
+
+
+def test_versions_above_a_damaged_one_only_say_which_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng, root = np.random.default_rng(7), f"{tmp_path}/weights"
+    state = model(rng)
+    for version in range(5):
+        publish(root, version, save(tmp_path / f"export{version}", state), encoding=None if version == 4 else "xor")
+        state = update(rng, state, 0.05)
+    (path,) = (tmp_path / "weights/weight_v000001").glob("model-*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert invoke(["weights", "verify", root]) == 2
+    said = capsys.readouterr()
+    assert [line.split(":")[0] for line in said.out.splitlines()] == [f"published version {n}" for n in (0, 4)]
+    first, *above = said.err.splitlines()
+    assert f"published version 1: weights: 'file://{path}': is " in first and "; restore it from a copy" in first
+    assert above == [f"error: published version {n}: builds on version 1" for n in (2, 3)]
+
+
+def test_a_replica_that_is_damaged_is_blamed_itself(tmp_path: Path) -> None:
+    rng, root, replica = np.random.default_rng(7), f"file://{tmp_path}/weights", tmp_path / "replica"
+    first = model(rng)
+    second = update(rng, first, 0.5)
+    for version, state in enumerate((first, second)):
+        publish(root, version, save(tmp_path / f"export{version}", state))
+    materialize(root, 0, replica)
+    data = bytearray((replica / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (replica / "model.safetensors").write_bytes(data)
+    with pytest.raises(Corrupt, match=r"/replica/model.safetensors': its .*; materialize it again"):
+        materialize(root, 1, replica)
+    assert materialize(root, 1, replica).full == 0
+
+
 def test_lineage_is_checked_before_a_byte_changes(tmp_path: Path) -> None:
     rng, root, other = np.random.default_rng(8), f"file://{tmp_path}/weights", f"file://{tmp_path}/other"
     first = model(rng)
