@@ -459,6 +459,13 @@ def test_status_of_a_failed_run_says_why(call: Call, tmp_path: Path) -> None:
     assert "r  toy_pipeline  failed; sft failed; tuneloop resume r" in call("status", "r").out
 
 
+def test_a_group_in_which_nobody_has_the_turn_is_no_failure(call: Call) -> None:
+    told = call("turns", "g", "--store", "runs")
+    assert (told.code, told.out) == (0, "no turn is had or waited for in group g\n")
+    open_turns("runs/.turns/g", who="r").change(lambda document: document.ask("r.1", "r").take("r.1"))
+    assert "  holds  r  since " in call("turns", "g", "--store", "runs").out
+
+
 def test_stop_gives_back_the_turns_of_a_run_that_was_killed(call: Call, tmp_path: Path) -> None:
     left(tmp_path, pod("sft", "Running"))
     turns = open_turns(f"{tmp_path}/runs/.turns/g", who="r")

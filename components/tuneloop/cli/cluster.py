@@ -215,7 +215,10 @@ def unschedule(
 
 @app.command()
 def status(run: RUN, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
-    """Show the stages of a run, its iteration and reward, and what each waiting pod waits for."""
+    """Show the stages of a run, their newest results, and what each waiting pod waits for.
+
+    What it has committed, also once its workflows are deleted: `tuneloop status RUN --store URL`.
+    """
     from rich.console import Console
 
     from tuneloop.argo.cluster import connect

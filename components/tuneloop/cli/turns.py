@@ -20,12 +20,11 @@ def turns(
     ] = None,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
-) -> int:
+) -> None:
     """Show who has the turn in each group, who waits, and who was served when.
 
     A holder that is silent for the group's patience loses its turn without help, as soon as somebody waits for it. One
-    that works too long is ended with its run: `tuneloop cluster stop RUN`, here `tuneloop stop RUN`. Exit code 1 where
-    there is no such group.
+    that works too long is ended with its run: `tuneloop cluster stop RUN`, here `tuneloop stop RUN`.
     """
     found = _in_store(store, group) if store else _in_cluster(namespace, context)
     chosen = {name: document for name, document in found.items() if group in (None, name)}
@@ -33,7 +32,6 @@ def turns(
         typer.echo("\n".join(_told(name, document)))
     if not chosen:
         typer.echo(f"no turn is had or waited for{f' in group {group}' if group else ''}")
-    return 1 if group and not chosen else 0
 
 
 def _in_cluster(namespace: str, context: str | None) -> dict[str, Document]:
