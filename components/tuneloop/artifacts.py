@@ -140,9 +140,14 @@ class Artifact:
             self._verify(local / self.manifest.root)
             return local / self.manifest.root
         cache = Path(os.environ.get("TUNELOOP_CACHE") or Path(tempfile.gettempdir()) / "tuneloop-cache")
-        cache.mkdir(parents=True, exist_ok=True)
         target = cache / self.manifest.digest.replace(":", "-")
-        with (cache / f".{target.name}.lock").open("a") as held:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            lock = (cache / f".{target.name}.lock").open("a")
+        except OSError as error:
+            remedy = f"{error.strerror}; name a directory that can be written"
+            raise UserError("TUNELOOP_CACHE", str(cache), remedy) from error
+        with lock as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             if not target.exists():
                 staged = Path(tempfile.mkdtemp(dir=cache))

@@ -116,6 +116,14 @@ def test_what_could_not_be_fetched_leaves_nothing_in_the_cache(tmp_path: Path, m
         assert sorted(p.read_text() for p in Artifact("s3://b/a").path.iterdir()) == ["1", "2"]
 
 
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(f"{tmp_path}/a", x="1")
+    monkeypatch.setenv("TUNELOOP_CACHE", str(tmp_path / "a/manifest.json"))
+    with served({"b/a/manifest.json": (tmp_path / "a/manifest.json").read_bytes()}, monkeypatch):
+        with pytest.raises(UserError, match=r"^TUNELOOP_CACHE: '.*manifest\.json': File exists; name a directory"):
+            _ = Artifact("s3://b/a").path
+
+
 def test_the_drafts_of_one_attempt_lie_apart() -> None:
     """A resume point that is committed must not take the unfinished output with it."""
     output, resume = (Draft(f"s3://bucket/run/sft{below}", attempt="data-a") for below in ("", "/resume/00000020"))

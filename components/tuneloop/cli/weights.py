@@ -14,6 +14,7 @@ from tuneloop.cli.execute import STORE
 
 if TYPE_CHECKING:
     from tuneloop.runs import Run
+    from tuneloop.weights import Listed
 
 app = typer.Typer(no_args_is_help=True, help="The checkpoints of a run, and published weight versions.")
 NAME = Annotated[str, typer.Argument(metavar="RUN|URL", help="A run's name, or the URL of a weights root (with a /).")]
@@ -132,22 +133,26 @@ def _root(name: str, store: str) -> str:
     return root
 
 
+def _listed(root: str) -> list[Listed]:
+    from tuneloop.errors import UserError
+    from tuneloop.weights import ls
+
+    if found := ls(root):
+        return found
+    raise UserError("weights", root, "has no versions; publish some, or correct the URL")
+
+
 def _published(root: str) -> Any:
     """The versions below a root: how each is stored, and in how many bytes."""
     from rich import box
     from rich.table import Table
 
     from tuneloop.cli.show import size
-    from tuneloop.errors import UserError
-    from tuneloop.weights import ls
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("published", "base", "stored as", "bytes", "of full", "elements changed"):
         table.add_column(column, justify="left" if column == "stored as" else "right", no_wrap=True)
-    listed = ls(root)
-    if not listed:
-        raise UserError("weights", root, "has no versions; publish some, or correct the URL")
-    for v in listed:
+    for v in _listed(root):
         table.add_row(
             f"{v.version}{' latest' if v.latest else ''}",
             "" if v.base_version is None else str(v.base_version),
@@ -162,10 +167,10 @@ def _published(root: str) -> Any:
 def _verify_published(root: str, version: int | None) -> int:
     """Assemble versions and compare every tensor; 2 where one can not be, or differs."""
     from tuneloop.errors import UserError
-    from tuneloop.weights import ls, verify
+    from tuneloop.weights import verify
 
     first: dict[str, int] = {}
-    for chosen in [v.version for v in ls(root)] if version is None else [version]:
+    for chosen in [v.version for v in _listed(root)] if version is None else [version]:
         try:
             done = verify(root, chosen)
             typer.echo(f"published version {chosen}: {done.tensors}/{done.tensors} tensors as published")

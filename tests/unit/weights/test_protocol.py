@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.weights.exports import Crash, Crashing, Model, content, model, save, update
+from tuneloop.artifacts import file_digest
 from tuneloop.cli import invoke
 from tuneloop.errors import Corrupt, UserError
 from tuneloop.store import Store
@@ -349,6 +350,9 @@ def test_versions_above_a_damaged_one_only_say_which_it_is(tmp_path: Path, capsy
         state = update(rng, state, 0.05)
     (path,) = (tmp_path / "weights/weight_v000001").glob("model-*.safetensors")
     path.write_bytes(path.read_bytes()[:-1])
+    for command in ("ls", "verify"):
+        assert invoke(["weights", command, f"{root}/none"]) == 2
+        assert "has no versions; publish some, or correct the URL" in capsys.readouterr().err
     assert invoke(["weights", "verify", root]) == 2
     said = capsys.readouterr()
     assert [line.split(":")[0] for line in said.out.splitlines()] == [f"published version {n}" for n in (0, 4)]
@@ -425,6 +429,8 @@ def test_files_that_may_not_be_read_are_one_line() -> None:
             path.chmod(0)
             with unprivileged(), pytest.raises(UserError, match=rf"{path.name}.*; grant access$"):
                 verify(root, version)
+            with unprivileged(), pytest.raises(UserError, match=rf"{path.name}.*; grant access$"):
+                file_digest(path)
 
 
 @contextmanager
