@@ -17,7 +17,7 @@ from tuneloop.errors import UserError
 
 pytestmark = pytest.mark.cluster
 
-SETTINGS = {"data": {"source": "jsonl", "source_args": {"path": "/nowhere.jsonl"}}}
+SETTINGS = {"data": {"source": "jsonl", "source_args": {"train": "/nowhere.jsonl"}}}
 
 
 @pytest.fixture

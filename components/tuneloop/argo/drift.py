@@ -60,8 +60,10 @@ def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]
     asked = {k: v for k, v in _settings(made).items() if k in before}
     differing = differences(asked, {k: before[k] for k in asked})
     begun = any(argo.phase(each) == "Succeeded" or _has_made_a_version(each) for each in earlier)
-    if differing and (begun or {"pipeline", "store"} & {*differing}):
-        remedy = f"exists with another {', '.join(differing[:5])}; submit it as it was, or choose another name"
+    elsewhere = [name for name in ("pipeline", "store") if name in differing]
+    if elsewhere or (differing and begun):
+        what = ", ".join(elsewhere or differing[:5])
+        remedy = f"exists with another {what}; submit it as it was, or choose another name"
         raise UserError("--run", run, remedy)
 
 
@@ -72,14 +74,14 @@ def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
     if "store" in given:
         given["store"] = normalize(given["store"])
     pipeline = spec.get("podMetadata", {}).get("labels", {}).get("app.kubernetes.io/name")
-    stages = {t["name"]: _flags(t["container"]) for t in spec.get("templates", ()) if _is_stage(t)}
+    stages = {t["name"]: _flags(t["container"]) for t in spec.get("templates") or () if _is_stage(t)}
     return {**({"pipeline": pipeline} if pipeline else {}), **given, **stages}
 
 
 def _is_stage(template: Mapping[str, Any]) -> bool:
     """No server, and nothing that only deals with the cluster."""
-    command = template.get("container", {}).get("command", ())
-    return "daemon" not in template and "container" in template and not any("tuneloop.argo" in word for word in command)
+    command = (template.get("container") or {}).get("command", ())
+    return bool(command) and not template.get("daemon") and not any("tuneloop.argo" in word for word in command)
 
 
 def _flags(container: Mapping[str, Any]) -> dict[str, str]:

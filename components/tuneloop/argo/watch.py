@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import queue
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -214,7 +215,7 @@ def logs(
                 reader.join()
         while not lines.empty():
             name, line = lines.get()
-            if " argo=true" not in line:  # the executor's own words
+            if " argo=true" not in line and not re.fullmatch(r"Error: exit status \d+", line):  # the executor's words
                 yield name, line
         if over:
             if stage and not read:

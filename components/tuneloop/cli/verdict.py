@@ -31,8 +31,9 @@ def tell(
         its exit code.
     """
     last, pods = workflows[-1], [n for each in workflows for n in nodes(each).values() if n.type == "Pod"]
-    code, message = argo.exit_code(last), last.get("status", {}).get("message", "")
-    ended = "succeeded" if not code else f"{argo.phase(last).lower()}: {message or 'no message'}, exit code {code}"
+    code, message = argo.exit_code(last), last.get("status", {}).get("message")
+    why = f": {message}" if message else ""
+    ended = f"{argo.phase(last).lower()}{why}, exit code {code}" if code else "succeeded"
     facts = aligned({"mean reward": _reward(pods), "model": _model(pods)})
     typer.echo("\n".join(filter(None, (f"\n{run}: {ended} ({seconds:.1f} s)", facts))))
     if code:

@@ -36,7 +36,7 @@ def test_a_run_goes_on_as_what_it_was_submitted_as() -> None:
         live = server.objects["workflows", "demo"]
         live["status"] = {"phase": "Failed"}
         for other, what in ((prepared("sft_then_grpo"), "pipeline"), (prepared(store="s3://b/others"), "store")):
-            with pytest.raises(UserError, match=f"--run: 'demo': exists with another .*{what}"):
+            with pytest.raises(UserError, match=f"--run: 'demo': exists with another {what}; submit it as it was"):
                 argo.create(cluster, other, "demo")
         assert argo.create(cluster, mended, "demo") == "demo-2", "nothing was made yet that it may not fit"
         del server.objects["workflows", "demo-2"]
@@ -98,7 +98,7 @@ def test_submit_wait_says_how_the_attempt_ended_and_what_the_run_has_come_to(
         monkeypatch.setenv("KUBECONFIG", kubeconfig(cluster.host, tmp_path))
         before = {"mean-reward": "0.125"}
         server.becomes = ended("Failed", evaluate_before=before, rollout={"code": 2})
-        server.add_pod("demo.rollout", "2026-01-01T00:00:00Z", "error: prompts: None: too few\n\n")
+        server.add_pod("demo.rollout", "2026-01-01T00:00:00Z", "error: prompts: None: too few\nError: exit status 2\n")
         assert invoke(submit) == 2
         said = capsys.readouterr()
         assert "\ndemo: failed: main failed, exit code 2 (" in said.out
