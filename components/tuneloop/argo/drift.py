@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tuneloop.argo import cluster as argo
@@ -74,8 +75,17 @@ def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
     if "store" in given:
         given["store"] = normalize(given["store"])
     pipeline = spec.get("podMetadata", {}).get("labels", {}).get("app.kubernetes.io/name")
-    stages = {t["name"]: _flags(t["container"]) for t in spec.get("templates") or () if _is_stage(t)}
-    return {**({"pipeline": pipeline} if pipeline else {}), **given, **stages}
+    return {**({"pipeline": pipeline} if pipeline else {}), **given, **dict(_stages(spec.get("templates") or ()))}
+
+
+def _stages(templates: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Template → flags, of those too that run one after another in a pod."""
+    for template in filter(_is_stage, templates):
+        flags = _flags(template["container"])
+        graph = flags.pop("graph", None)
+        yield template["name"], flags
+        if graph:
+            yield from _stages(json.loads(graph)["spec"]["templates"])
 
 
 def _is_stage(template: Mapping[str, Any]) -> bool:

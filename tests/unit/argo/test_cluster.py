@@ -48,6 +48,14 @@ def test_a_run_goes_on_as_what_it_was_submitted_as() -> None:
         assert argo.create(cluster, larger, "demo") == "demo-2", "what pods ask for may change"
 
 
+def test_stages_that_share_a_pod_may_change_their_images_and_not_their_settings() -> None:
+    coarse = ("loop.iterations_per_pod=10", "loop.per_workflow=10")
+    live = {**prepared("grpo", *coarse), "status": {"phase": "Succeeded"}}
+    assert argo.after(prepared("grpo", *coarse, "cluster.images=there/{image}"), [live], "demo")[1] == 2
+    with pytest.raises(UserError, match=r"exists with another policy-update\.learning-rate;"):
+        argo.after(prepared("grpo", *coarse, "update.learning_rate=0.001"), [live], "demo")
+
+
 def test_a_run_that_was_submitted_from_a_template_is_of_its_pipeline() -> None:
     template = argo.as_template(prepared(), "grpo")["spec"]
     parameters = [{"name": "run", "value": "demo"}, {"name": "store", "value": "s3://b/runs"}]
