@@ -132,7 +132,7 @@ def measure(cluster: argo.Cluster, made: dict[str, Any], iterations: int) -> Non
     run = f"b{uuid.uuid4().hex[:8]}"
     name = made["metadata"]["generateName"].rstrip("-")
     begun = time.monotonic()
-    argo.create(cluster, argo.prepare(made, run=run, store="memory://", namespace=cluster.namespace), run)
+    argo.create(cluster, argo.prepare(made, run=run, store="memory:///bench", namespace=cluster.namespace), run)
     try:
         code = argo.wait(cluster, run)
         seconds = time.monotonic() - begun

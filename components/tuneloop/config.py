@@ -70,8 +70,10 @@ class Pipeline:
             return from_validation(error)
         *section, key = map(str, first["loc"])
         if first["type"] == "string_pattern_mismatch":
-            description = self._section(section).model_fields[key].description
-            return UserError(".".join((*section, key)), first["input"], f"does not fit; it is: {description}")
+            field = getattr(self._section(section), "model_fields", {}).get(key)  # in a list, there is none
+            if field is None or not field.description:
+                return from_validation(error)
+            return UserError(".".join((*section, key)), first["input"], f"does not fit; it is: {field.description}")
         known = list(self._section(section).model_fields)
         near = difflib.get_close_matches(key, known, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"

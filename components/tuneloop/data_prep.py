@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
-from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, create_model, validate_call
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, ValidationInfo, validate_call
 
 from tuneloop import plugins
 from tuneloop.component import UNTRACKED, Results, Stage, component, from_validation
@@ -71,12 +71,14 @@ def check_arguments(source: str, load: Callable[..., Splits], arguments: Mapping
     for name, parameter in known.items():
         if parameter.default is parameter.empty and name not in arguments:
             raise UserError(f"source_args.{name}", None, f"is required by {source}")
-    hints = get_type_hints(load, include_extras=True)
-    fields: dict[str, Any] = {name: (hints[name], ...) for name in arguments}
-    try:
-        create_model("source_args", **fields)(**arguments)
-    except ValidationError as error:
-        raise from_validation(error, "source_args.") from None
+    function = getattr(load, "func", load)  # of a partial
+    hints = get_type_hints(function, include_extras=True) if inspect.isfunction(function) else {}
+    for name, value in arguments.items():
+        try:
+            TypeAdapter(hints.get(name, Any)).validate_python(value)
+        except ValidationError as error:
+            found = from_validation(error, f"source_args.{name}.")
+            raise UserError(found.field.rstrip("."), found.value, found.remedy) from None
 
 
 def _fitting(arguments: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:

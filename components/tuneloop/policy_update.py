@@ -126,7 +126,7 @@ def policy_update(
     with stage.timed("train"):
         batches = [b for b in mini_batches(stage, samples, updates_per_batch) if any(sample.used for sample in b)]
         for number, batch in enumerate(batches, start=1):
-            watched = iteration == 0 and number == len(batches)  # once a loop: a profiler takes its time
+            watched = iteration <= 1 and number == len(batches)  # once a loop: a profiler takes its time
             with trainer.watched() if watched else nullcontext():
                 losses.append(learner.step(trainer, batch))
     tokens = sum(len(sample.document.ids) for sample in samples if sample.used)

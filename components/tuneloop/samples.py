@@ -1,4 +1,4 @@
-"""Scored rollouts, read and checked for `policy_update`: some twenty bytes a token, since every rank holds all."""
+"""Scored rollouts, read and checked for `policy_update`: some 25 bytes a token, since every rank holds all."""
 
 from __future__ import annotations
 

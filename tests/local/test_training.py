@@ -120,13 +120,15 @@ def test_two_processes_update_as_one(tmp_path, lora):
             policy_update,
             tmp_path / "two",
             2,
+            iteration=1,
             per_device_train_batch_size=2,
             algorithm_args=json.dumps(terms),
             lora=json.dumps(lora),
             **about,
         )
     )
-    policy_update(out=str(tmp_path / "one"), per_device_train_batch_size=16, algorithm_args=terms, lora=lora, **about)
+    about |= {"iteration": 1, "algorithm_args": terms, "lora": lora}
+    policy_update(out=str(tmp_path / "one"), per_device_train_batch_size=16, **about)
     assert_same_training(Artifact(str(tmp_path / "one")), Artifact(str(tmp_path / "two")))
     spent = Artifact(str(tmp_path / "two")).manifest.facts["efficiency"]
     assert 0 < spent["communication_s"] < spent["step_s"]

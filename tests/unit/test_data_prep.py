@@ -79,6 +79,25 @@ def test_chats(tmp_path: Path) -> None:
     assert len(json.loads(made["train"][0]["prompt"])) == 1
 
 
+def test_a_source_of_somebody_elses_needs_no_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+import functools
+from tuneloop.data.digits import load as digits
+
+def load(n, seed, plain=2, *, model_config: int = 1):
+    return digits(n, seed, digits=plain)
+
+partial = functools.partial(load, model_config=3)
+"""
+    (tmp_path / "my_source.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for number, (name, args) in enumerate({"load": {"plain": 2, "model_config": 4}, "partial": {"plain": 2}}.items()):
+        made = prepare(tmp_path / str(number), source=f"my_source:{name}", source_args=args, train=5, sft=2, eval=2)
+        assert len(made["train"]) == 5
+    with pytest.raises(UserError, match=r"source_args\.model_config: 'x': Input should be a valid integer"):
+        prepare(tmp_path / "b", source="my_source:load", source_args={"model_config": "x"})
+
+
 def test_reward_arguments_travel_in_the_metadata(tmp_path: Path) -> None:
     args = {"format": {"pattern": r"\d{4}"}, "length_penalty": {"max_length": 9, "buffer": 4}}
     rewards = {"exact": 1.0, "format": 0.5, "length_penalty": 0.1}

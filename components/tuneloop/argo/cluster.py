@@ -278,10 +278,14 @@ def create(cluster: Cluster, made: Mapping[str, Any], run: str) -> str:
     Raises:
         UserError: the run is under way, or was submitted as something else; another one has a workflow of this name.
     """
-    with faults(cluster):
-        earlier = cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
-    made, at = after(made, earlier, run)
+    made, at = after(made, listed(cluster, run), run)
     return create_numbered(cluster, made, run, at) if at > 1 else _create(cluster, made, run)
+
+
+def listed(cluster: Cluster, run: str) -> list[dict[str, Any]]:
+    """The workflows of a run, as the API server lists them; none of a run that there is not."""
+    with faults(cluster):
+        return cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
 
 
 def after(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str) -> tuple[Mapping[str, Any], int]:

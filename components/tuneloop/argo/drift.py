@@ -5,13 +5,19 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+from tuneloop import generation
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.schedule import LABEL, TEMPLATES, template_spec
+from tuneloop.artifacts import canonical
+from tuneloop.component import UNTRACKED, Component
 from tuneloop.config import dump
 from tuneloop.errors import UserError
+from tuneloop.program import flag
 from tuneloop.runs import differences
 from tuneloop.store import normalize
 
@@ -52,7 +58,8 @@ def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]
     """Refuse a workflow that is not of the run whose `earlier` workflows, oldest first, have ended.
 
     As on one machine (`tuneloop run`), settings may be mended until the loop has made a version: the stages themselves
-    refuse what does not fit their committed outputs. What pods ask for may change at any time.
+    refuse what does not fit their committed outputs. What pods ask for, and what no stage compares with its output
+    (addresses, patience, processes), may change at any time.
 
     Raises:
         UserError: another pipeline or store; other settings after a version was made.
@@ -81,11 +88,24 @@ def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
 def _stages(templates: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, str]]]:
     """Template → flags, of those too that run one after another in a pod."""
     for template in filter(_is_stage, templates):
-        flags = _flags(template["container"])
-        graph = flags.pop("graph", None)
-        yield template["name"], flags
-        if graph:
-            yield from _stages(json.loads(graph)["spec"]["templates"])
+        container = template["container"]
+        if container["command"][-1] == "tuneloop.segment":
+            yield from _stages(json.loads(_flags(container)["graph"])["spec"]["templates"])
+        else:
+            yield template["name"], _tracked(container["command"][-1], _flags(container))
+
+
+def _tracked(module: str, flags: dict[str, str]) -> dict[str, str]:
+    """The flags that a stage compares with those of its committed output; all, where its module was not needed here."""
+    for component in vars(sys.modules.get(module) or SimpleNamespace()).values():
+        if isinstance(component, Component) and component.__module__ == module:
+            fields = component.Params.model_fields
+            untracked = {flag(name) for name, field in fields.items() if field.json_schema_extra == UNTRACKED}
+            flags = {name: value for name, value in flags.items() if name not in untracked}
+            if component.identity is generation.identity and "engine-args" in flags:
+                asked = generation.identity(SimpleNamespace(engine_args=json.loads(flags["engine-args"])))
+                flags["engine-args"] = canonical(asked)
+    return flags
 
 
 def _is_stage(template: Mapping[str, Any]) -> bool:

@@ -61,7 +61,8 @@ class Trl(LLMBackend):
             raise UserError("trainer", self.trainer, f"is none of TRL's scripts known here: {', '.join(TRAINERS)}")
         self.require("model_name_or_path", "dataset_name", "output_dir", *TRAINERS[self.trainer])
         functions = self._functions()
-        for path in sorted(Path(self.args["dataset_name"]).glob("*.parquet")):  # where it lies on this machine
+        here = Path(self.args["dataset_name"])  # where it lies on this machine; of several files TRL reads "train"
+        for path in sorted(here.glob("train*.parquet")) or sorted(here.glob("*.parquet")):
             _check(path, functions)
 
     def _functions(self) -> list[str]:
@@ -103,7 +104,8 @@ def _check(path: Path, functions: Sequence[str]) -> None:
     table = pq.ParquetFile(path)
     schema = table.schema_arrow
     plain = "prompt" in schema.names and pa.types.is_string(schema.field("prompt").type)
-    chats = table.iter_batches(columns=["chat"]) if plain and "chat" in schema.names else ()
+    marked = plain and "chat" in schema.names and pa.types.is_boolean(schema.field("chat").type)
+    chats = table.iter_batches(columns=["chat"]) if marked else ()
     if any(pc.any(batch["chat"]).as_py() for batch in chats):
         remedy = "holds chats as text, which TRL takes for words; bring it by `tuneloop.fetch --messages`"
         raise UserError("args.dataset_name", str(path), remedy)

@@ -20,7 +20,7 @@ def preflight(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str
 
     Raises:
         UserError: the workflow does not pass the lint, or needs a cluster; the store cannot be written; a port is
-            taken; the model's directory is missing; vLLM is asked for and not installed, or has no such option.
+            taken; vLLM is asked for and not installed, or has no such option.
     """
     from tuneloop.argo import spec
     from tuneloop.engines import vllm
@@ -28,9 +28,6 @@ def preflight(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str
     if problems := lint_problems(workflow):
         raise UserError("pipeline", problems[0], f"{len(problems)} problems; see `tuneloop lint`")
     spec.check(workflow["spec"], workflow["spec"]["templates"])
-    model = str(config.get("base_model", ""))
-    if model.startswith(("/", "./", "../")) and not Path(model).is_dir():
-        raise UserError("base_model", model, "is no directory here; name one, or a model of the hub")
     Store(store).check_writable()
     for path, value in leaves(config):
         if value == "vllm" and "engine" in path and importlib.util.find_spec("vllm") is None:
@@ -44,6 +41,13 @@ def preflight(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str
             raise UserError(
                 f"port of {name}", port, "is taken on this machine; stop what listens there, or set another"
             )
+
+
+def check_model(config: Mapping[str, Any]) -> None:
+    """Refuse a path of a base model that is not there, before a new run does other work."""
+    model = str(config.get("base_model", ""))
+    if model.startswith(("/", "./", "../")) and not Path(model).is_dir():
+        raise UserError("base_model", model, "is no directory here; name one, or a model of the hub")
 
 
 def lint_problems(workflow: Mapping[str, Any]) -> list[str]:

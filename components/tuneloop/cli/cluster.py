@@ -72,6 +72,7 @@ def submit(
             typer.echo(f"error: {problem}", err=True)
         return 2
     if check:
+        argo.after(made, argo.listed(there, run), run)
         typer.echo(f"{run}: can be submitted to {there.context}, namespace {namespace}")
         return 0
     begun = time.monotonic()
@@ -84,7 +85,7 @@ def submit(
         return 0
     said = _print_logs(there, run, None, follow=True, since=name)
     argo.wait(there, run)
-    return tell(run, argo.workflows(there, run), time.monotonic() - begun, said, options)
+    return tell(run, argo.patiently(lambda: argo.workflows(there, run)), time.monotonic() - begun, said, options)
 
 
 def _graph(manifest: Path, run: str, namespace: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def run(
     A run that ended before its loop made a version may be given other settings; what it has committed must fit them.
     """
     from tuneloop import runs
-    from tuneloop.cli.checks import preflight
+    from tuneloop.cli.checks import check_model, preflight
     from tuneloop.config import dump, find
     from tuneloop.store import normalize
 
@@ -58,6 +58,8 @@ def run(
         if _same(standing, found.name, resolved, normalize(store)):
             return _continue(standing, parallelism, track, warm)
     workflow = found.build(found.validate(resolved))
+    if record is None:
+        check_model(resolved)
     preflight(resolved, workflow, store)
     fresh = runs.Record(run=name, pipeline=found.name, path=str(found.path), config=resolved, store=normalize(store))
     return _carry_out(runs.create(fresh, dump(workflow), replaced=record), parallelism, track, warm)

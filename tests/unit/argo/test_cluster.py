@@ -48,6 +48,16 @@ def test_a_run_goes_on_as_what_it_was_submitted_as() -> None:
         assert argo.create(cluster, larger, "demo") == "demo-2", "what pods ask for may change"
 
 
+def test_addresses_and_processes_of_a_run_may_change() -> None:
+    def of_fleet(fleet: str, *settings: str) -> dict[str, Any]:
+        return prepared("grpo", "engine.name=endpoint", f"engine.fleet={fleet}", *settings)
+
+    live = {**of_fleet("http://a:1", "nodes=2"), "status": {"phase": "Succeeded"}}
+    assert argo.after(of_fleet("http://b:1", "nodes=2", "rollout.timeout_s=9", "processes=2"), [live], "demo")[1] == 2
+    with pytest.raises(UserError, match=r"exists with another rollout\.max-tokens;"):
+        argo.after(of_fleet("http://b:1", "nodes=2", "rollout.max_tokens=3"), [live], "demo")
+
+
 def test_stages_that_share_a_pod_may_change_their_images_and_not_their_settings() -> None:
     coarse = ("loop.iterations_per_pod=10", "loop.per_workflow=10")
     live = {**prepared("grpo", *coarse), "status": {"phase": "Succeeded"}}
