@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.local.test_pull import follow, publish, step, until
+from tests.local.test_pull import follow, publish, served, step
 from tests.policies import commit_policy
 from tuneloop import weights
 
@@ -21,7 +21,7 @@ def test_versions_go_through_s3(root: str, tmp_path: Path) -> None:
         for version in (1, 2):
             policies.append(step(policies[-1], tmp_path / f"v{version}", version))
             assert publish(root, policies[-1]).encoding == "gap8-xor"
-            pulled = until(running, lambda said: said["pulled"].get("version") == version, 120)["pulled"]  # noqa: B023
+            pulled = served(running, version)["pulled"]
             assert pulled["deltas"] == [version] and pulled["full"] is None
             held = running.ask("POST", "/verify")[1]
             assert held["version"] == version and held["identical"] == held["tensors"] and not held["unread"]
