@@ -18,6 +18,7 @@ SETTINGS = [
     *("data.source_args={digits: 2}", "data.train=16", "data.eval=4", "data.sft=0"),
     *("data.rewards={length_penalty: 1}", "data.reward_args={length_penalty: {max_length: 24, buffer: 20}}"),
     *("rollout.prompts_per_iteration=4", "rollout.n=4", f"cluster.images={IMAGES}"),
+    "cluster.cpu=250m",  # server and stage beside controllers that ask for half a core each, on two cores
 ]
 
 
