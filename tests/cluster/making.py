@@ -1,5 +1,6 @@
 """Workflows of stages that take a second, on the cluster's base image alone."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -56,8 +57,8 @@ def toy(iterations: int = 1, **seconds: float) -> dict[str, Any]:
 
 def digests(nodes: Iterable[Node], run: str) -> dict[str, str | None]:
     """Place below the run → digest, of every artifact that pods made."""
-    refs = (value for node in nodes if node.type == "Pod" for value in node.outputs.values() if "@" in value)
-    split = map(split_ref, refs)
+    said = (value for node in nodes if node.type == "Pod" for value in node.outputs.values())
+    split = map(split_ref, filter(re.compile(r"\S+@xxh3-128:[0-9a-f]{32}").fullmatch, said))  # not JSON that names one
     return {url.rpartition(f"/{run}/")[2]: digest for url, digest in split}
 
 
