@@ -6,6 +6,7 @@ import pytest
 
 from tests.cluster.conftest import STORE
 from tests.cluster.making import digests
+from tests.waiting import until
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.watch import status
 from tuneloop.config import find
@@ -34,5 +35,9 @@ def test_every_workflow_has_a_server_of_its_own(cluster: argo.Cluster, run: str)
     booted = [node.inputs["policy"].rpartition("@")[2] for node in servers]
     assert booted == [made["base-model"], made["iterations/1/policy-update"]]
     assert "iterations/2/policy-update" in made and "export" in made
-    left = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{argo.RUN_LABEL}={run}").items
-    assert not [pod.metadata.name for pod in left if pod.status.phase == "Running"]
+
+    def gone() -> bool:
+        left = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{argo.RUN_LABEL}={run}").items
+        return "Running" not in [pod.status.phase for pod in left]
+
+    until(gone)
