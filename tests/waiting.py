@@ -14,17 +14,20 @@ LIMIT_S = 120.0
 """Seconds after which what was to happen will not happen any more, however busy the machine is."""
 
 
-def until(done: Callable[[], T], seconds: float = LIMIT_S, child: subprocess.Popen[Any] | None = None) -> T:
+def until(
+    done: Callable[[], T], seconds: float = LIMIT_S, child: subprocess.Popen[Any] | None = None, *, pause: float = 0.01
+) -> T:
     """What `done` returns, once that is true. All that is asserted afterwards of others' state belongs into `done`.
 
     Args:
+        pause: seconds between two looks.
         child: without which it will never come true: fails when that process has ended.
     """
     deadline = time.monotonic() + seconds
     while not (found := done()):
         assert time.monotonic() < deadline, f"did not happen within {seconds:.0f} s"
         assert child is None or child.poll() is None or done(), f"the process ended: {child.communicate()}"
-        time.sleep(0.01)
+        time.sleep(pause)
     return found
 
 

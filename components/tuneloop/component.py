@@ -85,6 +85,11 @@ class Component:
         self.__doc__ = function.__doc__
         self.__module__ = function.__module__
 
+    @property
+    def untracked(self) -> set[str]:
+        """The parameters that are not compared with those of a committed output."""
+        return {name for name, field in self.Params.model_fields.items() if field.json_schema_extra == UNTRACKED}
+
     def command(self, processes: int = 1) -> list[str]:
         """How a container starts the stage: ``python -m``, or torchrun for several processes."""
         module = f"tuneloop.{self.name}" if self.__module__ == "__main__" else self.__module__
@@ -160,8 +165,7 @@ class Component:
         attempt = "data-" + (
             xxhash.xxh3_64_hexdigest(shared.encode()) if "TORCHELASTIC_RUN_ID" in env else os.urandom(8).hex()
         )
-        fields = self.Params.model_fields
-        tracked = {k: v for k, v in params.model_dump(mode="json").items() if fields[k].json_schema_extra != UNTRACKED}
+        tracked = {k: v for k, v in params.model_dump(mode="json").items() if k not in self.untracked}
         if self.identity:
             tracked |= self.identity(params)
         url = split_ref(out)[0]

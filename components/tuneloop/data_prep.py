@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, ValidationInfo, validate_call
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, validate_call
 
 from tuneloop import plugins
 from tuneloop.component import UNTRACKED, Results, Stage, component, from_validation
@@ -58,27 +57,18 @@ def source_digest(params: Any) -> dict[str, str]:
     return {"source_digest": found} if found else {}
 
 
-def check_arguments(source: str, load: Callable[..., Splits], arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that `load` of the source does not take.
+def _find(source: str, arguments: Mapping[str, Any], prefix: str) -> Callable[..., Splits]:
+    """What loads the source, which takes arguments of these names.
 
     Raises:
-        UserError: an unknown or missing argument, or a wrong type.
+        UserError: it does not, or needs another one; with `prefix` and the argument's name as the field.
+        ImportError: a package that it needs is not installed.
     """
-    known = dict(list(inspect.signature(load).parameters.items())[2:])
-    for name, value in arguments.items():
-        if name not in known:
-            raise UserError(f"source_args.{name}", value, f"unknown; {source} takes {', '.join(known)}")
-    for name, parameter in known.items():
+    load: Callable[..., Splits] = plugins.load("data", source, "load")
+    for name, parameter in plugins.parameters(source, load, arguments, first=2, prefix=prefix).items():
         if parameter.default is parameter.empty and name not in arguments:
-            raise UserError(f"source_args.{name}", None, f"is required by {source}")
-    function = getattr(load, "func", load)  # of a partial
-    hints = get_type_hints(function, include_extras=True) if inspect.isfunction(function) else {}
-    for name, value in arguments.items():
-        try:
-            TypeAdapter(hints.get(name, Any)).validate_python(value)
-        except ValidationError as error:
-            found = from_validation(error, f"source_args.{name}.")
-            raise UserError(found.field.rstrip("."), found.value, found.remedy) from None
+            raise UserError(f"{prefix}{name}", None, f"is required by {source}")
+    return load
 
 
 def _fitting(arguments: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
@@ -86,10 +76,11 @@ def _fitting(arguments: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
     source = info.data.get("source")  # None: refused already
     if source in plugins.shipped("data"):
         with suppress(ImportError):
+            load = _find(source, arguments, "")
             try:
-                check_arguments(source, plugins.load("data", source, "load"), arguments)
-            except UserError as error:
-                raise UserError(error.field.removeprefix("source_args."), error.value, error.remedy) from None
+                validate_call(functools.wraps(load)(lambda *_, **__: None))(0, 0, **arguments)
+            except ValidationError as error:
+                raise from_validation(error) from None
     return arguments
 
 
@@ -189,13 +180,15 @@ def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) ->
         UserError: an unknown source or argument, a wrong type, a package that is not installed.
     """
     try:
-        load = plugins.load("data", source, "load")
+        load = _find(source, arguments, "source_args.")
     except ImportError as error:
         extra = "rewards" if source == "reasoning_gym" else "train"
         remedy = f"needs {error.name or error}; pip install 'tuneloop[{extra}]'"
         raise UserError("data_prep.source", source, remedy) from error
-    check_arguments(source, load, arguments)
-    found: Splits = validate_call(load)(n, seed, **arguments)
+    try:
+        found: Splits = validate_call(load)(n, seed, **arguments)
+    except ValidationError as error:
+        raise from_validation(error, "source_args.") from None
     return found
 
 

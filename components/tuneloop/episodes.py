@@ -8,7 +8,6 @@ log-probabilities, and `policy_update` needs to know no more than which tokens w
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from tuneloop import plugins
 from tuneloop.component import from_validation
 from tuneloop.engines import Completion, Engine, Request, Sampling
 from tuneloop.environments import Environment
-from tuneloop.errors import UserError
 from tuneloop.tokens import decode, encode_reply
 
 EnvironmentName = Annotated[
@@ -47,10 +45,7 @@ def _find(name: str, args: Mapping[str, Any], prefix: str = "") -> Callable[...,
     """
     found = plugins.load("environments", name)
     create: Callable[..., Environment] = found if callable(found) else found.create
-    known = list(inspect.signature(create).parameters)[1:]
-    for each in args.keys() - set(known):
-        remedy = f"unknown; {name} takes {', '.join(known) or 'no arguments'}"
-        raise UserError(f"{prefix}{each}", args[each], remedy)
+    plugins.parameters(name, create, args, first=1, prefix=prefix)
     return create
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
@@ -42,6 +44,22 @@ def load(family: str, name: str, attribute: str | None = None) -> Any:
         raise UserError(family, name, f"unknown; known: {', '.join(names(family))}, or a dotted path pkg.mod:attr")
     module_ = importlib.import_module(f"tuneloop.{family}.{name}")
     return module_ if attribute is None else getattr(module_, attribute)
+
+
+def parameters(
+    name: str, function: Callable[..., Any], given: Mapping[str, Any], *, first: int, prefix: str
+) -> dict[str, inspect.Parameter]:
+    """What the variant `name` takes as its own arguments: the parameters of `function` from the `first` on.
+
+    Raises:
+        UserError: another one is `given`, with `prefix` and its name as the field.
+    """
+    known = dict(list(inspect.signature(function).parameters.items())[first:])
+    for each, value in given.items():
+        if each not in known:
+            remedy = f"unknown; {name} takes {', '.join(known) or 'no arguments'}"
+            raise UserError(f"{prefix}{each}", value, remedy)
+    return known
 
 
 def variant(family: str) -> AfterValidator:

@@ -112,8 +112,8 @@ def find_algorithm(name: str, kind: Kind) -> Any:
     return found
 
 
-def open_algorithm(name: str, options: dict[str, Any], kind: Kind) -> Any:
-    """The algorithm called `name`, with its own options: a model of class `kind`.
+def open_algorithm(name: str, options: dict[str, Any], kind: Kind, prefix: str = "algorithm_args.") -> Any:
+    """The algorithm called `name`, with its own options: a model of class `kind`; `prefix` begins their fields.
 
     Raises:
         UserError: unknown, of another kind, or an option that is unknown or impossible.
@@ -125,8 +125,8 @@ def open_algorithm(name: str, options: dict[str, Any], kind: Kind) -> Any:
         first = error.errors()[0]
         if first["type"] == "extra_forbidden":
             remedy = f"{name} has no such option; it has {', '.join(found.model_fields)}"
-            raise UserError(f"algorithm_args.{first['loc'][0]}", first["input"], remedy) from None
-        raise from_validation(error, "algorithm_args.") from None
+            raise UserError(f"{prefix}{first['loc'][0]}", first["input"], remedy) from None
+        raise from_validation(error, prefix) from None
 
 
 def algorithm_of(kind: Kind) -> AfterValidator:
@@ -150,12 +150,7 @@ def options_of(kind: Kind) -> AfterValidator:
     def check(options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         name = info.data.get("algorithm")  # None: refused already
         if name in plugins.shipped("algorithms"):
-            try:
-                open_algorithm(name, options, kind)
-            except UserError as error:
-                raise UserError(
-                    error.field.removeprefix("algorithm_args").strip("."), error.value, error.remedy
-                ) from None
+            open_algorithm(name, options, kind, "")
         return options
 
     return AfterValidator(check)

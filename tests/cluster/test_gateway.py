@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
@@ -15,6 +14,7 @@ import tinker
 import yaml
 
 from tests.cluster.conftest import ROOT, STORE, kubectl
+from tests.cluster.test_queue import until
 from tests.making import checkpoint_artifact
 from tuneloop.argo.cluster import Cluster
 from tuneloop.artifacts import Artifact
@@ -134,13 +134,6 @@ def answers(http: httpx.Client) -> bool:
         return http.get("/healthz").status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def until(done: Any, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.5)
 
 
 def test_who_may_have_sessions(gateway: SimpleNamespace) -> None:

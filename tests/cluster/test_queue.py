@@ -1,10 +1,10 @@
 """Kueue: a run that waits says why and runs when its turn comes; one that is preempted comes back."""
 
-import time
 from collections.abc import Callable
 
 import pytest
 
+from tests import waiting
 from tests.cluster.conftest import STORE, sleeper
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.watch import logs, status
@@ -13,10 +13,7 @@ pytestmark = pytest.mark.cluster
 
 
 def until(what: Callable[[], bool], seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    waiting.until(what, seconds, pause=0.5)
 
 
 def running(cluster: argo.Cluster, run: str) -> bool:

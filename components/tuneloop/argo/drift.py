@@ -6,7 +6,7 @@ import difflib
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +14,10 @@ from tuneloop import generation
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.schedule import LABEL, TEMPLATES, template_spec
 from tuneloop.artifacts import canonical
-from tuneloop.component import UNTRACKED, Component
+from tuneloop.component import Component
 from tuneloop.config import dump
 from tuneloop.errors import UserError
+from tuneloop.grain import unfolded
 from tuneloop.program import flag
 from tuneloop.runs import differences
 from tuneloop.store import normalize
@@ -82,25 +83,19 @@ def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
     if "store" in given:
         given["store"] = normalize(given["store"])
     pipeline = spec.get("podMetadata", {}).get("labels", {}).get("app.kubernetes.io/name")
-    return {**({"pipeline": pipeline} if pipeline else {}), **given, **dict(_stages(spec.get("templates") or ()))}
+    templates = unfolded({"spec": {**spec, "templates": spec.get("templates") or []}})[0]["spec"]["templates"]
+    stages = {t["name"]: _tracked(t["container"]) for t in templates if _is_stage(t)}
+    return {**({"pipeline": pipeline} if pipeline else {}), **given, **stages}
 
 
-def _stages(templates: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Template → flags, of those too that run one after another in a pod."""
-    for template in filter(_is_stage, templates):
-        container = template["container"]
-        if container["command"][-1] == "tuneloop.segment":
-            yield from _stages(json.loads(_flags(container)["graph"])["spec"]["templates"])
-        else:
-            yield template["name"], _tracked(container["command"][-1], _flags(container))
-
-
-def _tracked(module: str, flags: dict[str, str]) -> dict[str, str]:
+def _tracked(container: Mapping[str, Any]) -> dict[str, str]:
     """The flags that a stage compares with those of its committed output; all, where its module was not needed here."""
+    words = [str(word) for word in container.get("args", ())]
+    flags = {name.removeprefix("--"): value for name, value in itertools.pairwise(words) if name.startswith("--")}
+    module = container["command"][-1]
     for component in vars(sys.modules.get(module) or SimpleNamespace()).values():
         if isinstance(component, Component) and component.__module__ == module:
-            fields = component.Params.model_fields
-            untracked = {flag(name) for name, field in fields.items() if field.json_schema_extra == UNTRACKED}
+            untracked = {*map(flag, component.untracked)}
             flags = {name: value for name, value in flags.items() if name not in untracked}
             if component.identity is generation.identity and "engine-args" in flags:
                 asked = generation.identity(SimpleNamespace(engine_args=json.loads(flags["engine-args"])))
@@ -112,11 +107,6 @@ def _is_stage(template: Mapping[str, Any]) -> bool:
     """No server, and nothing that only deals with the cluster."""
     command = (template.get("container") or {}).get("command", ())
     return bool(command) and not template.get("daemon") and not any("tuneloop.argo" in word for word in command)
-
-
-def _flags(container: Mapping[str, Any]) -> dict[str, str]:
-    words = [str(word) for word in container.get("args", ())]
-    return {name.removeprefix("--"): value for name, value in itertools.pairwise(words) if name.startswith("--")}
 
 
 def _has_made_a_version(workflow: Mapping[str, Any]) -> bool:

@@ -125,14 +125,14 @@ def _row(name: str, store: str) -> tuple[float, tuple[str, ...]]:
     """When a run was created, Unix seconds, and what the table says of it."""
     from tuneloop.runs import Run, read_record
 
-    if read_record(name, store) is None:  # reading all of it may take long
+    record = read_record(name, store)
+    if record is None:  # reading all of it may take long
         return 0.0, (name, "", "not started here")
-    run = Run.open(name, store)
-    assert run.record
+    run = Run(name, record.store, record)
     latest = run.latest_reward()
-    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.record.created))
+    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created))
     reward = f"{latest.value:.3f} ({latest.how})" if latest else ""
-    return run.record.created, (name, run.record.pipeline, run.phase, str(run.iteration or ""), reward, created)
+    return record.created, (name, record.pipeline, run.phase, str(run.iteration or ""), reward, created)
 
 
 def _print_log(run: Run, node: Node, seen: dict[str, int], prefix: bool) -> None:
