@@ -33,6 +33,7 @@ from pydantic import ValidationError, create_model
 
 from tuneloop import program
 from tuneloop.artifacts import DIGEST, Artifact, Draft, Manifest, canonical, find, split_ref
+from tuneloop.attempts import admit_attempt
 from tuneloop.errors import UserError
 from tuneloop.program import flag
 from tuneloop.provenance import devices, provenance
@@ -200,6 +201,8 @@ class Component:
         return standing
 
     def _run(self, stage: Stage, inputs: Mapping[str, Artifact]) -> Manifest:
+        if stage.leader:
+            admit_attempt(Store(f"{stage.out_url}/resume"), lambda: " ".join(stage.resume_points()))
         start = time.time()
         clock = time.perf_counter()
         if given := devices():

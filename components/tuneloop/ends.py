@@ -10,19 +10,43 @@ Sources: how Argo 3.7 reports an end, ``workflow/controller/operator.go`` (``inf
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tuneloop.errors import EXIT_RETRY, EXIT_USER
+from tuneloop.errors import EXIT_RETRY, EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE
 
 OUT_OF_MEMORY = "OOMKilled"
-"""The kubelet's reason, which Argo puts at the start of a node's message."""
+"""The kubelet's reason, which Argo puts into a node's message."""
 NO_EXIT_CODE = -1
 """Argo's exit code of a pod that has no container status."""
-INTERRUPTED = (EXIT_RETRY, 128 + signal.SIGTERM)
-CRASHES = tuple(128 + n for n in (signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE))
-KILLED = (*CRASHES, 128 + signal.SIGKILL, 128 + signal.SIGSEGV)
+TERMINATED = 128 + signal.SIGTERM
+KILLED = tuple(
+    128 + n
+    for n in (
+        *(signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE),
+        *(signal.SIGKILL, signal.SIGSEGV),
+    )
+)
+RETRIED_CODES = sorted((NO_EXIT_CODE, EXIT_RETRY, TERMINATED, *KILLED))
+"""Exit codes after which a stage is started again."""
+DELETED = "deleted"
+"""What Argo's message says of a pod that was evicted or preempted: ``pod deleted``."""
+MOST_ENGINE_ERRORS = 20
+"""Attempts after which an error of the engine itself ends the run: a pod that cannot be started may never be."""
+_RETRIED_ERROR = (
+    f"lastRetry.status == 'Error' && (lastRetry.message contains '{DELETED}' || asInt(retries) < {MOST_ENGINE_ERRORS})"
+)
+RETRY_STAGE = f"({_RETRIED_ERROR}) || (lastRetry.status == 'Failed' && asInt(lastRetry.exitCode) in {RETRIED_CODES})"
+"""Argo's ``retryStrategy.expression`` of a stage: the table below, for what Argo can see."""
+RETRY_STEP = (
+    f"({_RETRIED_ERROR}) || (lastRetry.status == 'Failed' && (asInt(lastRetry.exitCode) in "
+    f"{[NO_EXIT_CODE, EXIT_RETRY, TERMINATED]} || asInt(lastRetry.exitCode) in {sorted(KILLED)} && asInt(retries) < 3))"
+)
+"""That of a small step (a launcher, a continuation), which has no output to keep a budget at."""
+RETRY_SERVER = f"({_RETRIED_ERROR}) || (lastRetry.status == 'Failed' && asInt(lastRetry.exitCode) != {EXIT_USER})"
+"""That of a server, which must not end by itself at all: only the user's mistake is not tried again."""
 
 
 @dataclass(frozen=True)
@@ -43,27 +67,65 @@ class EndClass:
 
 
 SUCCEEDED = EndClass("succeeded", "exit code 0", "no")
-MISTAKE = EndClass("user's mistake", f"exit code {EXIT_USER}", "no: the last line says what to change")
-INTERRUPTION = EndClass("interrupted", f"exit code {INTERRUPTED[1]}, or {EXIT_RETRY} after SIGTERM", "yes")
-UNAVAILABLE = EndClass(
-    "unavailable", f"exit code {EXIT_RETRY}: a store, a server, a lease or another process of the stage is away", "yes"
+MISTAKE = EndClass("user's mistake", f"exit code {EXIT_USER}", "no; the last line says what to change")
+INTERRUPTION = EndClass(INTERRUPTED, f"exit code {TERMINATED}, or {EXIT_RETRY} after SIGTERM", "yes, always")
+AWAY = EndClass(
+    UNAVAILABLE,
+    f"exit code {EXIT_RETRY}, a store, a server, a device lease or another process of the stage is away",
+    "yes, always",
 )
-FAILED_FOR_NOW = EndClass(
-    "failed for now", f"exit code {EXIT_RETRY}: too many rewards could not be computed", "yes", counts=True
+FOR_NOW = EndClass(
+    FAILED_FOR_NOW, f"exit code {EXIT_RETRY}, for another cause that may pass", "yes, within the budget", counts=True
 )
-EVICTED = EndClass("evicted or preempted", "phase Error: the pod was deleted, or its node is gone", "yes")
-REJECTED = EndClass("rejected by the node", f"phase Failed without an exit code (Argo: {NO_EXIT_CODE})", "yes")
+EVICTED = EndClass("evicted or preempted", f"phase Error, message `pod {DELETED}`", "yes, always")
+ENGINE = EndClass(
+    "error of the engine",
+    "phase Error, another message: the pod could not be started, or its outputs not be read",
+    f"yes, among the first {MOST_ENGINE_ERRORS} attempts",
+    counts=True,
+)
+REJECTED = EndClass(
+    "rejected by the node", f"phase Failed without a container (Argo's exit code {NO_EXIT_CODE})", "yes, always"
+)
 MEMORY = EndClass(
     "out of memory",
     f"reason {OUT_OF_MEMORY}",
-    "once, with `cluster.memory_limit_after_oom`; without it no: the message says what to set",
-    counts=True,
+    "once, with `cluster.memory_on_retry`; without that no, and the message says what to set",
 )
-KILL = EndClass("killed by a signal", f"exit code {', '.join(map(str, sorted(KILLED)))}", "yes", counts=True)
-BUG = EndClass("bug", "any other exit code", "no: the traceback is in the log")
-END_CLASSES = (
-    SUCCEEDED, MISTAKE, INTERRUPTION, UNAVAILABLE, FAILED_FOR_NOW, EVICTED, REJECTED, MEMORY, KILL, BUG,
-)  # fmt: skip
+KILL = EndClass(
+    "killed by a signal", f"exit code {', '.join(map(str, sorted(KILLED)))}", "yes, within the budget", counts=True
+)
+BUG = EndClass(
+    "bug", "any other exit code", "no, the log has the traceback; a server: yes, within the budget", counts=True
+)
+END_CLASSES = (SUCCEEDED, MISTAKE, INTERRUPTION, AWAY, FOR_NOW, EVICTED, ENGINE, REJECTED, MEMORY, KILL, BUG)
+
+
+def classify_end(phase: str, code: int, message: str) -> EndClass:
+    """The class of an attempt's end.
+
+    Args:
+        phase: of the attempt's node, ``Succeeded``, ``Failed`` or ``Error``.
+        code: its exit code, `NO_EXIT_CODE` where it has none.
+        message: what the engine says of it, the termination message included.
+    """
+    if phase == "Error":
+        return EVICTED if DELETED in message else ENGINE
+    if code == EXIT_RETRY:
+        said = re.sub(rf"^.*?exit code {EXIT_RETRY}\)?: ", "", message)
+        return next((end for end in (INTERRUPTION, AWAY) if said.startswith(f"{end.name}:")), FOR_NOW)
+    if code != 0 and OUT_OF_MEMORY in message:
+        return MEMORY
+    known = {0: SUCCEEDED, EXIT_USER: MISTAKE, TERMINATED: INTERRUPTION, NO_EXIT_CODE: REJECTED}
+    return known.get(code, KILL if code in KILLED else BUG)
+
+
+def table() -> str:
+    """The classes as a Markdown table, as docs/ends.md has it."""
+    rows = [("class", "recognized by", "started again"), ("---",) * 3]
+    rows += [(end.name, end.recognized, end.retried) for end in END_CLASSES]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
 
 _SIGNALS: Mapping[int, str] = {
     signal.SIGILL: "illegal instruction",

@@ -6,10 +6,17 @@ Exit codes are part of the stage contract: 0 committed, 2 the user's mistake (ne
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 EXIT_USER = 2
 EXIT_RETRY = 75  # EX_TEMPFAIL of sysexits.h
+TERMINATION_LOG = "TUNELOOP_TERMINATION_LOG"
+"""Variable that names the file for the last line of a pod; default: Kubernetes' own ``/dev/termination-log``."""
+INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW = "interrupted", "unavailable", "failed for now"
+"""How the last line of a process that ends with `EXIT_RETRY` begins: the class of its end (`tuneloop.ends`)."""
 
 
 class UserError(ValueError):
@@ -39,18 +46,43 @@ class Interrupted(Retryable):
     """SIGTERM or SIGINT arrived; what resume needs has been committed."""
 
 
+class Unavailable(Retryable):
+    """A store, a server, a device lease or another process of the stage is away: waiting is right, however long."""
+
+
 class Corrupt(UserError):
     """Bytes that differ from what their manifest says."""
 
 
 def say(line: str, code: int) -> int:
-    """Print one line on standard error, and return the exit code that goes with it."""
-    print(" ".join(line.split()), file=sys.stderr, flush=True)
+    """Print one line on standard error, and return the exit code that goes with it.
+
+    A line that explains a failure is also the pod's termination message, which Argo puts into the node's message.
+    """
+    line = " ".join(line.split())
+    print(line, file=sys.stderr, flush=True)
+    if code:
+        write_termination_message(line)
     return code
+
+
+def write_termination_message(line: str) -> None:
+    """Leave `line` where Kubernetes, or the local executor, reads why a container ended."""
+    path = Path(os.environ.get(TERMINATION_LOG, "/dev/termination-log"))
+    with suppress(OSError):  # it explains an end, and must not become another one
+        if path.is_file():
+            path.write_text(line.replace("{{", "{ {")[:2000])  # a tag would be Argo's to substitute
 
 
 def failed(error: UserError | Retryable) -> int:
     """Say what ended a program, and return its exit code."""
     if isinstance(error, UserError):
         return say(f"error: {error}", EXIT_USER)
-    return say(f"interrupted: {error}", EXIT_RETRY)
+    return say(f"{name_class(error)}: {error}", EXIT_RETRY)
+
+
+def name_class(error: Retryable) -> str:
+    """The class of an end with `EXIT_RETRY`, as its line begins."""
+    if isinstance(error, Interrupted):
+        return INTERRUPTED
+    return UNAVAILABLE if isinstance(error, Unavailable) else FAILED_FOR_NOW

@@ -24,7 +24,7 @@ from tuneloop.generation import (
     identity,
     open_engine,
 )
-from tuneloop.scoring import KINDS, score_all
+from tuneloop.scoring import KINDS, may_pass, score_all
 
 SAMPLES = pa.schema(
     {
@@ -87,7 +87,7 @@ def evaluate(
     counts = {kind: sum(outcome.outcome == kind for outcome in outcomes) for kind in KINDS}
     if not scores:
         story = f"none of {len(rows)} completions could be scored: {counts}"
-        if counts["timeout"] or counts["infra_error"]:
+        if any(map(may_pass, outcomes)):
             raise Retryable(f"evaluate: {story}; see the rewards")
         raise UserError(
             "rewards", rows[0]["reward"], f"{story}; they must fit the data, and the environment be rollout's"

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from pydantic import BaseModel, ConfigDict
 
-from tuneloop.errors import Retryable, UserError, failed
+from tuneloop.errors import Retryable, Unavailable, UserError, failed
 
 VARIABLE = "TUNELOOP_TURN"
 SOFT = 0.25
@@ -64,7 +64,7 @@ def grant() -> Grant | None:
     try:
         found = Grant.model_validate_json(Path(path).read_bytes())
     except (OSError, ValueError) as error:
-        raise Retryable(f"turn: {path} can not be read ({error}): who holds it has ended") from error
+        raise Unavailable(f"turn: {path} can not be read ({error}): who holds it has ended") from error
     if found.refused:
         raise UserError("turn", found.group, found.refused)
     return found
@@ -81,7 +81,7 @@ def check() -> dict[str, object]:
     if held is None:
         return {}
     if (late := clock() - held.until) >= 0:
-        raise Retryable(f"turn {held.number} of group {held.group} was lost {late:.1f} s ago; nothing is committed")
+        raise Unavailable(f"turn {held.number} of group {held.group} was lost {late:.1f} s ago; nothing is committed")
     return {"group": held.group, "number": held.number, "ticket": held.ticket}
 
 
@@ -114,7 +114,7 @@ def _watch(over: threading.Event, poll: float) -> None:
         assert held is not None  # or this thread would not run
         left = held.until - clock()
         if left <= 0:
-            _end(Retryable(f"turn {held.number} of group {held.group} was lost"))
+            _end(Unavailable(f"turn {held.number} of group {held.group} was lost"))
         if not told and left < SOFT * (held.until - held.renewed):
             told = True
             os.kill(os.getpid(), signal.SIGTERM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -17,7 +18,18 @@ from pydantic.fields import FieldInfo
 
 from tuneloop import fence
 from tuneloop.artifacts import split_ref
-from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError, say
+from tuneloop.attempts import Exhausted, wait_before_ending
+from tuneloop.errors import (
+    EXIT_RETRY,
+    EXIT_USER,
+    UNAVAILABLE,
+    Retryable,
+    Unavailable,
+    UserError,
+    name_class,
+    say,
+    write_termination_message,
+)
 
 if TYPE_CHECKING:
     from tuneloop.component import Component
@@ -42,16 +54,19 @@ def _run(component: Component, argv: Sequence[str]) -> int:
     except UserError as error:
         return _say(f"error: {error}", EXIT_USER)
     except Retryable as error:
-        return _say(f"interrupted: {error}", EXIT_RETRY)
-    except OSError as error:
-        if error.errno == 28:
-            return _say(f"interrupted: disk full ({error.filename}); free space, then run it again", EXIT_RETRY)
-        traceback.print_exc()
-        return 1
+        code = _say(f"{name_class(error)}: {error}", EXIT_RETRY)
+        if isinstance(error, Unavailable):
+            wait_before_ending()
+        return code
+    except Exhausted as error:
+        return _say(f"gave up: {error}", 1)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            return _say(f"{UNAVAILABLE}: disk full ({error.filename}); free space, then run it again", EXIT_RETRY)
         if _lost_peer(error):
-            return _say(f"interrupted: another process of this stage has ended ({error})", EXIT_RETRY)
+            return _say(f"{UNAVAILABLE}: another process of this stage has ended ({error})", EXIT_RETRY)
         traceback.print_exc()
+        write_termination_message(f"bug: {type(error).__name__}: {error}")
         return 1
 
 

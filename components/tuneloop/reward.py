@@ -19,7 +19,7 @@ from tuneloop import plugins
 from tuneloop.component import Input, Results, Stage, component
 from tuneloop.errors import Retryable, UserError
 from tuneloop.rollouts import ROWS
-from tuneloop.scoring import KINDS, Outcome, full_marks, parse_spec, score_all
+from tuneloop.scoring import KINDS, Outcome, full_marks, may_pass, parse_spec, score_all
 
 
 @component("rewards", image="base", results={"mean_reward": float})
@@ -45,9 +45,10 @@ def reward(
     groups whose scores are all equal: they teach nothing).
 
     Raises:
-        Retryable: more failures than the budget, timeouts and crashes among them: another attempt may do better.
-        UserError: more failures than the budget, all of them `unverifiable` or `escape`: the data, the rewards or the
-            policy must change.
+        Retryable: more failures than the budget, and without timeouts, crashes and I/O errors it would hold: another
+            attempt may do better.
+        UserError: more failures than the budget that would come again: the reward raises or returns what it must not,
+            or they are `unverifiable` or `escape`. The data, the rewards or the policy must change.
     """
     path = rollouts.path / "rollouts.parquet"
     if not path.is_file():
@@ -126,8 +127,9 @@ def _check_budget(outcomes: Sequence[Outcome], budget: float) -> None:
     )
     listed = "; ".join(f"{count} × {cause}" for cause, count in causes.most_common(5))
     story = f"{len(failed)} of {len(outcomes)} rollouts have no score ({dict(kinds)}): {listed}"
-    if kinds["timeout"] or kinds["infra_error"]:
-        raise Retryable(f"reward: {story}; the budget is {budget:.0%}. If it happens again, mend the reward")
+    lasting = len(failed) - sum(map(may_pass, failed))
+    if lasting <= budget * len(outcomes) and lasting < len(outcomes):
+        raise Retryable(f"reward: {story}; the budget is {budget:.0%}. If it happens again, correct the reward")
     escaping = "read what the policy tries; escape_score teaches it not to"
     remedy = escaping if kinds["escape"] else "correct the data or the rewards"
     raise UserError("reward.error_budget", budget, f"{story}; {remedy}")

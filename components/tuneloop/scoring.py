@@ -26,10 +26,12 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from numbers import Real
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from tuneloop import plugins
@@ -37,6 +39,8 @@ from tuneloop.errors import UserError
 
 Kind = Literal["score", "timeout", "infra_error", "unverifiable", "escape"]
 Row = Mapping[str, Any]
+RAISED, RETURNED = "raised", "returned"
+"""How the reason of an ``infra_error`` begins that is the reward's own: it would come again on the same text."""
 KINDS: tuple[Kind, ...] = ("score", "timeout", "infra_error", "unverifiable", "escape")
 
 
@@ -119,6 +123,13 @@ def parse_spec(text: str) -> Mapping[str, float]:
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
             raise UserError(f"rewards.{name}", weight, "must be a finite number")
     return {name: float(weight) for name, weight in spec.items()}
+
+
+def may_pass(outcome: Outcome) -> bool:
+    """Whether judging a rollout without a score again may give one: its rewards were hindered, they did not fail by
+    themselves, which they would do again on the same text."""
+    reasons = [value for value in outcome.breakdown.values() if isinstance(value, str)]
+    return outcome.outcome in ("timeout", "infra_error") and not any(r.startswith((RAISED, RETURNED)) for r in reasons)
 
 
 def full_marks(spec: Mapping[str, float]) -> float:
@@ -258,13 +269,21 @@ def _judge(reward: Reward, row: Row) -> _Verdict:
             return _Verdict("unverifiable", "could not judge it")
         value, parts = value if isinstance(value, tuple) else (value, {})
         if not isinstance(value, Real):
-            return _Verdict("infra_error", f"returned {type(value).__name__}, not a number")
+            return _Verdict("infra_error", f"{RETURNED} {type(value).__name__}, not a number")
         number = float(value)
         parts = {str(part): float(share) for part, share in parts.items()}
     except Escape as error:
         return _Verdict("escape", str(error)[:300])
-    except BaseException as error:  # SystemExit and KeyboardInterrupt are the reward's doing, too
+    except OSError as error:  # a file or a service that it asks
         return _Verdict("infra_error", f"{type(error).__name__}: {error}"[:300])
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are the reward's doing, too
+        return _Verdict("infra_error", f"{RAISED} {type(error).__name__}: {error}{_place(error)}"[:300])
     if not reward.low <= number <= reward.high:  # NaN fails this, too
-        return _Verdict("infra_error", f"returned {number}, outside its range [{reward.low:g}, {reward.high:g}]")
+        return _Verdict("infra_error", f"{RETURNED} {number}, outside its range [{reward.low:g}, {reward.high:g}]")
     return _Verdict("score", number, parts)
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised: the innermost line of the reward's own traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if len(frames) > 1 else ""

@@ -60,7 +60,15 @@ def run(graph: Mapping[str, Any], arguments: Mapping[str, str]) -> int:
                 resident.close()
 
         entry, tell = graph["spec"]["entrypoint"], Telling(arguments)
-        previous = {n: signal.signal(n, lambda *_: resident.stop()) for n in (signal.SIGTERM, signal.SIGINT)}
+        previous: dict[int, Any] = {}
+
+        def stop(number: int, frame: object) -> None:
+            resident.stop()
+            if callable(before := previous.get(number)) and before is not signal.default_int_handler:
+                before(number, frame)
+
+        for number in map(int, (signal.SIGTERM, signal.SIGINT)):
+            previous[number] = signal.signal(number, stop)
         thread = threading.Thread(target=follow)
         thread.start()
         resident.serve()

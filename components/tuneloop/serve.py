@@ -63,12 +63,14 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from tuneloop.artifacts import Artifact, split_ref
+from tuneloop.attempts import Exhausted, admit_attempt, record_progress
 from tuneloop.component import from_validation
 from tuneloop.engines import Completion, Request, Sampling
 from tuneloop.engines._follow import Follower
 from tuneloop.engines._loop import EngineLoop, Mode, Refused, Ticket
 from tuneloop.engines.vllm import Vllm
-from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError, say
+from tuneloop.errors import EXIT_RETRY, EXIT_USER, FAILED_FOR_NOW, Retryable, UserError, failed, say
+from tuneloop.store import Store
 
 SAID = ("ids", "logprobs")
 GRACE_S = 2
@@ -137,10 +139,14 @@ class SleepBody(BaseModel):
 
 
 class Server:
-    """The HTTP side of an `EngineLoop`, which may have a follower."""
+    """The HTTP side of an `EngineLoop`, which may have a follower.
 
-    def __init__(self, loop: EngineLoop, follower: Follower | None = None) -> None:
-        self.loop, self.follower = loop, follower
+    Args:
+        attempts: where the starts of this server are counted: those without an answer.
+    """
+
+    def __init__(self, loop: EngineLoop, follower: Follower | None = None, attempts: Store | None = None) -> None:
+        self.loop, self.follower, self.attempts = loop, follower, attempts
 
     def app(self) -> Any:
         """The ASGI application."""
@@ -324,6 +330,9 @@ class Server:
                     continue
                 left -= 1
                 yield _line({"index": index, "completions": [_said(c) for c in said]})
+            if self.attempts:
+                attempts, self.attempts = self.attempts, None
+                await asyncio.to_thread(record_progress, attempts)
         finally:
             self.loop.cancel(ticket)
 
@@ -334,6 +343,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, _stop)
     try:
         options = _parse(sys.argv[1:] if argv is None else argv)
+        if options.attempts:
+            admit_attempt(Store(options.attempts))
         with (
             _bind(options.host, options.port) as listener,
             tempfile.TemporaryDirectory(prefix="tuneloop-", ignore_cleanup_errors=True) as scratch,
@@ -342,10 +353,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except Stopped:
         return 0
-    except UserError as error:
-        return say(f"error: {error}", EXIT_USER)
-    except (Retryable, Refused) as error:
-        return say(f"interrupted: {error}", EXIT_RETRY)
+    except (UserError, Retryable) as error:
+        return failed(error)
+    except Exhausted as error:
+        return say(f"gave up: {error}", EXIT_USER)  # the only code after which a server is not started again
+    except Refused as error:
+        return say(f"{FAILED_FOR_NOW}: {error}", EXIT_RETRY)
 
 
 class Stopped(BaseException):
@@ -372,7 +385,10 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
         _wait_for_a_version(loop, follower)
     import uvicorn
 
-    config = uvicorn.Config(Server(loop, follower).app(), log_level="warning", timeout_graceful_shutdown=GRACE_S)
+    attempts = Store(options.attempts) if options.attempts else None
+    config = uvicorn.Config(
+        Server(loop, follower, attempts).app(), log_level="warning", timeout_graceful_shutdown=GRACE_S
+    )
     host, port = listener.getsockname()[:2]
     what = f"version {loop.engine.version}" if loop.engine.digest else "nothing yet"
     say(f"serve: {what} at http://{host}:{port}", 0)
@@ -442,6 +458,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1); nobody needs a token"
     )
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)")
+    about = "URL of a record of the starts before this one; after too many without an answer it ends (default: none)"
+    parser.add_argument("--attempts", metavar="URL", help=about)
     parser.add_argument("--engine-args", type=_object, default={}, help="vLLM's EngineArgs, a JSON object")
     return parser.parse_args(argv)
 

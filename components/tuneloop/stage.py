@@ -108,18 +108,18 @@ class Stage:
         self._bring(draft)
         if self.leader:
             store = Store(self.out_url)
-            for name in self._resume_points():
+            for name in self.resume_points():
                 if not self._is_own(point := Artifact(f"{self.out_url}/resume/{name}")):
                     store.delete(f"resume/{name}/{MANIFEST}")  # else it would stand in our way, or pass for the newest
                     store.delete(f"resume/{name}/{point.manifest.root}")
             draft.commit(stage=self.name, **self._identity(), facts={"step": step})
-            for name in self._resume_points()[:-1]:
+            for name in self.resume_points()[:-1]:
                 store.delete(f"resume/{name}")
         self.barrier()
 
     def latest_resume(self) -> Artifact | None:
         """The newest resume point that an earlier attempt of this very stage committed."""
-        for name in reversed(self._resume_points()):
+        for name in reversed(self.resume_points()):
             if self._is_own(artifact := Artifact(f"{self.out_url}/resume/{name}")):
                 return artifact
         return None
@@ -127,7 +127,8 @@ class Stage:
     def _is_own(self, point: Artifact) -> bool:
         return {"params": point.manifest.params, "inputs": point.manifest.inputs} == self._identity()
 
-    def _resume_points(self) -> list[str]:
+    def resume_points(self) -> list[str]:
+        """Names of the resume points below the output, oldest first."""
         keys = Store(self.out_url).keys("resume")
         return sorted(key.split("/")[1] for key in keys if key.endswith(f"/{MANIFEST}"))
 

@@ -34,7 +34,7 @@ from obstore.exceptions import (
     UnauthenticatedError,
 )
 
-from tuneloop.errors import Corrupt, NoKeys, Retryable, UserError
+from tuneloop.errors import Corrupt, NoKeys, Unavailable, UserError
 
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 _REFUSALS = ("AccessDenied", "InvalidAccessKey", "InvalidBucketName", "NoSuchBucket", "SignatureDoesNotMatch")
@@ -328,7 +328,7 @@ class Store:
             raise UserError("store", f"{self.url}/{key}", f"{what}; correct the URL") from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise Retryable(f"store: {self.url}: disk full; free space, then run it again") from error
+                raise Unavailable(f"store: {self.url}: disk full; free space, then run it again") from error
             if error.errno in (errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG):
                 raise UserError("store", f"{self.url}/{key}", f"{error.strerror}; choose a writable place") from error
             raise
@@ -341,7 +341,7 @@ class Store:
             if any(host in text for host in _METADATA):
                 remedy = f"no keys; set {_KEYS[urlparse(self.url).scheme]}"
                 raise NoKeys(UserError("store", self.url, remedy)) from error
-            raise Retryable(f"store: {self.url}/{key}: {text}") from error
+            raise Unavailable(f"store: {self.url}/{key}: {text}") from error
 
 
 class _Object(io.RawIOBase):

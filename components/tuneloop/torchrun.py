@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 
-from tuneloop.errors import EXIT_RETRY, EXIT_USER
+from tuneloop.errors import EXIT_RETRY, EXIT_USER, INTERRUPTED, UNAVAILABLE, say
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,15 +29,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         run(parse_args(list(argv)))
     except SignalException as error:  # the ranks have ended by now
-        print(f"interrupted: torchrun: {signal.Signals(error.sigval).name}", file=sys.stderr, flush=True)
-        return EXIT_RETRY
+        return say(f"{INTERRUPTED}: torchrun: {signal.Signals(error.sigval).name}", EXIT_RETRY)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         print(f"torchrun: ranks ended with {codes}", file=sys.stderr, flush=True)
         return exit_code(codes.values())
     except (DistError, RendezvousError) as error:
-        print(f"interrupted: torchrun: another node is not there: {error}", file=sys.stderr, flush=True)
-        return EXIT_RETRY
+        return say(f"{UNAVAILABLE}: torchrun: another node is not there: {error}", EXIT_RETRY)
     return 0
 
 

@@ -84,9 +84,17 @@ def test_more_failures_than_the_budget_stop_the_run(tmp_path: Path) -> None:
     with pytest.raises(Retryable) as caught:
         reward(out=str(tmp_path / "w"), rollouts=given, timeout_s=1.0, error_budget=0.25)
     assert "3 of 8 rollouts have no score" in str(caught.value)
-    assert "2 × tests.unit.rewards.bad:by_name: RuntimeError: no luck; 1 ×" in str(caught.value)
+    assert "2 × tests.unit.rewards.bad:by_name: raised RuntimeError: no luck (bad.py:" in str(caught.value)
     assert "the budget is 25%" in str(caught.value)
     assert not (tmp_path / "w" / "manifest.json").exists()
+
+
+def test_a_reward_that_raises_by_itself_is_not_tried_again(tmp_path: Path) -> None:
+    given = rollouts(tmp_path / "r", ["fine"] * 5 + ["raises", "raises", "hangs"], BY_NAME)
+    with pytest.raises(
+        UserError, match=r"2 × tests.unit.rewards.bad:by_name: raised RuntimeError: no luck \(bad.py:\d+"
+    ):
+        reward(out=str(tmp_path / "w"), rollouts=given, timeout_s=1.0, error_budget=0.2)
 
 
 def test_what_no_retry_can_mend_is_the_users(tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ def test_weighted_sum_with_breakdown() -> None:
 @pytest.mark.parametrize(
     ("deed", "outcome", "story"),
     [
-        ("raises", "infra_error", "RuntimeError: no luck"),
-        ("exits", "infra_error", "SystemExit: 0"),
+        ("raises", "infra_error", "raised RuntimeError: no luck (bad.py:26)"),
+        ("exits", "infra_error", "raised SystemExit: 0 (bad.py:30)"),
         ("unprintable", "infra_error", "the process that ran it died"),
         ("dies", "infra_error", "the process that ran it died"),
         ("crashes", "infra_error", "the process that ran it died"),

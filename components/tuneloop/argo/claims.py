@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.settings import GROUP_LABEL, ROLE_LABEL, SHARE, Cluster, Share
 from tuneloop.argo.spec import labels_of
+from tuneloop.ends import RETRY_STEP
 from tuneloop.errors import UserError
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def seat_templates(cluster: Cluster) -> list[Container]:
             service_account_name="tuneloop-claims",
             automount_service_account_token=True,
             **pod,
-            **retry_fields(),
+            **retry_fields(RETRY_STEP),
         )
         for name, outputs in ((TAKE, made), (GIVE, []))
     ]

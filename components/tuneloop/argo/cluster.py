@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import tuneloop
 from tuneloop.argo.settings import PRIORITY_LABEL, QUEUE_LABEL, RUN_LABEL
 from tuneloop.argo.spec import applied
-from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
+from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, Unavailable, UserError
 
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
 OWNER = {"apiVersion": "/".join(WORKFLOWS[:2]), "kind": "Workflow"}
@@ -116,11 +116,11 @@ def faults(cluster: Cluster) -> Iterator[None]:
     except ApiException as error:
         message = told(error)
         if error.status in (429, 500, 502, 503, 504):
-            raise Retryable(f"cluster: {cluster.host}: {message}") from error
+            raise Unavailable(f"cluster: {cluster.host}: {message}") from error
         raise UserError("cluster", cluster.context, f"refused ({error.status}): {message}") from error
     except HTTPError as error:
         if cluster.context == IN_CLUSTER:
-            raise Retryable(f"cluster: {cluster.host} does not answer ({type(error).__name__})") from error
+            raise Unavailable(f"cluster: {cluster.host} does not answer ({type(error).__name__})") from error
         remedy = f"{cluster.host} does not answer ({type(error).__name__}); is it running, and is this the context?"
         raise Away("cluster", cluster.context, remedy) from error
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.settings import Cluster
 from tuneloop.argo.spec import calls
-from tuneloop.argo.template import OUTPUTS, pod_fields, retry_fields
+from tuneloop.argo.template import OUTPUTS, retried_pod_fields
 from tuneloop.argo.turn import take_turns
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ def segment_template(
             *("--graph", as_text(part(graph.to_dict(), entrypoint))),
             *(word for name, value in passed.items() for word in ("--argument", f"{name}={value}")),
         ],
-        **pod_fields("rollout", True, cluster or Cluster()),
-        **retry_fields(),
+        **retried_pod_fields("rollout", True, cluster or Cluster()),
     )
     take_turns(made, cluster or Cluster())
     return made

@@ -1,8 +1,8 @@
 """A stage of several pods: a JobSet that Argo applies and watches, and a step that reads what it committed.
 
 Every pod is what the stage's pod would be, under torchrun with a fixed rendezvous at the first one: pod i of the
-JobSet's only job is node i. The pods live and die together. One that is interrupted, evicted or killed (exit codes 75,
-137, 143) ends them all, and all start again from the last resume point; any other failure ends the JobSet.
+JobSet's only job is node i. The pods live and die together. One that is interrupted, evicted or killed
+(`tuneloop.ends`) ends them all, and all start again from the last resume point; any other failure ends the JobSet.
 
 An Argo resource template gets neither exit codes nor outputs from what it watches. So the stage runs once more, in one
 process that finds its output committed and only says so.
@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 from tuneloop.argo import claims
 from tuneloop.argo.settings import RUN_LABEL, Cluster
 from tuneloop.argo.spec import applied
-from tuneloop.argo.template import NOBODY, RESTRICTED, RETRIED, RETRIES
+from tuneloop.argo.template import LIMIT, NOBODY, RESTRICTED
+from tuneloop.attempts import ATTEMPT
 from tuneloop.component import Component
+from tuneloop.ends import RETRIED_CODES, RETRY_STEP
 from tuneloop.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,11 +50,18 @@ RESUMED = 99
 SHM = {"name": "shm", "emptyDir": {"medium": "Memory"}}
 """Where the ranks of a pod exchange tensors; a container's own has 64 MiB."""
 SHM_MOUNT = {"name": "shm", "mountPath": "/dev/shm"}
-ATTEMPT = {
+RENDEZVOUS = {
     "name": "PET_RDZV_ID",
     "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}},
 }
 """The same for all pods, and another one at each restart: names the data of an attempt."""
+
+
+RESTART = {
+    "name": ATTEMPT,
+    "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}},
+}
+"""How often the JobSet has started its pods again; a suspension by Kueue does not count."""
 
 
 def jobset_steps(
@@ -101,7 +110,7 @@ def jobset_steps(
         manifest=written(manifest),
         executor=ExecutorConfig(service_account_name="tuneloop-launcher"),
         pod_spec_patch=json.dumps(PATCH, separators=(",", ":")),
-        **retry_fields(),
+        **retry_fields(RETRY_STEP),
     )
     passed = {p.name: "{{inputs.parameters.%s}}" % p.name for p in inputs}
     outputs: Any = result.outputs
@@ -137,7 +146,7 @@ def jobset(
         stage: what `tuneloop cluster logs` calls the pods.
     """
     about = {"labels": dict(labels or {}), "annotations": {"workflows.argoproj.io/node-name": stage or name}}
-    bug = {"containerName": CONTAINER, "operator": "NotIn", "values": RETRIED}
+    bug = {"containerName": CONTAINER, "operator": "NotIn", "values": [code for code in RETRIED_CODES if code > 0]}
     job = {
         **{"parallelism": nodes, "completions": nodes, "completionMode": "Indexed", "backoffLimit": 0},
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": bug}]},
@@ -150,7 +159,7 @@ def jobset(
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "failurePolicy": {
-                "maxRestarts": RETRIES,
+                "maxRestarts": LIMIT,
                 # No pod of an attempt is left when the next one starts.
                 "restartStrategy": "BlockingRecreate",
                 "rules": [{"name": "bug", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
@@ -197,7 +206,8 @@ def ranks_env(name: str, nodes: int, processes: int) -> list[dict[str, Any]]:
         {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": rank}}},
         {"name": "PET_MASTER_ADDR", "value": f"{name}-{JOB}-0-0.{name}"},
         {"name": "PET_MASTER_PORT", "value": str(PORT)},
-        ATTEMPT,
+        RENDEZVOUS,
+        RESTART,
     ]
 
 

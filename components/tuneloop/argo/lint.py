@@ -160,6 +160,9 @@ def _leaf(at: str, template: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             f"{at}.retryStrategy", None, "an evicted or preempted pod would end the run; retry Error and exit 75"
         )
+    elif longest := ((template["retryStrategy"] or {}).get("backoff") or {}).get("maxDuration"):
+        remedy = "counts from the start of the first attempt, so a longer stage is never retried; leave it out"
+        yield Problem(f"{at}.retryStrategy.backoff.maxDuration", longest, remedy)
     image = str(container.get("image", "")).rpartition("/")[2]
     if "@" not in image and (":" not in image or image.endswith(":latest")):
         yield Problem(f"{at}.image", container.get("image"), "name a version: a tag other than latest, or a digest")

@@ -22,7 +22,8 @@ from tuneloop.argo.processes import Process
 from tuneloop.argo.spec import seconds
 from tuneloop.argo.state import BROKEN, Node
 from tuneloop.argo.turn import taken
-from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
+from tuneloop.ends import describe_exit
+from tuneloop.errors import EXIT_RETRY, EXIT_USER, TERMINATION_LOG, Retryable, UserError, name_class
 
 if TYPE_CHECKING:
     from tuneloop.argo.executor import Session
@@ -89,7 +90,7 @@ class Daemon:
         self.result.exit_code = code = self._process.code
         if not self._closing:
             stopped = self._session.stopping.is_set()
-            message = "stopped" if stopped else f"the daemon ended by itself (exit code {code})"
+            message = "stopped" if stopped else f"the daemon ended by itself: {describe_exit(code)}"
             self.result.phase, self.result.message = "Failed", message
         self._session.settle(self._node, self.result)
         self.over.set()
@@ -122,12 +123,17 @@ def run_pod(session: Session, template: Mapping[str, Any], node: Node, artifacts
         source.write_text(box.translate(container["source"]))
         command.append(str(source))
     captured = home / "stdout" if session.captures(node) else None
+    words = home / "termination-log"
+    words.touch()
+    env[TERMINATION_LOG] = str(words)
     grace = _grace(template, session.grace)
     with session.slot(bool(template.get("daemon"))), contextlib.ExitStack() as stack:
         try:
             stack.enter_context(taken(session, template, node, box))
         except (UserError, Retryable) as error:
-            return Result("Failed", str(error), exit_code=EXIT_USER if isinstance(error, UserError) else EXIT_RETRY)
+            if isinstance(error, UserError):
+                return Result("Failed", str(error), exit_code=EXIT_USER)
+            return Result("Failed", f"{name_class(error)}: {error}", exit_code=EXIT_RETRY)
         if session.stopping.is_set():
             return Result("Failed", "stopped before it started")
         session.start(node)
@@ -149,7 +155,8 @@ def run_pod(session: Session, template: Mapping[str, Any], node: Node, artifacts
     elif late:
         result.phase, result.message = "Failed", f"Pod was active on the node longer than {deadline:g} s"
     elif result.phase == "Failed":
-        result.message = f"exit code {process.code}{_last_words(log)}"
+        said = words.read_text(errors="replace").strip() or _last_words(log)
+        result.message = f"{describe_exit(process.code)}{f': {said}' if said else ''}"
     return result
 
 
@@ -169,8 +176,7 @@ def _last_words(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 2000))
         lines = file.read().decode(errors="replace").split("\n")
-    words = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f": {words[-300:]}" if words else ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")[-300:]
 
 
 def _expand(word: str, env: Mapping[str, str]) -> str:
@@ -204,8 +210,8 @@ def _become_daemon(
             return Result("Failed", "stopped", exit_code=process.code)
         over = process.ended.wait(pause)
     if over:
-        words = _last_words(session.workdir / node.log)
-        message = f"ended before it was ready (exit code {process.code}{words})"
+        said = _last_words(session.workdir / node.log)
+        message = f"ended before it was ready: {describe_exit(process.code)}{f': {said}' if said else ''}"
         return Result("Failed", message, exit_code=process.code)
     return Result("Running", daemon=Daemon(session, node, process, grace))
 

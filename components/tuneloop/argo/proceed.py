@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo import cluster as argo
+from tuneloop.ends import RETRY_STEP
 from tuneloop.errors import Retryable, UserError, failed
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster
         service_account_name="tuneloop-continue",
         automount_service_account_token=True,
         **pod,
-        **retry_fields(),
+        **retry_fields(RETRY_STEP),
     )
 
 

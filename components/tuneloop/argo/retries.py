@@ -155,8 +155,18 @@ def _refusal(
 
 
 def _pause(backoff: Mapping[str, Any], number: int) -> float:
-    """Seconds before attempt `number` + 2: duration · factor^number, at most ``cap``."""
+    """Seconds before attempt `number` + 2: duration · factor^number in the controller's 64-bit nanoseconds, which
+    overflow; at most ``cap``."""
     if not backoff.get("duration"):
         return 0.0
-    pause = seconds(backoff["duration"]) * float(backoff.get("factor") or 1) ** number
-    return min(pause, seconds(backoff["cap"])) if backoff.get("cap") else pause
+    pause = int(seconds(backoff["duration"]) * 1e9)
+    if factor := int(backoff.get("factor") or 0):
+        power = factor**number
+        pause = _wrap(pause * (power if power < 1 << 63 else -1 << 63))
+    cap = int(seconds(backoff["cap"]) * 1e9) if backoff.get("cap") else pause
+    return max(0, min(pause, cap)) / 1e9
+
+
+def _wrap(value: int) -> int:
+    """`value` as Go keeps it in 64 bits."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -97,6 +97,12 @@ class Cluster(BaseModel):
         description="memory that each stage requests, and its limit: 512Mi, 2Gi; auto: what `tuneloop plan` estimates, "
         f"and {UNKNOWN} without a limit where it cannot",
     )
+    memory_on_retry: str = Field(
+        "",
+        pattern=rf"^({MEMORY})?$",
+        description="memory limit (4Gi) of attempts after the first: a stage that ran out of memory is tried "
+        "once more; empty: it is not",
+    )
     claim: str = Field(
         "", description="PersistentVolumeClaim that every stage sees at /store; for --store file:///store/…"
     )
@@ -106,6 +112,12 @@ class Cluster(BaseModel):
     def _either(self) -> Cluster:
         if self.share and self.share.device_class and self.gpus:
             raise ValueError("gpus are this run's alone, share.device_class is of a claim: set one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _more_memory(self) -> Cluster:
+        if self.memory_on_retry and self.memory == AUTO:
+            raise ValueError("memory_on_retry raises the limit that cluster.memory sets: set it, too")
         return self
 
     @property

@@ -15,7 +15,9 @@ from pydantic import BaseModel
 from tuneloop.argo import claims
 from tuneloop.argo.settings import SHARE, Cluster, Share
 from tuneloop.argo.turn import take_turns
+from tuneloop.attempts import ATTEMPT, LAST_END, MORE_MEMORY
 from tuneloop.component import Component
+from tuneloop.ends import RETRY_SERVER, RETRY_STAGE
 from tuneloop.program import flag
 
 if TYPE_CHECKING:
@@ -27,12 +29,13 @@ CLAIM = "/store"
 """Where `Cluster.claim` is mounted."""
 STORE = "tuneloop-store"
 """ConfigMap and Secret with the store's ``AWS_*`` settings; optional, both."""
-RETRIED = [75, 137, 143]
-"""Exit codes of what was interrupted, evicted or preempted."""
-RETRIES = 20
-"""Preemption must not use up the attempts of a long run, hence so many."""
-RETRY = f"lastRetry.status == 'Error' || asInt(lastRetry.exitCode) in {RETRIED}"
-"""Evicted, preempted or interrupted: worth another attempt. 2 is the user's mistake, anything else a bug."""
+PAUSE = "10s"
+"""Between two attempts. Constant: the controller computes ``duration * factor^n`` in 64-bit nanoseconds, which
+overflows after some thirty attempts (``operator.go``, ``processNodeRetries``); and no ``maxDuration``, which is a
+deadline counted from the start of the first attempt."""
+LIMIT = 1_000_000
+"""Of attempts: none that matters, `tuneloop.attempts` counts those without progress. The controller keeps to the pause
+only where a limit is given."""
 NOBODY = {
     **{"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
     "seccompProfile": {"type": "RuntimeDefault"},
@@ -132,8 +135,7 @@ def stage_template(
         outputs=[Parameter(name=flag(k), value_from=ValueFrom(path=f"{OUTPUTS}/{flag(k)}")) for k in outputs],
         command=component.command(processes if nodes == 1 else 1),
         args=flags,
-        **pod_fields(component.image, component.accelerator and nodes == 1, cluster),
-        **retry_fields(),
+        **retried_pod_fields(component.image, component.accelerator and nodes == 1, cluster),
     )
     if component.accelerator and nodes == 1:
         take_turns(made, cluster)
@@ -158,7 +160,6 @@ def server_template(
     from hera.workflows import Container, Parameter
     from hera.workflows.models import ContainerPort, EnvVar, EnvVarSource, HTTPGetAction, ObjectFieldSelector, Probe
 
-    pod = pod_fields("rollout", True, cluster or Cluster())
     # It asks nobody for a token. `tuneloop run` reads the field as 127.0.0.1.
     address = EnvVar(name="POD_IP", value_from=EnvVarSource(field_ref=ObjectFieldSelector(field_path="status.podIP")))
     return Container(
@@ -170,13 +171,13 @@ def server_template(
             *(("--weights", weights) if weights else ("--policy", "{{inputs.parameters.policy}}")),
             *("--host", "$(POD_IP)", "--port", str(port)),
             *("--engine-args", _text(dict(engine_args))),
+            *("--attempts", "{{workflow.parameters.store}}/{{workflow.parameters.run}}/serve"),
         ],
         ports=[ContainerPort(container_port=port)],
         readiness_probe=Probe(
             http_get=HTTPGetAction(path="/health", port=port), period_seconds=1, failure_threshold=600
         ),
-        **{**pod, "env": [*pod["env"], address]},
-        **retry_fields(),
+        **retried_pod_fields("rollout", True, cluster or Cluster(), RETRY_SERVER, [address]),
     )
 
 
@@ -232,13 +233,37 @@ def shared_fields(share: Share, image: str) -> dict[str, Any]:
     return fields
 
 
-def retry_fields() -> dict[str, Any]:
-    """How a pod of ours is tried again."""
+def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
+    """How a pod of ours is started again: by the class of its end."""
     from hera.workflows import RetryPolicy, RetryStrategy, models
 
-    backoff = models.Backoff(duration="5s", factor=2, max_duration="10m")
-    always = RetryPolicy.always
-    return {"retry_strategy": RetryStrategy(limit=RETRIES, retry_policy=always, expression=RETRY, backoff=backoff)}
+    backoff, always = models.Backoff(duration=PAUSE), RetryPolicy.always
+    return {"retry_strategy": RetryStrategy(limit=LIMIT, retry_policy=always, expression=expression, backoff=backoff)}
+
+
+def attempt_env(cluster: Cluster) -> list[Any]:
+    """What a pod under `retry_fields` is told of the attempts before it, see `tuneloop.attempts`."""
+    from hera.workflows.models import EnvVar
+
+    last = "{{lastRetry.status}} {{lastRetry.exitCode}} {{lastRetry.message}}"
+    env = {ATTEMPT: "{{retries}}", LAST_END: last}
+    if cluster.memory_on_retry:
+        env[MORE_MEMORY] = cluster.memory_on_retry
+    return [EnvVar(name=name, value=value) for name, value in env.items()]
+
+
+def retried_pod_fields(
+    image: str, accelerator: bool, cluster: Cluster, expression: str = RETRY_STAGE, env: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """`pod_fields` and `retry_fields` of a pod that knows of the attempts before it, and may get more memory then."""
+    fields = pod_fields(image, accelerator, cluster)
+    fields["env"] = [*fields["env"], *attempt_env(cluster), *env]
+    if cluster.memory_on_retry:
+        limit = f"{{{{=asInt(retries) > 0 ? '{cluster.memory_on_retry}' : '{cluster.memory_limit}'}}}}"
+        patch = json.loads(fields.get("pod_spec_patch", "{}"))
+        patch.setdefault("containers", []).append({"name": "main", "resources": {"limits": {"memory": limit}}})
+        fields["pod_spec_patch"] = json.dumps(patch, separators=(",", ":"))
+    return fields | retry_fields(expression)
 
 
 def _needed(component: Component, dynamic: Sequence[str]) -> dict[str, Any]:

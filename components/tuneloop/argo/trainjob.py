@@ -14,9 +14,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo.jobset import ATTEMPT, jobset, pod_spec, ranks_env, written
+from tuneloop.argo.jobset import RENDEZVOUS, jobset, pod_spec, ranks_env, written
 from tuneloop.argo.settings import RUN_LABEL, Cluster
 from tuneloop.backends import LLMBackend, stage_flags
+from tuneloop.ends import RETRY_STEP
 from tuneloop.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def trainjob(
                 "image": container["image"],
                 "command": backend.to_command(),
                 "args": backend.to_runtime_args(),
-                "env": [ATTEMPT, *container["env"]],
+                "env": [RENDEZVOUS, *container["env"]],
                 "numNodes": backend.nodes,
                 "numProcPerNode": backend.processes,
                 "resourcesPerNode": container["resources"],
@@ -218,7 +219,7 @@ def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> Cont
         service_account_name="tuneloop-launcher",
         automount_service_account_token=True,
         **pod_fields("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"})),
-        **retry_fields(),
+        **retry_fields(RETRY_STEP),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tuneloop.argo.state import BROKEN, Node
 from tuneloop.cli.live import iteration_of, label
-from tuneloop.errors import EXIT_USER
+from tuneloop.errors import EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE
 from tuneloop.runs import Run
 from tuneloop.store import normalize
 from tuneloop.summary import clock, newest, size
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tuneloop.argo.executor import Outcome
+
+NAMED = tuple(f"{name}:" for name in ("error", "gave up", INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW))
+"""How a last line begins that names the class of its end."""
 
 
 def stages(run: Run) -> Table:
@@ -75,7 +78,7 @@ def culprit(nodes: Iterable[Node]) -> Node | None:
 
 def blamed(node: Node, said: str, look: str, then: str) -> str:
     """A stage's last words as an error, the command that shows more of them, and how to go on."""
-    kind = "" if said.startswith(("error:", "interrupted:")) else "error: "
+    kind = "" if said.startswith(NAMED) else "error: "
     return f"{kind}{said} (in {label(node)}; see `{look}`, then {then})"
 
 

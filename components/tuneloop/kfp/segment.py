@@ -21,8 +21,10 @@ from tuneloop.artifacts import Manifest, find
 from tuneloop.errors import UserError, failed
 from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
+from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.stage import ended, hand_over, skip, text
 from tuneloop.program import flag
+from tuneloop.store import Store
 
 RESULTS = {"last_iteration": int, "mean_reward": float}
 """Output parameters: the last iteration that was done, and what its rollouts earned."""
@@ -40,10 +42,14 @@ def main(argv: Sequence[str]) -> int:
         return 0
     with tempfile.TemporaryDirectory() as outputs:
         os.environ["TUNELOOP_OUTPUTS"] = outputs
-        try:
-            code = segment.run(given.graph, arguments(task, given.graph))
-        except UserError as error:
-            return failed(error)
+
+        def run() -> int:
+            try:
+                return segment.run(given.graph, arguments(task, given.graph))
+            except UserError as error:
+                return failed(error)
+
+        code = retry_in_process(run, lambda: " ".join(Store(task.parameters["url"]).keys("iterations")))
         if code == 0:
             tell(task, int(Path(outputs, "iteration").read_text()))
     return code

@@ -14,7 +14,7 @@ class Kfp(BaseModel):
     unroll: int = Field(
         8, ge=0, description="a loop of at most so many turns is written out; a longer one is a ParallelFor"
     )
-    retries: int = Field(3, ge=0, description="attempts after the first, whatever the exit code was")
+    retries: int = Field(3, ge=0, description="attempts of a pod after the first, whatever the exit code was")
     timeout_s: int = Field(0, ge=0, description="seconds that a stage may take once its pod runs; 0: no limit")
     shm: str = Field("", description="of an in-memory /dev/shm for accelerator stages; empty: the runtime's 64 MiB")
     node_selector: dict[str, str] = Field({}, description="labels of the nodes for accelerator stages")

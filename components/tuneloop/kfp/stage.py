@@ -28,7 +28,9 @@ from tuneloop.artifacts import Manifest, find, split_ref
 from tuneloop.component import Component
 from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
+from tuneloop.kfp.retry import retry_in_process
 from tuneloop.program import flag
+from tuneloop.store import Store
 
 URL, TARGET = "url", "target_reward"
 """Parameters of the adapter's own: where the output is committed; the mean reward that ends a loop."""
@@ -46,12 +48,15 @@ def main(argv: Sequence[str]) -> int:
     if (iteration := ended(task)) is not None:
         skip(task, stage.output, {result(stage, name): kind for name, kind in stage.results.items()}, iteration)
         return 0
-    if given.job and (code := launch(stage, task, **given.job)):
-        return code
-    if code := stage.run(flags(stage, task)):
+    url = task.parameters[URL]
+
+    def run() -> int:
+        return (given.job and launch(stage, task, **given.job)) or stage.run(flags(stage, task))
+
+    if code := retry_in_process(run, lambda: " ".join(Store(f"{url}/resume").keys())):
         return code
     if int(os.environ.get("RANK", "0")) == 0:
-        manifest = find(task.parameters[URL])
+        manifest = find(url)
         assert manifest is not None, "the stage has just committed it"
         tell(stage, task, manifest)
     return 0

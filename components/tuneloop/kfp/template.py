@@ -226,7 +226,8 @@ def place(task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, accele
     task.set_cpu_request(cluster.cpu).set_memory_request(cluster.memory_request).set_memory_limit(
         cluster.memory_request
     )
-    task.set_retry(kfp.retries, backoff_duration="5s", backoff_factor=2, backoff_max_duration="600s")
+    # KFP makes Argo's maxDuration of the last: a deadline from the first attempt's start, so it must not matter.
+    task.set_retry(kfp.retries, backoff_duration="10s", backoff_factor=1, backoff_max_duration="8760h")
     task.set_env_variable("TUNELOOP_IMAGE", image)
     kubernetes.set_image_pull_policy(task, "IfNotPresent")
     kubernetes.set_security_context(task, run_as_user=1000, run_as_group=1000, run_as_non_root=True)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -446,10 +447,11 @@ def test_a_server_is_reached_from_this_machine_alone(tmp_path: Path) -> None:
     """It takes orders from whoever reaches it."""
     pipeline = find("grpo")
     made = pipeline.build(pipeline.configure(None, ["engine.name=vllm"]))
-    serve = next(t for t in made["spec"]["templates"] if t.get("daemon"))["container"]
+    template = next(t for t in made["spec"]["templates"] if t.get("daemon"))
+    serve = template["container"]
     said = shell("said", "printf '%s ' \"$@\" > /tmp/out/said", outputs=("said",))
     said["container"] = {**serve, "command": [*said["container"]["command"], "serve"]}
-    asked = [word.replace("{{inputs.parameters.policy}}", "none") for word in serve["args"]]
-    said["container"]["args"] = asked
+    said["container"]["args"] = [re.sub(r"{{(inputs|workflow)\..*}}", "none", word) for word in serve["args"]]
+    said["retryStrategy"] = template["retryStrategy"]
     outcome = run(tmp_path, said, dag(task("said", "said")))
     assert " --host 127.0.0.1 --port " in named(outcome)["said"].outputs["said"]

@@ -126,7 +126,7 @@ def test_a_daemon_that_never_gets_ready(tmp_path: Path) -> None:
     outcome = run(tmp_path, template, dag(task("serve", "serve"), task("t", "serve", depends="serve")))
     assert outcome.phase == "Failed"
     assert outcome.exit_code == 2
-    assert outcome.message == "serve: ended before it was ready (exit code 2: error: port 1: taken)"
+    assert outcome.message == "serve: ended before it was ready: exit code 2: error: port 1: taken"
     assert named(outcome)["t"].phase == "Omitted"
 
 

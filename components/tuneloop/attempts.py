@@ -1,0 +1,115 @@
+"""The budget of a stage's or a server's attempts: it counts those without progress, and knows no clock.
+
+A workflow engine starts a pod again by what it sees of its end (`tuneloop.ends`). What it cannot see is whether that
+helps. So the next attempt is told how the last one ended (`LAST_END`) and which attempt it is (`ATTEMPT`); it reads
+what the attempt before left below its output, and gives up where more than `BUDGET` attempts in a row that count have
+brought no progress: no commit, no new resume point, no answered request. A first attempt reads and writes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tuneloop.ends import FOR_NOW, MEMORY, NO_EXIT_CODE, classify_end, describe_exit
+from tuneloop.errors import UserError
+from tuneloop.store import Store
+
+BUDGET = 3
+"""New attempts in a row that may follow on ends without progress; ends that do not count are free."""
+ATTEMPT, LAST_END, MORE_MEMORY = "TUNELOOP_ATTEMPT", "TUNELOOP_LAST_END", "TUNELOOP_MEMORY_ON_RETRY"
+"""Environment of a pod: the number of the attempt, from 0; phase, exit code and message of the one before; the memory
+limit of attempts after the first, where it is higher than that of the first."""
+LONGEST_WAIT_S = 300.0
+RECORD = "attempts.json"
+
+
+class Exhausted(RuntimeError):
+    """The budget is used up: starting again does not help."""
+
+
+class Record(BaseModel):
+    """What an attempt leaves for the next one.
+
+    Attributes:
+        attempt: its number.
+        without_progress: attempts in a row, up to the one before it, that count and brought no progress.
+        progress: the signs of progress that it found.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    attempt: int
+    without_progress: int
+    progress: str
+
+
+def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
+    """Record this attempt below `store`, or refuse it.
+
+    Args:
+        read_progress: names what was reached so far, such as resume points; another text than last time is progress.
+
+    Raises:
+        Exhausted: more than `BUDGET` attempts have ended without progress.
+        UserError: the last attempt ran out of memory, and this one has no more of it than that one had.
+    """
+    number = int(os.environ.get(ATTEMPT) or 0)
+    if number < 1:
+        return
+    phase, code, message = read_last_end()
+    end = classify_end(phase, code, message) if LAST_END in os.environ else FOR_NOW
+    if end is MEMORY:
+        _check_memory(number)
+    before, progress = _read_record(store, number - 1), read_progress()
+    begun = before.without_progress if before and before.progress == progress else 0
+    if (count := begun + end.counts) > BUDGET:
+        last = f"{end.name}, {describe_exit(code)}{f': {message}' if message else ''}"
+        raise Exhausted(f"{count} attempts in a row ended without progress; the last one: {last}")
+    record = Record(attempt=number, without_progress=count, progress=progress)
+    store.put(RECORD, record.model_dump_json().encode())
+
+
+def wait_before_ending() -> None:
+    """Wait while something is away, longer with each attempt and at most `LONGEST_WAIT_S`, before this one ends.
+
+    A workflow engine pauses for the same few seconds each time, and keeps every attempt in its status.
+    """
+    if number := int(os.environ.get(ATTEMPT) or 0):
+        time.sleep(min(LONGEST_WAIT_S, 10.0 * 2.0 ** min(number, 10)))
+
+
+def record_progress(store: Store) -> None:
+    """Forget the attempts so far: this one has brought progress."""
+    if int(os.environ.get(ATTEMPT) or 0):
+        store.delete(RECORD)
+
+
+def read_last_end() -> tuple[str, int, str]:
+    """Phase, exit code and message of the attempt before this one, as the workflow engine passes them."""
+    phase, _, rest = os.environ.get(LAST_END, "").partition(" ")
+    code, _, message = rest.partition(" ")
+    try:
+        return phase, int(code), message
+    except ValueError:
+        return phase, NO_EXIT_CODE, rest
+
+
+def _read_record(store: Store, number: int) -> Record | None:
+    """What attempt `number` left; nothing where it did not come so far, or where another session left it."""
+    try:
+        record = Record.model_validate_json(store.get(RECORD) or b"")
+    except ValidationError:
+        return None
+    return record if record.attempt == number else None
+
+
+def _check_memory(number: int) -> None:
+    limit = os.environ.get(MORE_MEMORY)
+    if not limit:
+        remedy = "set a higher cluster.memory, or cluster.memory_on_retry, the limit of attempts after the first"
+        raise UserError("cluster.memory", None, f"the last attempt ran out of memory; {remedy}")
+    if number > 1:  # the attempt that ended was not the first, so it had the higher limit
+        raise UserError("cluster.memory_on_retry", limit, "was not enough either; set a higher one")

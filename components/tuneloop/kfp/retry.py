@@ -1,0 +1,72 @@
+"""What KFP cannot see, done in the stage's own process: its launcher turns every exit code into 1, so it cannot tell
+what may pass (75) from the user's mistake (2). So a stage that ends with 75 by itself is run again here, within the
+same budget as on Argo (`tuneloop.attempts`); one that was asked to end is not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from tuneloop.attempts import BUDGET
+from tuneloop.ends import classify_end
+from tuneloop.errors import EXIT_RETRY, TERMINATION_LOG, write_termination_message
+
+PAUSE_S = 10.0
+"""Seconds between two attempts, as on Argo."""
+
+
+def retry_in_process(run: Callable[[], int], read_progress: Callable[[], str], pause_s: float = PAUSE_S) -> int:
+    """Call `run` until it ends with another code than 75, its budget is used up, or SIGTERM has arrived.
+
+    Ranks of torchrun are not run again: they would have to agree on it.
+
+    Args:
+        run: returns an exit code; finds by itself what an earlier call has committed.
+        read_progress: names what was reached so far; another text than before is progress.
+
+    Returns:
+        the exit code of the last call.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return run()
+    stopped = threading.Event()
+    previous = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    without_progress, progress = 0, ""
+    try:
+        while True:
+            code, line = _run_and_read_line(run)
+            if code != EXIT_RETRY or stopped.is_set():
+                break
+            if (now := read_progress()) != progress:
+                without_progress, progress = 0, now
+            end = classify_end("Failed", code, line)
+            without_progress += end.counts
+            if without_progress > BUDGET:
+                break
+            print(f"{end.name}: retrying in {pause_s:g} s", file=sys.stderr, flush=True)
+            if stopped.wait(pause_s):
+                break
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    if line:
+        write_termination_message(line)
+    return code
+
+
+def _run_and_read_line(run: Callable[[], int]) -> tuple[int, str]:
+    """What `run` returns, and the line that says why it ended."""
+    before = os.environ.get(TERMINATION_LOG)
+    with tempfile.NamedTemporaryFile() as file:
+        os.environ[TERMINATION_LOG] = file.name
+        try:
+            return run(), Path(file.name).read_text()
+        finally:
+            del os.environ[TERMINATION_LOG]
+            if before is not None:
+                os.environ[TERMINATION_LOG] = before

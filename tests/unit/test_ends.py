@@ -1,0 +1,160 @@
+"""One table of ends: what Argo's expression does, what the next attempt is told, and what the docs say."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.argo.making import dag, named, run, shell, task
+from tuneloop.argo import expressions
+from tuneloop.argo.pod import Result
+from tuneloop.argo.retries import _refusal
+from tuneloop.config import find
+from tuneloop.ends import (
+    AWAY,
+    BUG,
+    END_CLASSES,
+    ENGINE,
+    EVICTED,
+    FOR_NOW,
+    INTERRUPTION,
+    KILL,
+    MEMORY,
+    MISTAKE,
+    REJECTED,
+    RETRY_SERVER,
+    RETRY_STAGE,
+    RETRY_STEP,
+    SUCCEEDED,
+    EndClass,
+    classify_end,
+    describe_exit,
+    table,
+)
+
+DOCS = Path(__file__).parents[2] / "docs"
+ENDS = [
+    ("Succeeded", 0, "", SUCCEEDED),
+    ("Failed", 2, "main: Error (exit code 2): error: sft.lr: 'x': is not a number", MISTAKE),
+    ("Failed", 75, "main: Error (exit code 75): interrupted: sft: stopped by a signal", INTERRUPTION),
+    ("Failed", 75, "exit code 75: interrupted: sft: stopped by a signal", INTERRUPTION),
+    ("Failed", 75, "exit code 75: unavailable: store: s3://b: error sending", AWAY),
+    ("Failed", 75, "unavailable: turn 3 of group g was lost", AWAY),
+    ("Failed", 75, "exit code 75: failed for now: reward: 9 of 9, one said interrupted: no", FOR_NOW),
+    ("Failed", 75, "main: Error (exit code 75)", FOR_NOW),
+    ("Failed", 143, "main: Error (exit code 143)", INTERRUPTION),
+    ("Error", -1, "pod deleted", EVICTED),
+    ("Error", 137, "pod deleted", EVICTED),
+    ("Error", 64, "wait: Error (exit code 64): path does not exist", ENGINE),
+    ("Failed", -1, "Pod was rejected: Allocate failed due to no healthy devices present", REJECTED),
+    ("Failed", 137, "main: OOMKilled (exit code 137)", MEMORY),
+    ("Failed", 137, "main: Error (exit code 137)", KILL),
+    ("Failed", 132, "exit code 132 (SIGILL, illegal instruction)", KILL),
+    ("Failed", 139, "main: Error (exit code 139)", KILL),
+    ("Failed", 1, "main: Error (exit code 1): bug: TypeError: x", BUG),
+    ("Failed", 101, "main: Error (exit code 101)", BUG),
+]
+
+
+@pytest.mark.parametrize(("phase", "code", "message", "end"), ENDS)
+def test_an_end_has_a_class_and_argo_does_what_the_class_says(
+    phase: str, code: int, message: str, end: EndClass
+) -> None:
+    assert classify_end(phase, code, message) is end
+    if end is SUCCEEDED:
+        return
+    last = {"lastRetry.status": phase, "lastRetry.exitCode": str(code), "lastRetry.message": message, "retries": "0"}
+    # A stage that ran out of memory is started once more in any case: it says what to set if it has no more of it.
+    assert expressions.truth(RETRY_STAGE, last) == (end not in (MISTAKE, BUG))
+    assert expressions.truth(RETRY_SERVER, last) == (end is not MISTAKE)
+
+
+def test_an_error_of_the_engine_ends_a_run_that_never_starts() -> None:
+    last = {"lastRetry.status": "Error", "lastRetry.exitCode": "-1", "lastRetry.message": "InvalidImageName"}
+    for expression in (RETRY_STAGE, RETRY_STEP, RETRY_SERVER):
+        assert expressions.truth(expression, {**last, "retries": "19"})
+        assert not expressions.truth(expression, {**last, "retries": "20"})
+        assert expressions.truth(expression, {**last, "lastRetry.message": "pod deleted", "retries": "20"})
+
+
+def test_a_small_step_is_killed_three_times_at_most() -> None:
+    last = {"lastRetry.status": "Failed", "lastRetry.exitCode": "137", "lastRetry.message": ""}
+    assert expressions.truth(RETRY_STEP, {**last, "retries": "2"})
+    assert not expressions.truth(RETRY_STEP, {**last, "retries": "3"})
+    assert expressions.truth(RETRY_STEP, {**last, "lastRetry.exitCode": "75", "retries": "300"})
+
+
+def test_an_exit_code_is_named() -> None:
+    assert describe_exit(132) == "exit code 132 (SIGILL, illegal instruction)"
+    assert describe_exit(139) == "exit code 139 (SIGSEGV, invalid memory reference)"
+    assert [describe_exit(code) for code in (0, 1, 75, 128, 255)] == [f"exit code {c}" for c in (0, 1, 75, 128, 255)]
+
+
+def test_the_docs_have_the_table() -> None:
+    assert table() in (DOCS / "ends.md").read_text(), "print tuneloop.ends.table() into docs/ends.md"
+    assert len({end.name for end in END_CLASSES}) == len(END_CLASSES)
+
+
+def strategies() -> dict[str, dict[str, Any]]:
+    """Pipeline and template → retry strategy, of all that is rendered."""
+    found = {}
+    for name in ("sft", "grpo", "dpo", "sft_then_grpo"):
+        pipeline = find(name)
+        for template in pipeline.build(pipeline.configure(None, []))["spec"]["templates"]:
+            if "retryStrategy" in template:
+                found[f"{name}.{template['name']}"] = template["retryStrategy"]
+    return found
+
+
+def test_no_clock_ends_the_retries_of_what_is_rendered() -> None:
+    found = strategies()
+    assert len(found) > 10
+    for name, strategy in found.items():
+        assert strategy["backoff"] == {"duration": "10s"}, name
+
+
+@pytest.mark.parametrize("hours", [24 * 7])
+def test_a_week_with_a_preemption_an_hour(hours: int) -> None:
+    """By the controller's own rules (``processNodeRetries``), which the local executor follows; the clock is ours."""
+    strategy = strategies()["sft_then_grpo.sft"]
+    evicted = itertools.cycle([Result("Error", "pod deleted"), Result("Failed", exit_code=143)])
+    clock = 0.0
+    for number, result in zip(range(hours), evicted):
+        clock += 3600.0
+        code = -1 if result.exit_code is None else result.exit_code
+        last = {"lastRetry.status": result.phase, "lastRetry.exitCode": str(code), "retries": str(number)}
+        last["lastRetry.message"] = result.message
+        refusal, pause = _refusal(strategy, last, result, number, clock)
+        assert (refusal, pause) == (None, 10.0), f"after {number + 1} preemptions"
+
+
+def test_the_old_strategy_ended_after_ten_minutes_and_its_pause_overflows() -> None:
+    """So the test above can fail: a deadline counts from the first attempt, and factors leave 64 bits."""
+    deadline = {"limit": 20, "retryPolicy": "Always", "backoff": {"duration": "5s", "maxDuration": "10m"}}
+    last = {"lastRetry.status": "Error", "lastRetry.exitCode": "-1"}
+    assert _refusal(deadline, last, Result("Error"), 0, 604.0)[0] == "Backoff would exceed max duration limit"
+    growing = {"limit": 200, "retryPolicy": "Always", "backoff": {"duration": "5s", "factor": 2}}
+    pauses = [_refusal(growing, last, Result("Error"), number, 0.0)[1] for number in (0, 1, 167)]
+    assert pauses == [5.0, 10.0, 0.0]
+
+
+def test_what_a_pod_is_told_of_the_attempt_before(tmp_path: Path) -> None:
+    """Also of its termination message, which is what the node says."""
+    strategy = {**strategies()["sft.sft"], "backoff": {"duration": "10ms"}}
+    script = """
+        echo "$TUNELOOP_LAST_END" >> /tmp/out/y
+        case {{retries}} in
+            0) echo 'unavailable: the store is away' > $TUNELOOP_TERMINATION_LOG; echo noise; exit 75;;
+            1) kill -ILL $$$$;;
+        esac
+    """
+    pod = shell("pod", script, outputs=("y",), retryStrategy=strategy)
+    last = "{{lastRetry.status}} {{lastRetry.exitCode}} {{lastRetry.message}}"
+    pod["container"]["env"] = [{"name": "TUNELOOP_LAST_END", "value": last}]
+    outcome = run(tmp_path, pod, dag(task("t", "pod")))
+    nodes = named(outcome)
+    assert nodes["t(0)"].message == "exit code 75: unavailable: the store is away"
+    assert nodes["t(1)"].message.startswith("exit code 132 (SIGILL, illegal instruction)")
+    assert nodes["t(2)"].outputs["y"].startswith("Failed 132 exit code 132 (SIGILL")
+    assert outcome.exit_code == 0
