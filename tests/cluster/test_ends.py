@@ -1,0 +1,88 @@
+"""A real controller, kubelet and kernel: every end of a pod has the class that `tuneloop.ends` gives it."""
+
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import STORE
+from tests.cluster.test_queue import running, until
+from tuneloop.argo import cluster as argo
+from tuneloop.argo.settings import Cluster
+from tuneloop.argo.watch import logs, status
+from tuneloop.ends import AWAY, EVICTED, KILL, MEMORY, SUCCEEDED, classify_end
+
+pytestmark = pytest.mark.cluster
+
+OLD_LIMIT_S = 15
+PROGRAM = """
+import os, pathlib, signal, sys, time
+attempt = int(os.environ["TUNELOOP_ATTEMPT"])
+limit = pathlib.Path("/sys/fs/cgroup/memory.max").read_text().strip()
+print(f"attempt {attempt}, limit {limit}, after: {os.environ['TUNELOOP_LAST_END']}", flush=True)
+if attempt == 0:
+    time.sleep(600)
+elif attempt == 1:
+    pathlib.Path("/dev/termination-log").write_text('unavailable: store: "s3://b" is away')
+    sys.exit(75)
+elif attempt == 2:
+    os.kill(os.getpid(), signal.SIGILL)
+elif attempt == 3:
+    hog = bytearray(b"x" * (400 << 20))
+"""
+
+
+def workflow(deadline: str = "") -> dict[str, Any]:
+    """A stage that ends in many ways before it succeeds; or one that may not be tried again after a `deadline`."""
+    from hera.workflows import DAG, Container
+
+    from tuneloop.argo.template import retried_pod_fields
+    from tuneloop.argo.template import workflow as new_workflow
+
+    sizes = Cluster(queue="", cpu="50m", memory="64Mi", memory_on_retry="96Mi")
+    with new_workflow("ends") as built:
+        stage = Container(
+            name="end", command=["python", "-c"], args=[PROGRAM], **retried_pod_fields("base", False, sizes)
+        )
+        if deadline:
+            stage.retry_strategy.backoff.max_duration = deadline
+        with DAG(name="main"):
+            stage(name="end")
+    made: dict[str, Any] = built.to_dict()
+    return made
+
+
+def test_what_ends_is_started_again_however_long_it_ran(cluster: argo.Cluster, run: str) -> None:
+    """Beside it the same stage with the deadline that was rendered once: it is not even tried again."""
+    new, old = f"{run}-a", f"{run}-b"
+    argo.submit(cluster, workflow(), run=new, store=STORE)
+    argo.submit(cluster, workflow(f"{OLD_LIMIT_S}s"), run=old, store=STORE)
+    until(lambda: running(cluster, new) and running(cluster, old))
+    until(lambda: _ran_for(cluster, new, OLD_LIMIT_S + 5))
+    for name in (new, old):
+        cluster.core.delete_collection_namespaced_pod(
+            cluster.namespace, label_selector=f"{argo.RUN_LABEL}={name}", grace_period_seconds=0
+        )
+    assert argo.wait(cluster, new) == 0
+    assert argo.wait(cluster, old) != 0
+
+    attempts = [node for node in status(cluster, new).nodes.values() if node.type == "Pod"]
+    ends = [classify_end(n.phase, -1 if n.exit_code is None else n.exit_code, n.message) for n in attempts]
+    assert ends == [EVICTED, AWAY, KILL, MEMORY, SUCCEEDED], [(n.phase, n.exit_code, n.message) for n in attempts]
+    said = {int(line.split()[1].strip(",")): line for _, line in logs(cluster, new) if line.startswith("attempt ")}
+    assert 'after: Failed 75 main: Error (exit code 75): unavailable: store: "s3://b" is away' in said[2]
+    assert "after: Failed 132" in said[3]
+    assert "limit 100663296, after: Failed 137 main: OOMKilled" in said[4]
+    abandoned = [node for node in status(cluster, old).nodes.values() if node.type == "Pod"]
+    assert len(abandoned) == 1
+
+
+def _ran_for(cluster: argo.Cluster, run: str, seconds: float) -> bool:
+    """Whether the kubelet started the pod's container so long ago."""
+    import datetime
+
+    for pod in cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{argo.RUN_LABEL}={run}").items:
+        for container in pod.status.container_statuses or ():
+            if container.name == "main" and container.state.running:
+                begun = container.state.running.started_at
+                return (datetime.datetime.now(datetime.UTC) - begun).total_seconds() > seconds
+    return False
