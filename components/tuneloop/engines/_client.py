@@ -107,7 +107,7 @@ class Client:
                         results[left[said["index"]]] = [Completion(**c) for c in said["completions"]]
                     done(len(results))
 
-        self._persist(attempt, self._renew, lambda: len(results), len(requests), lambda: done(len(results)))
+        self._persist(attempt, self._renew, lambda: len(results), len(requests))
         return [results[i] for i in range(len(requests))]
 
     def score(self, ids: Sequence[int]) -> list[float]:
@@ -128,14 +128,12 @@ class Client:
         renew: Callable[[], None] = lambda: None,
         finished: Callable[[], int] = lambda: 0,
         total: int = 0,
-        beat: Callable[[], None] = lambda: None,
     ) -> Value:
         """What `attempt` returns; each time that the server is lost another one, on the one that comes after it.
 
         Args:
             renew: makes a server that was away ready for `attempt`.
             finished: counts the requests that are finished, of `total`.
-            beat: called, beside `check`, while the server is away; what it raises ends the wait.
         """
         if self._renewing:  # who renews counts this loss
             return attempt()
@@ -152,7 +150,7 @@ class Client:
                 if losses == LOSSES:
                     self._given_up = True
                     raise Retryable(f"{lost}; lost {losses} times in a row without a request finished") from lost
-                self._await_return(lost, now, total, beat)
+                self._await_return(lost, now, total)
 
     def _renew(self) -> None:
         """Have the policy served, and proved, by a process of which neither is known."""
@@ -165,7 +163,7 @@ class Client:
         finally:
             self._renewing = False
 
-    def _await_return(self, lost: Lost, finished: int, total: int, beat: Callable[[], None]) -> None:
+    def _await_return(self, lost: Lost, finished: int, total: int) -> None:
         """Wait until the server answers again, whatever it serves.
 
         Raises:
@@ -176,7 +174,6 @@ class Client:
         begun = time.monotonic()
         while True:
             self.check()
-            beat()
             time.sleep(POLL_S)
             try:
                 self._json("GET", "/version")

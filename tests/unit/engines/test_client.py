@@ -323,9 +323,7 @@ def test_who_dies_of_every_batch_is_given_up(policy: Artifact) -> None:
 
 
 def test_the_signal_that_stops_the_stage_ends_the_wait(policy: Artifact) -> None:
-    """In `generate` by `done`, in every call by `check`."""
-
-    def stop(*_: object) -> None:
+    def stop() -> None:
         if about.dead.is_set():
             raise Interrupted("stopped")
 
@@ -334,10 +332,13 @@ def test_the_signal_that_stops_the_stage_ends_the_wait(policy: Artifact) -> None
         client = Client(endpoint, 60.0, patience_s=LIMIT_S)
         client.load(policy)
         about.held.clear()
-        with pytest.raises(Interrupted):
-            client.generate(BATCH, Sampling(1.0, 4, ()), stop)
         client.check = stop
-        for call in (lambda: client.score([1, 2]), lambda: client.load(policy)):
+        calls: tuple[Callable[[], Any], ...] = (
+            lambda: client.generate(BATCH, Sampling(1.0, 4, ()), lambda _: None),
+            lambda: client.score([1, 2]),
+            lambda: client.load(policy),
+        )
+        for call in calls:
             with pytest.raises(Interrupted):
                 call()
 
