@@ -141,9 +141,15 @@ _SIGNALS: Mapping[int, str] = {
 
 def describe_exit(code: int) -> str:
     """Name an exit code for people: ``exit code 132 (SIGILL, illegal instruction)``, ``exit code 1``."""
+    name = name_signal(code)
+    return f"exit code {code} ({name})" if name else f"exit code {code}"
+
+
+def name_signal(code: int) -> str:
+    """The signal that an exit code stands for, as ``SIGILL, illegal instruction``; empty where it stands for none."""
     try:
         name = signal.Signals(code - 128).name
     except ValueError:
-        return f"exit code {code}"
+        return ""
     meaning = _SIGNALS.get(code - 128)
-    return f"exit code {code} ({name}{f', {meaning}' if meaning else ''})"
+    return f"{name}, {meaning}" if meaning else name

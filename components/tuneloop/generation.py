@@ -17,7 +17,7 @@ from pydantic import Field
 from tuneloop import plugins
 from tuneloop.artifacts import Artifact
 from tuneloop.component import UNTRACKED, Stage
-from tuneloop.engines import Completion, Engine, Request, Sampling
+from tuneloop.engines import Completion, Engine, Remote, Request, Sampling
 from tuneloop.episodes import Play, mask, play
 from tuneloop.errors import UserError
 from tuneloop.rollouts import request_id
@@ -116,11 +116,16 @@ def generate(
     model = policy.path / "model"
     tokenizer = load_tokenizer(model)
     requests = [_request(stage, tokenizer, job, i) for i in range(len(job.rows))]
+    proofs: list[dict[str, float]] = []
+    if isinstance(engine, Remote):
+        engine.check = stage.check_stop
     with stage.timed("load"):
         engine.load(policy)
     _check_room(job, requests, engine)
     with stage.timed("canary"):
-        canary = prove(engine, policy, tolerance)
+        proofs.append(prove(engine, policy, tolerance))
+    if isinstance(engine, Remote):  # a proof is of one process
+        engine.prove = lambda: proofs.append(prove(engine, policy, tolerance))
     sampling = Sampling(job.temperature, job.max_tokens, stop_ids(tokenizer, model))
     bar = stage.progress(len(requests), "prompts")
 
@@ -147,7 +152,7 @@ def generate(
         digest=policy.manifest.digest,
         engine=engine.name,
         sampling={"temperature": job.temperature, "max_tokens": job.max_tokens, "n": job.n, "top_p": 1.0, "top_k": -1},
-        canary=canary,
+        canary=max(proofs, key=lambda proof: proof["mean_abs_diff"]),
     )
     return tokenizer, requests, completions
 

@@ -38,7 +38,8 @@ it is told what to load.
 
 Refusals are ``{"error": reason}``: 400 what was asked can not be done; 409 another version is served than the
 request demands (load it, then ask again); 503 no version is served, after a load that failed half-way until one
-succeeds. Exit codes: 0 after SIGTERM, 2 the user's mistake, 75 the store is away.
+succeeds. Exit codes: 0 after SIGTERM, 2 the user's mistake, 75 the store is away, or the
+engine has failed.
 """
 
 from __future__ import annotations
@@ -397,11 +398,14 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     # comes before uvicorn is in charge counts as well.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    loop.failed = lambda: setattr(server, "should_exit", True)  # whoever started this process starts another one
     server.run(sockets=[listener])
     if follower:
         follower.stop()
     loop.stop()
     loop.join(GRACE_S)
+    if loop.broken:
+        raise Retryable(loop.trouble)
 
 
 def _wait_for_a_version(loop: EngineLoop, follower: Follower) -> None:

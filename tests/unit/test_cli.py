@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -527,6 +527,48 @@ def test_the_display_prints_a_line_an_iteration_with_rate_and_time_left(
         "  15.0 s  reward: 1/2 prompts  0.1 prompts/s  9 s left",
         "  20.0 s  export: failed after 1.5 s: exit code 2",
         "  20.0 s  iteration 2/4  reward 0.250  10.0 s/iteration  at most 20.0 s left  (rollout 5.0 s, reward 5.0 s)",
+    ]
+
+
+def test_the_display_says_why_a_stage_or_a_server_is_tried_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 100.0)
+    died = "server died: SIGILL, illegal instruction; restarting (1 of 3); log: runs/r/logs/serve-0.log"
+    again = "exit code 75: the store is away; retrying in 40 s (attempt 2)"
+
+    def attempts(name: str, message: str, *, ready: bool = False) -> Iterator[Node]:
+        """The nodes of two attempts: as the executor tells them."""
+        about = {"name": name, "display_name": name, "template": name, "started": 90.0, "daemoned": ready}
+        yield Node(name, type="Retry", phase="Running", **about)
+        for number, phase in ((0, "Failed"), (1, "Succeeded")):
+            one = {**about, "display_name": f"{name}({number})", "type": "Pod", "parent": name}
+            yield Node(f"{name}-{number}", phase="Running", **one)
+            yield Node(f"{name}-{number}", phase=phase, finished=95.0, message="" if number else "lost", **one)
+            if not number:
+                yield Node(name, type="Retry", phase="Running", message=message, **about)
+                yield Node(name, type="Retry", phase="Running", message=message, **about)
+
+    with Display("r", {"spec": {}}) as display:
+        for node in (*attempts("serve", died, ready=True), *attempts("rollout", again)):
+            display.node(node)
+            shown = str(display._draw())
+            assert (again in shown) == (node.message == again)
+        last = {"name": "sft", "display_name": "sft", "template": "sft", "started": 90.0, "finished": 95.0}
+        display.node(Node("sft", type="Retry", phase="Running", **last))
+        display.node(Node("sft-0", **{**last, "display_name": "sft(0)"}, type="Pod", phase="Failed", parent="sft"))
+        display.node(Node("sft", type="Retry", phase="Failed", message="exit code 2: error", **last))
+        ended = {"message": "serve: server died", "parent": "r"}
+        display.node(Node("reward", "reward", "reward", "reward", "Pod", "Omitted", **ended))
+    assert [line[10:] for line in capsys.readouterr().out.splitlines()] == [
+        "serve: ready in 10.0 s",
+        f"serve: {died}",
+        "serve: ready in 10.0 s",
+        "serve: 5.0 s",
+        f"rollout: {again}",
+        "rollout: 5.0 s",
+        "sft: failed after 5.0 s: exit code 2: error",
+        "reward: ended after 0.0 s: serve: server died",
     ]
 
 

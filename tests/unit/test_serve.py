@@ -1,10 +1,14 @@
 """The server as a process: how it ends."""
 
+import http.client
+import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+from tests.waiting import LIMIT_S, until
 from tuneloop.serve import _parse
 
 SERVE = """
@@ -34,6 +38,41 @@ def test_a_server_that_is_told_to_end_right_before_it_serves_ends(program: str) 
     """Else nobody hears the signal, and the pod's grace period has to run out."""
     done = subprocess.run([sys.executable, "-c", f"{EARLY}{program}os._exit(code)"], timeout=120)
     assert done.returncode == 0
+
+
+FAILING = """
+import os
+from tuneloop import serve
+from tuneloop.engines.vllm import Vllm
+def begin(self, args):
+    self.args, self.context, self.version, self.digest = {}, 64, 0, "xxh3-128:00"
+def step(self):
+    raise RuntimeError("an illegal memory access was encountered")
+Vllm.__init__, Vllm.step, Vllm.submit = begin, step, lambda *_, **how: None
+os._exit(serve.main(["--host", "127.0.0.1", "--port", "0"]))
+"""
+
+
+def test_a_server_whose_engine_has_failed_ends() -> None:
+    """It could serve nothing any more, and only who started it can start another one."""
+    with subprocess.Popen([sys.executable, "-c", FAILING], stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr
+        address = next(found[1] for line in child.stderr if (found := re.search(r"version 0 at http://(\S+)", line)))
+        connection = http.client.HTTPConnection(address, timeout=LIMIT_S)
+        body = {"requests": [{"id": "a", "prompt_ids": [1], "seeds": [0]}]}
+        until(lambda: reaches(connection), child=child)
+        connection.request("POST", "/generate", json.dumps(body))
+        assert "an illegal memory access" in json.loads(connection.getresponse().read())["error"]
+        assert child.wait(LIMIT_S) == 75
+        assert "the engine failed (RuntimeError: an illegal memory access" in child.stderr.read().splitlines()[-1]
+
+
+def reaches(connection: http.client.HTTPConnection) -> bool:
+    try:
+        connection.connect()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def test_a_server_that_is_not_told_where_listens_for_this_machine_alone() -> None:

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,7 @@ class Session:
         self._lock = threading.RLock()
         self._running: dict[str, tuple[Node, Process, float]] = {}
         self._read: dict[str, int] = {}
+        self._forsaken: dict[str, str] = {}
         self._journal = Journal(workdir)
         self._signal: int | None = None
 
@@ -246,9 +247,32 @@ class Session:
         with self._lock:
             running, self._running = list(self._running.values()), {}
         for _, process, grace in running:
-            threading.Thread(target=end, args=(process, grace), daemon=True).start()
+            _end_apart(process, grace)
 
     # What graph and pod ask of a session
+
+    def forsake(self, paths: Iterable[str], reason: str) -> None:
+        """End what runs at or below nodes of these names, and let nothing start there any more."""
+        with self._lock:
+            self._forsaken = self._forsaken | dict.fromkeys(paths, reason)  # replaced: threads read it
+            for node, process, grace in self._running.values():
+                if self.find_forsaken(node.name):
+                    _end_apart(process, grace)
+
+    def find_forsaken(self, name: str) -> str | None:
+        """Why nothing is to run at a node, if that is so."""
+        below = (reason for path, reason in self._forsaken.items() if re.match(rf"{re.escape(path)}([.(\[]|$)", name))
+        return next(below, None)
+
+    def rest(self, seconds: float, name: str) -> bool:
+        """Wait, and say whether the run, or what is at the node `name`, is to end; at once if that is so."""
+        deadline = time.monotonic() + seconds
+        while not self.stopping.is_set() and not self.find_forsaken(name):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self.stopping.wait(min(left, 0.1))
+        return True
 
     def node(self, what: Call, kind: str) -> Node:
         """A new node; its id is the same in every execution of the same graph."""
@@ -335,6 +359,8 @@ class Session:
         with self._lock:
             self._running[node.id] = (node, process, grace)
             self._read.setdefault(node.id, (self.workdir / node.log).stat().st_size)
+            if self.find_forsaken(node.name):
+                _end_apart(process, grace)
         try:
             yield
         finally:
@@ -412,6 +438,10 @@ class Session:
             self._read[node.id] = self._read.get(node.id, 0) + len(whole)
             for line in whole.decode(errors="replace").splitlines():
                 self._on_log(node, line)
+
+
+def _end_apart(process: Process, grace: float) -> None:
+    threading.Thread(target=end, args=(process, grace), daemon=True).start()
 
 
 def _resolve(

@@ -68,7 +68,9 @@ def call(session: Session, what: Call) -> Result:
         scope |= given.scope
 
         def attempt(node: Node, extra: Scope) -> Result:
-            return _attempt(session, template, node, what, scope | extra, given.artifacts)
+            return _excuse(
+                session, template, node, _attempt(session, template, node, what, scope | extra, given.artifacts)
+            )
 
         strategy = template.get("retryStrategy")
         result = retried(session, substitute(strategy, scope), node, what, attempt) if strategy else attempt(node, {})
@@ -76,6 +78,7 @@ def call(session: Session, what: Call) -> Result:
         result = Result("Error", str(error))
     except Exception as error:  # the machine's fault (no disk, no such file): this node's error, not the run's end
         result = Result("Error", f"{type(error).__name__}: {error}")
+    result = _excuse(session, template or {}, node, result)
     _publish(session, template or {}, result)
     session.settle(node, result)
     return result
@@ -98,6 +101,16 @@ def _attempt(
         return Graph(session, template, node, what, scope, artifacts).run()
     filled = substitute({k: v for k, v in template.items() if k != "retryStrategy"}, scope | {"pod.name": node.id})
     return suspend(session, filled, node) if "suspend" in filled else run_pod(session, filled, node, artifacts)
+
+
+def _excuse(session: Session, template: Mapping[str, Any], node: Node, result: Result) -> Result:
+    """`result`, unless the end of a server brought it about: then what failed is the server, and nothing else."""
+    reason = session.find_forsaken(node.name)
+    if reason is None or (result.phase == "Succeeded" and not {"dag", "steps"} & {*template}):
+        return result
+    if result.daemon:
+        result.daemon.close()
+    return Result("Omitted", reason)
 
 
 def _publish(session: Session, template: Mapping[str, Any], result: Result) -> None:
@@ -174,6 +187,17 @@ class Graph:
             with changed:
                 results[name] = result
                 changed.notify()
+            if result.daemon:
+                _thread(follow, name, result.daemon)
+
+        def follow(name: str, daemon: Server) -> None:
+            daemon.over.wait()
+            with changed:
+                left = [n for n in tasks if n not in results and name in _ancestors(n, logic)]
+                if left and daemon.result.broken and not self.session.stopping.is_set():
+                    results[name] = daemon.result
+                    self.session.forsake((f"{self.node.name}.{n}" for n in left), f"{name}: {daemon.result.message}")
+                    changed.notify()
 
         with changed:
             while len(results) < len(tasks):
@@ -282,10 +306,10 @@ class Graph:
             parameters, artifacts = arguments(task.get("arguments") or {}, scope)
         except ExpressionError as error:
             return self.skip(task, display, place, "Error", str(error))
-        if self.halted:
+        called = self._called(task, display, place)
+        if self.halted or self.session.find_forsaken(called.name):
             return Result("Omitted", "not started: the run is ending")
         own = {f"{self.prefix}.name": display}
-        called = self._called(task, display, place)
         hooks = Hooks(self, task, called.name, scope)
         hooks.at(Result("Running"))
         result = call(self.session, replace(called, parameters=parameters, artifacts=artifacts, own=own))

@@ -22,7 +22,7 @@ from tuneloop.argo.processes import Process
 from tuneloop.argo.spec import seconds
 from tuneloop.argo.state import BROKEN, Node
 from tuneloop.argo.turn import taken
-from tuneloop.ends import describe_exit
+from tuneloop.ends import describe_exit, name_signal
 from tuneloop.errors import EXIT_RETRY, EXIT_USER, TERMINATION_LOG, Retryable, UserError, name_class
 
 if TYPE_CHECKING:
@@ -30,13 +30,6 @@ if TYPE_CHECKING:
 
 LIGHT = ("tuneloop.data_prep", "tuneloop.reward", "tuneloop.export")
 """Stages that import no torch: they do not wait for the warm process."""
-
-
-class Server(Protocol):
-    """What runs on behind a node that is ready."""
-
-    def close(self) -> None:
-        """End it, and wait for its end."""
 
 
 @dataclass
@@ -65,6 +58,20 @@ class Result:
         return self.phase in BROKEN
 
 
+class Server(Protocol):
+    """What runs on behind a node that is ready.
+
+    Attributes:
+        over: set when it has ended for good, whoever ended it; `result` says how.
+    """
+
+    over: threading.Event
+    result: Result
+
+    def close(self) -> None:
+        """End it, and wait for its end."""
+
+
 class Daemon:
     """A pod that outlives its node's start; it ends with the graph that started it.
 
@@ -90,8 +97,9 @@ class Daemon:
         self.result.exit_code = code = self._process.code
         if not self._closing:
             stopped = self._session.stopping.is_set()
-            message = "stopped" if stopped else f"the daemon ended by itself: {describe_exit(code)}"
-            self.result.phase, self.result.message = "Failed", message
+            words = _last_words(self._session.workdir / self._node.log)
+            cause = f"server died: {name_signal(code) or describe_exit(code)}{f': {words}' if words else ''}"
+            self.result.phase, self.result.message = "Failed", "stopped" if stopped else cause
         self._session.settle(self._node, self.result)
         self.over.set()
 
@@ -134,7 +142,7 @@ def run_pod(session: Session, template: Mapping[str, Any], node: Node, artifacts
             if isinstance(error, UserError):
                 return Result("Failed", str(error), exit_code=EXIT_USER)
             return Result("Failed", f"{name_class(error)}: {error}", exit_code=EXIT_RETRY)
-        if session.stopping.is_set():
+        if session.stopping.is_set() or session.find_forsaken(node.name):
             return Result("Failed", "stopped before it started")
         session.start(node)
         patient = not set(command[:3]) & set(LIGHT)
@@ -246,7 +254,7 @@ def suspend(session: Session, template: Mapping[str, Any], node: Node) -> Result
     supplied = [name for name, p in declared.items() if "supplied" in p.get("valueFrom", {})]
     duration = (template["suspend"] or {}).get("duration")
     if duration:
-        if session.stopping.wait(seconds(duration)):
+        if session.rest(seconds(duration), node.name):
             return Result("Failed", "stopped")
         answers = {name: declared[name]["valueFrom"].get("default") for name in supplied}
     else:

@@ -6,14 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo import expressions
 from tuneloop.argo.expressions import ExpressionError
-from tuneloop.argo.pod import Daemon, Result, Server
+from tuneloop.argo.pod import Result, Server
 from tuneloop.argo.spec import seconds
 from tuneloop.argo.state import Node
 from tuneloop.argo.values import Scope
+from tuneloop.attempts import BUDGET
+from tuneloop.ends import name_signal
 
 if TYPE_CHECKING:
     from tuneloop.argo.executor import Session
@@ -81,9 +84,13 @@ class _Attempts:
             if not result.broken or not self.another(result):
                 return result
 
-    def another(self, result: Result) -> bool:
-        """Whether there is to be another attempt after one that came to `result`; waits for its time."""
-        if self.session.stopping.is_set():
+    def another(self, result: Result, tell: Callable[[int, float], str] | None = None) -> bool:
+        """Whether there is to be another attempt after one that came to `result`; waits for its time.
+
+        Args:
+            tell: what to say of it, from the number of the last attempt, from 1, and the seconds until the next.
+        """
+        if self.session.stopping.is_set() or self.session.find_forsaken(self.node.name):
             return False
         self._last = _facts(result, self._child, self._number)
         refusal, pause = _refusal(self._strategy, self._last, result, self._number, time.monotonic() - self._began)
@@ -91,38 +98,72 @@ class _Attempts:
             result.message = f"{refusal}: {result.message}" if refusal else result.message
             return False
         self._number += 1
-        self.session.say(self.node, f"attempt {self._number}: {result.message}; again in {pause:g} s")
-        return not self.session.stopping.wait(pause)
+        self.session.say(self.node, tell(self._number, pause) if tell else _announce(result, self._number, pause))
+        return not self.session.rest(pause, self.node.name)
+
+    @property
+    def budget(self) -> int:
+        """New attempts in a row that may follow on ends without progress; fewer if the strategy's limit is lower."""
+        return min(BUDGET, int(self._strategy.get("limit") or BUDGET))
+
+    @property
+    def log(self) -> Path:
+        """Of the attempt at hand, as short as it can be named from here."""
+        path = self.session.workdir / self._child.log
+        return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _announce(result: Result, number: int, pause: float) -> str:
+    """What people read of an attempt that is to be followed by another."""
+    return f"{result.message}; retrying in {pause:g} s (attempt {number + 1})"
 
 
 class _Revived:
-    """A daemon under a retry strategy: when it ends by itself it is started again, at the same address."""
+    """A daemon under a retry strategy: when it ends by itself it is started again, at the same address.
+
+    Attributes:
+        over: set when it has ended for good; `result` says how.
+    """
 
     def __init__(self, attempts: _Attempts, daemon: Server) -> None:
         self._attempts, self._daemon = attempts, daemon
+        self.over = threading.Event()
+        self.result = Result("Succeeded")
         self._closing = False
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._closing = True
+        self._attempts.session.forsake([self._attempts.node.name], "nothing is left that it could serve")
         self._daemon.close()
         self._thread.join()
 
     def _watch(self) -> None:
+        session, node = self._attempts.session, self._attempts.node
         while True:
-            assert isinstance(self._daemon, Daemon)
             self._daemon.over.wait()
             result = self._daemon.result
-            if self._closing or not self._attempts.another(result):
+            if self._closing or not self._attempts.another(result, self._tell):
                 break
             result = self._attempts.run()
             if result.daemon is None:
                 break
             self._daemon = result.daemon
+            session.say(node, "")
             if self._closing:  # it was asked to end while it started
                 self._daemon.close()
-        self._attempts.session.settle(self._attempts.node, result)
+        self.result = result
+        session.settle(node, result)
+        self.over.set()
+
+    def _tell(self, number: int, pause: float) -> str:
+        code = self._daemon.result.exit_code
+        signal = name_signal(code or 0)
+        died = f"server died: {signal}" if signal else self._daemon.result.message
+        # More than the budget's means that it has answered in between.
+        count = f"{number} of {self._attempts.budget}" if number <= self._attempts.budget else f"restart {number}"
+        return f"{died}; restarting ({count}); log: {self._attempts.log}"
 
 
 def _facts(result: Result, child: Node, number: int) -> Scope:

@@ -35,6 +35,8 @@ class Display:
         self.running: dict[str, Node] = {}
         self.told: dict[str, str] = {}
         self.phases: dict[str, str] = {}
+        self.retries: dict[str, Node] = {}
+        self.waiting: dict[str, Node] = {}
         self.iteration = 0
         self.first: tuple[int, float] | None = None
         self.parts: list[str] = []
@@ -56,19 +58,35 @@ class Display:
 
     def node(self, node: Node) -> None:
         """A node changed."""
+        if node.type == "Retry":
+            self._retried(node)
         if node.type != "Pod":
             return
         before, self.phases[node.id] = self.phases.get(node.id), node.phase
         if node.phase == "Running" and not node.daemoned:
             self.running[node.id] = node
+            self.waiting.pop(node.parent, None)
             self._enter(node)
         else:
             self.running.pop(node.id, None)
         if node.phase in DONE and before not in DONE:
-            self._ended(node)
+            if node.phase not in BROKEN or node.parent not in self.retries:  # else who tries again says so
+                self._ended(node)
         elif node.daemoned and before != "ready":
             self.phases[node.id] = "ready"
+            self.waiting.pop(node.parent, None)
             self._print(f"{label(node)}: ready in {clock(time.time() - node.started)}")
+
+    def _retried(self, node: Node) -> None:
+        """What is tried again says how an attempt ended, and when the next one begins; or that it was the last."""
+        before, self.retries[node.id] = self.retries.get(node.id), node
+        if node.phase in DONE:
+            self.waiting.pop(node.id, None)
+            if node.phase in BROKEN and (before is None or before.phase not in DONE):
+                self._ended(node)
+        elif node.message and (before is None or before.message != node.message):
+            self.waiting[node.id] = node
+            self._print(f"{label(node)}: {node.message}")
 
     def log(self, node: Node, line: str) -> None:
         """A pod wrote a line."""
@@ -91,6 +109,8 @@ class Display:
             self.reward = f"{float(node.outputs['mean-reward']):.3f}"
         if node.phase in BROKEN:
             self._print(f"{label(node)}: {node.phase.lower()} after {seconds}: {node.message}")
+        elif node.phase == "Omitted":
+            self._print(f"{label(node)}: ended after {seconds}: {node.message}")
         elif iteration_of(node):
             self.parts.append(f"{label(node)} {seconds}")
         else:
@@ -129,6 +149,7 @@ class Display:
             lines.append(self._loop(ended=False))
         for node in list(self.running.values()):
             lines.append(f"  {label(node)}  {clock(time.time() - node.started)}  {self.told.get(node.id, '')}".rstrip())
+        lines += [f"  {label(node)}: {node.message}" for node in list(self.waiting.values())]
         return Text("\n".join(lines))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tuneloop import plugins
 from tuneloop.artifacts import Artifact
@@ -96,6 +96,19 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give back memory and connections."""
+
+
+@runtime_checkable
+class Remote(Engine, Protocol):
+    """An engine in another process, which may die and be started anew while it is used.
+
+    Attributes:
+        check: called while that process is waited for; what it raises ends the wait.
+        prove: called once a process that was started anew serves the policy; raises where it does not.
+    """
+
+    check: Callable[[], None]
+    prove: Callable[[], None]
 
 
 def check_args(name: str, args: Mapping[str, Any], prefix: str) -> None:

@@ -54,11 +54,16 @@ class Ticket:
 
 
 class EngineLoop(threading.Thread):
-    """Serves an engine to many callers; all methods but `run` may be called from any thread."""
+    """Serves an engine to many callers; all methods but `run` may be called from any thread.
+
+    Attributes:
+        failed: called once the engine has failed: nothing is served by this process any more.
+    """
 
     def __init__(self, engine: Vllm) -> None:
         super().__init__(name="engine", daemon=True)
         self.engine = engine
+        self.failed: Callable[[], None] = lambda: None
         self.broken = ""
         self.asleep = False
         self.paused = False
@@ -277,3 +282,4 @@ class EngineLoop(threading.Thread):
         for ticket in self._tickets.values():
             ticket.emit(-1, self.trouble)
         self._tickets.clear()
+        self.failed()

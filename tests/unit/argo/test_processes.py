@@ -130,6 +130,76 @@ def test_a_daemon_that_never_gets_ready(tmp_path: Path) -> None:
     assert named(outcome)["t"].phase == "Omitted"
 
 
+def mortal(tmp_path: Path, **strategy: Any) -> Template:
+    """A server that dies by SIGILL once for each time that somebody makes the file ``die``."""
+    script = f"""
+        while [ ! -e {tmp_path}/die ]; do sleep 0.05; done
+        rm {tmp_path}/die; echo 'no such instruction' >&2; kill -ILL $$$$; sleep 600
+    """
+    made = shell("serve", script, daemon=True, retryStrategy={"retryPolicy": "Always", **strategy})
+    made["container"]["readinessProbe"] = {"exec": {"command": ["true"]}}
+    return made
+
+
+def waiting(name: str, tmp_path: Path, **more: Any) -> Template:
+    """Ends once there is the file ``over``, and with 75 if it is asked to end before."""
+    return shell(name, f"trap 'exit 75' TERM; while [ ! -e {tmp_path}/over ]; do sleep 0.05; done", **more)
+
+
+def test_stages_end_at_once_where_their_server_has_died_for_good(tmp_path: Path) -> None:
+    """A death that it is restarted after ends nobody; after the last one the run's reason is the server's."""
+    said: list[str] = []
+
+    def on_node(node: state.Node) -> None:
+        if node.display_name == "serve" and node.message:
+            said.append(node.message)
+        if (node.display_name, node.phase) == ("work(0)", "Running") or (
+            node.display_name == "serve(1)" and node.daemoned and node.phase == "Running"
+        ):
+            (tmp_path / "die").touch()
+        if (node.display_name, node.phase) == ("serve", "Failed"):
+            (tmp_path / "over").touch()
+
+    work = waiting("work", tmp_path / "never", retryStrategy={"limit": 5, "retryPolicy": "Always"})
+    inner = dag(task("work", "work"), task("then", "ok", depends="work"), name="inner")
+    tasks = (
+        task("serve", "serve"),
+        task("beside", "beside"),
+        task("inner", "inner", depends="serve"),
+        task("later", "ok", depends="inner"),
+    )
+    templates = (mortal(tmp_path, limit=1), work, waiting("beside", tmp_path), OK, inner, dag(*tasks))
+    outcome = run(tmp_path / "run", *templates, options={"on_node": on_node})
+    nodes = named(outcome)
+    reason = "No more retries left: server died: SIGILL, illegal instruction: no such instruction"
+    log = f"{tmp_path}/run/{nodes['serve(0)'].log}"
+    assert said == [f"server died: SIGILL, illegal instruction; restarting (1 of 1); log: {log}", reason]
+    assert (outcome.phase, outcome.exit_code, outcome.message) == ("Failed", 1, f"serve: {reason}")
+    assert [nodes[name].exit_code for name in ("serve(0)", "serve(1)")] == [132, 132]
+    assert {name: nodes[name].phase for name in ("beside", "inner", "inner.work", "inner.work(0)", "later")} == {
+        **{"beside": "Succeeded", "later": "Omitted"},
+        **dict.fromkeys(("inner", "inner.work", "inner.work(0)"), "Omitted"),
+    }
+    assert nodes["inner.work(0)"].message == f"serve: {reason}"
+    assert "inner.work(1)" not in nodes
+
+
+def test_a_graph_does_not_wait_for_a_server_that_nobody_needs_any_more(tmp_path: Path) -> None:
+    """It died, and would be started again in an hour."""
+
+    def on_node(node: state.Node) -> None:
+        if (node.display_name, node.phase) == ("work", "Running"):
+            (tmp_path / "die").touch()
+        if (node.display_name, node.phase) == ("serve(0)", "Failed"):
+            (tmp_path / "over").touch()
+
+    serve = mortal(tmp_path, limit=1, backoff={"duration": "1h"})
+    tasks = (task("serve", "serve"), task("work", "work", depends="serve"))
+    outcome = run(tmp_path / "run", serve, waiting("work", tmp_path), dag(*tasks), options={"on_node": on_node})
+    assert outcome.phase == "Succeeded"
+    assert "serve(1)" not in named(outcome)
+
+
 # Signals
 
 
