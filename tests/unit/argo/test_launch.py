@@ -173,4 +173,4 @@ def test_steps_that_an_api_server_in_trouble_ends_say_that_they_may_run_again(
     troubled.faults = 10**9
     monkeypatch.setenv("KUBECONFIG", kubeconfig(serve(troubled).host, tmp_path))
     assert program.main(flags) == 75
-    assert capsys.readouterr().err.startswith("interrupted: cluster: http://127.0.0.1:")
+    assert capsys.readouterr().err.startswith("unavailable: cluster: http://127.0.0.1:")

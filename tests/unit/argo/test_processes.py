@@ -113,8 +113,12 @@ def test_a_daemon_that_ends_is_started_again(tmp_path: Path) -> None:
         task("first", "ask", depends="serve", arguments=IP),
         task("end", "askend", depends="first", arguments=IP),
         task("second", "ask", depends="end", arguments=IP),
+        task("ready", "ready", depends="second"),
     )
-    nodes = named(run(tmp_path, serve, ask(port), ask(port, "/end"), dag(*tasks)))
+    # It may answer before the executor has seen that it is ready; one that ends before that was never a daemon.
+    seen = f"grep -F '\"name\": \"w.serve(1)\"' {tmp_path}/nodes.jsonl | grep -q '\"daemoned\": true'"
+    ready = shell("ready", f"until {seen}; do sleep 0.05; done")
+    nodes = named(run(tmp_path, serve, ask(port), ask(port, "/end"), ready, dag(*tasks)))
     assert nodes["first"].outputs != nodes["second"].outputs
     assert (nodes["serve(0)"].phase, nodes["serve(0)"].exit_code) == ("Failed", 9)
     assert (nodes["serve(1)"].phase, nodes["serve"].phase) == ("Succeeded", "Succeeded")

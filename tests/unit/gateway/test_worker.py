@@ -75,7 +75,7 @@ with worker.Worker(Session("a.session-1", "nowhere", dict), "key", turns)._turn(
     with open_turns(f"{tmp_path}/group", who="b", patience=5).acquire(LIMIT_S) as held:
         process.send_signal(signal.SIGCONT)
         said = process.communicate(timeout=LIMIT_S)[1]
-        assert process.returncode == 75 and "interrupted: turn 1 of group group was lost" in said
+        assert process.returncode == 75 and "unavailable: turn 1 of group group was lost" in said
         held.check()
 
 
