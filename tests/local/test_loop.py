@@ -1,12 +1,18 @@
 """Whole pipelines on this machine."""
 
+import os
+import signal
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.local.loops import command, digests, finish
-from tests.waiting import free_port
+from tests.waiting import LIMIT_S, free_port, until
 from tuneloop import weights
+from tuneloop.argo import state
 from tuneloop.artifacts import Artifact
 from tuneloop.sft import sft
 
@@ -67,3 +73,49 @@ def test_loop_with_real_vllm(tmp_path: Path, model: str, pull: bool) -> None:
     assert [v.version for v in weights.ls(f"{tmp_path}/v/weights")] == ([0, 1, 2, 3] if pull else [])
     assert ("Weight versions" in (tmp_path / "v" / "report.html").read_text()) == pull
     assert "mean reward" in printed and "cpu" in printed.lower()
+
+
+def test_a_loop_outlives_its_server(tmp_path: Path) -> None:
+    """Ended by SIGILL while it generates, in the second iteration: the rollout goes on with what it has."""
+    port = free_port()
+    settings = {"engine.name": "vllm", "base_model": "tiny-qwen3", "loop.iterations": 2, "engine.port": port}
+    settings |= {"rollout.prompts_per_iteration": 16, "engine.args.max_num_seqs": 2}  # so that it takes a while
+    line = command("run", "sft_then_grpo", "--run", "v", store=tmp_path, **settings)
+    child = subprocess.Popen(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def generates() -> bool:
+        found = state.read(tmp_path / "v")
+        pods = found.nodes.values() if found else ()
+        busy = [p for p in pods if p.template == "rollout" and p.phase == "Running" and "iteration" in p.inputs]
+        return any(
+            p.inputs["iteration"] == "2" and (tmp_path / "v" / "nodes" / p.id / "progress").exists() for p in busy
+        )
+
+    until(generates, 10 * LIMIT_S, child)
+    os.kill(serving(port), signal.SIGILL)
+    printed, _ = child.communicate(timeout=10 * LIMIT_S)
+    assert child.returncode == 0, printed[-4000:]
+    assert "serve: server died: SIGILL, illegal instruction; restarting (1 of " in printed
+    found = state.read(tmp_path / "v")
+    assert found
+    sampled = [node for node in found.nodes.values() if node.template == "rollout" and node.type == "Pod"]
+    assert [node.phase for node in sampled] == ["Succeeded", "Succeeded"], "no stage was tried again"
+    said = (tmp_path / "v" / sampled[1].log).read_text()
+    assert "engine: lost the server" in said and "answers again" in said, said
+    for iteration in (1, 2):
+        made = Artifact(f"{tmp_path}/v/iterations/{iteration}/rollout")
+        rows = pq.read_table(made.path / "rollouts.parquet").to_pylist()
+        assert len({row["request_id"] for row in rows}) == len(rows) == 16 * 4
+        assert {version for row in rows for version in row["policy_versions"]} == {iteration}
+        assert Artifact(f"{tmp_path}/v/iterations/{iteration}/policy-update").manifest.facts["version"] == iteration + 1
+
+
+def serving(port: int) -> int:
+    """The process of the server at a port."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended meanwhile
+            words = place.read_bytes().split(b"\0")
+            found += [int(place.parent.name)] if {b"tuneloop.serve", str(port).encode()} <= {*words} else []
+    (only,) = found
+    return only
