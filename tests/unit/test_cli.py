@@ -535,7 +535,7 @@ def test_the_display_says_why_a_stage_or_a_server_is_tried_again(
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: 100.0)
     died = "server died: SIGILL, illegal instruction; restarting (1 of 3); log: runs/r/logs/serve-0.log"
-    again = "exit code 75: the store is away; retrying in 40 s (attempt 2)"
+    again = "unavailable: the store is away; retrying in 40 s (attempt 2)"
 
     def attempts(name: str, message: str, *, ready: bool = False) -> Iterator[Node]:
         """The nodes of two attempts: as the executor tells them."""

@@ -16,7 +16,8 @@ from tuneloop.argo.spec import seconds
 from tuneloop.argo.state import Node
 from tuneloop.argo.values import Scope
 from tuneloop.attempts import BUDGET
-from tuneloop.ends import name_signal
+from tuneloop.ends import NO_EXIT_CODE, classify_end, describe_exit, name_signal
+from tuneloop.errors import EXIT_RETRY
 
 if TYPE_CHECKING:
     from tuneloop.argo.executor import Session
@@ -114,8 +115,12 @@ class _Attempts:
 
 
 def _announce(result: Result, number: int, pause: float) -> str:
-    """What people read of an attempt that is to be followed by another."""
-    return f"{result.message}; retrying in {pause:g} s (attempt {number + 1})"
+    """What people read of an attempt that is to be followed by another: the class of its end, and its last words."""
+    code = NO_EXIT_CODE if result.exit_code is None else result.exit_code
+    end = classify_end(result.phase, code, result.message)
+    # What ends with 75 says its class itself; the number says no more.
+    said = result.message.removeprefix(f"{describe_exit(EXIT_RETRY)}: ").removeprefix(f"{end.name}: ")
+    return f"{end.name}: {said}; retrying in {pause:g} s (attempt {number + 1})"
 
 
 class _Revived:

@@ -302,6 +302,29 @@ def test_retries_end(tmp_path: Path, strategy: dict[str, Any], attempts: int, me
     assert outcome.exit_code == 2
 
 
+def test_who_looks_on_is_told_why_a_stage_is_tried_again(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def on_node(node: Node) -> None:
+        if node.type == "Retry" and node.message not in ("", *said):
+            said.append(node.message)
+
+    script = """
+        case {{retries}} in
+        0) echo 'unavailable: the store is away' >&2; exit 75;;
+        1) echo 'failed for now: too many timeouts' >&2; exit 75;;
+        2) echo 'step 7' >&2; kill -SEGV $$$$;;
+        esac
+    """
+    strategy = {"limit": 3, "retryPolicy": "Always", "backoff": {"duration": "10ms"}}
+    run(tmp_path, shell("t", script, retryStrategy=strategy), dag(task("t", "t")), options={"on_node": on_node})
+    assert said == [
+        "unavailable: the store is away; retrying in 0.01 s (attempt 2)",
+        "failed for now: too many timeouts; retrying in 0.01 s (attempt 3)",
+        "killed by a signal: exit code 139 (SIGSEGV, invalid memory reference): step 7; retrying in 0.01 s (attempt 4)",
+    ]
+
+
 def test_retries_of_a_whole_graph(tmp_path: Path) -> None:
     inner = dag(task("a", "once"), name="inner", retryStrategy={"limit": 1})
     once = shell("once", f"test -e {tmp_path}/marker || {{ touch {tmp_path}/marker; exit 1; }}")
