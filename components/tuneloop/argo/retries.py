@@ -85,12 +85,8 @@ class _Attempts:
             if not result.broken or not self.another(result):
                 return result
 
-    def another(self, result: Result, tell: Callable[[int, float], str] | None = None) -> bool:
-        """Whether there is to be another attempt after one that came to `result`; waits for its time.
-
-        Args:
-            tell: what to say of it, from the number of the last attempt, from 1, and the seconds until the next.
-        """
+    def another(self, result: Result) -> bool:
+        """Whether there is to be another attempt after one that came to `result`; waits for its time."""
         if self.session.stopping.is_set() or self.session.find_forsaken(self.node.name):
             return False
         self._last = _facts(result, self._child, self._number)
@@ -99,19 +95,21 @@ class _Attempts:
             result.message = f"{refusal}: {result.message}" if refusal else result.message
             return False
         self._number += 1
-        self.session.say(self.node, tell(self._number, pause) if tell else _announce(result, self._number, pause))
+        daemon = self.session.templates[self._what.template].get("daemon")
+        said = self._announce_restart(result) if daemon else _announce(result, self._number, pause)
+        self.session.say(self.node, said)
         return not self.session.rest(pause, self.node.name)
 
-    @property
-    def budget(self) -> int:
-        """New attempts in a row that may follow on ends without progress; fewer if the strategy's limit is lower."""
-        return min(BUDGET, int(self._strategy.get("limit") or BUDGET))
-
-    @property
-    def log(self) -> Path:
-        """Of the attempt at hand, as short as it can be named from here."""
-        path = self.session.workdir / self._child.log
-        return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    def _announce_restart(self, result: Result) -> str:
+        """What people read of a server that died, and is started again."""
+        signal = name_signal(NO_EXIT_CODE if result.exit_code is None else result.exit_code)
+        died = f"server died: {signal}" if signal else result.message
+        # Fewer where the strategy's limit is lower; a number above them means that it has answered in between.
+        budget = min(BUDGET, int(self._strategy.get("limit") or BUDGET))
+        count = f"{self._number} of {budget}" if self._number <= budget else f"restart {self._number}"
+        log = self.session.workdir / self._child.log
+        named = log.relative_to(Path.cwd()) if log.is_relative_to(Path.cwd()) else log
+        return f"{died}; restarting ({count}); log: {named}"
 
 
 def _announce(result: Result, number: int, pause: float) -> str:
@@ -149,7 +147,7 @@ class _Revived:
         while True:
             self._daemon.over.wait()
             result = self._daemon.result
-            if self._closing or not self._attempts.another(result, self._tell):
+            if self._closing or not self._attempts.another(result):
                 break
             result = self._attempts.run()
             if result.daemon is None:
@@ -158,17 +156,10 @@ class _Revived:
             session.say(node, "")
             if self._closing:  # it was asked to end while it started
                 self._daemon.close()
-        self.result = result
-        session.settle(node, result)
+        # Its graph is over, whatever became of a restart at that time: each attempt says how it ended itself.
+        self.result = Result("Succeeded") if self._closing else result
+        session.settle(node, self.result)
         self.over.set()
-
-    def _tell(self, number: int, pause: float) -> str:
-        code = self._daemon.result.exit_code
-        signal = name_signal(code or 0)
-        died = f"server died: {signal}" if signal else self._daemon.result.message
-        # More than the budget's means that it has answered in between.
-        count = f"{number} of {self._attempts.budget}" if number <= self._attempts.budget else f"restart {number}"
-        return f"{died}; restarting ({count}); log: {self._attempts.log}"
 
 
 def _facts(result: Result, child: Node, number: int) -> Scope:

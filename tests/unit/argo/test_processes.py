@@ -200,8 +200,9 @@ def test_a_graph_does_not_wait_for_a_server_that_nobody_needs_any_more(tmp_path:
     serve = mortal(tmp_path, limit=1, backoff={"duration": "1h"})
     tasks = (task("serve", "serve"), task("work", "work", depends="serve"))
     outcome = run(tmp_path / "run", serve, waiting("work", tmp_path), dag(*tasks), options={"on_node": on_node})
-    assert outcome.phase == "Succeeded"
-    assert "serve(1)" not in named(outcome)
+    nodes = named(outcome)
+    assert (outcome.phase, nodes["serve"].phase, nodes["serve(0)"].phase) == ("Succeeded", "Succeeded", "Failed")
+    assert "serve(1)" not in nodes
 
 
 # Signals
