@@ -116,7 +116,7 @@ def test_a_daemon_that_ends_is_started_again(tmp_path: Path) -> None:
         task("ready", "ready", depends="second"),
     )
     # It may answer before the executor has seen that it is ready; one that ends before that was never a daemon.
-    seen = f"grep -F '\"name\": \"w.serve(1)\"' {tmp_path}/nodes.jsonl | grep -q '\"daemoned\": true'"
+    seen = f'grep -F \'"name": "w.serve(1)"\' {tmp_path}/nodes.jsonl | grep -q \'"daemoned": true\''
     ready = shell("ready", f"until {seen}; do sleep 0.05; done")
     nodes = named(run(tmp_path, serve, ask(port), ask(port, "/end"), ready, dag(*tasks)))
     assert nodes["first"].outputs != nodes["second"].outputs
