@@ -169,7 +169,10 @@ def test_sigkill_leaves_nothing_a_reader_would_trust(toy: Path, tmp_path: Path) 
 
 def test_two_at_once_commit_one(toy: Path, tmp_path: Path) -> None:
     flags = ("--thing", f"{tmp_path}/a", "--sleep", "30")
-    twins = [start(toy, *flags) for _ in range(2)]
+    first = start(toy, *flags)
+    first.send_signal(signal.SIGSTOP)  # else it may have ended before the other begins
+    twins = [first, start(toy, *flags)]
+    first.send_signal(signal.SIGCONT)
     assert [twin.wait(LIMIT_S) for twin in twins] == [0, 0]
     assert len(list(tmp_path.glob("a/data-*"))) == 1
     _ = Artifact(f"{tmp_path}/a").path
