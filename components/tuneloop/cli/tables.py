@@ -38,7 +38,7 @@ def layout(
     """The lines of a table: headings, a rule, the rows. Without `width` nothing is cut."""
     from rich.cells import cell_len, set_cell_size
 
-    cells = [[" ".join(text.split()) for text in row] for row in rows]
+    cells = [[" ".join(map(str.strip, text.splitlines())) for text in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(columns, *cells)]
     if width is not None and cut in columns:
         at = columns.index(cut)
