@@ -22,6 +22,9 @@ from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError, say
 if TYPE_CHECKING:
     from tuneloop.component import Component
 
+TRAINING = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets"}
+"""What comes with the extra ``train``."""
+
 
 def run(component: Component, argv: Sequence[str]) -> int:
     """Run as a program and return the exit code; ended early where the process has lost its turn."""
@@ -46,6 +49,12 @@ def _run(component: Component, argv: Sequence[str]) -> int:
     except OSError as error:
         if error.errno == 28:
             return _say(f"interrupted: disk full ({error.filename}); free space, then run it again", EXIT_RETRY)
+        traceback.print_exc()
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name in TRAINING:
+            mistake = UserError("package", error.name, "is not installed; pip install 'tuneloop[train]'")
+            return _say(f"error: {mistake}", EXIT_USER)
         traceback.print_exc()
         return 1
     except Exception as error:

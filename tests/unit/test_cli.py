@@ -524,6 +524,10 @@ def test_status_counts_retries_and_says_what_was_interrupted(call: Call, tmp_pat
 def test_status_of_a_failed_run_says_why(call: Call, tmp_path: Path) -> None:
     left(tmp_path, pod("sft", "Failed", message="exit code 1"), phase="Failed", message="sft failed")
     assert "r  toy_pipeline  failed; sft failed; tuneloop resume r" in call("status", "r").out
+    listed = call("status", "--json")
+    [run] = json.loads(listed.out)["runs"]
+    assert (run["phase"], run["message"], listed.err) == ("failed", "sft failed", "")
+    assert call("status").err == "", "it could be read"
 
 
 def test_a_group_in_which_nobody_has_the_turn_is_no_failure(call: Call) -> None:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 JSON = Annotated[bool, typer.Option("--json", help="For programs: nothing is cut; the keys are in docs/commands.md.")]
 
+UNREAD = ("damaged", "unreachable")
+"""Phases of a run in the list that could not be read."""
+
 
 def status(
     name: Annotated[str | None, typer.Argument(metavar="[RUN]", help="The run's name; default: list all.")] = None,
@@ -148,7 +151,7 @@ def _list_runs(store: str, as_json: bool) -> None:
         print_json({"store": store, "runs": rows})
         return
     for row in rows:
-        if row["message"]:
+        if row["phase"] in UNREAD:
             typer.echo(f"{row['run']}: {row['message']}", err=True)
     if not rows:
         typer.echo(f"no runs below {store}; --store names another place")
@@ -171,14 +174,14 @@ def _rows_of_runs(store: str) -> list[dict[str, Any]]:
 
     rows = []
     for name in names(store):
-        row = dict.fromkeys(("pipeline", "created", "iteration", "mean_reward", "how"))
-        about = {"run": name, "phase": "not started here", "message": ""}
+        row: dict[str, Any] = {"run": name, "pipeline": None, "phase": "not started here", "message": ""}
+        row |= dict.fromkeys(("created", "iteration", "mean_reward", "how"))
         try:
-            about |= _row(name, store)
+            row |= _row(name, store)
         except (UserError, Retryable) as error:  # the others are there all the same
-            about |= {"phase": "damaged" if isinstance(error, Corrupt) else "unreachable", "message": str(error)}
-        rows.append({**row, **about})
-    return sorted(rows, key=lambda row: (bool(row["message"]), row["created"] or 0.0, row["run"]))
+            row |= {"phase": UNREAD[not isinstance(error, Corrupt)], "message": str(error)}
+        rows.append(row)
+    return sorted(rows, key=lambda row: (row["phase"] in UNREAD, row["created"] or 0.0, row["run"]))
 
 
 def _row(name: str, store: str) -> dict[str, Any]:
@@ -193,6 +196,7 @@ def _row(name: str, store: str) -> dict[str, Any]:
     return {
         "pipeline": record.pipeline,
         "phase": run.phase,
+        "message": _why(run),
         "created": record.created,
         "iteration": run.iteration,
         "mean_reward": latest.value if latest else None,
