@@ -22,7 +22,7 @@ compile() {
 
 # What builds the wheel in an image.
 printf 'hatchling>=1.27\nuv==0.13.8\n' | resolve build -
-compile dev --extra train --extra rollout-cpu --extra ray --extra rewards --extra tracking --extra cluster --extra kfp \
+compile dev --extra train --group rollout-cpu --extra ray --extra rewards --extra tracking --extra cluster --extra kfp \
     --extra gateway --group dev
 # The images' versions are those that the tests ran with (vllm for GPUs pins a few of its own).
 compile base --constraints requirements/dev.txt --extra data --extra rewards --extra tracking --extra cluster
@@ -30,5 +30,5 @@ compile gateway --constraints requirements/dev.txt --extra gateway
 compile trainer --constraints requirements/dev.txt --extra train
 compile trl --constraints requirements/dev.txt --extra trl
 compile ray --constraints requirements/dev.txt --extra ray
-compile rollout-cpu --constraints requirements/dev.txt --extra rollout-cpu --extra rewards
+compile rollout-cpu --constraints requirements/dev.txt --extra train --group rollout-cpu --extra rewards
 compile rollout --constraints requirements/trainer.txt --extra rollout --extra rewards

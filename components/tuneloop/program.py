@@ -34,6 +34,9 @@ from tuneloop.errors import (
 if TYPE_CHECKING:
     from tuneloop.component import Component
 
+TRAINING = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets"}
+"""What comes with the extra ``train``."""
+
 
 def run(component: Component, argv: Sequence[str]) -> int:
     """Run as a program and return the exit code; ended early where the process has lost its turn."""
@@ -65,6 +68,9 @@ def _run(component: Component, argv: Sequence[str]) -> int:
             return _say(f"{UNAVAILABLE}: disk full ({error.filename}); free space, then run it again", EXIT_RETRY)
         if _lost_peer(error):
             return _say(f"{UNAVAILABLE}: another process of this stage has ended ({error})", EXIT_RETRY)
+        if isinstance(error, ModuleNotFoundError) and error.name in TRAINING:
+            mistake = UserError("package", error.name, "is not installed; pip install 'tuneloop[train]'")
+            return _say(f"error: {mistake}", EXIT_USER)
         traceback.print_exc()
         write_termination_message(f"bug: {type(error).__name__}: {error}")
         return 1

@@ -75,10 +75,10 @@ def devices(entries: Iterable[Entry]) -> list[str]:
     return sorted({str(device) for e in entries if (device := e.manifest.provenance.get("device"))})
 
 
-def newest(entry: Entry) -> str:
-    """The results of an artifact, with its iteration."""
-    shown = [f"iteration {entry.iteration}"] if entry.iteration is not None else []
-    for name, value in entry.manifest.results.items():
+def result_line(iteration: int | None, results: Mapping[str, float | str]) -> str:
+    """Results in one line, with their iteration."""
+    shown = [f"iteration {iteration}"] if iteration is not None else []
+    for name, value in results.items():
         shown.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
     return "  ".join(shown)
 

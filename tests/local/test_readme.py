@@ -4,8 +4,11 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+
+from tuneloop.config import find
 
 pytestmark = pytest.mark.local
 ROOT = Path(__file__).parents[2]
@@ -40,3 +43,17 @@ def test_every_relative_link_leads_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_pictures_are_small_and_fetch_nothing() -> None:
+    pictures = re.findall(r"!\[.+\]\((\S+)\)", (ROOT / "README.md").read_text())
+    assert len(pictures) == 2
+    for name in pictures:
+        text = (ROOT / name).read_text()
+        ElementTree.fromstring(text)
+        assert len(text) < 30_000
+        assert not re.search(r"(href|src)=|url\([^#)]|@import", text), "a page shows it without asking anybody"
+    shown = (ROOT / "docs/images/loop.svg").read_text()
+    pipeline = find("sft_then_grpo")
+    stages = {each["name"] for each in pipeline.build(pipeline.Config())["spec"]["templates"] if "container" in each}
+    assert {name for name in stages - {"serve", "continue"} if name.replace("-", "_") not in shown} == set()

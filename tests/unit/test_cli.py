@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -267,6 +268,31 @@ def test_vllm_is_looked_for_before_it_is_needed(tmp_path: Path, monkeypatch: pyt
     checks.preflight({"engine": {"name": "transformers"}}, workflow, str(tmp_path))
 
 
+def test_the_demo_takes_the_engine_that_is_there(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks for vLLM, chooses, says so, and asks `run` for the rest; here a setting that there is not ends it."""
+    import importlib.util
+
+    real = importlib.util.find_spec
+    ends = ("demo", "--set", "nonsense=1")
+
+    def lacking(*names: str) -> None:
+        """Packages are there or not, whatever this environment has."""
+        there = {name: None if name in names else real("json") for name in ("torch", "vllm")}
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *a: there[name] if name in there else real(name, *a)
+        )
+
+    lacking("vllm")
+    without = call(*ends)
+    assert without.out == "demo: engine transformers, as vLLM is not installed here\n"
+    refused(without, "nonsense: 1: unknown key")
+    lacking()
+    assert call(*ends).out.startswith("demo: engine vllm, as vLLM is installed here; without it: --set engine.name=")
+    assert call(*ends, "--set", "engine.name=transformers").out == ""
+    lacking("torch")
+    refused(call(*ends), "demo: 'torch': is not installed; pip install 'tuneloop[train]'")
+
+
 # A run
 
 
@@ -323,7 +349,7 @@ def test_reading_commands_on_a_finished_run(call: Call, finished: Path) -> None:
     at = ("--store", str(finished / "runs"))
     status = call("status", "done", *at)
     assert "done  toy_pipeline  succeeded" in status.out
-    assert "policy-update     Succeeded      2" in status.out
+    assert re.search(r"^policy-update +Succeeded +2 ", status.out, re.M)
     assert "0.750 (temperature 1, training prompts, iteration 2)" not in status.out, "the evaluation after is newer"
     assert "done" in call("status", *at).out
     assert "iterations/2/policy-update" in call("weights", "ls", "done", *at).out
@@ -444,6 +470,51 @@ def test_a_damaged_run_hides_no_other(call: Call, tmp_path: Path) -> None:
     refused(call("status", "none"), "known there: a, b, c, d")
 
 
+def test_status_for_programs(call: Call, finished: Path) -> None:
+    at = ("--store", str(finished / "runs"), "--json")
+    told = json.loads(call("status", "done", *at).out)
+    assert (told["format"], told["run"], told["pipeline"], told["phase"]) == (1, "done", "toy_pipeline", "succeeded")
+    assert (told["iteration"], told["iterations"], told["message"]) == (2, 2, "")
+    assert [(each["mean_reward"], each["policy_version"]) for each in told["evaluations"]] == [(0.5, 1), (1.0, 3)]
+    assert told["newest_batch"]["mean_reward"] == 0.75
+    stages = {stage["stage"]: stage for stage in told["stages"]}
+    update = stages["policy-update"]
+    assert (update["phase"], update["done"], update["retries"], update["iteration"]) == ("Succeeded", 2, 0, 2)
+    assert stages["evaluate-after"]["results"]["mean_reward"] == 1.0
+
+    listed = json.loads(call("status", *at).out)
+    [run] = listed["runs"]
+    assert (run["run"], run["phase"], run["mean_reward"]) == ("done", "succeeded", 1.0)
+    documented = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/commands.md").read_text(), re.M))
+    said = {*told, *listed, *run, *told["evaluations"][0], *update}
+    assert said - documented == set(), "every key stands in docs/commands.md"
+
+
+def test_status_for_programs_has_what_is_wrong_in_it(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "runs/bad").mkdir(parents=True)
+    (tmp_path / "runs/bad/run.json").write_text("{")
+    result = call("status", "--json")
+    [run] = json.loads(result.out)["runs"]
+    assert (run["run"], run["phase"], run["pipeline"], result.err) == ("bad", "damaged", None, "")
+    assert "is not a run's record" in run["message"]
+    refused(call("status", "bad", "--json"), "is not a run's record")
+    refused(call("status", "none", "--json"), "run: 'none': not found")
+
+
+def test_a_terminal_that_is_narrow_shows_the_names_of_runs(finished: Path) -> None:
+    reader, terminal = os.openpty()
+    env = {**os.environ, "COLUMNS": "60"}
+    line = [sys.executable, "-m", "tuneloop.cli", "status"]
+    child = subprocess.Popen(line, stdout=terminal, stderr=terminal, cwd=finished, env=env)
+    os.close(terminal)
+    out = b""
+    while data := read(reader):
+        out += data
+    assert child.wait() == 0, out.decode()
+    [row] = [row for row in out.decode().splitlines() if row.startswith("done ")]
+    assert row.split()[:3] == ["done", "toy_pipeline", "succeeded"] and "1.000" in row and row.endswith("…")
+
+
 def test_status_counts_retries_and_says_what_was_interrupted(call: Call, tmp_path: Path) -> None:
     tries = [pod(f"sft({i})", phase, parent="sft") for i, phase in enumerate(("Failed", "Failed", "Running"))]
     left(tmp_path, *tries)
@@ -457,6 +528,10 @@ def test_status_counts_retries_and_says_what_was_interrupted(call: Call, tmp_pat
 def test_status_of_a_failed_run_says_why(call: Call, tmp_path: Path) -> None:
     left(tmp_path, pod("sft", "Failed", message="exit code 1"), phase="Failed", message="sft failed")
     assert "r  toy_pipeline  failed; sft failed; tuneloop resume r" in call("status", "r").out
+    listed = call("status", "--json")
+    [run] = json.loads(listed.out)["runs"]
+    assert (run["phase"], run["message"], listed.err) == ("failed", "sft failed", "")
+    assert call("status").err == "", "it could be read"
 
 
 def test_a_group_in_which_nobody_has_the_turn_is_no_failure(call: Call) -> None:

@@ -41,6 +41,7 @@ def toy(stage: Stage, source: OptionalInput, *,
         time.sleep(float(os.environ.get("NAP", 0)))
     if label == "crash": raise RuntimeError("boom")
     if label == "retry": raise Retryable("the endpoint is gone")
+    if label.startswith("lacks "): raise ModuleNotFoundError("No module", name=label.removeprefix("lacks "))
     if label == "full": raise OSError(28, "No space left on device", "/scratch")
     (stage.out / "x").write_text(text * times)
     stage.facts["start"] = start
@@ -122,7 +123,13 @@ def test_bad_input_is_one_line_and_exit_2(
     assert not (tmp_path / "a").exists(), "nothing half-written"
 
 
-@pytest.mark.parametrize(("label", "code"), [("crash", 1), ("retry", 75), ("full", 75)])
+def test_an_extra_that_is_not_installed_is_named(toy: Path, tmp_path: Path) -> None:
+    done = run(toy, "--thing", f"{tmp_path}/a", "--label", "lacks torch")
+    assert done.returncode == 2
+    assert done.stderr == "error: package: 'torch': is not installed; pip install 'tuneloop[train]'\n"
+
+
+@pytest.mark.parametrize(("label", "code"), [("crash", 1), ("lacks mine", 1), ("retry", 75), ("full", 75)])
 def test_failures_keep_their_kind_and_leave_nothing(toy: Path, tmp_path: Path, label: str, code: int) -> None:
     done = run(toy, "--thing", f"{tmp_path}/a", "--label", label)
     assert done.returncode == code, done.stderr

@@ -252,7 +252,7 @@ def test_server_away(tmp_path: Path, policy: Artifact, prompts: Artifact) -> Non
 def test_vllm_absent(tmp_path: Path, policy: Artifact, prompts: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "vllm", None)
     monkeypatch.setitem(__import__("sys").modules, "vllm.engine", None)
-    with pytest.raises(UserError, match=r"engine: 'vllm': is not installed here; pip install 'tuneloop\[rollout\]'"):
+    with pytest.raises(UserError, match=r"engine: 'vllm': vLLM is not installed; pip install 'tuneloop\[rollout\]'"):
         run(tmp_path / "r", policy, prompts, engine="vllm")
 
 

@@ -47,7 +47,7 @@ def version() -> None:
 
 COMMANDS: tuple[Callable[..., int | None], ...] = (
     *(author.plan, author.lint, author.render, author.schema),
-    *(execute.run, execute.resume, execute.stop, cluster.submit, cluster.schedule, cluster.diff),
+    *(execute.demo, execute.run, execute.resume, execute.stop, cluster.submit, cluster.schedule, cluster.diff),
     *(inspect.status, inspect.logs, inspect.report, inspect.track, gc.gc, turns.turns, gateway.gateway),
 )
 for command in COMMANDS:

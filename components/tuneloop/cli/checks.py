@@ -31,8 +31,7 @@ def preflight(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str
     Store(store).check_writable()
     for path, value in leaves(config):
         if value == "vllm" and "engine" in path and importlib.util.find_spec("vllm") is None:
-            remedy = "vLLM is not installed; install tuneloop[rollout] or tuneloop[rollout-cpu], or use transformers"
-            raise UserError(path, value, remedy)
+            raise UserError(path, value, vllm.INSTALL)
     engine = config.get("engine")
     if isinstance(engine, Mapping) and engine.get("name") == "vllm":
         vllm.check_here(engine.get("args") or {}, "engine.args.")
@@ -48,6 +47,20 @@ def check_model(config: Mapping[str, Any]) -> None:
     model = str(config.get("base_model", ""))
     if model.startswith(("/", "./", "../")) and not Path(model).is_dir():
         raise UserError("base_model", model, "is no directory here; name one, or a model of the hub")
+
+
+def demo_engine() -> tuple[str, str]:
+    """The engine for the demo on this machine, and why: found, and not imported, which takes seconds.
+
+    Raises:
+        UserError: what trains is not installed.
+    """
+    for package in ("torch", "transformers", "datasets", "peft"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError("demo", package, "is not installed; pip install 'tuneloop[train]'")
+    if importlib.util.find_spec("vllm") is None:
+        return "transformers", "as vLLM is not installed here"
+    return "vllm", "as vLLM is installed here; without it: --set engine.name=transformers"
 
 
 def lint_problems(workflow: Mapping[str, Any]) -> list[str]:

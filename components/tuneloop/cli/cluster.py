@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,13 +11,13 @@ import typer
 
 from tuneloop.cli.author import CONFIG, PIPELINE, SETS
 from tuneloop.cli.execute import RUN
+from tuneloop.cli.inspect import JSON, print_json
 from tuneloop.errors import EXIT_USER, UserError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from tuneloop.argo.cluster import Cluster
     from tuneloop.argo.watch import Status
+    from tuneloop.cli.show import Stage
 
 NAMESPACE = Annotated[str, typer.Option("--namespace", "-n", help="Where the runs live.")]
 CONTEXT = Annotated[str | None, typer.Option("--context", help="Of the kubeconfig; default: the current one.")]
@@ -215,17 +216,19 @@ def unschedule(
 
 
 @app.command()
-def status(run: RUN, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
+def status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
     """Show the stages of a run, their newest results, and what each waiting pod waits for.
 
     What it has committed, also once its workflows are deleted: `tuneloop status RUN --store URL`.
     """
-    from rich.console import Console
-
     from tuneloop.argo.cluster import connect
     from tuneloop.argo.watch import status as read
+    from tuneloop.cli.show import show_stages
 
     seen = read(connect(namespace, context), run)
+    if as_json:
+        print_json(_told(seen))
+        return
     typer.echo(f"{run}  {seen.phase}  {seen.message}".rstrip())
     typer.echo(f"  workflows    {', '.join(seen.workflows)}")
     if seen.accelerator_seconds:
@@ -234,7 +237,7 @@ def status(run: RUN, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None)
         typer.echo(f"  claim        {claim}: {told}")
     for node, why in seen.waiting.items():
         typer.echo(f"  waiting      {node}: {why}")
-    Console(highlight=False, width=None if typer.get_text_stream("stdout").isatty() else 200).print(_table(seen))
+    show_stages(_stages(seen), places=0)
 
 
 @app.command()
@@ -290,24 +293,32 @@ def _print_logs(there: Cluster, run: str, stage: str | None, follow: bool, since
     return said
 
 
-def _table(seen: Status) -> Table:
-    """One row a stage: newest phase, how often it ended well, seconds, retries, its newest result."""
-    from rich import box
-    from rich.table import Table
+def _told(seen: Status) -> dict[str, Any]:
+    """A run on a cluster for programs."""
+    kept = {name: value for name, value in asdict(seen).items() if name != "nodes"}
+    return {**kept, "stages": [asdict(stage) for stage in _stages(seen)]}
 
-    from tuneloop.cli.live import label, number
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("stage", "phase", "done", "seconds", "retries", "newest"):
-        number_like = name in ("done", "seconds", "retries")
-        table.add_column(name, justify="right" if number_like else "left", no_wrap=name != "newest")
+def _stages(seen: Status) -> list[Stage]:
+    """By pods: newest phase, how often it ended well, seconds, retries, the numbers of its newest result."""
+    from tuneloop.cli.live import iteration_of, label, number
+    from tuneloop.cli.show import Stage
+
+    found = []
     pods = [node for node in seen.nodes.values() if node.type == "Pod"]
     for stage in dict.fromkeys(label(pod) for pod in pods):
         mine = [pod for pod in pods if label(pod) == stage]
-        done = [pod for pod in mine if pod.phase == "Succeeded"]
         newest = mine[-1]
-        results = "  ".join(f"{k} {number(v)}" for k, v in newest.outputs.items() if number(v)) or newest.message
-        seconds = sum(pod.finished - pod.started for pod in mine if pod.finished)
-        retries = sum(pod.display_name.endswith(")") and not pod.display_name.endswith("(0)") for pod in mine)
-        table.add_row(stage, newest.phase, str(len(done)), f"{seconds:.0f}", str(retries), results)
-    return table
+        found.append(
+            Stage(
+                stage,
+                newest.phase,
+                done=sum(pod.phase == "Succeeded" for pod in mine),
+                seconds=sum(pod.finished - pod.started for pod in mine if pod.finished),
+                retries=sum(pod.display_name.endswith(")") and not pod.display_name.endswith("(0)") for pod in mine),
+                iteration=iteration_of(newest) or None,
+                results={name: float(value) for name, value in newest.outputs.items() if number(value)},
+                message=newest.message,
+            )
+        )
+    return found

@@ -24,12 +24,13 @@ def check(
 ) -> int:
     """Run the protocol's tests against an endpoint. Exit code 1 if it fails one."""
     import socket
+    import sys
     from urllib.parse import urlsplit
 
+    from rich.console import Console
     from rich.table import Table
 
     from tuneloop.artifacts import Artifact
-    from tuneloop.cli.show import show
     from tuneloop.conformance import Probe, check
     from tuneloop.engines.endpoint import check_url
     from tuneloop.errors import UserError
@@ -46,7 +47,7 @@ def check(
     outcomes = list(check(probe))
     for outcome in outcomes:
         table.add_row(outcome.name, outcome.result, outcome.why)
-    show(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
     failed = sum(outcome.result == "failed" for outcome in outcomes)
     typer.echo(f"{len(outcomes) - failed} of {len(outcomes)} checks without a fault")
     return 1 if failed else 0

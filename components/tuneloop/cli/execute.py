@@ -65,6 +65,25 @@ def run(
     return _carry_out(runs.create(fresh, dump(workflow), replaced=record), parallelism, track, warm)
 
 
+def demo(
+    name: Annotated[str, typer.Option("--run", help="Name of the run; the same again resumes it.")] = "demo",
+    store: STORE = "runs",
+    sets: SETS = None,
+    parallelism: PARALLELISM = None,
+    track: TRACK = True,
+    warm: WARM = True,
+) -> int:
+    """Run the demo: SFT, then a GRPO loop, of a small model made here. With vLLM where it is installed."""
+    from tuneloop.cli.checks import demo_engine
+
+    settings = sets or []
+    if not any(each.startswith(("engine=", "engine.name=")) for each in settings):
+        engine, why = demo_engine()
+        typer.echo(f"{name}: engine {engine}, {why}")
+        settings = [f"engine.name={engine}", *settings]
+    return run("sft_then_grpo", name, store, None, settings, parallelism, track, warm)
+
+
 def resume(
     name: RUN, store: STORE = "runs", parallelism: PARALLELISM = None, track: TRACK = True, warm: WARM = True
 ) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,6 +48,7 @@ def status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) -> in
 
 
 def _workers(fleet: str, timeout: float) -> int:
+    from tuneloop.cli.tables import show
     from tuneloop.errors import Retryable
     from tuneloop.fleet import open_fleet
 
@@ -63,31 +63,20 @@ def _workers(fleet: str, timeout: float) -> int:
         rows.append((worker.id, worker.url, told))
     if not rows:
         raise Retryable(f"fleet {fleet}: no worker answers")
-    _table(("worker", "url", "serves"), rows)
+    show(("worker", "url", "serves"), rows, cut="serves")
     return 0 if len(served) == 1 and "@" in min(served) else 1
 
 
 def _gates(name: str, namespace: str, port: int | None, context: str | None) -> int:
     from tuneloop.argo.cluster import connect
+    from tuneloop.cli.tables import show
     from tuneloop.fleet.dynamo import FRONTEND_PORT
     from tuneloop.fleet.graph import gates
 
     found = gates(connect(namespace, context), name, port or FRONTEND_PORT)
-    _table(("gate", "", "why"), [(gate.name, "open" if gate.open else "shut", gate.why) for gate in found])
+    rows = [(gate.name, "open" if gate.open else "shut", gate.why) for gate in found]
+    show(("gate", "state", "why"), rows, cut="why")
     return 0 if all(gate.open for gate in found) else 1
-
-
-def _table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
-    from rich.table import Table
-
-    from tuneloop.cli.show import show
-
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    show(table)
 
 
 @app.command("refit")

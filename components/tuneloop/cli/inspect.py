@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,26 +14,31 @@ from tuneloop.cli.execute import RUN, STORE
 
 if TYPE_CHECKING:
     from tuneloop.argo.state import Node
-    from tuneloop.runs import Run
+    from tuneloop.runs import Run, Score
+
+JSON = Annotated[bool, typer.Option("--json", help="For programs: nothing is cut; the keys are in docs/commands.md.")]
+
+UNREAD = ("damaged", "unreachable")
+"""Phases of a run in the list that could not be read."""
 
 
 def status(
     name: Annotated[str | None, typer.Argument(metavar="[RUN]", help="The run's name; default: list all.")] = None,
     store: STORE = "runs",
+    as_json: JSON = False,
 ) -> None:
     """Show the stages of a run, or all runs. With its iteration and its reward so far."""
-    from tuneloop.cli.show import show, stages, there
+    from tuneloop.cli.show import show_stages, stages, there
     from tuneloop.runs import Run
     from tuneloop.summary import iterations_line, reward_line
 
     if name is None:
-        table = _table_of_runs(store)
-        if table.row_count:
-            show(table)
-        else:
-            typer.echo(f"no runs below {store}; --store names another place")
+        _list_runs(store, as_json)
         return
     run = Run.open(name, store)
+    if as_json:
+        print_json(_told(run))
+        return
     pipeline = run.record.pipeline if run.record else "pipeline unknown"
     again = f"tuneloop resume {name}{there(store)}"
     hint = {"interrupted": f"; {again}", "failed": f"; {_why(run)}; {again}"}
@@ -41,7 +48,7 @@ def status(
             typer.echo(f"  {label:<12} {text}")
     if (latest := run.latest_reward()) and latest.entry.manifest.stage == "reward":
         typer.echo(f"  {'newest batch':<12} {latest.value:.3f} ({latest.how}, iteration {latest.entry.iteration})")
-    show(stages(run))
+    show_stages(stages(run))
 
 
 def logs(
@@ -99,40 +106,102 @@ def track(
     typer.echo(mirror(Run.open(name, store), follow=follow))
 
 
-def _table_of_runs(store: str) -> Any:
-    from rich import box
-    from rich.table import Table
+def print_json(told: Mapping[str, Any]) -> None:
+    """Print what a ``status --json`` tells; docs/commands.md has its keys."""
+    import json
 
+    typer.echo(json.dumps({"format": 1, **told}, indent=1))
+
+
+def _told(run: Run) -> dict[str, Any]:
+    """A run for programs."""
+    from tuneloop.cli.show import stages
+
+    state, batches = run.state, run.training_rewards()
+    most = state.workflow.parameters.get("iterations") if state else None
+    return {
+        "run": run.name,
+        "pipeline": run.record.pipeline if run.record else None,
+        "phase": run.phase,
+        "message": _why(run),
+        "store": run.url,
+        "created": run.record.created if run.record else None,
+        "iteration": run.iteration,
+        "iterations": int(most) if most else None,
+        "evaluations": [_score(run, score) for score in run.evaluations()],
+        "newest_batch": _score(run, batches[-1]) if batches else None,
+        "stages": [asdict(stage) for stage in stages(run)],
+    }
+
+
+def _score(run: Run, score: Score) -> dict[str, Any]:
+    return {
+        "mean_reward": score.value,
+        "how": score.how,
+        "completions": run.judged(score.entry),
+        "policy_version": score.version,
+    }
+
+
+def _list_runs(store: str, as_json: bool) -> None:
+    from tuneloop.cli.tables import show
+
+    rows = _rows_of_runs(store)
+    if as_json:
+        print_json({"store": store, "runs": rows})
+        return
+    for row in rows:
+        if row["phase"] in UNREAD:
+            typer.echo(f"{row['run']}: {row['message']}", err=True)
+    if not rows:
+        typer.echo(f"no runs below {store}; --store names another place")
+        return
+    columns = ("run", "pipeline", "state", "iteration", "created", "mean reward")
+    show(columns, map(_texts, rows), right=("iteration",), cut="mean reward")
+
+
+def _texts(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """A run in the table."""
+    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"])) if row["created"] else ""
+    reward = f"{row['mean_reward']:.3f} ({row['how']})" if row["mean_reward"] is not None else ""
+    return row["run"], row["pipeline"] or "", row["phase"], str(row["iteration"] or ""), created, reward
+
+
+def _rows_of_runs(store: str) -> list[dict[str, Any]]:
+    """What is known of every run, oldest first; of those that cannot be read, why."""
     from tuneloop.errors import Corrupt, Retryable, UserError
     from tuneloop.runs import names
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("run", "pipeline", "state", "iterations", "mean reward", "created"):
-        table.add_column(column, no_wrap=True)
     rows = []
     for name in names(store):
+        row: dict[str, Any] = {"run": name, "pipeline": None, "phase": "not started here", "message": ""}
+        row |= dict.fromkeys(("created", "iteration", "mean_reward", "how"))
         try:
-            rows.append(_row(name, store))
+            row |= _row(name, store)
         except (UserError, Retryable) as error:  # the others are there all the same
-            rows.append((float("inf"), (name, "", "damaged" if isinstance(error, Corrupt) else "unreachable")))
-            typer.echo(f"{name}: {error}", err=True)
-    for _, row in sorted(rows):
-        table.add_row(*row)
-    return table
+            row |= {"phase": UNREAD[not isinstance(error, Corrupt)], "message": str(error)}
+        rows.append(row)
+    return sorted(rows, key=lambda row: (row["phase"] in UNREAD, row["created"] or 0.0, row["run"]))
 
 
-def _row(name: str, store: str) -> tuple[float, tuple[str, ...]]:
-    """When a run was created, Unix seconds, and what the table says of it."""
+def _row(name: str, store: str) -> dict[str, Any]:
+    """What the list says of a run that was started here: reading all of another may take long."""
     from tuneloop.runs import Run, read_record
 
     record = read_record(name, store)
-    if record is None:  # reading all of it may take long
-        return 0.0, (name, "", "not started here")
+    if record is None:
+        return {}
     run = Run(name, record.store, record)
     latest = run.latest_reward()
-    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created))
-    reward = f"{latest.value:.3f} ({latest.how})" if latest else ""
-    return record.created, (name, record.pipeline, run.phase, str(run.iteration or ""), reward, created)
+    return {
+        "pipeline": record.pipeline,
+        "phase": run.phase,
+        "message": _why(run),
+        "created": record.created,
+        "iteration": run.iteration,
+        "mean_reward": latest.value if latest else None,
+        "how": latest.how if latest else None,
+    }
 
 
 def _print_log(run: Run, node: Node, seen: dict[str, int], prefix: bool) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from tuneloop.cli.author import CONFIG, OUTPUT, PIPELINE, SETS, put
 from tuneloop.cli.execute import RUN
+from tuneloop.cli.inspect import JSON, print_json
 
 ENDPOINT = Annotated[
     str | None, typer.Option("--endpoint", envvar="KF_PIPELINES_ENDPOINT", help="URL of the KFP API, or of its UI.")
@@ -105,22 +106,20 @@ def unschedule(
 
 
 @app.command()
-def status(run: RUN, endpoint: ENDPOINT = None) -> int:
+def status(run: RUN, as_json: JSON = False, endpoint: ENDPOINT = None) -> int:
     """Show the tasks of a run. Ends with 1 if the run has failed."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
+    from tuneloop.cli.tables import show
     from tuneloop.kfp import client
 
     found = client.find(client.connect(endpoint), run)
-    typer.echo(f"{run}  {found.state}  {found.run_id}")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("task", "state", "seconds", "message"):
-        table.add_column(column, justify="right" if column == "seconds" else "left", no_wrap=True)
-    for task in client.tasks(found):
-        table.add_row(task.name, task.state, f"{task.seconds:.0f}", task.error)
-    Console(highlight=False, width=None if typer.get_text_stream("stdout").isatty() else 200).print(table)
+    tasks = client.tasks(found)
+    if as_json:
+        told = [{"task": t.name, "phase": t.state, "seconds": t.seconds, "message": t.error} for t in tasks]
+        print_json({"run": run, "phase": found.state, "id": found.run_id, "tasks": told})
+    else:
+        typer.echo(f"{run}  {found.state}  {found.run_id}")
+        rows = [(task.name, task.state, f"{task.seconds:.0f}", task.error) for task in tasks]
+        show(("task", "state", "seconds", "message"), rows, right=("seconds",), cut="message")
     return 1 if found.state == "FAILED" else 0
 
 

@@ -2,56 +2,92 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tuneloop.argo.state import BROKEN, Node
 from tuneloop.cli.live import iteration_of, label
+from tuneloop.cli.tables import show
 from tuneloop.errors import EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE
 from tuneloop.runs import Run
 from tuneloop.store import normalize
-from tuneloop.summary import clock, newest, size
+from tuneloop.summary import clock, result_line, size
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from tuneloop.argo.executor import Outcome
 
 NAMED = tuple(f"{name}:" for name in ("error", "gave up", INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW))
 """How a last line begins that names the class of its end."""
 
 
-def stages(run: Run) -> Table:
-    """One row a stage: phase, how often it ended, seconds, retries, its newest result."""
-    from rich import box
-    from rich.table import Table
+@dataclass(frozen=True)
+class Stage:
+    """How a stage stands: a row of `status`.
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("stage", "phase", "done", "seconds", "retries", "newest"):
-        table.add_column(name, justify="right" if name in ("done", "seconds", "retries") else "left", no_wrap=True)
+    Attributes:
+        stage: its name in the graph.
+        phase: of its newest pod; ``Committed`` where only its artifacts are known.
+        progress: ``N/M`` of a stage that runs, as it said.
+        done: how often it ended well.
+        seconds: that it took, all together.
+        retries: how often a pod of it was started again; None where only its artifacts are known.
+        iteration: of its newest result; None outside the loop.
+        results: of its newest artifact, or of its newest pod.
+        message: what its newest pod has to say.
+    """
+
+    stage: str
+    phase: str
+    progress: str = ""
+    done: int = 0
+    seconds: float = 0.0
+    retries: int | None = None
+    iteration: int | None = None
+    results: Mapping[str, float | str] = field(default_factory=dict)
+    message: str = ""
+
+    def row(self, places: int) -> tuple[str, ...]:
+        """Its texts in the table, seconds with so many decimal places."""
+        phase = self.phase + (f" ({self.progress})" if self.progress else "")
+        seconds = f"{self.seconds:.{places}f}" if self.done or self.seconds else ""
+        retries = "" if self.retries is None else str(self.retries)
+        told = result_line(self.iteration, self.results) or self.message
+        return self.stage, phase, str(self.done or ""), seconds, retries, told
+
+
+def show_stages(stages: Iterable[Stage], places: int = 1) -> None:
+    """One line a stage: phase, how often it ended well, seconds, retries, its newest result."""
+    columns = ("stage", "phase", "done", "seconds", "retries", "newest")
+    show(columns, (stage.row(places) for stage in stages), right=columns[2:5], cut="newest")
+
+
+def stages(run: Run) -> list[Stage]:
+    """The stages of a run, in the order in which they first had a pod or an artifact."""
     pods = [node for node in (run.state.nodes.values() if run.state else ()) if node.type == "Pod"]
     order = dict.fromkeys([*(e.stage for e in run.entries), *(label(node) for node in pods)])
-    gone = run.phase == "interrupted"
-    for stage in order:
-        entries = [e for e in run.entries if e.stage == stage]
-        mine = [node for node in pods if label(node) == stage]
-        phase = mine[-1].phase if mine else "Committed"
-        if mine and phase in ("Running", "Pending"):
-            phase = "Interrupted" if gone else "Ready" if mine[-1].daemoned else phase
-            phase += f" ({mine[-1].progress})" if mine[-1].progress else ""
-        calls = {(iteration_of(node), node.parent if node.display_name.endswith(")") else node.id) for node in mine}
-        seconds = sum(e.seconds for e in entries)
-        table.add_row(
-            stage,
-            phase,
-            str(len(entries)) if entries else "",
-            f"{seconds:.1f}" if entries else "",
-            str(len(mine) - len(calls)) if mine else "",
-            newest(entries[-1]) if entries else mine[-1].message if mine else "",
-        )
-    return table
+    return [_stage(run, name, [node for node in pods if label(node) == name]) for name in order]
+
+
+def _stage(run: Run, name: str, pods: list[Node]) -> Stage:
+    entries = [e for e in run.entries if e.stage == name]
+    newest, pod = entries[-1] if entries else None, pods[-1] if pods else None
+    phase, under_way = pod.phase if pod else "Committed", bool(pod and pod.phase in ("Running", "Pending"))
+    if pod and under_way:
+        phase = "Interrupted" if run.phase == "interrupted" else "Ready" if pod.daemoned else phase
+    calls = {(iteration_of(node), node.parent if node.display_name.endswith(")") else node.id) for node in pods}
+    return Stage(
+        name,
+        phase,
+        progress=pod.progress if pod and under_way else "",
+        done=len(entries),
+        seconds=sum(e.seconds for e in entries),
+        retries=len(pods) - len(calls) if pods else None,
+        iteration=newest.iteration if newest else None,
+        results=newest.manifest.results if newest else {},
+        message=pod.message if pod else "",
+    )
 
 
 def failure(run: Run, outcome: Outcome) -> str:
@@ -87,33 +123,28 @@ def there(store: str) -> str:
     return "" if normalize(store) == normalize("runs") else f" --store {store.removeprefix('file://')}"
 
 
-def weights(run: Run) -> Table:
+def show_weights(run: Run) -> None:
     """The checkpoints of a run: version, maker, digest, bytes, age, who used it, which is newest."""
     import time
 
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("version", "made by", "digest", "model", "whole", "age", "sampled by"):
-        table.add_column(
-            name, justify="right" if name in ("version", "model", "whole", "age") else "left", no_wrap=True
-        )
-    held = run.checkpoints
+    rows, held = [], run.checkpoints
     for entry in held:
         files = entry.manifest.files
         users = [e.key for e in run.of("rollout", "evaluate") if run.policy_of(e) is entry]
         mark = " latest" if entry is held[-1] else ""
-        table.add_row(
-            f"{entry.manifest.facts['version']}{mark}",
-            entry.key,
-            entry.manifest.digest.removeprefix("xxh3-128:")[:12],
-            size(sum(f.size for n, f in files.items() if n.startswith("model/"))),
-            size(sum(f.size for f in files.values())),
-            clock(time.time() - entry.finished) if entry.started else "",
-            ", ".join(users),
+        rows.append(
+            (
+                f"{entry.manifest.facts['version']}{mark}",
+                entry.key,
+                entry.manifest.digest.removeprefix("xxh3-128:")[:12],
+                size(sum(f.size for n, f in files.items() if n.startswith("model/"))),
+                size(sum(f.size for f in files.values())),
+                clock(time.time() - entry.finished) if entry.started else "",
+                ", ".join(users),
+            )
         )
-    return table
+    columns = ("version", "made by", "digest", "model", "whole", "age", "sampled by")
+    show(columns, rows, right=("version", "model", "whole", "age"), cut="sampled by")
 
 
 def report(run: Run, output: Path | None = None) -> Path:
@@ -128,10 +159,3 @@ def report(run: Run, output: Path | None = None) -> Path:
     except OSError as error:
         raise UserError("--output", str(path), f"cannot be written ({error.strerror})") from error
     return path
-
-
-def show(table: Table) -> None:
-    """Print a table: as wide as the terminal, or as it likes where nobody looks."""
-    from rich.console import Console
-
-    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)

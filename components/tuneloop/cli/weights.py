@@ -6,7 +6,7 @@ Where a command takes a run's name, it also takes the URL or path of a weights r
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,16 +24,16 @@ VERSION = Annotated[int | None, typer.Argument(min=0, help="One version; default
 @app.command("ls")
 def ls(name: NAME, store: STORE = "runs") -> None:
     """List the policy versions of a run, or the published versions below a URL."""
-    from tuneloop.cli.show import show, weights
+    from tuneloop.cli.show import show_weights
     from tuneloop.runs import Run
 
     if "/" in name:
-        show(_published(name))
+        _show_published(name)
         return
     run = Run.open(name, store)
-    show(weights(run))
+    show_weights(run)
     if root := published_root(run):
-        show(_published(root))
+        _show_published(root)
 
 
 @app.command("verify")
@@ -78,21 +78,13 @@ def diff(
     store: STORE = "runs",
 ) -> None:
     """Say which tensors differ between two published versions, and in how many of their elements."""
-    from rich.table import Table
-
-    from tuneloop.cli.show import show
+    from tuneloop.cli.tables import show
     from tuneloop.weights import diff
 
     found = diff(_root(name, store), first, second)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("tensor", no_wrap=True)
-    table.add_column("elements changed", justify="right")
-    for label, names in (("removed", found.removed), ("added", found.added)):
-        for tensor in names:
-            table.add_row(tensor, label)
-    for tensor, density in sorted(found.changed.items(), key=lambda item: -item[1]):
-        table.add_row(tensor, f"{density:.2%}")
-    show(table)
+    rows = [(tensor, label) for label in ("removed", "added") for tensor in getattr(found, label)]
+    rows += [(name, f"{density:.2%}") for name, density in sorted(found.changed.items(), key=lambda item: -item[1])]
+    show(("tensor", "elements changed"), rows, right=("elements changed",))
     typer.echo(f"{found.same} tensors are the same")
 
 
@@ -142,18 +134,14 @@ def _listed(root: str) -> list[Listed]:
     raise UserError("weights", root, "has no versions; publish some, or correct the URL")
 
 
-def _published(root: str) -> Any:
+def _show_published(root: str) -> None:
     """The versions below a root: how each is stored, and in how many bytes."""
-    from rich import box
-    from rich.table import Table
+    from tuneloop.cli.tables import show
+    from tuneloop.summary import size
 
-    from tuneloop.cli.show import size
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("published", "base", "stored as", "bytes", "of full", "elements changed"):
-        table.add_column(column, justify="left" if column == "stored as" else "right", no_wrap=True)
-    for v in _listed(root):
-        table.add_row(
+    columns = ("published", "base", "stored as", "bytes", "of full", "elements changed")
+    rows = [
+        (
             f"{v.version}{' latest' if v.latest else ''}",
             "" if v.base_version is None else str(v.base_version),
             v.encoding or "full",
@@ -161,7 +149,9 @@ def _published(root: str) -> Any:
             f"{v.stored_bytes / v.full_bytes:.1%}",
             "" if v.density is None else f"{v.density:.2%}",
         )
-    return table
+        for v in _listed(root)
+    ]
+    show(columns, rows, right=(*columns[:2], *columns[3:]))
 
 
 def _verify_published(root: str, version: int | None) -> int:

@@ -25,7 +25,7 @@ from tuneloop.errors import UserError
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
 """Engine arguments that tuneloop sets: another value would break what a rollout promises."""
 VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
-INSTALL = "is not installed here; pip install 'tuneloop[rollout]', on a machine without GPU 'tuneloop[rollout-cpu]'"
+INSTALL = "vLLM is not installed; pip install 'tuneloop[rollout]' (without a GPU: docs/install.md), or use transformers"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Workflows of a run, in order."""
 
+import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +127,17 @@ def test_submit_wait_says_how_the_attempt_ended_and_what_the_run_has_come_to(
             "error: prompts: None: too few (in rollout; see `tuneloop cluster logs demo rollout`"
         )
         assert "submit it again under this name: it goes on where it ended" in said.err
+
+        assert invoke(["cluster", "status", "demo"]) == 0
+        shown = capsys.readouterr().out
+        assert re.search(r"^evaluate-before +Succeeded +1 .* mean-reward 0\.125$", shown, re.M), shown
+        assert invoke(["status", "demo", "--to", "argo", "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["run"], told["phase"], told["message"]) == ("demo", "Failed", "main failed")
+        assert [(each["stage"], each["phase"], each["results"]) for each in told["stages"]] == [
+            ("evaluate-before", "Succeeded", {"mean-reward": 0.125}),
+            ("rollout", "Failed", {}),
+        ]
 
         after, exported = {"mean-reward": "0.75"}, {"model": "s3://b/runs/demo/export@xxh3-128:0"}
         server.becomes = ended("Succeeded", evaluate_before=before, evaluate_after=after, export=exported)

@@ -154,9 +154,13 @@ def test_a_run_from_submission_to_its_end(backend: Backend, capsys: pytest.Captu
     assert "is under way as r1" in capsys.readouterr().err
     assert invoke(["status", "demo", "--to=kfp"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^ *sft +SUCCEEDED +5 ", shown, re.M)
+    assert re.search(r"^ *sft +SUCCEEDED +5$", shown, re.M)
     assert re.search(r"^ *evaluate-after +RUNNING", shown, re.M), "as the pipeline calls it"
     assert not any(word in shown for word in ("driver", "executor", "onExit", "sft-x7"))
+    assert invoke(["status", "demo", "--to=kfp", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["run"], told["id"]) == ("demo", "r1")
+    assert {"task": "sft", "phase": "SUCCEEDED", "seconds": 5.0, "message": ""} in told["tasks"]
     assert invoke(["kfp", "logs", "demo"]) == 0
     assert capsys.readouterr().out == "sft | sft: step 1\nsft | sft: step 2\n"  # export's pod is gone
     assert invoke(["kfp", "stop", "demo"]) == 0

@@ -1,0 +1,58 @@
+"""Tables on terminals of several widths: what identifies a row is whole, messages are cut."""
+
+import io
+from collections.abc import Sequence
+
+import pytest
+
+from tuneloop.cli import tables
+from tuneloop.cli.show import Stage, show_stages
+
+NAMES = ("data-prep", "evaluate-before", "policy-update")
+STAGES = [
+    Stage("data-prep", "Succeeded", done=1, seconds=1.5, retries=0, results={"train": 512, "eval": 64}),
+    Stage("evaluate-before", "Interrupted", done=1, seconds=12.25, retries=0, results={"mean_reward": 0.4375}),
+    Stage("policy-update", "Running", progress="3/9", done=60, seconds=4321.0, retries=12, iteration=60),
+    Stage("export", "Failed", retries=1, message="exit code 1: no space left on the device below /var/lib/tuneloop"),
+]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, stages: Sequence[Stage] = STAGES) -> list[str]:
+    screen = Terminal()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout", screen)
+    show_stages(stages)
+    return [line.replace("\x1b[1m", "").replace("\x1b[0m", "") for line in screen.getvalue().splitlines() if line]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_status_cuts_messages_and_never_names(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    head, rule, *lines = on_terminal(monkeypatch, columns)
+    assert head.split() == ["stage", "phase", "done", "seconds", "retries", "newest"]
+    for stage, line in zip(STAGES, lines):
+        assert line.startswith(stage.stage + " ") and f" {stage.phase}" in line and stage.progress in line
+        assert max(len(head), len(rule), len(line)) <= max(columns, 68), line
+    assert lines[2].split()[:6] == ["policy-update", "Running", "(3/9)", "60", "4321.0", "12"]
+    assert lines[3].endswith("…") == (columns < 110)
+    assert lines[3].split()[:4] == ["export", "Failed", "1", "exit"]
+
+
+def test_nothing_is_cut_where_nobody_looks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    show_stages(STAGES)
+    assert STAGES[3].message in capsys.readouterr().out
+
+
+def test_wide_characters_are_counted_by_their_columns() -> None:
+    head, _, line = tables.layout(("run", "message"), [("東京", "東京" * 10)], cut="message", width=20)
+    assert head == "run   message"
+    assert line == "東京  東京東京東京…"
+
+
+def test_a_message_of_several_lines_is_one_row() -> None:
+    assert tables.layout(("run", "message"), [("a", "one\n  two")])[2:] == ["a    one two"]
