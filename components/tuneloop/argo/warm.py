@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tuneloop.argo.spawn import adopt_orphans, die_with, end_all, serve
+from tuneloop.processor import find_answer
 
 LIBRARIES = (
     "tuneloop.component",
@@ -90,6 +91,7 @@ def main() -> None:
     try:
         for name in LIBRARIES:
             importlib.import_module(name)
+        find_answer()  # which the forks then know
         _refuse_threads()
     except Exception as error:
         channel.sendall(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n")

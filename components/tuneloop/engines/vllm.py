@@ -21,6 +21,7 @@ from tuneloop.artifacts import Artifact
 from tuneloop.engines import Completion, Engine, Request, Sampling
 from tuneloop.engines._client import Client
 from tuneloop.errors import UserError
+from tuneloop.processor import check_processor
 
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
 """Engine arguments that tuneloop sets: another value would break what a rollout promises."""
@@ -344,6 +345,7 @@ def _start(model: Path, args: Mapping[str, Any]) -> Any:
     except ImportError as error:
         raise UserError("engine", "vllm", f"{INSTALL} ({error})") from error
     if current_platform.is_cpu():
+        check_processor()
         args = {**_cpu_defaults(), **args}
     if args.get("enforce_eager"):  # vLLM would compile parts of its sampler even so, for seconds
         import torch._dynamo
