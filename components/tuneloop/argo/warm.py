@@ -27,7 +27,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
 from typing import Literal, NoReturn, cast
@@ -128,8 +128,9 @@ def main() -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     quiet_vllm()
     try:
-        for name in LIBRARIES[kind]:
-            importlib.import_module(name)
+        with _hushed():
+            for name in LIBRARIES[kind]:
+                importlib.import_module(name)
         find_answer()  # which the forks then know
         if kind == "stages":
             _read_conversions()
@@ -186,6 +187,19 @@ def _disown_exit_handlers() -> None:
     atexit._clear()
     for handler in (logging.shutdown, weakref.finalize._exitfunc, util._exit_function):  # type: ignore[attr-defined]
         atexit.register(handler)
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """What libraries say when they are imported is for no run's terminal; their loggers keep the stream for later."""
+    terminal, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(terminal, 2)
+        os.close(terminal)
+        os.close(nothing)
 
 
 def _read_conversions() -> None:
