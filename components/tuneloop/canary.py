@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tuneloop.processor import check_processor
 from tuneloop.seeds import derive
 
 LENGTH = 24
@@ -36,11 +37,14 @@ def canary_logprobs(model: Any, ids: list[int]) -> list[float]:
     """
     import torch
 
+    device = next(model.parameters()).device
+    if device.type == "cpu":  # also where a GPU trains: what is written is computed anew, in its own dtype
+        check_processor()
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            tokens = torch.tensor([ids], device=next(model.parameters()).device)
+            tokens = torch.tensor([ids], device=device)
             logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
             chosen = torch.log_softmax(logits, dim=-1).gather(1, tokens[0, 1:, None])
     finally:

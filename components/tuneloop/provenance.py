@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 import tuneloop
-from tuneloop import fence
+from tuneloop import fence, processor
 
 
 def provenance(start: float, world_size: int) -> dict[str, Any]:
@@ -32,6 +32,7 @@ def provenance(start: float, world_size: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if torch and cuda else f"cpu ({platform.machine()})",
         "devices": devices(),
+        **({"processor": limits} if (limits := processor.describe_limits()) else {}),
         "threads": torch.get_num_threads() if torch else None,
         "world_size": world_size,
         "host": socket.gethostname(),

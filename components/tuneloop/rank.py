@@ -14,11 +14,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tuneloop.processor import check_processor
+
 
 def main(argv: Sequence[str]) -> None:
     """Run the module named first, with the other arguments, as a program."""
     import torch.distributed as dist
 
+    check_processor()
     kept: list[Any] = []
     destroy = dist.destroy_process_group
 

@@ -30,7 +30,7 @@ from tuneloop.argo.graph import Call
 from tuneloop.argo.pod import end
 from tuneloop.argo.processes import Launcher, Launches, Process, base_environment
 from tuneloop.argo.state import BROKEN, DONE, Journal, Node, Workflow, hold, outcome_code
-from tuneloop.argo.warm import warmable
+from tuneloop.argo.warm import Kind, serves, warmable
 from tuneloop.errors import UserError
 
 OnNode = Callable[[Node], None]
@@ -112,7 +112,7 @@ def execute(
             parameters=parameters,
             workdir=workdir,
             parallelism=parallelism or int(document.get("parallelism") or max(4, os.cpu_count() or 1)),
-            launcher=launcher or Launcher(base_environment(env or {}), warm and any(map(_is_stage, known))),
+            launcher=launcher or Launcher(base_environment(env or {}), _kinds(known) if warm else ()),
             env=base_environment(env or {}),
             cwd=cwd or Path.cwd(),
             grace=grace,
@@ -498,9 +498,12 @@ def _failure(node: Node) -> dict[str, str]:
     }
 
 
-def _is_stage(template: Mapping[str, Any]) -> bool:
-    container = template.get("container") or {}
-    return warmable([*container.get("command", []), *container.get("args", [])])
+def _kinds(templates: Iterable[Mapping[str, Any]]) -> list[Kind]:
+    """What the templates have for which a warm process pays."""
+    containers = [template.get("container") or {} for template in templates]
+    commands = [[*container.get("command", []), *container.get("args", [])] for container in containers]
+    found: dict[Kind, bool] = {"stages": any(map(warmable, commands)), "server": any(map(serves, commands))}
+    return [kind for kind, there in found.items() if there]
 
 
 def _parameters(document: Mapping[str, Any], given: Mapping[str, str], strict: bool) -> dict[str, str]:

@@ -11,12 +11,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from tuneloop.argo import spawn
-from tuneloop.argo.warm import compatible, warmable
+from tuneloop.argo.warm import Kind, compatible, serves, warmable
 
 log = logging.getLogger("tuneloop.argo")
 
@@ -140,11 +140,17 @@ class Launches(Protocol):
 
 
 class Launcher:
-    """Starts pods, as forks of the warm process where that is possible, else as fresh ones."""
+    """Starts pods, as forks of a warm process where that is possible, else as fresh ones.
 
-    def __init__(self, env: Mapping[str, str], warm: bool) -> None:
+    Args:
+        env: of the warm processes.
+        warm: what to have warm processes for.
+    """
+
+    def __init__(self, env: Mapping[str, str], warm: Collection[Kind]) -> None:
         self._spawner = Server([sys.executable, "-S", "-E", spawn.__file__], env, ready=True)
-        self._warm = Server([sys.executable, "-m", "tuneloop.argo.warm"], env, ready=False) if warm else None
+        command = [sys.executable, "-m", "tuneloop.argo.warm"]
+        self._warm = {kind: Server([*command, kind], env, ready=False) for kind in warm}
         self._told = False
 
     def start(
@@ -152,14 +158,15 @@ class Launcher:
     ) -> Process:
         """Start `argv`. `patient`: it would import the heavy libraries itself, so waiting for the warm process pays."""
         server = self._spawner
-        if self._warm and warmable(argv) and compatible(self._warm.env, env) and self._ready(self._warm, patient):
-            server = self._warm
+        warm = self._warm.get("stages") if warmable(argv) else self._warm.get("server") if serves(argv) else None
+        if warm and compatible(warm.env, env) and self._ready(warm, patient):
+            server = warm
         if Path(argv[0]).name in ("python", "python3"):
             argv = [sys.executable, *argv[1:]]
         return server.start(argv, env, cwd, stdout, stderr)
 
     def close(self) -> None:
-        for server in filter(None, (self._warm, self._spawner)):
+        for server in (*self._warm.values(), self._spawner):
             server.close()
 
     def _ready(self, warm: Server, patient: bool) -> bool:

@@ -48,7 +48,7 @@ class Resident:
     def __init__(self) -> None:
         self.stopped = threading.Event()
         self._env = base_environment({})
-        self._fresh = Launcher(self._env, warm=False)
+        self._fresh = Launcher(self._env, warm=())
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._names = itertools.count()
         self._current: Process | None = None

@@ -1,16 +1,19 @@
-"""Stages start as forks of a process that has imported their libraries once.
+"""Stages start as forks of a process that has imported their libraries once, and a vLLM server as one of another.
 
 A fresh interpreter needs 5 to 15 seconds for torch and transformers; a fork needs milliseconds. Each stage is a process
-of its own all the same: own process group, environment, working directory, log, and ``__main__``.
+of its own all the same: own process group, environment, working directory, log, and ``__main__``. The server's process
+imports vLLM, which no stage needs, beside the first stages; so the server has only its engine left to start.
 
-Run as ``python -m tuneloop.argo.warm FD`` by the spawner (`tuneloop.argo.spawn`, whose protocol it speaks). It says
-``{"ready": true, "took": s}`` once it has imported `LIBRARIES`, or ``{"failed": reason}``: a thread that lives before
-the fork (an OpenMP pool, a CUDA context) would be missing in the child, so none may.
+Run as ``python -m tuneloop.argo.warm stages FD``, or ``server FD``, by `tuneloop.argo.processes`; it speaks the
+protocol of `tuneloop.argo.spawn`. It says ``{"ready": true, "took": s}`` once it has imported `LIBRARIES`, or
+``{"failed": reason}``: a thread that lives before the fork (an OpenMP pool, a CUDA context) would be missing in the
+child, so none may.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -24,14 +27,18 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn, cast
 
 from tuneloop.argo.spawn import adopt_orphans, die_with, end_all, serve
+from tuneloop.engines.vllm import quiet_vllm
+from tuneloop.processor import find_answer
 
-LIBRARIES = (
+Kind = Literal["stages", "server"]
+
+STAGES = (
     "tuneloop.component",
     "pyarrow.parquet",
     "tokenizers",
@@ -42,8 +49,31 @@ LIBRARIES = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.llama.modeling_llama",
+    "tuneloop.algorithms.grpo",
+    "tuneloop.engines._client",
+    "tuneloop.engines.vllm",
+    "tuneloop.generation",
+    "tuneloop.objective",
+    "tuneloop.rewards.exact",
+    "tuneloop.scoring",
+    "tuneloop.steps",
+    "tuneloop.trainers.fsdp",
 )
-"""Imported before the first stage; a stage imports what else it needs itself."""
+SERVER = (
+    "tuneloop.component",
+    "tuneloop.engines._follow",
+    "tuneloop.engines._loop",
+    "uvicorn",
+    "starlette.applications",
+    "torch",
+    "transformers.models.auto.tokenization_auto",
+    "vllm.engine.arg_utils",
+    "vllm.v1.engine.llm_engine",
+    "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.models.llama",
+)
+LIBRARIES: dict[Kind, Sequence[str]] = {"stages": STAGES, "server": SERVER}
+"""Imported before the first fork, which imports what else it needs itself."""
 
 READ_AT_IMPORT = (
     "OMP_",
@@ -57,6 +87,7 @@ READ_AT_IMPORT = (
     "HF_",
     "TRANSFORMERS_",
     "LD_",
+    "VLLM_",
 )
 READ_AT_START = ("PYTHON",)
 """Variables with these prefixes take effect when a library or the interpreter starts: a stage that wants
@@ -65,13 +96,20 @@ others than the warm process has can not be its fork."""
 
 def warmable(argv: Sequence[str]) -> bool:
     """Whether `argv` is one of tuneloop's stages in a single process: ``python -m tuneloop.<stage> …``."""
-    program, flag, module = (*argv[:3], "", "", "")[:3]
+    return (name := _program(argv)).isidentifier() and name not in ("serve", "torchrun")
+
+
+def serves(argv: Sequence[str]) -> bool:
+    """Whether `argv` is tuneloop's vLLM server."""
+    return _program(argv) == "serve"
+
+
+def _program(argv: Sequence[str]) -> str:
+    """The module below `tuneloop` that `argv` runs, or nothing."""
+    python, flag, module = (*argv[:3], "", "", "")[:3]
     name = module.removeprefix("tuneloop.")
-    return (
-        Path(program).name in ("python", "python3", Path(sys.executable).name)
-        and flag == "-m"
-        and (name != module and name.isidentifier() and name not in ("serve", "torchrun"))
-    )
+    known = Path(python).name in ("python", "python3", Path(sys.executable).name)
+    return name if known and flag == "-m" and name != module else ""
 
 
 def compatible(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
@@ -82,14 +120,20 @@ def compatible(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
 
 
 def main() -> None:
-    channel = socket.socket(fileno=int(sys.argv[1]))
+    kind = cast(Kind, sys.argv[1])
+    channel = socket.socket(fileno=int(sys.argv[2]))
     clock = time.perf_counter()
     die_with(os.getppid())  # as long as imports keep it from seeing that the channel closed
     # Else transformers' look at the GPUs would open a CUDA context, which no fork can use.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    quiet_vllm()
     try:
-        for name in LIBRARIES:
-            importlib.import_module(name)
+        with _hushed():
+            for name in LIBRARIES[kind]:
+                importlib.import_module(name)
+        find_answer()  # which the forks then know
+        if kind == "stages":
+            _read_conversions()
         _refuse_threads()
     except Exception as error:
         channel.sendall(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n")
@@ -143,6 +187,28 @@ def _disown_exit_handlers() -> None:
     atexit._clear()
     for handler in (logging.shutdown, weakref.finalize._exitfunc, util._exit_function):  # type: ignore[attr-defined]
         atexit.register(handler)
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """What libraries say when they are imported is for no run's terminal; their loggers keep the stream for later."""
+    terminal, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(terminal, 2)
+        os.close(terminal)
+        os.close(nothing)
+
+
+def _read_conversions() -> None:
+    """The first model that transformers opens has it make a table of how to rename weights, with 700 regular
+    expressions: a quarter of what a small `policy_update` computes."""
+    with contextlib.suppress(ImportError):  # releases before 5 have no such table
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("qwen3")
 
 
 def _refuse_threads() -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tuneloop.artifacts import Artifact
 from tuneloop.engines import Completion, Engine, Request, Sampling
 from tuneloop.errors import UserError
+from tuneloop.processor import check_processor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +72,8 @@ class Transformers:
         import torch
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.device == "cpu":
+            check_processor()
         self.dtype = "float32" if dtype == "auto" and self.device == "cpu" else dtype
         self.max_model_len, self.max_num_seqs, self.attention = max_model_len, max_num_seqs, attn_implementation
         self.context, self.version, self.digest = 0, -1, ""

@@ -21,6 +21,7 @@ from tuneloop.artifacts import Artifact
 from tuneloop.engines import Completion, Engine, Request, Sampling
 from tuneloop.engines._client import Client
 from tuneloop.errors import UserError
+from tuneloop.processor import check_processor
 
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
 """Engine arguments that tuneloop sets: another value would break what a rollout promises."""
@@ -332,10 +333,15 @@ def repack(worker: Any) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
-def _start(model: Path, args: Mapping[str, Any]) -> Any:
-    """A vLLM engine on `model`, its core in this process."""
+def quiet_vllm() -> None:
+    """Before vLLM is imported: its core in this process, and its log for errors, unless somebody said otherwise."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def _start(model: Path, args: Mapping[str, Any]) -> Any:
+    """A vLLM engine on `model`, its core in this process."""
+    quiet_vllm()
     try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
@@ -344,6 +350,8 @@ def _start(model: Path, args: Mapping[str, Any]) -> Any:
     except ImportError as error:
         raise UserError("engine", "vllm", f"{INSTALL} ({error})") from error
     if current_platform.is_cpu():
+        check_processor()
+        inspect_here(model)
         args = {**_cpu_defaults(), **args}
     if args.get("enforce_eager"):  # vLLM would compile parts of its sampler even so, for seconds
         import torch._dynamo
@@ -358,6 +366,20 @@ def _start(model: Path, args: Mapping[str, Any]) -> Any:
         return LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=made.disable_log_stats)
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError("--engine-args", dict(args), _first_line(error)) from error
+
+
+def inspect_here(model: Path) -> None:
+    """Let vLLM look at the class of a model in this process, and not in a fresh one that imports all of vLLM again.
+
+    It does that, for 15 seconds of computing, where no file below ``VLLM_CACHE_ROOT`` tells it of the class yet: so
+    that CUDA is not initialised here, which it can not be on a CPU.
+    """
+    from vllm import ModelRegistry
+
+    for name in json.loads((model / "config.json").read_text()).get("architectures") or ():
+        known = ModelRegistry.models.get(name)
+        if hasattr(known, "load_model_cls") and hasattr(known, "module_name"):  # not loaded yet
+            ModelRegistry.register_model(name, known.load_model_cls())
 
 
 def _cpu_defaults() -> dict[str, Any]:

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tuneloop.artifacts import Artifact
 from tuneloop.errors import UserError
+from tuneloop.processor import check_processor
 from tuneloop.trainers import _dcp, _export, _options, _traffic, lora
 from tuneloop.trainers._batch import Batch, Document, collate, plan
 from tuneloop.trainers._sleep import Bed, Moved
@@ -86,6 +87,8 @@ class Ranks:
                 "--device", device, "torch sees no CUDA device here; give the pod a GPU, or say cpu or auto"
             )
         kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+        if kind == "cpu":
+            check_processor()
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) if kind == "cuda" else None)
         self.mesh: DeviceMesh | None = None

@@ -17,7 +17,8 @@ import pytest
 from tests.unit.argo.making import Template, dag, given, named, run, shell, task, workflow
 from tests.waiting import LIMIT_S, free_port, until
 from tuneloop.argo import state
-from tuneloop.argo.warm import compatible, warmable
+from tuneloop.argo.executor import _kinds
+from tuneloop.argo.warm import compatible, serves, warmable
 
 OK = shell("ok", "true")
 ROOT = Path(__file__).parents[3]
@@ -282,23 +283,27 @@ def test_it_runs_on_a_thread_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "is_stage"),
+    ("argv", "kinds"),
     [
-        (["python", "-m", "tuneloop.sft", "--lr", "1"], True),
-        ([sys.executable, "-m", "tuneloop.sft"], True),
-        (["python", "-m", "tuneloop.serve"], False),
-        (["python", "-m", "tuneloop.torchrun", "-m", "tuneloop.sft"], False),
-        (["python", "-m", "tuneloop.argo.warm"], False),
-        (["python", "-m", "tuneloop"], False),
-        (["sh", "-c", "python -m tuneloop.sft"], False),
-        ([], False),
+        (["python", "-m", "tuneloop.sft", "--lr", "1"], ["stages"]),
+        ([sys.executable, "-m", "tuneloop.sft"], ["stages"]),
+        (["python", "-m", "tuneloop.serve", "--port", "1"], ["server"]),
+        (["python", "-m", "tuneloop.torchrun", "-m", "tuneloop.sft"], []),
+        (["python", "-m", "tuneloop.argo.warm"], []),
+        (["python", "-m", "tuneloop"], []),
+        (["sh", "-c", "python -m tuneloop.serve"], []),
+        (["sh", "-c", "python -m tuneloop.sft"], []),
+        ([], []),
     ],
 )
-def test_which_commands_can_be_forks(argv: list[str], is_stage: bool) -> None:
-    assert warmable(argv) is is_stage
+def test_which_commands_can_be_forks_of_which_process(argv: list[str], kinds: list[str]) -> None:
+    assert [kind for kind, can in (("stages", warmable(argv)), ("server", serves(argv))) if can] == kinds
+    container = {"image": "none", "command": argv[:3], "args": argv[3:]}
+    assert _kinds([{"name": "other", "dag": {"tasks": []}}, {"name": "it", "container": container}]) == kinds
 
 
 def test_environments_that_take_effect_at_import_must_agree() -> None:
     assert compatible({"OMP_NUM_THREADS": "2", "A": "1"}, {"OMP_NUM_THREADS": "2", "A": "2"})
     assert not compatible({"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "1"})
     assert not compatible({}, {"HF_HOME": "/cache"})
+    assert not compatible({"VLLM_CPU_KVCACHE_SPACE": "4"}, {"VLLM_CPU_KVCACHE_SPACE": "8"})

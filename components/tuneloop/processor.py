@@ -1,0 +1,191 @@
+"""Whether this processor can do what it advertises: AMX, before the first product on a CPU.
+
+Some hypervisors advertise AMX while CPUID says that its tiles have no size (leaf 0x1D is empty). oneDNN, which torch
+multiplies by, and vLLM then set up tiles of size 0, and the first bfloat16 product ends the process by an illegal
+instruction (SIGILL, exit code 132). Both have to be held back, one alone still dies: oneDNN by its variable
+``ONEDNN_MAX_CPU_ISA``, vLLM and torch's compiler by what `torch.cpu` tells them.
+
+`check_processor` is for whatever is about to compute on a CPU. Where AMX is advertised a child tries a small product;
+if a signal ends it, both are held back, one line says so, and the manifest's provenance has it under ``processor``.
+The answer is kept for this boot, in ``$XDG_CACHE_HOME/tuneloop/processor.json``. ``TUNELOOP_PROCESSOR_CHECK`` is
+``auto``, or answers in its place: ``good`` or ``bad``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from tuneloop.errors import UserError
+
+Answer = Literal["good", "bad"]
+
+VARIABLE = "TUNELOOP_PROCESSOR_CHECK"
+LIMIT = "AVX512_CORE_FP16"
+"""The most that oneDNN may use: all that there is but AMX."""
+BELOW = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16")
+"""What somebody may have set that holds oneDNN back even more."""
+ONEDNN = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""oneDNN's variable and its old name. It is read once, at the first primitive: after torch was imported is early
+enough (seen with ONEDNN_VERBOSE=1)."""
+PATIENCE_S = 60
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+_limited: dict[str, str] = {}
+
+
+def check_processor() -> None:
+    """Hold oneDNN and vLLM back if AMX does not work here; to be called before the first product on a CPU.
+
+    Raises:
+        UserError: the variable has another value than those it knows.
+    """
+    answer, why = find_answer()
+    if answer == "bad" and not _limited:
+        limit_libraries(why)
+        if int(os.environ.get("RANK", "0")) == 0:
+            line = f"processor: AMX is not used ({why}); oneDNN and vLLM are held to {LIMIT}"
+            print(line, file=sys.stderr, flush=True)
+
+
+def limit_workers() -> None:
+    """vLLM calls this in each of its processes (entry point in ``vllm.general_plugins``): those that a process of ours
+    started with limits get them, too. Others' vLLM is let alone."""
+    if os.environ.get(VARIABLE) == "bad":
+        limit_libraries(f"{VARIABLE}=bad")
+
+
+def describe_limits() -> dict[str, str]:
+    """For the provenance: what is held back here, and why; empty where nothing is."""
+    return dict(_limited)
+
+
+def find_answer() -> tuple[Answer, str]:
+    """Whether what is advertised works, and how that is known: as told, as found since the last boot, or by trying."""
+    told = os.environ.get(VARIABLE, "auto")
+    answers: dict[str, Answer] = {"good": "good", "bad": "bad"}
+    if told in answers:
+        return answers[told], f"{VARIABLE}={told}"
+    if told != "auto":
+        raise UserError(VARIABLE, told, "must be auto, good or bad")
+    return _find_here()
+
+
+@functools.cache
+def _find_here() -> tuple[Answer, str]:
+    if not advertises_amx():
+        return "good", "no AMX is advertised"
+    if kept := _recall():
+        return kept
+    number = try_product()
+    found: tuple[Answer, str] = ("good", "a bfloat16 product succeeded")
+    if number:
+        found = "bad", f"it is advertised, but {signal.Signals(number).name} ended a bfloat16 product"
+    if number in (0, signal.SIGILL):  # another signal may have been somebody's, who wanted an end
+        _keep(found)
+    return found
+
+
+def advertises_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the kernel lists AMX among the processor's flags."""
+    with contextlib.suppress(OSError), cpuinfo.open() as lines:
+        return any("amx_tile" in line.split() for line in lines if line.startswith("flags"))
+    return False
+
+
+def try_product() -> int:
+    """Let a child multiply as oneDNN likes to, unlimited: the number of the signal that ended it, or 0.
+
+    The child is a fork, which takes milliseconds where torch was imported, and has no use for any thread.
+
+    Raises:
+        RuntimeError: it ended by something else than a signal.
+    """
+    import torch  # noqa: F401 - here, where it stays
+
+    child = os.fork()
+    if child == 0:
+        _multiply()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code > 0:
+        raise RuntimeError(f"a bfloat16 product failed, and not by a signal; {VARIABLE}=good or bad answers without it")
+    return -code
+
+
+def _multiply() -> None:
+    """In the child, which ends here, without a word and without a core file."""
+    import resource
+
+    import torch
+
+    code = 1
+    try:
+        for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGILL):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.alarm(PATIENCE_S)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        for name in ONEDNN:
+            os.environ.pop(name, None)
+        torch.set_num_threads(1)
+        ones = torch.ones(64, 64, dtype=torch.bfloat16)
+        torch.nn.functional.linear(ones, ones)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def limit_libraries(why: str) -> None:
+    """Keep AMX from oneDNN, vLLM and torch's compiler, here and in what this process starts."""
+    import torch
+
+    name = next((name for name in ONEDNN if os.environ.get(name, "").upper() in BELOW), None)
+    if name is None:
+        name = ONEDNN[0]
+        os.environ[name] = LIMIT
+    os.environ[VARIABLE] = "bad"
+    for question in ("_is_amx_tile_supported", "_is_amx_fp16_supported", "_init_amx"):
+        setattr(torch.cpu, question, deny_amx)
+    _limited.update({"amx": "not used", "why": why, name: os.environ[name]})
+
+
+def deny_amx() -> bool:
+    """What `torch.cpu` answers whoever asks for AMX."""
+    return False
+
+
+def _file() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "tuneloop", "processor.json")
+
+
+def _key() -> dict[str, str]:
+    """What an answer holds for: this boot of this machine, and the torch that gave it."""
+    import torch
+
+    return {"boot": BOOT.read_text().strip(), "torch": torch.__version__}
+
+
+def _recall() -> tuple[Answer, str] | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, RuntimeError):
+        kept = json.loads(_file().read_text())
+        if kept["key"] == _key() and kept["answer"] in ("good", "bad"):
+            return kept["answer"], kept["why"]
+    return None
+
+
+def _keep(found: tuple[Answer, str]) -> None:
+    """For the next program of this boot; where nothing can be written, that one tries for itself."""
+    with contextlib.suppress(OSError, RuntimeError):
+        path = _file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump({"key": _key(), "answer": found[0], "why": found[1]}, file)
+        os.replace(file.name, path)
