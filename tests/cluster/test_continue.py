@@ -47,6 +47,7 @@ def test_parts_are_one_run_and_stop_ends_the_newest(cluster: argo.Cluster, run: 
     assert [line for line in changed if line[:1] in "+-"][2:] == ["-    value: '1'", "+    value: '2'"]
 
 
+@pytest.mark.slow
 def test_what_is_submitted_from_a_template_is_a_run(cluster: argo.Cluster, run: str) -> None:
     """As from Argo's page, or `argo submit --from`: labels and parts come from the template; live is as rendered."""
     template = argo.as_template(empty_loop(2, 1), run)
@@ -89,6 +90,7 @@ def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
     }
 
 
+@pytest.mark.slow
 def test_nothing_with_the_runs_label_is_left(cluster: argo.Cluster, run: str) -> None:
     """Beside what retention keeps: the workflow, and the pods that show why it ended."""
     argo.submit(cluster, toy(sft=60), run=run, store=STORE)

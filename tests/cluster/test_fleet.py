@@ -18,7 +18,7 @@ from tuneloop.errors import UserError
 from tuneloop.fleet import graph as graphs
 from tuneloop.fleet import open_fleet
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 REFIT = """
 from tuneloop.fleet import open_fleet

@@ -20,7 +20,7 @@ from tuneloop.argo.cluster import Cluster
 from tuneloop.artifacts import Artifact
 from tuneloop.store import Store
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 TAG = os.environ.get("TAG", "dev")
 PORT = 18480

@@ -151,6 +151,7 @@ def runtimes() -> Iterator[None]:
     apply(text, "delete")
 
 
+@pytest.mark.slow
 def test_a_trainjob_of_two_pods_as_a_component_of_any_pipeline(
     tasks: Tasks, made: dict[str, Any], runtimes: None, tmp_path: Path
 ) -> None:

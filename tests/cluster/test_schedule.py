@@ -73,6 +73,7 @@ def test_new_data_is_a_new_run_and_old_data_is_skipped(cluster: argo.Cluster, na
         unschedule(cluster, name)
 
 
+@pytest.mark.slow
 def test_ticks_that_overlap_are_skipped_and_so_is_a_look_while_a_run_is_under_way(
     cluster: argo.Cluster, name: str
 ) -> None:

@@ -17,7 +17,7 @@ from tuneloop.base_model import base_model
 from tuneloop.data_prep import data_prep
 from tuneloop.export import export
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 OVERLAY = """
 kind: Kustomization

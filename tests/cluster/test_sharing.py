@@ -21,7 +21,7 @@ from tuneloop.argo.watch import logs, status
 from tuneloop.data_prep import data_prep
 from tuneloop.errors import UserError
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 CLASS = os.environ.get("TUNELOOP_TEST_DEVICE_CLASS", "gpu.example.com")
 IMAGES = os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev")

@@ -20,7 +20,7 @@ from tuneloop.cli import invoke
 from tuneloop.data_prep import data_prep
 from tuneloop.sharing.turns import Document, open_turns
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PATIENCE = 15.0
 
 

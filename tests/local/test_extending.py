@@ -10,7 +10,7 @@ import pytest
 
 from tuneloop.artifacts import Artifact
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 DOCS = Path(__file__).parents[2] / "docs"
 
 

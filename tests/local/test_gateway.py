@@ -18,7 +18,7 @@ from tests.making import checkpoint_artifact
 from tests.waiting import LIMIT_S
 from tuneloop.artifacts import Artifact
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 
 DOCS = (Path(__file__).parents[2] / "docs" / "sharing.md").read_text().partition("## Gateway")[2]
 GOAL = 7

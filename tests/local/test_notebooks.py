@@ -18,6 +18,7 @@ def test_stripped(path: Path) -> None:
     assert not strip(path, check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in NOTEBOOKS if p.stem not in NEED_A_CLUSTER], ids=lambda p: p.stem)
 def test_runs(path: Path, tmp_path: Path) -> None:
     book = nbformat.read(path, as_version=4)

@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.local
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {"make demo", "make test"}
-"""`make test` is what runs this file; `make demo` is .ci/run's."""
+"""`make test` is what runs this file; what `make demo` runs is the third command, with another seed."""
 
 
 def commands() -> list[str]:
@@ -22,6 +22,7 @@ def test_the_readme_starts_with_two_commands() -> None:
     assert commands()[:2] == ["make demo", "make test"]
 
 
+@pytest.mark.slow
 def test_readme_commands(tmp_path: Path) -> None:
     for name in ("pipelines", ".venv"):
         (tmp_path / name).symlink_to(ROOT / name)

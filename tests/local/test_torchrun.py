@@ -3,21 +3,21 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.making import checkpoint_artifact, prompts_artifact
 from tests.waiting import LIMIT_S, until
+from tests.warm import python
 from tuneloop.sft import sft
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 
 
 def start(work: Path, **arguments: object) -> "subprocess.Popen[str]":
     base, prompts = checkpoint_artifact(work / "base"), prompts_artifact(work / "prompts")
-    words = [sys.executable, *sft.command(2)[1:], "--policy", base.ref, "--prompts", prompts.ref]
+    words = [python(), *sft.command(2)[1:], "--policy", base.ref, "--prompts", prompts.ref]
     words += ["--checkpoint", str(work / "out"), "--device", "cpu"]
     words += [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return subprocess.Popen(words, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

@@ -18,7 +18,7 @@ from tuneloop.data_prep import data_prep
 from tuneloop.errors import UserError
 from tuneloop.fetch import fetch
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}a {% endif %}"

@@ -10,7 +10,7 @@ from tests.local.loops import command, digests, finish
 from tuneloop.artifacts import find
 from tuneloop.sharing.turns import open_turns
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 SHORT = {"loop.iterations": 1, "sft.max_steps": 2, "sft.save_steps": 2, "data.eval": 8}
 SHARE = {"cluster.share.group": "g", "cluster.share.patience": 10}
 
