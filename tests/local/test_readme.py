@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 pytestmark = pytest.mark.local
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {"make demo", "make test"}
@@ -30,7 +32,7 @@ def test_readme_commands(tmp_path: Path) -> None:
         if command in ELSEWHERE:
             continue
         done = subprocess.run(
-            command, shell=True, cwd=tmp_path, text=True, capture_output=True, timeout=600, env={**os.environ}
+            command, shell=True, cwd=tmp_path, text=True, capture_output=True, timeout=10 * LIMIT_S, env={**os.environ}
         )
         assert done.returncode == 0, f"$ {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         assert "Traceback" not in done.stderr

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.making import tiny_model
+from tests.waiting import LIMIT_S
 from tests.warm import python
 from tuneloop import weights
 from tuneloop.artifacts import scan
@@ -31,7 +32,7 @@ def test_the_files_are_those_of_one_process(tmp_path: Path) -> None:
     for how, arch in CASES.items():
         tiny_model(tmp_path / how / "source", arch, tie=how != "files")
     words = [python(), "-m", "tuneloop.torchrun", "--standalone", "--nproc-per-node=2", "-m", __name__]
-    subprocess.run([*words, str(tmp_path)], check=True, timeout=300)
+    subprocess.run([*words, str(tmp_path)], check=True, timeout=10 * LIMIT_S)
     for how in CASES:
         ours, theirs = tmp_path / how / "ours", tmp_path / how / "theirs"
         assert scan(ours) == scan(theirs) != {}
