@@ -42,8 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {Path(__file__).with_name("forked.py")} "$@"\n')
     program.chmod(0o755)
     os.environ["PYTHON_EXEC"] = str(program)  # torchrun's own name of what starts its ranks
+    os.environ.update(base_environment({}))  # what is not started by an executor is to find the same
     command = [sys.executable, "-m", "tuneloop.argo.warm", str(path), *MORE]
-    warm = subprocess.Popen(command, env=base_environment({}), stdin=subprocess.DEVNULL)
+    warm = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     until(path.exists, child=warm)
     os.environ[WARM] = str(path)
 

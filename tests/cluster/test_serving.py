@@ -75,7 +75,7 @@ def served(cluster: argo.Cluster, run: str, tmp_path: Path) -> Iterator[str]:
     objects = kubectl("kustomize", str(tmp_path))
     apply(objects)
     try:
-        kubectl("-n", cluster.namespace, "rollout", "status", "deployment/tuneloop-model", "--timeout=400s")
+        kubectl("-n", cluster.namespace, "rollout", "status", "deployment/tuneloop-model", "--timeout=600s")
         yield outputs["export"]["model"]
     finally:
         apply(objects, "delete")
