@@ -18,9 +18,12 @@ import pytest
 
 from tests.waiting import until
 from tuneloop.argo.processes import WARM, base_environment
+from tuneloop.argo.warm import READ_AT_IMPORT
 
 MORE = ("peft", "torch.distributed.run", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "uvicorn")
 """Imported besides what stages need."""
+BEFORE: dict[str, str] = {}
+"""This process's environment when its first test began."""
 
 
 def python() -> str:
@@ -35,8 +38,19 @@ def forked(pid: int) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if WARM in os.environ:  # a worker of pytest-xdist, or somebody's own
-        return
+    if WARM not in os.environ:  # else a worker of pytest-xdist, or somebody's own
+        _start(config)
+    BEFORE.update(os.environ)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Take back what a stage in this process, or torch, has set: with it nothing is a fork of the warm process."""
+    for name in [name for name in os.environ if name.startswith(READ_AT_IMPORT) and name not in BEFORE]:
+        del os.environ[name]
+
+
+def _start(config: pytest.Config) -> None:
     directory = Path(tempfile.mkdtemp(prefix="tuneloop-"))
     program, path = directory / "python", directory / "socket"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {Path(__file__).with_name("forked.py")} "$@"\n')
