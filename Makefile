@@ -3,8 +3,10 @@ PYTHON ?= python3
 UV_VERSION := 0.13.8
 UV := .tools/bin/uv
 BIN := .venv/bin
-# Files side by side with a thread each; all stages are forks of one process that has imported their libraries.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest tests -p tests.warm -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+# Files side by side, with a thread each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest tests -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+# All stages are forks of one process that has imported their libraries.
+WARM := -p tests.warm
 INSTALLED := .venv/.installed
 RUN ?= demo
 SEED ?= 0
@@ -35,7 +37,7 @@ demo: $(INSTALLED) ## SFT, then a GRPO loop with real vLLM on this CPU, evaluate
 	$(BIN)/tuneloop run sft_then_grpo --run $(RUN) --set seed=$(SEED)
 
 test: lint ## lint, unit tests, and of each kind one whole loop: at most ten minutes on two cores
-	$(PYTEST) -m "not slow and not cluster"
+	$(PYTEST) $(WARM) -m "not slow and not cluster"
 
 lint: $(INSTALLED) ## ruff, mypy, import rules, golden files of the requirements
 	$(BIN)/ruff check .
@@ -49,10 +51,10 @@ test-unit: $(INSTALLED) ## what needs no engine and no whole loop
 	$(PYTEST) -m "not local and not cluster"
 
 test-local: $(INSTALLED) ## whole loops, real vLLM, notebooks: those of `make test` and the slow ones
-	$(PYTEST) -m local
+	$(PYTEST) $(WARM) --warm-vllm -m local
 
 test-slow: $(INSTALLED) ## of these, those that `make test` leaves out
-	$(PYTEST) -m "slow and not cluster"
+	$(PYTEST) $(WARM) --warm-vllm -m "slow and not cluster"
 
 CLUSTER_TESTS ?= tests/cluster
 CLUSTER_TIER ?= cluster

@@ -20,8 +20,9 @@ from tests.waiting import until
 from tuneloop.argo.processes import WARM, base_environment
 from tuneloop.argo.warm import READ_AT_IMPORT
 
-MORE = ("peft", "torch.distributed.run", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "uvicorn")
+MORE = ("peft", "torch.distributed.run", "uvicorn")
 """Imported besides what stages need."""
+VLLM = ("vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
 BEFORE: dict[str, str] = {}
 """This process's environment when its first test began."""
 
@@ -35,6 +36,10 @@ def forked(pid: int) -> int:
     """The process that `python` stands for, started as process `pid`."""
     name = Path(f"/proc/{pid}/comm").read_text().strip()
     return int(name.removeprefix("fork-")) if name.startswith("fork-") else pid
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--warm-vllm", action="store_true", help="have the warm process import vLLM, for many servers")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,7 +62,14 @@ def _start(config: pytest.Config) -> None:
     program.chmod(0o755)
     os.environ["PYTHON_EXEC"] = str(program)  # torchrun's own name of what starts its ranks
     os.environ.update(base_environment({}))  # what is not started by an executor is to find the same
-    command = [sys.executable, "-m", "tuneloop.argo.warm", str(path), *MORE]
+    command = [
+        sys.executable,
+        "-m",
+        "tuneloop.argo.warm",
+        str(path),
+        *MORE,
+        *(VLLM if config.getoption("--warm-vllm") else ()),
+    ]
     warm = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     until(path.exists, child=warm)
     os.environ[WARM] = str(path)
