@@ -4,7 +4,7 @@ UV_VERSION := 0.13.8
 UV := .tools/bin/uv
 BIN := .venv/bin
 # Files side by side, with a thread each.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest tests -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest tests/golden tests/unit tests/local -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 # All stages are forks of one process that has imported their libraries.
 WARM := -p tests.warm
 INSTALLED := .venv/.installed
@@ -37,7 +37,7 @@ demo: $(INSTALLED) ## SFT, then a GRPO loop with real vLLM on this CPU, evaluate
 	$(BIN)/tuneloop run sft_then_grpo --run $(RUN) --set seed=$(SEED)
 
 test: lint ## lint, unit tests, and of each kind one whole loop: at most ten minutes on two cores
-	$(PYTEST) $(WARM) -m "not slow and not cluster"
+	$(PYTEST) $(WARM) -m "not slow"
 
 lint: $(INSTALLED) ## ruff, mypy, import rules, golden files of the requirements
 	$(BIN)/ruff check .
@@ -48,13 +48,13 @@ lint: $(INSTALLED) ## ruff, mypy, import rules, golden files of the requirements
 test-all: test test-slow test-cluster ## every tier; the last needs a cluster
 
 test-unit: $(INSTALLED) ## what needs no engine and no whole loop
-	$(PYTEST) -m "not local and not cluster"
+	$(PYTEST) -m "not local"
 
 test-local: $(INSTALLED) ## whole loops, real vLLM, notebooks: those of `make test` and the slow ones
 	$(PYTEST) $(WARM) --warm-vllm -m local
 
 test-slow: $(INSTALLED) ## of these, those that `make test` leaves out
-	$(PYTEST) $(WARM) --warm-vllm -m "slow and not cluster"
+	$(PYTEST) $(WARM) --warm-vllm -m slow
 
 CLUSTER_TESTS ?= tests/cluster
 CLUSTER_TIER ?= cluster

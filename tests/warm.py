@@ -62,15 +62,8 @@ def _start(config: pytest.Config) -> None:
     program.chmod(0o755)
     os.environ["PYTHON_EXEC"] = str(program)  # torchrun's own name of what starts its ranks
     os.environ.update(base_environment({}))  # what is not started by an executor is to find the same
-    command = [
-        sys.executable,
-        "-m",
-        "tuneloop.argo.warm",
-        str(path),
-        *MORE,
-        *(VLLM if config.getoption("--warm-vllm") else ()),
-    ]
-    warm = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    more = [*MORE, *VLLM] if config.getoption("--warm-vllm") else MORE
+    warm = subprocess.Popen([sys.executable, "-m", "tuneloop.argo.warm", str(path), *more], stdin=subprocess.DEVNULL)
     until(path.exists, child=warm)
     os.environ[WARM] = str(path)
 
