@@ -34,8 +34,14 @@ def fork(path: str, argv: list[str]) -> None:
     def tell(**message: object) -> None:
         channel.sendall(json.dumps(message).encode() + b"\n")
 
+    sent = set()
+
+    def send(number: int, frame: object) -> None:
+        sent.add(number)
+        tell(signal=0, number=number)
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: tell(signal=0, number=number))
+        signal.signal(number, send)
     output, errors = (f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in (1, 2))
     tell(start=0, argv=argv, env=dict(os.environ), cwd=os.getcwd(), stdout=output, stderr=errors)
     for line in heard:
@@ -44,16 +50,11 @@ def fork(path: str, argv: list[str]) -> None:
             with open("/proc/self/comm", "w") as name:
                 name.write(f"fork-{message['pid']}")
         if "ended" in message:
-            leave(message["code"])
-    leave(128 + signal.SIGKILL)
-
-
-def leave(code: int) -> None:
-    if code > 128:
-        if code - 128 != signal.SIGKILL:
-            signal.signal(code - 128, signal.SIG_DFL)
-        os.kill(os.getpid(), code - 128)
-    os._exit(code)
+            if (number := message["code"] - 128) in sent:  # by that signal, and not with 128 more
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            os._exit(message["code"])
+    os._exit(128 + signal.SIGKILL)
 
 
 if __name__ == "__main__":
