@@ -3,7 +3,10 @@ PYTHON ?= python3
 UV_VERSION := 0.13.8
 UV := .tools/bin/uv
 BIN := .venv/bin
-PYTEST ?= $(BIN)/pytest
+# Files side by side, with a thread each, and those that take long first.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest tests/local tests/golden tests/unit -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+# All stages are forks of one process that has imported their libraries.
+WARM := -p tests.warm
 INSTALLED := .venv/.installed
 RUN ?= demo
 SEED ?= 0
@@ -12,7 +15,7 @@ export OMP_NUM_THREADS ?= 2
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint test-unit test-local test-cluster test-notebooks bench golden requirements images clean
+.PHONY: help install demo test lint test-unit test-local test-slow test-cluster test-all bench golden requirements images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,7 +38,8 @@ install: $(INSTALLED) ## make .venv with everything (hashed requirements; about 
 demo: $(INSTALLED) ## SFT, then a GRPO loop with real vLLM on this CPU, evaluated before and after, with a report
 	$(BIN)/tuneloop run sft_then_grpo --run $(RUN) --set seed=$(SEED)
 
-test: lint test-unit test-local ## lint, unit tests, and whole loops on this machine
+test: lint ## lint, unit tests, and of each kind one whole loop: at most ten minutes on two cores
+	$(PYTEST) $(WARM) -m "not slow"
 
 lint: $(INSTALLED) ## ruff, mypy, import rules, golden files of the requirements
 	$(BIN)/ruff check .
@@ -43,15 +47,21 @@ lint: $(INSTALLED) ## ruff, mypy, import rules, golden files of the requirements
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test-unit: $(INSTALLED) ## the tests that take under two minutes
-	OMP_NUM_THREADS=1 $(PYTEST) tests -m "not local and not cluster" -n 2 --dist loadfile
+test-all: test test-slow test-cluster ## every tier; the last needs a cluster
 
-test-local: $(INSTALLED) ## whole loops, real vLLM, notebooks
-	$(PYTEST) tests -m local --durations=15
+test-unit: $(INSTALLED) ## what needs no engine and no whole loop
+	$(PYTEST) -m "not local"
+
+test-local: $(INSTALLED) ## whole loops, real vLLM, notebooks: those of `make test` and the slow ones
+	$(PYTEST) $(WARM) --warm-vllm -m local
+
+test-slow: $(INSTALLED) ## of these, those that `make test` leaves out
+	$(PYTEST) $(WARM) --warm-vllm -m slow
 
 CLUSTER_TESTS ?= tests/cluster
+CLUSTER_TIER ?= cluster
 test-cluster: $(INSTALLED) ## needs a cluster that KUBECONFIG names, with `make images` done
-	$(PYTEST) $(CLUSTER_TESTS) -m cluster
+	$(BIN)/pytest $(CLUSTER_TESTS) -m "$(CLUSTER_TIER)" -v --durations=15
 
 bench: $(INSTALLED) ## ours beside a peer, measured in the same run
 	for bench in benchmarks/*.py; do $(BIN)/python $$bench || exit 1; done

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 """Seconds after which what was to happen will not happen any more, however busy the machine is."""
 
 

@@ -100,7 +100,7 @@ spec: {clusterQueue: tuneloop-test}
 def tight(cluster: argo.Cluster) -> Iterator[str]:
     """A queue with quota for one `sleeper`."""
     subprocess.run(["kubectl", "apply", "-f", "-"], input=TIGHT, text=True, check=True, capture_output=True)
-    wait = ["wait", "--for=condition=Active", "localqueue/tuneloop-test", "--timeout=30s"]
+    wait = ["wait", "--for=condition=Active", "localqueue/tuneloop-test", "--timeout=600s"]
     kubectl("-n", cluster.namespace, *wait)
     yield "tuneloop-test"
     subprocess.run(["kubectl", "delete", "-f", "-", "--wait=false"], input=TIGHT, text=True, capture_output=True)

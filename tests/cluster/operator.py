@@ -45,7 +45,7 @@ DEFINITION = {
 def operating(cluster: Cluster) -> Iterator[None]:
     """While it is entered, graphs become pods."""
     apply(json.dumps(DEFINITION))
-    kubectl("wait", "--for=condition=Established", f"crd/{PLURAL}.{GROUP}", "--timeout=30s")
+    kubectl("wait", "--for=condition=Established", f"crd/{PLURAL}.{GROUP}", "--timeout=600s")
     kubectl("-n", cluster.namespace, "delete", "configmap", "crew", "--ignore-not-found")
     kubectl("-n", cluster.namespace, "create", "configmap", "crew", f"--from-file={ROOT}/tests/unit/fleet/crew.py")
     stop = threading.Event()

@@ -30,7 +30,7 @@ def test_parts_are_one_run_and_stop_ends_the_newest(cluster: argo.Cluster, run: 
     """Two parts end by themselves, the third is stopped, and the run resumed there: nothing runs twice."""
     workflow = empty_loop(4, 1)
     argo.submit(cluster, workflow, run=run, store=STORE)
-    until(lambda: _phases(cluster, run) == ["Succeeded", "Succeeded", "Running"], 120)
+    until(lambda: _phases(cluster, run) == ["Succeeded", "Succeeded", "Running"])
     assert argo.stop(cluster, run) == 1
     assert not [pod for pod in _pods(run) if "Running" in pod or "Pending" in pod]
     seen = status(cluster, run)
@@ -47,6 +47,7 @@ def test_parts_are_one_run_and_stop_ends_the_newest(cluster: argo.Cluster, run: 
     assert [line for line in changed if line[:1] in "+-"][2:] == ["-    value: '1'", "+    value: '2'"]
 
 
+@pytest.mark.slow
 def test_what_is_submitted_from_a_template_is_a_run(cluster: argo.Cluster, run: str) -> None:
     """As from Argo's page, or `argo submit --from`: labels and parts come from the template; live is as rendered."""
     template = argo.as_template(empty_loop(2, 1), run)
@@ -59,8 +60,8 @@ def test_what_is_submitted_from_a_template_is_a_run(cluster: argo.Cluster, run: 
         made = {k: template[k] for k in ("apiVersion", "metadata")} | {"kind": "Workflow"}
         made["spec"] = {"workflowTemplateRef": {"name": run}, "arguments": {"parameters": given}}
         argo._create(cluster, made, run)
-        until(lambda: bool(cluster.list(*argo.WORKFLOWS, selector=f"{argo.RUN_LABEL}={run}")), 30)
-        until(lambda: _phases(cluster, run) == ["Succeeded"] * 2, 90)
+        until(lambda: bool(cluster.list(*argo.WORKFLOWS, selector=f"{argo.RUN_LABEL}={run}")))
+        until(lambda: _phases(cluster, run) == ["Succeeded"] * 2)
         assert [node.outputs["told"] for node in pods(cluster, run, "stage")] == ["1", "2"]
         assert len(_pods(run)) == 3
         # A second attempt of the step finds what the first has made.
@@ -74,13 +75,13 @@ def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
     cluster: argo.Cluster, run: str, tmp_path: Path
 ) -> None:
     """The toy's stages on real S3; the digests are those of an undisturbed run in this process."""
-    argo.submit(cluster, toy(rollout=12, reward=6), run=run, store=STORE)
-    until(lambda: _running(run, "rollout"), 120)
+    argo.submit(cluster, toy(rollout=20, reward=20), run=run, store=STORE)
+    until(lambda: _running(run, "rollout"))
     (killed,) = _running(run, "rollout")
     kubectl("-n", cluster.namespace, "delete", "pod", killed[0], "--grace-period=1")
     # As the same attempt if the controller has not seen it run yet, or as another.
-    until(lambda: bool(_running(run, "rollout")) and _running(run, "rollout")[0][1] != killed[1], 60)
-    until(lambda: _running(run, "reward"), 60)
+    until(lambda: bool(_running(run, "rollout")) and _running(run, "rollout")[0][1] != killed[1])
+    until(lambda: _running(run, "reward"))
     kubectl("-n", "argo", "rollout", "restart", "deployment/workflow-controller")
     assert argo.wait(cluster, run) == 0
     undisturbed = make(str(tmp_path), iterations=1)
@@ -89,10 +90,11 @@ def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
     }
 
 
+@pytest.mark.slow
 def test_nothing_with_the_runs_label_is_left(cluster: argo.Cluster, run: str) -> None:
     """Beside what retention keeps: the workflow, and the pods that show why it ended."""
     argo.submit(cluster, toy(sft=60), run=run, store=STORE)
-    until(lambda: _running(run, "sft"), 60)
+    until(lambda: _running(run, "sft"))
     assert argo.stop(cluster, run) == 1
     label = f"{argo.RUN_LABEL}={run}"
     kinds = "pods,services,jobs,configmaps,secrets,persistentvolumeclaims,workloads,jobsets,rayjobs,workflows"

@@ -18,7 +18,7 @@ from tuneloop.errors import UserError
 from tuneloop.fleet import graph as graphs
 from tuneloop.fleet import open_fleet
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 REFIT = """
 from tuneloop.fleet import open_fleet
@@ -118,7 +118,7 @@ def test_what_can_not_be_used_is_taken_down_again(cluster: argo.Cluster, operato
     said: list[str] = []
     with pytest.raises(UserError, match="its operator gave up: no node has such a device"):
         graphs.bring_up(cluster, manifest(cluster, run, "broken"), tell=said.append, timeout=60)
-    until(lambda: graphs.find(cluster, run) is None, 30)
+    until(lambda: graphs.find(cluster, run) is None)
     assert said[-1] == f"{run}: taken down again"
 
 

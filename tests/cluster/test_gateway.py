@@ -16,11 +16,12 @@ import yaml
 from tests.cluster.conftest import ROOT, STORE, kubectl
 from tests.cluster.test_queue import until
 from tests.making import checkpoint_artifact
+from tests.waiting import LIMIT_S
 from tuneloop.argo.cluster import Cluster
 from tuneloop.artifacts import Artifact
 from tuneloop.store import Store
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 TAG = os.environ.get("TAG", "dev")
 PORT = 18480
@@ -108,12 +109,12 @@ def gateway(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
     way = threading.Thread(target=forward, args=(stopping,))
     way.start()
     try:
-        kubectl("-n", "tuneloop", "rollout", "status", DEPLOYMENT, "--timeout=120s")
+        kubectl("-n", "tuneloop", "rollout", "status", DEPLOYMENT, "--timeout=600s")
         user = token("gateway-user", "tuneloop")
         headers = {"Authorization": f"Bearer {user}"}
         about = {"base_url": f"http://127.0.0.1:{PORT}", "headers": headers, "timeout": 60}
         with httpx.Client(**about, transport=Retrying()) as http:
-            until(lambda: answers(http), 30)
+            until(lambda: answers(http))
             yield SimpleNamespace(http=http, token=user, url=str(http.base_url))
     finally:
         stopping.set()
@@ -158,7 +159,7 @@ def test_who_may_have_sessions(gateway: SimpleNamespace) -> None:
     assert httpx.delete(f"{gateway.url}/v1/sessions/{made['id']}", headers=headers).status_code == 404
     assert gateway.http.delete("/v1/sessions/tuneloop.session-0000000000").status_code == 204
     gateway.http.delete(f"/v1/sessions/{made['id']}")
-    until(lambda: not left(), 60)
+    until(lambda: not left())
 
 
 def test_a_load_of_sessions_at_once(gateway: SimpleNamespace) -> None:
@@ -183,14 +184,14 @@ def test_a_load_of_sessions_at_once(gateway: SimpleNamespace) -> None:
         assert over.status_code == 429
         assert over.json()["error"].startswith(f"quota: namespace 'tuneloop' has {LIMIT} of {LIMIT} sessions")
         assert gateway.http.get("/v1/sessions?namespace=default").status_code == 403
-        until(running, 480)
+        until(running, 2 * LIMIT_S)
         up = time.monotonic() - began
         beat = lambda id: gateway.http.post("/api/v1/session_heartbeat", json={"session_id": id})  # noqa: E731
         assert {answer.status_code for answer in pool.map(beat, ids)} == {200}
         ended = list(pool.map(lambda id: gateway.http.delete(f"/v1/sessions/{id}"), [*ids, *ids]))
     assert {answer.status_code for answer in ended} == {204}
     assert gateway.http.get("/v1/sessions").json() == {"sessions": []}
-    until(lambda: not left(), 90)
+    until(lambda: not left())
     total = time.monotonic() - began
     print(f"{LIMIT} sessions: created in {created:.1f} s, all running after {up:.1f} s, all gone after {total:.1f} s")
 
@@ -233,5 +234,5 @@ def test_a_session_goes_on_while_its_gateway_dies(gateway: SimpleNamespace, root
     saved = Artifact(f"{own}/train-0/weights/after")
     assert path.endswith(":train:0/weights/after") and saved.manifest.facts["version"] == 8 and saved.path
     service.close("success").result()
-    until(lambda: not left(), 60)
+    until(lambda: not left())
     Store(own).delete("")

@@ -116,6 +116,7 @@ def updated(grpo: Any, config: Any) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.slow
 def test_the_updates_of_a_loop_are_jobsets_with_the_bytes_of_one_pod(cluster: argo.Cluster, run: str) -> None:
     grpo = find("grpo")
     argo.submit(cluster, updated(grpo.module, grpo.configure(sets=LOOP)), run=run, store=STORE)

@@ -74,7 +74,7 @@ class Tasks:
         name = f"{self.run}-{task}"
         self._pod(name, container["image"], [*container["command"], *args])
         ended = "jsonpath={.status.containerStatuses[0].state.terminated.exitCode}"
-        kubectl("-n", self.namespace, "wait", "pod", name, f"--for={ended}", "--timeout=400s")
+        kubectl("-n", self.namespace, "wait", "pod", name, f"--for={ended}", "--timeout=600s")
         code = int(kubectl("-n", self.namespace, "get", "pod", name, "-o", ended))
         said = kubectl("-n", self.namespace, "logs", name)
         kubectl("-n", self.namespace, "delete", "pod", name)
@@ -151,6 +151,7 @@ def runtimes() -> Iterator[None]:
     apply(text, "delete")
 
 
+@pytest.mark.slow
 def test_a_trainjob_of_two_pods_as_a_component_of_any_pipeline(
     tasks: Tasks, made: dict[str, Any], runtimes: None, tmp_path: Path
 ) -> None:

@@ -30,7 +30,7 @@ def test_stopped_and_resumed_equals_this_machine(cluster: argo.Cluster, run: str
     pipeline = find("sft_then_grpo")
     workflow = pipeline.build(pipeline.configure(sets=[*SMALL, "loop.iterations_per_pod=2"]))
     argo.submit(cluster, workflow, run=run, store=STORE)
-    until(lambda: _trained(cluster, run), 200)
+    until(lambda: _trained(cluster, run))
     assert argo.stop(cluster, run) == 1
     stopped = nodes(argo.workflows(cluster, run)[0]).values()
     assert {node.phase for node in stopped if node.display_name.startswith("sft")} == {"Failed"}

@@ -7,7 +7,7 @@ from nbclient import NotebookClient
 from tests.cluster.conftest import ROOT
 from tuneloop.argo import cluster as argo
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def test_runs(cluster: argo.Cluster) -> None:

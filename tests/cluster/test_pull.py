@@ -10,7 +10,7 @@ from tests.local.test_pull import follow, publish, served, step
 from tests.policies import commit_policy
 from tuneloop import weights
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def test_versions_go_through_s3(root: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tuneloop.argo.watch import logs, status
 pytestmark = pytest.mark.cluster
 
 
-def until(what: Callable[[], bool], seconds: float = 90) -> None:
+def until(what: Callable[[], bool], seconds: float = waiting.LIMIT_S) -> None:
     waiting.until(what, seconds, pause=0.5)
 
 
@@ -22,7 +22,7 @@ def running(cluster: argo.Cluster, run: str) -> bool:
 
 def test_two_runs_and_quota_for_one(cluster: argo.Cluster, tight: str, run: str) -> None:
     first, second = f"{run}-a", f"{run}-b"
-    argo.submit(cluster, sleeper(20, tight), run=first, store=STORE)
+    argo.submit(cluster, sleeper(60, tight), run=first, store=STORE)
     until(lambda: running(cluster, first))
     argo.submit(cluster, sleeper(1, tight), run=second, store=STORE)
     until(lambda: bool(status(cluster, second).waiting))
@@ -34,7 +34,7 @@ def test_two_runs_and_quota_for_one(cluster: argo.Cluster, tight: str, run: str)
 
 def test_a_high_priority_preempts_and_the_other_comes_back(cluster: argo.Cluster, tight: str, run: str) -> None:
     low, high = f"{run}-a", f"{run}-b"
-    argo.submit(cluster, sleeper(15, tight), run=low, store=STORE, priority="tuneloop-low")
+    argo.submit(cluster, sleeper(45, tight), run=low, store=STORE, priority="tuneloop-low")
     until(lambda: running(cluster, low))
     argo.submit(cluster, sleeper(1, tight), run=high, store=STORE, priority="tuneloop-high")
     assert argo.wait(cluster, high) == 0

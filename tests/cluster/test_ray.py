@@ -11,7 +11,7 @@ from tuneloop.argo.trainjob import prepare_rayjob
 from tuneloop.artifacts import Artifact
 from tuneloop.data_prep import data_prep
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def test_rows_examined_by_a_head_and_a_worker(

@@ -50,7 +50,7 @@ def test_a_pipeline_file_submits_itself_and_returns_how_the_run_ended(
     assert mine == theirs
 
     assert subprocess.run(command[:-1], cwd=ROOT, capture_output=True).returncode == 0
-    until(lambda: status(cluster, run).workflows == [run, f"{run}-2"], 10)
+    until(lambda: status(cluster, run).workflows == [run, f"{run}-2"])
     with pytest.raises(UserError, match=f"is under way as workflow {run}-2"):
         Server(f"http://{server}").submit(wanted, run)
     argo.stop(cluster, run)

@@ -17,7 +17,7 @@ from tuneloop.base_model import base_model
 from tuneloop.data_prep import data_prep
 from tuneloop.export import export
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 OVERLAY = """
 kind: Kustomization
@@ -75,7 +75,7 @@ def served(cluster: argo.Cluster, run: str, tmp_path: Path) -> Iterator[str]:
     objects = kubectl("kustomize", str(tmp_path))
     apply(objects)
     try:
-        kubectl("-n", cluster.namespace, "rollout", "status", "deployment/tuneloop-model", "--timeout=400s")
+        kubectl("-n", cluster.namespace, "rollout", "status", "deployment/tuneloop-model", "--timeout=600s")
         yield outputs["export"]["model"]
     finally:
         apply(objects, "delete")

@@ -21,7 +21,7 @@ from tuneloop.argo.watch import logs, status
 from tuneloop.data_prep import data_prep
 from tuneloop.errors import UserError
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 CLASS = os.environ.get("TUNELOOP_TEST_DEVICE_CLASS", "gpu.example.com")
 IMAGES = os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev")
@@ -78,7 +78,7 @@ def test_seats_are_taken_once_handed_on_and_given_back(cluster: argo.Cluster, sh
 
     gone = [name for name in names if got[name] == got[names[0]] and name != first]
     kubectl("-n", cluster.namespace, "delete", "workflow", first, second, *gone, "--wait")
-    until(lambda: got[first] not in claims(cluster, share), 30)  # by Kubernetes' garbage collector
+    until(lambda: got[first] not in claims(cluster, share))  # by Kubernetes' garbage collector
     left = next(name for name in names if got[name] != got[first])
     kubectl("-n", cluster.namespace, "delete", "workflow", left, "--wait")
     seats.sweep(cluster)
@@ -124,7 +124,7 @@ def test_two_runs_on_one_claim_and_a_third_on_another(cluster: argo.Cluster, sha
         made = pipeline(share)
         made["metadata"]["labels"]["test"] = share.group
         argo.submit(cluster, made, run=name, store=STORE)
-    until(lambda: sum(map(len, claims(cluster, share).values())) == 3, 90)
+    until(lambda: sum(map(len, claims(cluster, share).values())) == 3)
     seated = claims(cluster, share)
     assert sorted(map(len, seated.values())) == [1, 2]
     claim_of = {}
@@ -142,5 +142,5 @@ def test_two_runs_on_one_claim_and_a_third_on_another(cluster: argo.Cluster, sha
         (told,) = (line for _, line in logs(cluster, name) if line.startswith("data_prep: devices"))
         devices[claim_of[name]].add(told)
     assert [len(each) for each in devices.values()] == [1, 1] and not set.intersection(*devices.values()), devices
-    until(lambda: not claims(cluster, share), 30)
+    until(lambda: not claims(cluster, share))
     assert not kubectl("-n", cluster.namespace, "get", "leases", "-l", f"{GROUP_LABEL}={share.group}", "-o", "name")

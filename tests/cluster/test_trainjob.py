@@ -19,7 +19,7 @@ from tuneloop.backends.trl import Trl
 from tuneloop.base_model import base_model
 from tuneloop.data_prep import data_prep
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 TINY = {
     **{

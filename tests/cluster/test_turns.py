@@ -12,6 +12,7 @@ from hera.workflows import DAG, Container
 from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import RUN, SMALL
 from tests.cluster.test_queue import until
+from tests.waiting import LIMIT_S
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.settings import Share
 from tuneloop.argo.template import pod_fields, retry_fields, stage_template, workflow
@@ -20,7 +21,7 @@ from tuneloop.cli import invoke
 from tuneloop.data_prep import data_prep
 from tuneloop.sharing.turns import Document, open_turns
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PATIENCE = 15.0
 
 
@@ -70,7 +71,7 @@ def test_two_runs_take_turns_and_outlive_a_killed_holder(
     for name in (first, second):
         argo.submit(cluster, sharing(run, stages=2), run=name, store=STORE)
     assert [argo.wait(cluster, name) for name in (first, second)] == [0, 0]
-    until(lambda: not leases(cluster, run), 20)
+    until(lambda: not leases(cluster, run))
     times = worked(cluster, first, second)
     assert len(times) == 4 and all(a[1] <= b[0] for a, b in itertools.pairwise(times)), times
 
@@ -89,7 +90,7 @@ def test_two_runs_take_turns_and_outlive_a_killed_holder(
     until(lambda: document(cluster, run).number > killed.number, 3 * PATIENCE)
     assert argo.wait(cluster, second) == 0
     argo.stop(cluster, run)  # its next attempt waits, or has the turn again
-    until(lambda: not leases(cluster, run), 20)
+    until(lambda: not leases(cluster, run))
 
 
 RACER = """
@@ -97,7 +98,7 @@ import sys, time
 from tuneloop.sharing.turns import open_turns
 turns = open_turns(sys.argv[1], who=sys.argv[2], patience=10)
 for _ in range(4):
-    with turns.acquire(timeout=60) as held:
+    with turns.acquire(timeout=300) as held:
         print(held.number, time.monotonic(), flush=True)
         time.sleep(0.1)
         held.check()
@@ -109,7 +110,7 @@ def test_processes_race_for_a_lease(cluster: argo.Cluster, run: str) -> None:
     """The API server decides: three processes, every number once, one at a time, and no Lease in the end."""
     url = f"lease://{cluster.namespace}/{run}"
     racers = [subprocess.Popen([sys.executable, "-c", RACER, url, w], stdout=subprocess.PIPE, text=True) for w in "abc"]
-    lines = [line.split() for racer in racers for line in racer.communicate(timeout=120)[0].splitlines()]
+    lines = [line.split() for racer in racers for line in racer.communicate(timeout=LIMIT_S)[0].splitlines()]
     assert [racer.returncode for racer in racers] == [0, 0, 0] and len(lines) == 24
     times = sorted((float(at), number) for number, at in lines)
     assert all(begun[1] == ended[1] for begun, ended in zip(times[::2], times[1::2]))

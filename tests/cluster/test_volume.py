@@ -13,7 +13,7 @@ from tests.cluster.volumes import apply, volume
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.watch import nodes
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def test_checkpoints_pass_through_a_volume_and_memory_grows_in_place(

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.waiting import LIMIT_S, until
@@ -44,12 +44,16 @@ def finish(line: list[str], code: int = 0, timeout: float = 10 * LIMIT_S) -> str
     return done.stdout
 
 
-def kill_inside(line: list[str], workdir: Path, node: str, delay: float) -> str:
-    """Start, wait until the node runs and `delay` seconds more, SIGKILL everything; the phase it was killed in."""
+def kill_when(line: list[str], workdir: Path, node: str, happened: Callable[[], bool]) -> str:
+    """Start, wait until the node has begun and something `happened`, SIGKILL everything; the phase it was killed in."""
     child = subprocess.Popen(line, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def reached() -> bool:
+        now = phase(workdir, node, child)
+        return now == "finished" or (now is not None and happened())
+
     try:
-        until(lambda: phase(workdir, node, child), 5 * LIMIT_S)
-        time.sleep(delay)
+        until(reached, 5 * LIMIT_S)
         return phase(workdir, node, child) or "finished"
     finally:
         if child.poll() is None:

@@ -1,17 +1,17 @@
 """What crosses between two ranks in one optimizer step."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.making import tiny_model
+from tests.waiting import LIMIT_S
+from tests.warm import python
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 
 STEP = """
 import collections, json, os, sys
@@ -42,10 +42,9 @@ if os.environ["RANK"] == "0":
 def test_gradients_cross_once_a_step_however_many_micro_batches(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "m", "qwen3", dtype=torch.float32)
     (tmp_path / "step.py").write_text(STEP)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    words += [str(tmp_path / "step.py"), str(model)]
-    done = subprocess.run(words, text=True, capture_output=True, timeout=300, env=env)
+    (tmp_path / "tests").symlink_to(Path(__file__).parents[1])
+    words = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "step", str(model)]
+    done = subprocess.run(words, text=True, capture_output=True, timeout=5 * LIMIT_S, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("found "))
     (few, once), (many, often) = json.loads(line.removeprefix("found "))

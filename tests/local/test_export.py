@@ -13,7 +13,7 @@ from tuneloop.data_prep import data_prep
 from tuneloop.errors import Retryable
 from tuneloop.export import export
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-llama"])

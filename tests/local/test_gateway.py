@@ -18,7 +18,7 @@ from tests.making import checkpoint_artifact
 from tests.waiting import LIMIT_S
 from tuneloop.artifacts import Artifact
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 
 DOCS = (Path(__file__).parents[2] / "docs" / "sharing.md").read_text().partition("## Gateway")[2]
 GOAL = 7
@@ -92,7 +92,7 @@ def test_what_the_page_shows_runs(
     assert "loss:sum" in said and ":train:0/weights/first" in said
     lines = next(block for block in blocks if "curl" in block)
     env = {**os.environ, "URL": gateway.url, "TOKEN": gateway.token, "BASE": str(gateway.home / "runs/mine/sft")}
-    done = subprocess.run(["bash", "-eu"], input=lines, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(["bash", "-eu"], input=lines, env=env, capture_output=True, text=True, timeout=10 * LIMIT_S)
     assert done.returncode == 0, done.stderr
     answer = json.loads(re.search(r'{"sequences".*"weight_version":\d+}', done.stdout)[0])
     assert len(answer["sequences"][0]["tokens"]) <= 4 and answer["weight_version"] == 0

@@ -1,6 +1,7 @@
 """Compiled pipelines, whole, under kfp's own local runner: equal to `tuneloop run`, resumed, and ended early."""
 
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from kfp import compiler, components
 from kfp.local import config as kfp_config
 
 from tests.local.loops import SMALL, command, digests, finish
+from tests.warm import python
 from tuneloop.artifacts import Artifact
 from tuneloop.config import find
 from tuneloop.kfp.local import local
@@ -33,7 +35,9 @@ class Here:
         compiler.Compiler().compile(pipeline.module.build_kfp(config), str(self.package))
         local(self.root, cache=cache)
         component = components.load_component_from_file(str(self.package))
-        component(store=str(self.store), run=run, target_reward=target_reward)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "executable", python())  # by which kfp starts its tasks
+            component(store=str(self.store), run=run, target_reward=target_reward)
 
     @property
     def started(self) -> list[str]:
@@ -74,6 +78,7 @@ def test_equal_to_tuneloop_run(here: Here) -> None:
     assert digests(here.store, "theirs") == digests(here.store, "ours")
 
 
+@pytest.mark.slow
 def test_the_long_form_goes_on_from_what_is_committed(here: Here) -> None:
     for name in ("iterations/2/policy-update", *AFTER_THE_LOOP):
         shutil.rmtree(here.store / "theirs" / name)
@@ -82,6 +87,7 @@ def test_the_long_form_goes_on_from_what_is_committed(here: Here) -> None:
     assert digests(here.store, "theirs") == digests(here.store, "ours")
 
 
+@pytest.mark.slow
 def test_a_reached_target_ends_the_loop(here: Here) -> None:
     early = here.store / "early"
     shutil.copytree(here.store / "ours", early)
@@ -93,6 +99,7 @@ def test_a_reached_target_ends_the_loop(here: Here) -> None:
     assert policy.endswith(Artifact(str(early / "iterations/1/policy-update")).manifest.digest)
 
 
+@pytest.mark.slow
 def test_several_iterations_in_one_task(here: Here) -> None:
     """Both in one, written out; then an iteration a task, in a loop that its target ends."""
     store = here.store / "pods"

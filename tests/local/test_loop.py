@@ -19,6 +19,7 @@ from tuneloop.sft import sft
 pytestmark = pytest.mark.local
 
 
+@pytest.mark.slow
 def test_same_seed_same_weights_at_every_grain_other_seed_other_weights(tmp_path: Path) -> None:
     """b runs the stages of both iterations in one process, a each in its own; c goes only as far as the first."""
     for run, seed, pod, iterations in (("a", 1, 0, 2), ("b", 1, 2, 2), ("c", 2, 1, 1)):
@@ -29,6 +30,7 @@ def test_same_seed_same_weights_at_every_grain_other_seed_other_weights(tmp_path
     assert all(a[name] != c[name] for name in ("sft", "iterations/1/rollout", "iterations/1/policy-update"))
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
     halves = {"processes": 2, "sft.per_device_train_batch_size": 8, "loop.iterations": 1}
     finish(command("run", "sft_then_grpo", "--run", "two", store=tmp_path, **halves))
@@ -41,6 +43,7 @@ def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
     assert two.results["loss"] == pytest.approx(one.results["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_programs_are_learnt_and_tested(tmp_path: Path) -> None:
     """Twenty-four functions, half of them shown: some programs are right, some wrong, some no Python."""
     settings: dict[str, object] = {"data.source": "functions", "data.source_args": '{"steps": 1, "tests": 2}'}
@@ -57,7 +60,9 @@ def test_programs_are_learnt_and_tested(tmp_path: Path) -> None:
     assert Artifact(f"{tmp_path}/p/iterations/1/policy-update").manifest.facts["version"] == 2
 
 
-@pytest.mark.parametrize(("model", "pull"), [("tiny-qwen3", False), ("tiny-llama", True)])
+@pytest.mark.parametrize(
+    ("model", "pull"), [("tiny-qwen3", False), pytest.param("tiny-llama", True, marks=pytest.mark.slow)]
+)
 def test_loop_with_real_vllm(tmp_path: Path, model: str, pull: bool) -> None:
     settings = {"engine.name": "vllm", "base_model": model, "loop.iterations": 2, "engine.port": free_port()}
     settings["engine.pull"] = pull

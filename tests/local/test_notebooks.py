@@ -7,6 +7,7 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.strip_notebooks import strip
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.local
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
@@ -18,7 +19,8 @@ def test_stripped(path: Path) -> None:
     assert not strip(path, check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in NOTEBOOKS if p.stem not in NEED_A_CLUSTER], ids=lambda p: p.stem)
 def test_runs(path: Path, tmp_path: Path) -> None:
     book = nbformat.read(path, as_version=4)
-    NotebookClient(book, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(book, timeout=10 * LIMIT_S, resources={"metadata": {"path": str(tmp_path)}}).execute()

@@ -20,7 +20,7 @@ from tuneloop.trainers._batch import Document
 from tuneloop.trainers.fsdp import Policy, Ranks
 from tuneloop.trainers.scorer import Scorer
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 COMMON = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": [], "disable_dropout": True}
 
 

@@ -11,7 +11,7 @@ from tuneloop.artifacts import Artifact
 from tuneloop.data_prep import data_prep
 from tuneloop.errors import Retryable
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 
 
 def prepare(out: Path, **params: Any) -> None:

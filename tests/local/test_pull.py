@@ -6,7 +6,6 @@ import http.client
 import json
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +24,7 @@ from tests.local.loops import command
 from tests.local.test_vllm import ARGS, GREEDY, REQUESTS, SHORT, Running, begin, launch, quiet
 from tests.policies import commit_policy
 from tests.waiting import LIMIT_S, free_port, until
+from tests.warm import python
 from tuneloop import weights
 from tuneloop.artifacts import Artifact, Draft
 from tuneloop.canary import write_canary
@@ -37,7 +37,7 @@ from tuneloop.engines.endpoint import create
 from tuneloop.generation import prove
 from tuneloop.runs import Run
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 
 
 def follow(root: Path, *options: str) -> Running:
@@ -307,7 +307,7 @@ def test_a_fleet_loses_one_and_gets_another(
 
 
 def replica(root: Path, port: int) -> subprocess.Popen[bytes]:
-    line = [sys.executable, "-m", "tuneloop.serve", "--weights", str(root), "--host", "127.0.0.1"]
+    line = [python(), "-m", "tuneloop.serve", "--weights", str(root), "--host", "127.0.0.1"]
     line += ["--port", str(port), "--engine-args", json.dumps(ARGS)]
     return subprocess.Popen(line, stderr=subprocess.DEVNULL)
 

@@ -1,61 +1,97 @@
-"""A loop killed at ten points and resumed ends with the digests of one that was left alone."""
+"""A loop that is killed and resumed ends with the digests of one that was left alone."""
 
 import os
 import random
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.local.loops import command, digests, finish, kill_inside
+from tests.local.loops import command, digests, finish, kill_when
 from tuneloop.argo import state
 from tuneloop.artifacts import Artifact
 
 pytestmark = pytest.mark.local
+ROOT = Path(__file__).parents[2]
 KILLS = 10
+MOMENTS: dict[str, Callable[[Path], bool]] = {
+    "begun": lambda out: True,
+    "writing": lambda out: any(out.glob("data-*")),
+    "committed": lambda out: (out / "manifest.json").is_file(),
+}
+"""Of a stage that writes to `out`."""
 
 
-def test_killed_at_ten_points_and_resumed_is_the_undisturbed_run(tmp_path: Path) -> None:
-    seed = int(os.environ.get("TUNELOOP_TEST_SEED") or random.SystemRandom().randrange(10**6))
-    print(f"kill points from TUNELOOP_TEST_SEED={seed}")
+def pods(workdir: Path) -> list[state.Node]:
+    """Those of a run that has ended, in the order they began."""
+    found = state.read(workdir)
+    assert found is not None
+    made = [node for node in found.nodes.values() if node.type == "Pod" and node.finished]
+    return sorted(made, key=lambda pod: pod.started)
+
+
+def output(pod: state.Node, run: Path) -> Path:
+    """Where below `run` its stage commits: the one URL among its inputs that names no digest."""
+    (url,) = [value for value in pod.inputs.values() if value.startswith(f"file://{run}/") and "@" not in value]
+    return Path(url.removeprefix("file://")).relative_to(run)
+
+
+def test_killed_in_two_stages_and_resumed_is_the_undisturbed_run(tmp_path: Path) -> None:
+    """In SFT when it has committed where to resume, and in an update that has begun to write."""
     finish(command("run", "sft_then_grpo", "--run", "calm", store=tmp_path))
-    calm = state.read(tmp_path / "calm")
-    assert calm is not None
-    pods = [node for node in calm.nodes.values() if node.type == "Pod" and node.finished]
-    assert len({pod.template for pod in pods}) >= 8, "points spread over all stages"
-
-    chosen = points(random.Random(seed), pods)
+    calm = pods(tmp_path / "calm")
+    training = next(pod for pod in calm if pod.template == "sft")
+    update = [pod for pod in calm if pod.template == "policy-update"][1]
+    killed = tmp_path / "killed"
+    points = {
+        training.id: lambda: (killed / "sft" / "resume").exists(),
+        update.id: lambda: any((killed / "iterations" / "2" / "policy-update").glob("data-*")),
+    }
     line = command("run", "sft_then_grpo", "--run", "killed", store=tmp_path)
-    seen = []
-    for pod, delay in chosen:
-        seen.append((pod.template, kill_inside(line, tmp_path / "killed", pod.id, delay)))
+    for pod, happened in points.items():
+        assert kill_when(line, killed, pod, happened) == "Running"
         line = command("resume", "killed", store=tmp_path)
-    print("killed in:", seen)
-    assert sum(phase in ("Pending", "Running") for _, phase in seen) >= 3, "kills must land inside stages"
     finish(line)
+    assert Artifact(str(killed / "sft")).manifest.facts["resumed_from"] >= 10
     assert digests(tmp_path, "killed") == digests(tmp_path, "calm")
 
 
+def test_killed_at_ten_points_and_resumed_is_the_undisturbed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop of stages that compute next to nothing."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    seed = int(os.environ.get("TUNELOOP_TEST_SEED") or random.SystemRandom().randrange(10**6))
+    print(f"kill points from TUNELOOP_TEST_SEED={seed}")
+    toy = [sys.executable, "-m", "tuneloop.cli", "run", str(ROOT / "tests/unit/toy_pipeline.py"), "--no-track"]
+    toy += ["--store", str(tmp_path), "--run"]
+    finish([*toy, "calm"])
+    calm = pods(tmp_path / "calm")
+    assert len({pod.template for pod in calm}) >= 6, "points spread over all stages"
+
+    rng, seen = random.Random(seed), []
+    for pod in sorted(rng.choices(calm, k=KILLS), key=calm.index):
+        out, moment = tmp_path / "killed" / output(pod, tmp_path / "calm"), rng.choice([*MOMENTS])
+        phase = kill_when([*toy, "killed"], tmp_path / "killed", pod.id, partial(MOMENTS[moment], out))
+        seen.append((pod.display_name, moment, phase))
+    print("killed in:", seen)
+    finish([*toy, "killed"])
+    assert digests(tmp_path, "killed") == digests(tmp_path, "calm")
+
+
+@pytest.mark.slow
 def test_an_asynchronous_loop_samples_beside_its_updates_and_resumes_the_same(tmp_path: Path) -> None:
     settings = {"loop.asynchronous": True, "sft.max_steps": 10}
     finish(command("run", "sft_then_grpo", "--run", "calm", store=tmp_path, **settings))
-    calm = state.read(tmp_path / "calm")
-    assert calm is not None
-    pods = [node for node in calm.nodes.values() if node.type == "Pod" and node.finished]
-    updates, samplings = ([p for p in pods if p.template == name] for name in ("policy-update", "rollout"))
+    calm = pods(tmp_path / "calm")
+    updates, samplings = ([p for p in calm if p.template == name] for name in ("policy-update", "rollout"))
     beside = [s for s in samplings if any(u.started < s.finished and s.started < u.finished for u in updates)]
     assert len(beside) == 2, "of three, all but the first"
     versions = [Artifact(f"{tmp_path}/calm/iterations/{i}/reward").manifest.facts["version"] for i in (1, 2, 3)]
     assert versions == [1, 1, 2], "the update of iteration 2 makes version 3 of 2, and so on"
     line = command("run", "sft_then_grpo", "--run", "killed", store=tmp_path, **settings)
-    assert kill_inside(line, tmp_path / "killed", beside[0].id, 0.1) in ("Pending", "Running")
+    assert kill_when(line, tmp_path / "killed", beside[0].id, lambda: True) in ("Pending", "Running")
     finish(command("resume", "killed", store=tmp_path))
     assert digests(tmp_path, "killed") == digests(tmp_path, "calm")
-
-
-def points(rng: random.Random, pods: list[state.Node]) -> list[tuple[state.Node, float]]:
-    """Ten pods in the order they run, every template among them, each with a delay inside its run time."""
-    first = {pod.template: pod for pod in sorted(pods, key=lambda _: rng.random())}
-    rest = [pod for pod in pods if pod not in first.values()]
-    chosen = [*first.values(), *rng.sample(rest, KILLS - len(first))]
-    # Rather early, as stages may take less time when they are killed than when nobody disturbed them.
-    return [(pod, rng.random() ** 2 * (pod.finished - pod.started)) for pod in sorted(chosen, key=lambda p: p.started)]

@@ -12,13 +12,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.making import tiny_model
+from tests.waiting import LIMIT_S
+from tests.warm import python
 from tuneloop import weights
 from tuneloop.artifacts import scan
 from tuneloop.trainers import _export
 from tuneloop.trainers.fsdp import Optimization, Ranks, Trainer, open_model
 from tuneloop.trainers.lora import Lora
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 ADAM = Optimization(1e-2, "constant", 0, 0, 0.01, 0.9, 0.95, 1.0)
 
 
@@ -29,8 +31,8 @@ CASES = {"rows": "qwen3", "files": "llama", "apart": "qwen3", "lora": "llama"}
 def test_the_files_are_those_of_one_process(tmp_path: Path) -> None:
     for how, arch in CASES.items():
         tiny_model(tmp_path / how / "source", arch, tie=how != "files")
-    words = [sys.executable, "-m", "tuneloop.torchrun", "--standalone", "--nproc-per-node=2", "-m", __name__]
-    subprocess.run([*words, str(tmp_path)], check=True, timeout=300)
+    words = [python(), "-m", "tuneloop.torchrun", "--standalone", "--nproc-per-node=2", "-m", __name__]
+    subprocess.run([*words, str(tmp_path)], check=True, timeout=10 * LIMIT_S)
     for how in CASES:
         ours, theirs = tmp_path / how / "ours", tmp_path / how / "theirs"
         assert scan(ours) == scan(theirs) != {}

@@ -3,21 +3,21 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.making import checkpoint_artifact, prompts_artifact
 from tests.waiting import LIMIT_S, until
+from tests.warm import forked, python
 from tuneloop.sft import sft
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 
 
 def start(work: Path, **arguments: object) -> "subprocess.Popen[str]":
     base, prompts = checkpoint_artifact(work / "base"), prompts_artifact(work / "prompts")
-    words = [sys.executable, *sft.command(2)[1:], "--policy", base.ref, "--prompts", prompts.ref]
+    words = [python(), *sft.command(2)[1:], "--policy", base.ref, "--prompts", prompts.ref]
     words += ["--checkpoint", str(work / "out"), "--device", "cpu"]
     words += [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return subprocess.Popen(words, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -38,7 +38,8 @@ def test_a_mistake_is_2_and_one_line(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_is_137_and_the_other_says_why_it_ended(tmp_path: Path) -> None:
     child = start(tmp_path, max_steps=100000)
     begun(tmp_path, child)
-    ranks = [int(p) for p in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
+    launcher = forked(child.pid)
+    ranks = [int(p) for p in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
     second = next(p for p in ranks if b"\0RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes())
     os.kill(second, signal.SIGKILL)
     said = child.communicate(timeout=2 * LIMIT_S)[1]

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.making import (
     tiny_model,
 )
 from tests.waiting import LIMIT_S, until
+from tests.warm import python
 from tuneloop.artifacts import Artifact
 from tuneloop.component import Component
 from tuneloop.errors import Interrupted
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.local
 
 
 def launch(stage: Component, out: Path, processes: int, **arguments: Any) -> "subprocess.Popen[str]":
-    words = [sys.executable, *stage.command(processes)[1:], "--checkpoint", str(out)]
+    words = [python(), *stage.command(processes)[1:], "--checkpoint", str(out)]
     words += [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(words, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -71,7 +71,7 @@ def moments(checkpoint: Artifact) -> dict[str, torch.Tensor]:
     return trainer._state()
 
 
-@pytest.mark.parametrize("lora", [None, {"r": 3}])
+@pytest.mark.parametrize("lora", [None, pytest.param({"r": 3}, marks=pytest.mark.slow)])
 def test_two_processes_fine_tune_as_one(tmp_path, lora):
     base, prompts = checkpoint_artifact(tmp_path / "base"), prompts_artifact(tmp_path / "prompts")
     about = {"policy": base.ref, "prompts": prompts.ref, "max_steps": 8, "warmup_steps": 2}
@@ -86,6 +86,7 @@ def test_two_processes_fine_tune_as_one(tmp_path, lora):
     assert "communication_s" not in one.manifest.facts["efficiency"]
 
 
+@pytest.mark.slow
 def test_compiled_layers_compute_the_same(tmp_path):
     """Of two lengths and with adapters; what is exported has the names that it always has."""
     directory = tiny_model(tmp_path / "model", dtype=torch.float32)
@@ -105,6 +106,7 @@ def test_compiled_layers_compute_the_same(tmp_path):
     assert one.keys() == two.keys() == load_file(directory / "model.safetensors").keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"r": 3}])
 def test_two_processes_update_as_one(tmp_path, lora):
     """Llama, with a KL term, several steps, and micro-batches that do not divide by the processes. With adapters the
@@ -134,6 +136,7 @@ def test_two_processes_update_as_one(tmp_path, lora):
     assert 0 < spent["communication_s"] < spent["step_s"]
 
 
+@pytest.mark.slow
 def test_two_processes_stopped_and_resumed_end_with_the_same_bytes(tmp_path):
     base, prompts = checkpoint_artifact(tmp_path / "base"), prompts_artifact(tmp_path / "prompts")
     about = {"policy": base.ref, "prompts": prompts.ref, "max_steps": 60, "device": "cpu"}
@@ -155,6 +158,7 @@ def test_two_processes_stopped_and_resumed_end_with_the_same_bytes(tmp_path):
     assert_same_training(alone, whole)
 
 
+@pytest.mark.slow
 def test_one_process_stopped_and_resumed_by_two_trains_the_same(tmp_path):
     """Adapters and their moments are dealt to more ranks than wrote them."""
     base, prompts = checkpoint_artifact(tmp_path / "base"), prompts_artifact(tmp_path / "prompts")

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.making import tiny_model
+from tests.waiting import LIMIT_S
 from tuneloop.argo.trainjob import run_here
 from tuneloop.artifacts import Artifact
 from tuneloop.backends.trl import Trl
@@ -18,7 +19,7 @@ from tuneloop.data_prep import data_prep
 from tuneloop.errors import UserError
 from tuneloop.fetch import fetch
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}a {% endif %}"
@@ -96,4 +97,4 @@ def test_a_rank_ends_whatever_its_threads_still_hold(tmp_path: Path) -> None:
     (tmp_path / "dropping.py").write_text(DROPPING)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words += ["-m", "tuneloop.rank", "dropping", str(tmp_path / "store")]
-    assert subprocess.run(words, env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=300).returncode == 0
+    assert subprocess.run(words, env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=10 * LIMIT_S).returncode == 0

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.local.loops import command, digests, finish
+from tests.waiting import LIMIT_S, until
 from tuneloop.artifacts import find
 from tuneloop.sharing.turns import open_turns
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 SHORT = {"loop.iterations": 1, "sft.max_steps": 2, "sft.save_steps": 2, "data.eval": 8}
-SHARE = {"cluster.share.group": "g", "cluster.share.patience": 10}
+PATIENCE = 60.0
+SHARE = {"cluster.share.group": "g", "cluster.share.patience": PATIENCE}
 
 
 def test_two_runs_take_turns(tmp_path: Path) -> None:
@@ -22,14 +24,17 @@ def test_two_runs_take_turns(tmp_path: Path) -> None:
         return command("run", "sft_then_grpo", "--run", name, store=store, seed=runs[name], **SHORT, **settings)
 
     finish(line("a", tmp_path / "alone"))
-    together = [subprocess.Popen(line(name, tmp_path / "shared", **SHARE)) for name in runs]
-    assert [each.wait(600) for each in together] == [0, 0]
+    group = f"{tmp_path}/shared/.turns/g"
+    with open_turns(group, who="first", patience=PATIENCE).acquire() as first:
+        together = [subprocess.Popen(line(name, tmp_path / "shared", **SHARE)) for name in runs]
+        until(lambda: len(first.turns.read().waiting) == 2, 5 * LIMIT_S)
+    assert [each.wait(10 * LIMIT_S) for each in together] == [0, 0]
     assert digests(tmp_path / "shared", "a") == digests(tmp_path / "alone", "a")
     made = [find(str(path.parent)) for path in sorted((tmp_path / "shared").rglob("manifest.json"))]
     abouts = [manifest.provenance | {"total": manifest.timings["total"]} for manifest in made if manifest]
     turns = sorted((a for a in abouts if "turn" in a), key=lambda a: a["turn"]["number"])
-    assert [a["turn"]["number"] for a in turns] == list(range(1, 11))  # of each: sft, rollout, update, two evaluations
+    assert [a["turn"]["number"] for a in turns] == list(range(2, 12))  # of each: sft, rollout, update, two evaluations
     whose = [a["turn"]["ticket"].partition(".")[0] for a in turns]
     assert len(list(itertools.groupby(whose))) > 2, "neither waited for all of the other"
     assert all(a["started"] + a["total"] <= b["started"] for a, b in itertools.pairwise(turns))
-    assert open_turns(f"{tmp_path}/shared/.turns/g", who="a").read().idle
+    assert open_turns(group, who="a").read().idle

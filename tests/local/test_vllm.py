@@ -20,6 +20,7 @@ import pytest
 
 from tests.policies import commit_policy, commit_prompts, model
 from tests.waiting import LIMIT_S, until
+from tests.warm import forked, python
 from tuneloop.artifacts import Artifact, Draft
 from tuneloop.engines import Completion, Request, Sampling
 from tuneloop.engines import vllm as vllm_engine
@@ -34,7 +35,7 @@ from tuneloop.generation import StaleWeights, prove
 from tuneloop.rollout import rollout
 from tuneloop.tokens import load_tokenizer
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 
 # In float32 every x86 packs weights; in bfloat16 only one with AVX512_BF16 or AMX does.
 ARGS = {"max_model_len": 512, "max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 28, "dtype": "float32"}
@@ -175,7 +176,7 @@ class Running:
             return False
 
     def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{forked(self.process.pid)}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def rests(self) -> bool:
@@ -187,7 +188,7 @@ class Running:
 
 def launch(*options: str) -> Running:
     """A server of the policy or weights that `options` name, once it answers; the last option of a kind counts."""
-    line = [sys.executable, "-m", "tuneloop.serve", "--host", "127.0.0.1", "--port", "0"]
+    line = [python(), "-m", "tuneloop.serve", "--host", "127.0.0.1", "--port", "0"]
     process = subprocess.Popen([*line, "--engine-args", json.dumps(ARGS), *options], stderr=subprocess.PIPE, text=True)
     said = []
     for text in process.stderr or ():
@@ -233,7 +234,7 @@ def test_a_device_that_can_not_be_had_by_turns(server: Running, versions: list[A
         client.load(versions[0])
     with pytest.raises(UserError, match="answers 400: sleep: 'cpu': vLLM's sleep mode gives back memory of CUDA"):
         client.close()
-    line = [sys.executable, "-m", "tuneloop.serve", "--policy", versions[0].ref, "--host", "127.0.0.1", "--port", "0"]
+    line = [python(), "-m", "tuneloop.serve", "--policy", versions[0].ref, "--host", "127.0.0.1", "--port", "0"]
     asked = [*line, "--engine-args", json.dumps({**ARGS, "enable_sleep_mode": True})]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and "Sleep mode" in done.stderr.splitlines()[-1], done.stderr[-2000:]
@@ -397,7 +398,7 @@ def test_a_worker_of_a_fleet_is_refitted(
 @once
 def test_the_port_is_taken(server: Running, versions: list[Artifact]) -> None:
     port = server.url.rpartition(":")[2]
-    line = [sys.executable, "-m", "tuneloop.serve", "--policy", versions[0].ref, "--host", "127.0.0.1", "--port", port]
+    line = [python(), "-m", "tuneloop.serve", "--policy", versions[0].ref, "--host", "127.0.0.1", "--port", port]
     done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stderr.strip()) == (
         2, f"error: --port: {port}: is taken; stop what listens there, or choose another"
@@ -417,7 +418,7 @@ def test_killed_in_the_middle(versions: list[Artifact]) -> None:
             asked = pool.submit(client.generate, many, Sampling(1.0, 480, ()), quiet)
             until(lambda: running.cpu_seconds() > begun + 0.5)  # noqa: B023
             running.process.send_signal(number)
-            assert running.process.wait(30) == code
+            assert running.process.wait(LIMIT_S) == code
             with pytest.raises(Retryable, match=running.url):
                 asked.result(timeout=LIMIT_S)
 

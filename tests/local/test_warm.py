@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tuneloop.argo.executor import Outcome, execute
+from tuneloop.argo.processes import WARM
 
 pytestmark = pytest.mark.local
 
@@ -22,6 +23,12 @@ def run(workdir: Path, *names: str, **options: Any) -> Outcome:
     templates = [*(stage(name) for name in dict.fromkeys(names)), {"name": "main", "steps": steps}]
     document = {"metadata": {"name": "w"}, "spec": {"entrypoint": "main", "templates": templates}}
     return execute(document, workdir=workdir, **options)
+
+
+@pytest.fixture(autouse=True)
+def own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's own warm process, not that of all tests."""
+    monkeypatch.delenv(WARM, raising=False)
 
 
 def test_stages_are_forks_of_the_warm_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -83,14 +83,11 @@ for words in {commands}:
     assert done.stderr.splitlines() == [f"{words} 0 set()" for words in commands]
 
 
-def test_help_answers_at_once() -> None:
-    """In seconds of computing, which are those of the clock on a machine that does nothing else."""
-    seconds = []
-    for _ in range(3):
-        before = sum(os.times()[2:4])
-        subprocess.run([sys.executable, "-m", "tuneloop.cli", "--help"], capture_output=True, check=True)
-        seconds.append(sum(os.times()[2:4]) - before)
-    assert min(seconds) < 0.5, seconds
+def test_help_imports_little() -> None:
+    """That is what it costs: 160 modules a tenth of a second; any of the heavy ones brings hundreds."""
+    code = "import sys, tuneloop.cli; tuneloop.cli.invoke(['--help']); print(len(sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stderr) < 300
 
 
 @pytest.mark.parametrize("words", [["version"], ["--version"]])

@@ -103,7 +103,7 @@ def test_refitted(tmp_path: Path) -> None:
     (done,) = deliveries(run)
     assert (done.version, done.way, done.replicas, done.encode_s) == (1, "refitted", 2, None)
     assert done.sent_bytes == (policies[1].path / "model" / "model.safetensors").stat().st_size
-    assert 0.05 <= (done.materialize_s or 0) <= (done.pause_s or 0) <= (done.converged_s or 0) < 60
+    assert 0.05 <= (done.materialize_s or 0) <= (done.pause_s or 0) <= (done.converged_s or 0)
     assert (done.waited_s, done.behind) == (1.5, 0.25)
 
 

@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +64,7 @@ def test_weighted_sum_with_breakdown() -> None:
 def test_a_bad_call_costs_its_own_row_only(deed: str, outcome: str, story: str, workers: int) -> None:
     name = f"{BAD}:by_name"
     rows = [row(deed if i in (2, 5) else "fine", spec={"exact": 1.0, name: 1.0}) for i in range(6)]
-    start = time.monotonic()
     outcomes = score_all(rows, timeout_s=1.0 if story.startswith("took") else 30.0, workers=workers)
-    assert time.monotonic() - start < 30  # of a call that hangs for a minute
     fine = Outcome("score", 1.0, {"exact": 0.0, name: 1.0})
     bad = Outcome(outcome, None, {"exact": 0.0, name: story})  # type: ignore[arg-type]
     assert outcomes == [fine, fine, bad, fine, fine, bad]
@@ -80,7 +77,7 @@ def test_what_a_reward_leaves_behind_does_not_hit_the_next(tmp_path: Path) -> No
     assert [o.outcome for o in outcomes] == ["score", "score", "score", "timeout"]
     pid = tmp_path / "pid"
     assert score_all([row("", str(pid), {f"{BAD}:leaves_a_child": 1.0})], timeout_s=5)[0].score == 1.0
-    until(lambda: dead(pid.read_text()), 30)
+    until(lambda: dead(pid.read_text()))
 
 
 def test_a_hanging_reward_dies_with_the_stage(tmp_path: Path) -> None:
@@ -96,7 +93,7 @@ scoring.score_all(rows, timeout_s=60)
     pid = (tmp_path / "pid").read_text()
     stage.kill()
     stage.wait()
-    until(lambda: dead(pid), 30)
+    until(lambda: dead(pid))
 
 
 def test_metadata_that_is_no_json_costs_its_own_row() -> None:
@@ -105,16 +102,14 @@ def test_metadata_that_is_no_json_costs_its_own_row() -> None:
     assert fine.score == 1.0
 
 
-def test_many_calls_are_fast_and_leave_nothing_behind() -> None:
+def test_many_calls_take_few_processes_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row("42")] * 128
     open_before = len(os.listdir("/proc/self/fd"))
     children_before = children()
-    best = math.inf
-    for _ in range(3):
-        start = sum(os.times()[:4])  # of computing, by this process and those it started
-        assert all(outcome.score == 1.0 for outcome in score_all(rows, timeout_s=30))
-        best = min(best, sum(os.times()[:4]) - start)
-    assert best < 0.3  # measured: 0.01 to 0.03 s; a process for each call would take more than a second
+    fork, forked = os.fork, []
+    monkeypatch.setattr(os, "fork", lambda: forked.append(0) or fork())
+    assert all(outcome.score == 1.0 for outcome in score_all(rows, timeout_s=30, workers=2))
+    assert len(forked) == 2, "a process a worker, not a call"
     assert len(os.listdir("/proc/self/fd")) == open_before
     assert children() == children_before
 

@@ -17,8 +17,11 @@ from typing import Any, Protocol
 
 from tuneloop.argo import spawn
 from tuneloop.argo.warm import Kind, compatible, serves, warmable
+from tuneloop.errors import UserError
 
 log = logging.getLogger("tuneloop.argo")
+WARM = "TUNELOOP_WARM"
+"""Names the socket of a warm process that serves other runs too (`tuneloop.argo.warm`)."""
 
 
 class Process:
@@ -52,7 +55,8 @@ class Server:
         took: seconds it needed to be ready.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], ready: bool) -> None:
+    def __init__(self, command: Sequence[str] | str, env: Mapping[str, str], ready: bool) -> None:
+        """`command` starts it; a path is the socket of one that serves others too."""
         self.env = dict(env)
         self.settled = threading.Event()
         self.failure: str | None = None
@@ -61,11 +65,15 @@ class Server:
         self._processes: dict[int, Process] = {}
         self._lock = threading.Lock()
         self._server: subprocess.Popen[bytes] | None = None
-        self._channel, theirs = socket.socketpair()
         if ready:
             self.settled.set()
         # The thread that starts the server must live as long as it: the kernel's parent-death signal is a thread's.
-        self._thread = threading.Thread(target=self._run, args=(list(command), theirs), daemon=True)
+        if isinstance(command, str):
+            self._channel = _connect(command)
+            self._thread = threading.Thread(target=self._listen, daemon=True)
+        else:
+            self._channel, theirs = socket.socketpair()
+            self._thread = threading.Thread(target=self._run, args=(list(command), theirs), daemon=True)
         self._thread.start()
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: Path, stderr: Path) -> Process:
@@ -84,7 +92,8 @@ class Server:
         if not self.settled.is_set() and self._server:  # it is importing, and would not see the channel close
             self._server.kill()
         with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)
+            # It closes its side when all that it started has ended.
+            self._channel.shutdown(socket.SHUT_WR if self.settled.is_set() else socket.SHUT_RDWR)
         self._thread.join()
 
     def _send(self, message: Mapping[str, Any]) -> None:
@@ -94,21 +103,25 @@ class Server:
 
     def _run(self, command: list[str], theirs: socket.socket) -> None:
         with theirs:
-            server = self._server = subprocess.Popen(
+            self._server = subprocess.Popen(
                 [*command, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=self.env,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        self._listen()
+
+    def _listen(self) -> None:
+        """Hear what the server says until it ends."""
         with self._channel.makefile() as lines:
             try:
                 for line in lines:
                     self._hear(json.loads(line))
             except OSError:
                 pass
-        server.wait()
-        self.failure = self.failure or f"it ended with exit code {server.returncode}"
+        code = f" with exit code {self._server.wait()}" if self._server else ""
+        self.failure = self.failure or f"it ended{code}"
         self.settled.set()
         with self._lock:
             orphans = list(self._processes.values())
@@ -122,6 +135,8 @@ class Server:
             process.end(message["code"])
         elif "ready" in message:
             self.took = message["took"]
+            if not compatible(message.get("env", self.env), self.env):
+                self.failure = f"that of {WARM} was started with other variables that take effect at import"
             self.settled.set()
         elif "failed" in message:
             self.failure = message["failed"]
@@ -143,14 +158,14 @@ class Launcher:
     """Starts pods, as forks of a warm process where that is possible, else as fresh ones.
 
     Args:
-        env: of the warm processes.
+        env: of the warm processes; `WARM` in it names one that is there already.
         warm: what to have warm processes for.
     """
 
     def __init__(self, env: Mapping[str, str], warm: Collection[Kind]) -> None:
-        self._spawner = Server([sys.executable, "-S", "-E", spawn.__file__], env, ready=True)
         command = [sys.executable, "-m", "tuneloop.argo.warm"]
-        self._warm = {kind: Server([*command, kind], env, ready=False) for kind in warm}
+        self._warm = {kind: Server(env.get(WARM) or [*command, kind], env, ready=False) for kind in warm}
+        self._spawner = Server([sys.executable, "-S", "-E", spawn.__file__], env, ready=True)
         self._told = False
 
     def start(
@@ -176,6 +191,18 @@ class Launcher:
             self._told = True
             log.warning("stages start slowly, each imports torch afresh: no warm process: %s", warm.failure)
         return warm.settled.is_set() and warm.failure is None
+
+
+def _connect(path: str) -> socket.socket:
+    channel = socket.socket(socket.AF_UNIX)
+    try:
+        channel.connect(path)
+    except OSError as error:
+        remedy = (
+            f"no warm process listens there ({error}); start `python -m tuneloop.argo.warm stages {path}`, or unset it"
+        )
+        raise UserError(WARM, path, remedy) from error
+    return channel
 
 
 def base_environment(extra: Mapping[str, str]) -> dict[str, str]:

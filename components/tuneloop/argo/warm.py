@@ -8,6 +8,10 @@ Run as ``python -m tuneloop.argo.warm stages FD``, or ``server FD``, by `tuneloo
 protocol of `tuneloop.argo.spawn`. It says ``{"ready": true, "took": s}`` once it has imported `LIBRARIES`, or
 ``{"failed": reason}``: a thread that lives before the fork (an OpenMP pool, a CUDA context) would be missing in the
 child, so none may.
+
+Run as ``python -m tuneloop.argo.warm stages PATH [MODULE …]`` it serves many runs, until the process that started it
+ends: those with ``TUNELOOP_WARM=PATH`` in their environment connect to the socket PATH, and each gets a fork that is to
+it what a warm process of its own would have been. The further modules are imported too.
 """
 
 from __future__ import annotations
@@ -120,27 +124,35 @@ def compatible(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
 
 
 def main() -> None:
-    kind = cast(Kind, sys.argv[1])
-    channel = socket.socket(fileno=int(sys.argv[2]))
+    kind, place, *more = sys.argv[1:]
+    own = place.isdigit()
+    channel = socket.socket(fileno=int(place)) if own else _listen(Path(place))
     clock = time.perf_counter()
+    env = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT + READ_AT_START)}
     die_with(os.getppid())  # as long as imports keep it from seeing that the channel closed
     # Else transformers' look at the GPUs would open a CUDA context, which no fork can use.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     quiet_vllm()
     try:
         with _hushed():
-            for name in LIBRARIES[kind]:
+            for name in (*LIBRARIES[cast(Kind, kind)], *more):
                 importlib.import_module(name)
         find_answer()  # which the forks then know
         if kind == "stages":
             _read_conversions()
         _refuse_threads()
     except Exception as error:
+        if not own:
+            raise
         channel.sendall(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n")
         return
     gc.collect()
     gc.freeze()  # children do not walk, and so do not copy, what was imported
-    channel.sendall(json.dumps({"ready": True, "took": time.perf_counter() - clock}).encode() + b"\n")
+    said: dict[str, object] = {"ready": True, "took": time.perf_counter() - clock}
+    if not own:
+        channel = _connection(channel)
+        said = {"ready": True, "took": 0.0, "env": env}
+    channel.sendall(json.dumps(said).encode() + b"\n")
     die_with(None)
     adopt_orphans()
     request = serve(channel)
@@ -148,6 +160,32 @@ def main() -> None:
         end_all()
     else:
         _become(request["argv"], request["env"], request["cwd"])
+
+
+def _listen(path: Path) -> socket.socket:
+    """A socket at `path`, for this user alone; who connects waits until the imports are done."""
+    listener = socket.socket(socket.AF_UNIX)
+    unheard = path.with_name(f"{path.name}.{os.getpid()}")
+    before = os.umask(0o077)
+    listener.bind(str(unheard))
+    os.umask(before)
+    listener.listen(128)
+    unheard.rename(path)
+    return listener
+
+
+def _connection(listener: socket.socket) -> socket.socket:
+    """Fork for each who connects; returns in these forks only."""
+    while True:
+        channel, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            os.setsid()
+            return channel
+        channel.close()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> NoReturn:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ from tests.unit.argo.making import Template, dag, given, named, run, shell, task
 from tests.waiting import LIMIT_S, free_port, until
 from tuneloop.argo import state
 from tuneloop.argo.executor import _kinds
+from tuneloop.argo.processes import WARM, Launcher, Process, base_environment
 from tuneloop.argo.warm import compatible, serves, warmable
+from tuneloop.errors import UserError
 
 OK = shell("ok", "true")
 ROOT = Path(__file__).parents[3]
@@ -279,7 +282,65 @@ def test_it_runs_on_a_thread_too(tmp_path: Path) -> None:
     assert outcomes[0].exit_code == 0
 
 
-# The warm process itself is tested in tests/local: it needs torch
+# One warm process for several runs. That of one run is tested in tests/local: it needs torch
+
+SHARED = "from tuneloop.argo import warm; warm.LIBRARIES = (); warm.main()"
+
+
+@pytest.fixture
+def shared() -> Iterator[str]:
+    """Its socket, by a name that is short enough for one."""
+    with tempfile.TemporaryDirectory() as place:
+        path = f"{place}/socket"
+        process = subprocess.Popen([sys.executable, "-c", SHARED, path], env=base_environment({}))
+        until(Path(path).exists, child=process)
+        yield path
+        process.kill()
+        process.wait()
+
+
+def begin(launcher: Launcher, tmp_path: Path, name: str) -> tuple[Process, int]:
+    """A process that waits until the file ``<name>.end`` is there, and its id."""
+    program = "import os,sys,time\nopen(sys.argv[1]+'.new','w').write(str(os.getpid()))\n"
+    program += "os.rename(sys.argv[1]+'.new',sys.argv[1])\n"
+    program += "while not os.path.exists(sys.argv[1]+'.end'): time.sleep(0.01)\n"
+    (tmp_path / "waits.py").write_text(program)
+    log = tmp_path / f"{name}.log"
+    argv = ["python", "-m", "waits", str(tmp_path / name)]
+    process = launcher.start(argv, base_environment({}), tmp_path, log, log, patient=True)
+    until((tmp_path / name).exists)
+    return process, int((tmp_path / name).read_text())
+
+
+def test_runs_share_a_warm_process(tmp_path: Path, shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets a fork of its own, which ends all that it started when the run ends; the others go on."""
+    monkeypatch.setattr("tuneloop.argo.processes.warmable", lambda argv: True)
+    one, two = (Launcher(base_environment({WARM: shared}), warm=True) for _ in range(2))
+    first, mine = begin(one, tmp_path, "one")
+    second, theirs = begin(two, tmp_path, "two")
+    one.close()
+    assert first.ended.is_set() and gone(mine) and not gone(theirs)
+    (tmp_path / "two.end").touch()
+    assert second.ended.wait(LIMIT_S) and second.code == 0
+    two.close()
+
+
+def test_a_shared_warm_process_of_another_environment_is_not_used(
+    tmp_path: Path, shared: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tuneloop.argo.processes.warmable", lambda argv: True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    launcher = Launcher(base_environment({WARM: shared}), warm=True)
+    process, _ = begin(launcher, tmp_path, "one")
+    (tmp_path / "one.end").touch()
+    assert process.ended.wait(LIMIT_S) and process.code == 0
+    launcher.close()
+    assert "no warm process: that of TUNELOOP_WARM was started with other variables" in caplog.text
+
+
+def test_a_shared_warm_process_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"TUNELOOP_WARM.*no warm process listens there.*or unset it"):
+        Launcher(base_environment({WARM: str(tmp_path / "nobody")}), warm=True)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -152,7 +153,17 @@ def test_a_stream_that_leaves_tokens_out_is_refused(policy: Artifact) -> None:
 
 
 def test_hanging_up_ends_what_runs(policy: Artifact) -> None:
-    peer = Peer(3)
+    hung_up = threading.Event()
+
+    class Flooding(Peer):
+        def lines(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+            try:
+                yield from super().lines(body)
+            except GeneratorExit:
+                hung_up.set()
+                raise
+
+    peer = Flooding(3)
     long = [Request(f"r{i}", [3, 4], list(range(64))) for i in range(4)]
 
     def stop(done: int) -> None:
@@ -161,9 +172,8 @@ def test_hanging_up_ends_what_runs(policy: Artifact) -> None:
     with serving(peer) as url:
         with pytest.raises(KeyboardInterrupt):
             opened(url, policy).generate(long, Sampling(1.0, 400, ()), stop)
-        clock = time.perf_counter()
+        until(hung_up.is_set)
         opened(url, policy).generate(REQUESTS[:1], SAMPLED, quiet)
-        assert time.perf_counter() - clock < 25, "64 · 400 tokens of a flood take 50 s"
 
 
 CALLS: list[dict[str, Any]] = []

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +87,8 @@ def test_what_can_not_be_judged_outside_is_not(tests: list[Any]) -> None:
     ],
 )  # fmt: skip
 def test_what_a_program_uses_up(program: str, reason: str, limits: dict[str, float]) -> None:
-    start = time.monotonic()
     outcome = judge(program, ANY, **limits)
     assert (outcome.outcome, outcome.score, outcome.breakdown[f"code.{reason}"]) == ("score", 0.0, 1.0)
-    assert time.monotonic() - start < 8 + 30
 
 
 ATTACKS = {

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.weights.exports import Crash, Crashing, Model, content, model, save, update
+from tests.waiting import LIMIT_S
 from tuneloop.artifacts import file_digest
 from tuneloop.cli import invoke
 from tuneloop.errors import Corrupt, UserError
@@ -209,9 +210,9 @@ def test_two_rival_publishers_leave_one_whole_version(tmp_path: Path) -> None:
         rivals = [multiprocessing.Process(target=_publish, args=(root, export, outcome)) for export in exports]
         for rival in rivals:
             rival.start()
-        assert sorted(outcome.get(timeout=30) for _ in rivals) == ["published", "refused"]
+        assert sorted(outcome.get(timeout=LIMIT_S) for _ in rivals) == ["published", "refused"]
         for rival in rivals:
-            rival.join(30)
+            rival.join(LIMIT_S)
         materialize(root, None, tmp_path / f"replica{attempt}")
         assert content(tmp_path / f"replica{attempt}") in [content(export) for export in exports]
 
