@@ -1,4 +1,4 @@
-"""The same task by every policy gradient: the demo's, from one SFT checkpoint, by `grpo` with its defaults.
+"""The same task by every policy gradient: the demo's, from one SFT checkpoint, batch and learning rate of the demo.
 
     python benchmarks/algorithms.py [--algorithms grpo dapo gspo rloo] [--seed 0] [--iterations 80]
 

@@ -3,8 +3,7 @@
     tuneloop run sft_then_grpo
 
 With its defaults it is the demo: a small Qwen3 made here learns to reverse digits from demonstrations most of which
-copy them instead; the loop then sharpens the skill by reward alone. It is to take a minute on two cores: SFT is short,
-and the loop begins at a high learning rate, which falls. `grpo.py` has the loop.
+copy them instead; the loop then sharpens the skill by reward alone. `grpo.py` has the loop.
 """
 
 from __future__ import annotations
@@ -12,10 +11,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, model_validator
-
 from tuneloop.config import load_pipeline
-from tuneloop.policy_update import policy_update
 from tuneloop.sft import sft
 
 if TYPE_CHECKING:
@@ -23,36 +19,13 @@ if TYPE_CHECKING:
 
 grpo = load_pipeline("grpo", beside=__file__)
 
-Sft: Any = sft.settings(without={"seed", "weights"}, per_device_train_batch_size=32, learning_rate=2e-3)
-PolicyUpdate: Any = policy_update.settings(
-    without=grpo.SET_BY_PIPELINE, learning_rate=1e-3, lr_scheduler_type="linear", max_steps=32
-)
-
-
-class Loop(grpo.Loop):  # type: ignore[name-defined,misc]
-    """When the loop ends."""
-
-    iterations: int = Field(28, ge=1, description="at most so many")
+Sft: Any = sft.settings(without={"seed", "weights"})
 
 
 class Config(grpo.Config):  # type: ignore[name-defined,misc]
     """Configuration of `sft_then_grpo`: that of `grpo`, and `sft`."""
 
-    loop: Loop = Loop()
     sft: Sft = Sft()
-    update: PolicyUpdate = PolicyUpdate()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _schedule(cls, given: Any) -> Any:
-        """The learning rate falls until the loop is over, however long it is, unless `update.max_steps` is given."""
-        loop, update = given.get("loop", {}), given.get("update", {})
-        if not (isinstance(loop, dict) and isinstance(update, dict)):
-            return given
-        iterations, parts = loop.get("iterations", Loop().iterations), update.get("updates_per_batch", 1)
-        if isinstance(iterations, int) and isinstance(parts, int) and iterations * parts > PolicyUpdate().max_steps:
-            return {**given, "update": {"max_steps": iterations * parts, **update}}
-        return given
 
 
 def build_argo(config: Config) -> Workflow:
