@@ -48,13 +48,12 @@ def kill_when(line: list[str], workdir: Path, node: str, happened: Callable[[], 
     """Start, wait until the node has begun and something `happened`, SIGKILL everything; the phase it was killed in."""
     child = subprocess.Popen(line, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-    def reached() -> bool:
+    def reached() -> str | None:
         now = phase(workdir, node, child)
-        return now == "finished" or (now is not None and happened())
+        return now if now == "finished" or (now and happened()) else None
 
     try:
-        until(reached, 5 * LIMIT_S)
-        return phase(workdir, node, child) or "finished"
+        return until(reached, 5 * LIMIT_S) or ""
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)

@@ -40,16 +40,17 @@ def output(pod: state.Node, run: Path) -> Path:
 
 def test_killed_in_two_stages_and_resumed_is_the_undisturbed_run(tmp_path: Path) -> None:
     """In SFT when it has committed where to resume, and in an update that has begun to write."""
-    finish(command("run", "sft_then_grpo", "--run", "calm", store=tmp_path))
+    steps = {"sft.max_steps": 100}  # the first ten are committed where a resume finds them
+    finish(command("run", "sft_then_grpo", "--run", "calm", store=tmp_path, **steps))
     calm = pods(tmp_path / "calm")
     training = next(pod for pod in calm if pod.template == "sft")
     update = [pod for pod in calm if pod.template == "policy-update"][1]
     killed = tmp_path / "killed"
     points = {
-        training.id: lambda: (killed / "sft" / "resume").exists(),
+        training.id: lambda: any((killed / "sft").glob("resume/*/manifest.json")),
         update.id: lambda: any((killed / "iterations" / "2" / "policy-update").glob("data-*")),
     }
-    line = command("run", "sft_then_grpo", "--run", "killed", store=tmp_path)
+    line = command("run", "sft_then_grpo", "--run", "killed", store=tmp_path, **steps)
     for pod, happened in points.items():
         assert kill_when(line, killed, pod, happened) == "Running"
         line = command("resume", "killed", store=tmp_path)
