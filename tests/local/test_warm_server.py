@@ -10,12 +10,15 @@ import pytest
 
 from tests.policies import commit_policy
 from tests.waiting import LIMIT_S, free_port, until
-from tuneloop.argo.processes import Launcher, base_environment
+from tuneloop.argo.processes import WARM, Launcher, base_environment
 
 pytestmark = pytest.mark.local
 
 
-def test_a_server_is_a_fork_with_vllm_imported_that_looks_at_no_model_in_a_fresh_process(tmp_path: Path) -> None:
+def test_a_server_is_a_fork_with_vllm_imported_that_looks_at_no_model_in_a_fresh_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(WARM, raising=False)  # a process of its own, with a cache of its own
     environment = base_environment({"VLLM_CACHE_ROOT": str(tmp_path / "cache")})
     log, port = tmp_path / "log", free_port()
     args = json.dumps({"max_model_len": 64, "kv_cache_memory_bytes": 1 << 26})

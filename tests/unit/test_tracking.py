@@ -13,6 +13,7 @@ import pytest
 from tests.unit import toy
 from tests.unit.test_delivery import pulled, rollout
 from tests.unit.test_publication import chain
+from tests.waiting import LIMIT_S
 from tuneloop import runs, tracking
 from tuneloop.delivery import NUMBERS
 from tuneloop.errors import UserError
@@ -181,13 +182,16 @@ def test_a_server_that_does_not_answer_is_said_at_once_and_ends_no_run(
 
 
 class Health(BaseHTTPRequestHandler):
-    """Says that it is well, and does nothing."""
+    """Says that it is well, and does nothing; `asked` counts who wanted to know."""
+
+    asked = threading.Semaphore(0)
 
     def do_GET(self) -> None:
         if self.path != "/health":
             threading.Event().wait()
         self.send_response(200)
         self.end_headers()
+        self.asked.release()
 
 
 def test_a_server_that_went_away_meanwhile_is_not_waited_for(
@@ -203,6 +207,8 @@ def test_a_server_that_went_away_meanwhile_is_not_waited_for(
     monkeypatch.setattr(tracking, "ANSWERS", 60.0)
     run = started(tmp_path, "gone", 1)
     with tracking.follower(run) as told:
+        for _ in range(2):  # the process that follows the run has also found it well
+            assert Health.asked.acquire(timeout=LIMIT_S)
         server.shutdown()
         server.server_close()
         assert (run.directory / "mlflow.log").exists()

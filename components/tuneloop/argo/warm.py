@@ -198,6 +198,8 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> NoReturn:
         numpy.random.seed()  # as in a fresh process; `random` sees to itself
     sys.path[0] = cwd
     sys.argv = list(argv[2:])
+    with contextlib.suppress(OSError):  # Linux alone: what `ps -o comm` and `top` call it
+        Path("/proc/self/comm").write_text(argv[2])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code: object = 0
     try:

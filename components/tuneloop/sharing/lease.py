@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from tuneloop.argo import cluster as argo
-from tuneloop.errors import Corrupt, Retryable, UserError
+from tuneloop.errors import Corrupt, Unavailable, UserError
 from tuneloop.sharing.turns import Document, Turns
 from tuneloop.store import Conflict
 
@@ -77,7 +77,7 @@ class Lease:
                     if write or error.status != 404:
                         raise
         except argo.Away as error:  # it was there before: a turn outlasts that
-            raise Retryable(str(error)) from error
+            raise Unavailable(str(error)) from error
 
 
 def groups(cluster: argo.Cluster) -> dict[str, Document]:

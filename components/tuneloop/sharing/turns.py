@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tuneloop.errors import Retryable, UserError
+from tuneloop.errors import Interrupted, Retryable, Unavailable, UserError
 from tuneloop.fence import Grant, clock
 from tuneloop.store import Conflict
 
@@ -269,9 +269,9 @@ class Turns:
                     beaten = before
             if timeout is not None and clock() - started > timeout:
                 holder = document.holder.who if document.holder else "nobody"
-                raise Retryable(f"turns: {self.group}: no turn within {timeout:g} s; {holder} has it")
+                raise Unavailable(f"turns: {self.group}: no turn within {timeout:g} s; {holder} has it")
             if stop.wait(pause(self.patience)):
-                raise Retryable(f"turns: {self.group}: stopped while waiting")
+                raise Interrupted(f"turns: {self.group}: stopped while waiting")
 
     def _take(self, ticket: str, seen: Document, silent: set[str]) -> int | None:
         """The number of the turn, if it can be had: most of the time there is nothing to write."""
@@ -361,7 +361,7 @@ class Held:
         """
         if self.lost.is_set() or clock() >= self.grant.until:
             self.lost.set()
-            raise Retryable(f"turn {self.number} of group {self.turns.group} was lost")
+            raise Unavailable(f"turn {self.number} of group {self.turns.group} was lost")
 
     def beat(self) -> Held:
         """Renew the turn, once.
@@ -381,7 +381,7 @@ class Held:
             self.turns.change(mine)
         except Refused as error:
             self.lost.set()
-            raise Retryable(f"turns: {self.turns.group}: {error}") from error
+            raise Unavailable(f"turns: {self.turns.group}: {error}") from error
         self.renewed = before
         return self
 

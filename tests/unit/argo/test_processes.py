@@ -284,7 +284,7 @@ def test_it_runs_on_a_thread_too(tmp_path: Path) -> None:
 
 # One warm process for several runs. That of one run is tested in tests/local: it needs torch
 
-SHARED = "from tuneloop.argo import warm; warm.LIBRARIES = (); warm.main()"
+SHARED = "from tuneloop.argo import warm; warm.LIBRARIES = {'server': ()}; warm.main()"
 
 
 @pytest.fixture
@@ -292,7 +292,7 @@ def shared() -> Iterator[str]:
     """Its socket, by a name that is short enough for one."""
     with tempfile.TemporaryDirectory() as place:
         path = f"{place}/socket"
-        process = subprocess.Popen([sys.executable, "-c", SHARED, path], env=base_environment({}))
+        process = subprocess.Popen([sys.executable, "-c", SHARED, "server", path], env=base_environment({}))
         until(Path(path).exists, child=process)
         yield path
         process.kill()
@@ -315,7 +315,7 @@ def begin(launcher: Launcher, tmp_path: Path, name: str) -> tuple[Process, int]:
 def test_runs_share_a_warm_process(tmp_path: Path, shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets a fork of its own, which ends all that it started when the run ends; the others go on."""
     monkeypatch.setattr("tuneloop.argo.processes.warmable", lambda argv: True)
-    one, two = (Launcher(base_environment({WARM: shared}), warm=True) for _ in range(2))
+    one, two = (Launcher(base_environment({WARM: shared}), warm=["stages"]) for _ in range(2))
     first, mine = begin(one, tmp_path, "one")
     second, theirs = begin(two, tmp_path, "two")
     one.close()
@@ -330,7 +330,7 @@ def test_a_shared_warm_process_of_another_environment_is_not_used(
 ) -> None:
     monkeypatch.setattr("tuneloop.argo.processes.warmable", lambda argv: True)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    launcher = Launcher(base_environment({WARM: shared}), warm=True)
+    launcher = Launcher(base_environment({WARM: shared}), warm=["stages"])
     process, _ = begin(launcher, tmp_path, "one")
     (tmp_path / "one.end").touch()
     assert process.ended.wait(LIMIT_S) and process.code == 0
@@ -340,7 +340,7 @@ def test_a_shared_warm_process_of_another_environment_is_not_used(
 
 def test_a_shared_warm_process_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"TUNELOOP_WARM.*no warm process listens there.*or unset it"):
-        Launcher(base_environment({WARM: str(tmp_path / "nobody")}), warm=True)
+        Launcher(base_environment({WARM: str(tmp_path / "nobody")}), warm=["stages"])
 
 
 @pytest.mark.parametrize(
