@@ -162,7 +162,7 @@ class Session:
         self._lock = threading.RLock()
         self._running: dict[str, tuple[Node, Process, float]] = {}
         self._read: dict[str, int] = {}
-        self._forsaken: dict[str, str] = {}
+        self._end_reasons: dict[str, str] = {}
         self._journal = Journal(workdir)
         self._signal: int | None = None
 
@@ -251,23 +251,25 @@ class Session:
 
     # What graph and pod ask of a session
 
-    def forsake(self, paths: Iterable[str], reason: str) -> None:
+    def end_nodes(self, paths: Iterable[str], reason: str) -> None:
         """End what runs at or below nodes of these names, and let nothing start there any more."""
         with self._lock:
-            self._forsaken = self._forsaken | dict.fromkeys(paths, reason)  # replaced: threads read it
+            self._end_reasons = self._end_reasons | dict.fromkeys(paths, reason)  # replaced: threads read it
             for node, process, grace in self._running.values():
-                if self.find_forsaken(node.name):
+                if self.find_end_reason(node.name):
                     _end_apart(process, grace)
 
-    def find_forsaken(self, name: str) -> str | None:
-        """Why nothing is to run at a node, if that is so."""
-        below = (reason for path, reason in self._forsaken.items() if re.match(rf"{re.escape(path)}([.(\[]|$)", name))
-        return next(below, None)
+    def find_end_reason(self, name: str) -> str | None:
+        """Say why nothing may run at the node `name`; None where it may."""
+        for path, reason in self._end_reasons.items():
+            if re.match(rf"{re.escape(path)}([.(\[]|$)", name):
+                return reason
+        return None
 
-    def rest(self, seconds: float, name: str) -> bool:
+    def pause(self, seconds: float, name: str) -> bool:
         """Wait, and say whether the run, or what is at the node `name`, is to end; at once if that is so."""
         deadline = time.monotonic() + seconds
-        while not self.stopping.is_set() and not self.find_forsaken(name):
+        while not self.stopping.is_set() and not self.find_end_reason(name):
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
@@ -359,7 +361,7 @@ class Session:
         with self._lock:
             self._running[node.id] = (node, process, grace)
             self._read.setdefault(node.id, (self.workdir / node.log).stat().st_size)
-            if self.find_forsaken(node.name):
+            if self.find_end_reason(node.name):
                 _end_apart(process, grace)
         try:
             yield

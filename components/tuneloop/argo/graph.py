@@ -68,7 +68,7 @@ def call(session: Session, what: Call) -> Result:
         scope |= given.scope
 
         def attempt(node: Node, extra: Scope) -> Result:
-            return _excuse(
+            return _omit_ended(
                 session, template, node, _attempt(session, template, node, what, scope | extra, given.artifacts)
             )
 
@@ -78,7 +78,7 @@ def call(session: Session, what: Call) -> Result:
         result = Result("Error", str(error))
     except Exception as error:  # the machine's fault (no disk, no such file): this node's error, not the run's end
         result = Result("Error", f"{type(error).__name__}: {error}")
-    result = _excuse(session, template or {}, node, result)
+    result = _omit_ended(session, template or {}, node, result)
     _publish(session, template or {}, result)
     session.settle(node, result)
     return result
@@ -103,9 +103,9 @@ def _attempt(
     return suspend(session, filled, node) if "suspend" in filled else run_pod(session, filled, node, artifacts)
 
 
-def _excuse(session: Session, template: Mapping[str, Any], node: Node, result: Result) -> Result:
+def _omit_ended(session: Session, template: Mapping[str, Any], node: Node, result: Result) -> Result:
     """`result`, unless the end of a server brought it about: then what failed is the server, and nothing else."""
-    reason = session.find_forsaken(node.name)
+    reason = session.find_end_reason(node.name)
     if reason is None or (result.phase == "Succeeded" and not {"dag", "steps"} & {*template}):
         return result
     if result.daemon:
@@ -196,7 +196,7 @@ class Graph:
                 left = [n for n in tasks if n not in results and name in _ancestors(n, logic)]
                 if left and daemon.result.broken and not self.session.stopping.is_set():
                     results[name] = daemon.result
-                    self.session.forsake((f"{self.node.name}.{n}" for n in left), f"{name}: {daemon.result.message}")
+                    self.session.end_nodes((f"{self.node.name}.{n}" for n in left), f"{name}: {daemon.result.message}")
                     changed.notify()
 
         with changed:
@@ -307,7 +307,7 @@ class Graph:
         except ExpressionError as error:
             return self.skip(task, display, place, "Error", str(error))
         called = self._called(task, display, place)
-        if self.halted or self.session.find_forsaken(called.name):
+        if self.halted or self.session.find_end_reason(called.name):
             return Result("Omitted", "not started: the run is ending")
         own = {f"{self.prefix}.name": display}
         hooks = Hooks(self, task, called.name, scope)

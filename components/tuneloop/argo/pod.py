@@ -142,7 +142,7 @@ def run_pod(session: Session, template: Mapping[str, Any], node: Node, artifacts
             if isinstance(error, UserError):
                 return Result("Failed", str(error), exit_code=EXIT_USER)
             return Result("Failed", f"{name_class(error)}: {error}", exit_code=EXIT_RETRY)
-        if session.stopping.is_set() or session.find_forsaken(node.name):
+        if session.stopping.is_set() or session.find_end_reason(node.name):
             return Result("Failed", "stopped before it started")
         session.start(node)
         patient = not set(command[:3]) & set(LIGHT)
@@ -254,7 +254,7 @@ def suspend(session: Session, template: Mapping[str, Any], node: Node) -> Result
     supplied = [name for name, p in declared.items() if "supplied" in p.get("valueFrom", {})]
     duration = (template["suspend"] or {}).get("duration")
     if duration:
-        if session.rest(seconds(duration), node.name):
+        if session.pause(seconds(duration), node.name):
             return Result("Failed", "stopped")
         answers = {name: declared[name]["valueFrom"].get("default") for name in supplied}
     else:

@@ -87,7 +87,7 @@ class _Attempts:
 
     def another(self, result: Result) -> bool:
         """Whether there is to be another attempt after one that came to `result`; waits for its time."""
-        if self.session.stopping.is_set() or self.session.find_forsaken(self.node.name):
+        if self.session.stopping.is_set() or self.session.find_end_reason(self.node.name):
             return False
         self._last = _facts(result, self._child, self._number)
         refusal, pause = _refusal(self._strategy, self._last, result, self._number, time.monotonic() - self._began)
@@ -98,7 +98,7 @@ class _Attempts:
         daemon = self.session.templates[self._what.template].get("daemon")
         said = self._announce_restart(result) if daemon else _announce(result, self._number, pause)
         self.session.say(self.node, said)
-        return not self.session.rest(pause, self.node.name)
+        return not self.session.pause(pause, self.node.name)
 
     def _announce_restart(self, result: Result) -> str:
         """What people read of a server that died, and is started again."""
@@ -138,7 +138,7 @@ class _Revived:
 
     def close(self) -> None:
         self._closing = True
-        self._attempts.session.forsake([self._attempts.node.name], "nothing is left that it could serve")
+        self._attempts.session.end_nodes([self._attempts.node.name], "nothing is left that it could serve")
         self._daemon.close()
         self._thread.join()
 
