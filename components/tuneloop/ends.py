@@ -15,7 +15,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tuneloop.errors import EXIT_RETRY, EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE
+from tuneloop.errors import EXIT_GAVE_UP, EXIT_RETRY, EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE
 
 OUT_OF_MEMORY = "OOMKilled"
 """The kubelet's reason, which Argo puts into a node's message."""
@@ -45,8 +45,12 @@ RETRY_STEP = (
     f"{[NO_EXIT_CODE, EXIT_RETRY, TERMINATED]} || asInt(lastRetry.exitCode) in {sorted(KILLED)} && asInt(retries) < 3))"
 )
 """That of a small step (a launcher, a continuation), which has no output to keep a budget at."""
-RETRY_SERVER = f"({_RETRIED_ERROR}) || (lastRetry.status == 'Failed' && asInt(lastRetry.exitCode) != {EXIT_USER})"
-"""That of a server, which must not end by itself at all: only the user's mistake is not tried again."""
+RETRY_SERVER = (
+    f"({_RETRIED_ERROR}) || "
+    f"(lastRetry.status == 'Failed' && !(asInt(lastRetry.exitCode) in [{EXIT_USER}, {EXIT_GAVE_UP}]))"
+)
+"""That of a server, which must not end by itself at all: only after the user's mistake, or when its budget is used up,
+is it not started again."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +99,11 @@ MEMORY = EndClass(
 KILL = EndClass(
     "killed by a signal", f"exit code {', '.join(map(str, sorted(KILLED)))}", "yes, within the budget", counts=True
 )
+GAVE_UP = EndClass("gave up", f"exit code {EXIT_GAVE_UP}", "no; the budget of attempts without progress is used up")
 BUG = EndClass(
     "bug", "any other exit code", "no, the log has the traceback; a server: yes, within the budget", counts=True
 )
-END_CLASSES = (SUCCEEDED, MISTAKE, INTERRUPTION, AWAY, FOR_NOW, EVICTED, ENGINE, REJECTED, MEMORY, KILL, BUG)
+END_CLASSES = (SUCCEEDED, MISTAKE, INTERRUPTION, AWAY, FOR_NOW, EVICTED, ENGINE, REJECTED, MEMORY, KILL, GAVE_UP, BUG)
 
 
 def classify_end(phase: str, code: int, message: str) -> EndClass:
@@ -117,6 +122,7 @@ def classify_end(phase: str, code: int, message: str) -> EndClass:
     if code != 0 and OUT_OF_MEMORY in message:
         return MEMORY
     known = {0: SUCCEEDED, EXIT_USER: MISTAKE, TERMINATED: INTERRUPTION, NO_EXIT_CODE: REJECTED}
+    known[EXIT_GAVE_UP] = GAVE_UP
     return known.get(code, KILL if code in KILLED else BUG)
 
 

@@ -1,7 +1,7 @@
 """The errors that decide a process's exit code.
 
 Exit codes are part of the stage contract: 0 committed, 2 the user's mistake (never retried),
-75 interrupted or temporarily impossible (retry), anything else a bug.
+75 interrupted or temporarily impossible (retry), 70 the budget of attempts is used up, anything else a bug.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 EXIT_USER = 2
 EXIT_RETRY = 75  # EX_TEMPFAIL of sysexits.h
+EXIT_GAVE_UP = 70  # EX_SOFTWARE: the budget of attempts is used up (`tuneloop.attempts`)
 TERMINATION_LOG = "TUNELOOP_TERMINATION_LOG"
 """Variable that names the file for the last line of a pod; default: Kubernetes' own ``/dev/termination-log``."""
 INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW = "interrupted", "unavailable", "failed for now"

@@ -20,6 +20,7 @@ from tuneloop import fence
 from tuneloop.artifacts import split_ref
 from tuneloop.attempts import Exhausted, wait_before_ending
 from tuneloop.errors import (
+    EXIT_GAVE_UP,
     EXIT_RETRY,
     EXIT_USER,
     UNAVAILABLE,
@@ -62,7 +63,7 @@ def _run(component: Component, argv: Sequence[str]) -> int:
             wait_before_ending()
         return code
     except Exhausted as error:
-        return _say(f"gave up: {error}", 1)
+        return _say(f"gave up: {error}", EXIT_GAVE_UP)
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             return _say(f"{UNAVAILABLE}: disk full ({error.filename}); free space, then run it again", EXIT_RETRY)

@@ -38,8 +38,8 @@ it is told what to load.
 
 Refusals are ``{"error": reason}``: 400 what was asked can not be done; 409 another version is served than the
 request demands (load it, then ask again); 503 no version is served, after a load that failed half-way until one
-succeeds. Exit codes: 0 after SIGTERM, 2 the user's mistake, 75 the store is away, or the
-engine has failed.
+succeeds. Exit codes: 0 after SIGTERM, 2 the user's mistake, 70 it was started too often without an answer, 75 the
+store is away or the engine has failed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from tuneloop.engines import Completion, Request, Sampling
 from tuneloop.engines._follow import Follower
 from tuneloop.engines._loop import EngineLoop, Mode, Refused, Ticket
 from tuneloop.engines.vllm import Vllm
-from tuneloop.errors import EXIT_RETRY, EXIT_USER, FAILED_FOR_NOW, Retryable, UserError, failed, say
+from tuneloop.errors import EXIT_GAVE_UP, EXIT_RETRY, FAILED_FOR_NOW, Retryable, UserError, failed, say
 from tuneloop.store import Store
 
 SAID = ("ids", "logprobs")
@@ -331,9 +331,9 @@ class Server:
                     continue
                 left -= 1
                 yield _line({"index": index, "completions": [_said(c) for c in said]})
-            if self.attempts:
-                attempts, self.attempts = self.attempts, None
-                await asyncio.to_thread(record_progress, attempts)
+                if self.attempts:
+                    attempts, self.attempts = self.attempts, None
+                    await asyncio.to_thread(record_progress, attempts)
         finally:
             self.loop.cancel(ticket)
 
@@ -357,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, Retryable) as error:
         return failed(error)
     except Exhausted as error:
-        return say(f"gave up: {error}", EXIT_USER)  # the only code after which a server is not started again
+        return say(f"gave up: {error}", EXIT_GAVE_UP)
     except Refused as error:
         return say(f"{FAILED_FOR_NOW}: {error}", EXIT_RETRY)
 

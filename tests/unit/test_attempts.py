@@ -118,7 +118,7 @@ def test_a_server_that_answered_begins_anew(stage: Attempts) -> None:
 def test_a_stage_gives_up_with_its_own_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """1, which is not tried again; the termination message says why. Once it has committed, the record is gone."""
+    """70, which is not tried again; the termination message says why. Once it has committed, the record is gone."""
     words = tmp_path / "words"
     words.touch()
     monkeypatch.setenv("TUNELOOP_TERMINATION_LOG", str(words))
@@ -128,7 +128,7 @@ def test_a_stage_gives_up_with_its_own_exit_code(
     (resume / RECORD).write_text(Record(attempt=BUDGET, without_progress=BUDGET, progress="").model_dump_json())
     argv = ["--checkpoint", str(tmp_path / "out")]
     monkeypatch.setenv(ATTEMPT, str(BUDGET + 1))
-    assert toy.sft.run(argv) == 1
+    assert toy.sft.run(argv) == 70
     assert words.read_text().startswith("gave up: 4 attempts in a row ended without progress")
     assert "gave up: 4 attempts" in capsys.readouterr().err
     monkeypatch.setenv(ATTEMPT, "1")

@@ -18,6 +18,7 @@ from tuneloop.ends import (
     ENGINE,
     EVICTED,
     FOR_NOW,
+    GAVE_UP,
     INTERRUPTION,
     KILL,
     MEMORY,
@@ -52,6 +53,7 @@ ENDS = [
     ("Failed", 137, "main: Error (exit code 137)", KILL),
     ("Failed", 132, "exit code 132 (SIGILL, illegal instruction)", KILL),
     ("Failed", 139, "main: Error (exit code 139)", KILL),
+    ("Failed", 70, "main: Error (exit code 70): gave up: 4 attempts", GAVE_UP),
     ("Failed", 1, "main: Error (exit code 1): bug: TypeError: x", BUG),
     ("Failed", 101, "main: Error (exit code 101)", BUG),
 ]
@@ -66,8 +68,8 @@ def test_an_end_has_a_class_and_argo_does_what_the_class_says(
         return
     last = {"lastRetry.status": phase, "lastRetry.exitCode": str(code), "lastRetry.message": message, "retries": "0"}
     # A stage that ran out of memory is started once more in any case: it says what to set if it has no more of it.
-    assert expressions.truth(RETRY_STAGE, last) == (end not in (MISTAKE, BUG))
-    assert expressions.truth(RETRY_SERVER, last) == (end is not MISTAKE)
+    assert expressions.truth(RETRY_STAGE, last) == (end not in (MISTAKE, GAVE_UP, BUG))
+    assert expressions.truth(RETRY_SERVER, last) == (end not in (MISTAKE, GAVE_UP))
 
 
 def test_an_error_of_the_engine_ends_a_run_that_never_starts() -> None:
