@@ -9,12 +9,14 @@ brought no progress: no commit, no new resume point, no answered request. A firs
 from __future__ import annotations
 
 import os
-import time
+import signal
+import threading
 from collections.abc import Callable
+from types import FrameType
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tuneloop.ends import FOR_NOW, MEMORY, NO_EXIT_CODE, classify_end, describe_exit
+from tuneloop.ends import AWAY, FOR_NOW, MEMORY, NO_EXIT_CODE, classify_end, describe_exit
 from tuneloop.errors import UserError
 from tuneloop.store import Store
 
@@ -23,7 +25,9 @@ BUDGET = 3
 ATTEMPT, LAST_END, MORE_MEMORY = "TUNELOOP_ATTEMPT", "TUNELOOP_LAST_END", "TUNELOOP_MEMORY_ON_RETRY"
 """Environment of a pod: the number of the attempt, from 0; phase, exit code and message of the one before; the memory
 limit of attempts after the first, where it is higher than that of the first."""
-LONGEST_WAIT_S = 300.0
+LONGEST_WAIT_S = 60.0
+AWAY_BUDGET = 100
+"""New attempts in a row that may follow on ends because something is away: hours, with the waits between them."""
 RECORD = "attempts.json"
 
 
@@ -37,12 +41,14 @@ class Record(BaseModel):
     Attributes:
         attempt: its number.
         without_progress: attempts in a row, up to the one before it, that count and brought no progress.
+        unavailable: attempts in a row, up to the one before it, that ended because something is away.
         progress: the signs of progress that it found.
     """
 
     model_config = ConfigDict(frozen=True)
     attempt: int
-    without_progress: int
+    without_progress: int = 0
+    unavailable: int = 0
     progress: str
 
 
@@ -64,21 +70,35 @@ def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
     if end is MEMORY:
         _check_memory(number)
     before, progress = _read_record(store, number - 1), read_progress()
-    begun = before.without_progress if before and before.progress == progress else 0
-    if (count := begun + end.counts) > BUDGET:
+    same = before if before and before.progress == progress else Record(attempt=0, progress=progress)
+    count = same.without_progress + end.counts
+    away = same.unavailable + 1 if end is AWAY else 0
+    if count > BUDGET or away > AWAY_BUDGET:
         last = f"{end.name}, {describe_exit(code)}{f': {message}' if message else ''}"
-        raise Exhausted(f"{count} attempts in a row ended without progress; the last one: {last}")
-    record = Record(attempt=number, without_progress=count, progress=progress)
+        raise Exhausted(f"{max(count, away)} attempts in a row ended without progress; the last one: {last}")
+    record = Record(attempt=number, without_progress=count, unavailable=away, progress=progress)
     store.put(RECORD, record.model_dump_json().encode())
 
 
 def wait_before_ending() -> None:
-    """Wait while something is away, longer with each attempt and at most `LONGEST_WAIT_S`, before this one ends.
+    """Wait while something is away, longer with each attempt and at most `LONGEST_WAIT_S`, before this one ends; not
+    any longer when SIGTERM arrives. To be called by the main thread.
 
     A workflow engine pauses for the same few seconds each time, and keeps every attempt in its status.
     """
-    if number := int(os.environ.get(ATTEMPT) or 0):
-        time.sleep(min(LONGEST_WAIT_S, 10.0 * 2.0 ** min(number, 10)))
+    number = int(os.environ.get(ATTEMPT) or 0)
+    if not number:
+        return
+    stopped, previous = threading.Event(), signal.getsignal(signal.SIGTERM)
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        stopped.set()
+        if callable(previous):
+            previous(signum, frame)
+
+    signal.signal(signal.SIGTERM, stop)
+    stopped.wait(min(LONGEST_WAIT_S, 10.0 * 2.0 ** min(number, 10)))
+    signal.signal(signal.SIGTERM, previous)
 
 
 def record_progress(store: Store) -> None:

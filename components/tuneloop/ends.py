@@ -31,12 +31,13 @@ KILLED = tuple(
 )
 RETRIED_CODES = sorted((NO_EXIT_CODE, EXIT_RETRY, TERMINATED, *KILLED))
 """Exit codes after which a stage is started again."""
-DELETED = "deleted"
-"""What Argo's message says of a pod that was evicted or preempted: ``pod deleted``."""
+DELETED = "pod deleted"
+"""Argo's message of a pod that was evicted or preempted."""
 MOST_ENGINE_ERRORS = 20
 """Attempts after which an error of the engine itself ends the run: a pod that cannot be started may never be."""
 _RETRIED_ERROR = (
-    f"lastRetry.status == 'Error' && (lastRetry.message contains '{DELETED}' || asInt(retries) < {MOST_ENGINE_ERRORS})"
+    "lastRetry.status == 'Error' && "
+    f"(lastRetry.message matches '{DELETED}|exit code 1(37|43)' || asInt(retries) < {MOST_ENGINE_ERRORS})"
 )
 RETRY_STAGE = f"({_RETRIED_ERROR}) || (lastRetry.status == 'Failed' && asInt(lastRetry.exitCode) in {RETRIED_CODES})"
 """Argo's ``retryStrategy.expression`` of a stage: the table below, for what Argo can see."""
@@ -76,16 +77,21 @@ INTERRUPTION = EndClass(INTERRUPTED, f"exit code {TERMINATED}, or {EXIT_RETRY} a
 AWAY = EndClass(
     UNAVAILABLE,
     f"exit code {EXIT_RETRY}, a store, a server, a device lease or another process of the stage is away",
-    "yes, always",
+    "yes, 100 times in a row without progress",
 )
 FOR_NOW = EndClass(
     FAILED_FOR_NOW, f"exit code {EXIT_RETRY}, for another cause that may pass", "yes, within the budget", counts=True
 )
-EVICTED = EndClass("evicted or preempted", f"phase Error, message `pod {DELETED}`", "yes, always")
+EVICTED = EndClass(
+    "evicted or preempted",
+    f"phase Error, message `{DELETED}`, or exit code {128 + signal.SIGKILL} or {TERMINATED} of Argo's own containers; "
+    "phase Failed with the kubelet's message in place of the container's",
+    "yes, always",
+)
 ENGINE = EndClass(
-    "error of the engine",
+    "workflow engine error",
     "phase Error, another message: the pod could not be started, or its outputs not be read",
-    f"yes, among the first {MOST_ENGINE_ERRORS} attempts",
+    f"yes, if it is among the first {MOST_ENGINE_ERRORS} attempts, whatever those before ended by",
     counts=True,
 )
 REJECTED = EndClass(
@@ -115,15 +121,24 @@ def classify_end(phase: str, code: int, message: str) -> EndClass:
         message: what the engine says of it, the termination message included.
     """
     if phase == "Error":
-        return EVICTED if DELETED in message else ENGINE
+        return EVICTED if re.search(rf"{DELETED}|exit code 1(37|43)", message) else ENGINE
+    if phase == "Failed" and code == 0:  # what Argo passes on for a pod that never had a container
+        return REJECTED
     if code == EXIT_RETRY:
-        said = re.sub(rf"^.*?exit code {EXIT_RETRY}\)?: ", "", message)
+        said = strip_exit(message)
         return next((end for end in (INTERRUPTION, AWAY) if said.startswith(f"{end.name}:")), FOR_NOW)
     if code != 0 and OUT_OF_MEMORY in message:
         return MEMORY
+    if code in KILLED and "exit code" not in message and message:  # such as that the node is low on memory
+        return EVICTED
     known = {0: SUCCEEDED, EXIT_USER: MISTAKE, TERMINATED: INTERRUPTION, NO_EXIT_CODE: REJECTED}
     known[EXIT_GAVE_UP] = GAVE_UP
     return known.get(code, KILL if code in KILLED else BUG)
+
+
+def strip_exit(message: str) -> str:
+    """The process's own last line, of a message that begins with its exit code as Argo or we name it."""
+    return re.sub(r"^.*?exit code \d+(\)| \([^)]*\))?: ", "", message)
 
 
 def table() -> str:

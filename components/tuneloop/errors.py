@@ -7,6 +7,7 @@ Exit codes are part of the stage contract: 0 committed, 2 the user's mistake (ne
 from __future__ import annotations
 
 import os
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -55,24 +56,25 @@ class Corrupt(UserError):
     """Bytes that differ from what their manifest says."""
 
 
-def say(line: str, code: int) -> int:
+def say(line: str, code: int, replace: bool = True) -> int:
     """Print one line on standard error, and return the exit code that goes with it.
 
-    A line that explains a failure is also the pod's termination message, which Argo puts into the node's message.
+    A line that explains a failure is also the pod's termination message, which Argo puts into the node's message;
+    `replace`: also where there is one already.
     """
     line = " ".join(line.split())
     print(line, file=sys.stderr, flush=True)
     if code:
-        write_termination_message(line)
+        write_termination_message(line, replace)
     return code
 
 
-def write_termination_message(line: str) -> None:
+def write_termination_message(line: str, replace: bool = True) -> None:
     """Leave `line` where Kubernetes, or the local executor, reads why a container ended."""
     path = Path(os.environ.get(TERMINATION_LOG, "/dev/termination-log"))
     with suppress(OSError):  # it explains an end, and must not become another one
-        if path.is_file():
-            path.write_text(line.replace("{{", "{ {")[:2000])  # a tag would be Argo's to substitute
+        if path.is_file() and (replace or not path.stat().st_size):
+            path.write_text(re.sub(r"\{(?=\{)", "{ ", line)[:2000])  # a tag would be Argo's to substitute
 
 
 def failed(error: UserError | Retryable) -> int:

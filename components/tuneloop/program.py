@@ -68,7 +68,8 @@ def _run(component: Component, argv: Sequence[str]) -> int:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             return _say(f"{UNAVAILABLE}: disk full ({error.filename}); free space, then run it again", EXIT_RETRY)
         if _lost_peer(error):
-            return _say(f"{UNAVAILABLE}: another process of this stage has ended ({error})", EXIT_RETRY)
+            why = f"{UNAVAILABLE}: another process of this stage has ended ({error})"
+            return _say(why, EXIT_RETRY, replace=False)  # that one says why
         if isinstance(error, ModuleNotFoundError) and error.name in TRAINING:
             mistake = UserError("package", error.name, "is not installed; pip install 'tuneloop[train]'")
             return _say(f"error: {mistake}", EXIT_USER)
@@ -147,6 +148,8 @@ def _lost_peer(error: Exception) -> bool:
     return isinstance(error, own) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
-def _say(line: str, code: int) -> int:
+def _say(line: str, code: int, *, replace: bool = True) -> int:
+    """Say why this rank ends; `replace`: in place of what another rank has left as the pod's termination message."""
     rank = int(os.environ.get("RANK", "0"))
-    return say(f"rank {rank}: {line}" if rank else line, code)
+    kind, _, rest = line.partition(": ")
+    return say(f"{kind}: rank {rank}: {rest}" if rank else line, code, replace)

@@ -23,7 +23,8 @@ from typing import Any, NoReturn
 from tuneloop.argo.executor import Outcome, execute
 from tuneloop.argo.resident import Resident
 from tuneloop.argo.state import Node
-from tuneloop.errors import UserError, failed
+from tuneloop.ends import strip_exit
+from tuneloop.errors import INTERRUPTED, UserError, failed, write_termination_message
 from tuneloop.program import write_outputs
 
 
@@ -82,6 +83,8 @@ def run(graph: Mapping[str, Any], arguments: Mapping[str, str]) -> int:
         write_outputs(next(node.outputs for node in outcome.nodes.values() if not node.parent))
     else:
         print(f"segment: {outcome.phase.lower()}: {outcome.message}", file=sys.stderr, flush=True)
+        stopped = f"{INTERRUPTED}: segment: stopped by a signal"
+        write_termination_message(stopped if resident.stopped.is_set() else strip_exit(outcome.message))
     return outcome.exit_code
 
 

@@ -7,6 +7,7 @@ import pytest
 from tests.unit import toy
 from tuneloop.attempts import (
     ATTEMPT,
+    AWAY_BUDGET,
     BUDGET,
     LAST_END,
     MORE_MEMORY,
@@ -54,7 +55,14 @@ def test_preemptions_are_free(stage: Attempts) -> None:
     for _ in range(168):
         stage.next(DELETED)
         stage.next("Failed 75 main: Error (exit code 75): interrupted: sft: stopped by a signal")
-        stage.next("Failed 75 exit code 75: unavailable: store: s3://bucket: error sending request")
+
+
+def test_what_is_away_for_hours_ends_a_stage(stage: Attempts) -> None:
+    away = "Failed 75 exit code 75: unavailable: store: s3://bucket: error sending request"
+    for _ in range(AWAY_BUDGET):
+        stage.next(away)
+    with pytest.raises(Exhausted, match="101 attempts in a row"):
+        stage.next(away)
 
 
 def test_progress_gives_the_whole_budget_back(stage: Attempts) -> None:

@@ -33,6 +33,7 @@ from tuneloop.ends import (
     describe_exit,
     table,
 )
+from tuneloop.errors import TERMINATION_LOG, write_termination_message
 
 DOCS = Path(__file__).parents[2] / "docs"
 ENDS = [
@@ -41,6 +42,7 @@ ENDS = [
     ("Failed", 75, "main: Error (exit code 75): interrupted: sft: stopped by a signal", INTERRUPTION),
     ("Failed", 75, "exit code 75: interrupted: sft: stopped by a signal", INTERRUPTION),
     ("Failed", 75, "exit code 75: unavailable: store: s3://b: error sending", AWAY),
+    ("Failed", 75, "main: Error (exit code 75): unavailable: rank 3: store: s3://b: error sending", AWAY),
     ("Failed", 75, "unavailable: turn 3 of group g was lost", AWAY),
     ("Failed", 75, "exit code 75: failed for now: reward: 9 of 9, one said interrupted: no", FOR_NOW),
     ("Failed", 75, "main: Error (exit code 75)", FOR_NOW),
@@ -49,6 +51,9 @@ ENDS = [
     ("Error", 137, "pod deleted", EVICTED),
     ("Error", 64, "wait: Error (exit code 64): path does not exist", ENGINE),
     ("Failed", -1, "Pod was rejected: Allocate failed due to no healthy devices present", REJECTED),
+    ("Failed", 0, "Pod was rejected: UnexpectedAdmissionError", REJECTED),
+    ("Failed", 137, "The node was low on resource: ephemeral-storage.", EVICTED),
+    ("Error", 143, "init: Error (exit code 143)", EVICTED),
     ("Failed", 137, "main: OOMKilled (exit code 137)", MEMORY),
     ("Failed", 137, "main: Error (exit code 137)", KILL),
     ("Failed", 132, "exit code 132 (SIGILL, illegal instruction)", KILL),
@@ -68,6 +73,8 @@ def test_an_end_has_a_class_and_argo_does_what_the_class_says(
         return
     last = {"lastRetry.status": phase, "lastRetry.exitCode": str(code), "lastRetry.message": message, "retries": "0"}
     # A stage that ran out of memory is started once more in any case: it says what to set if it has no more of it.
+    if code == 0:
+        last["lastRetry.exitCode"] = "-1"  # which the expression reads for it
     assert expressions.truth(RETRY_STAGE, last) == (end not in (MISTAKE, GAVE_UP, BUG))
     assert expressions.truth(RETRY_SERVER, last) == (end not in (MISTAKE, GAVE_UP))
 
@@ -160,3 +167,23 @@ def test_what_a_pod_is_told_of_the_attempt_before(tmp_path: Path) -> None:
     assert nodes["t(1)"].message.startswith("exit code 132 (SIGILL, illegal instruction)")
     assert nodes["t(2)"].outputs["y"].startswith("Failed 132 exit code 132 (SIGILL")
     assert outcome.exit_code == 0
+
+
+def test_a_message_keeps_no_tag_for_argo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = tmp_path / "words"
+    words.touch()
+    monkeypatch.setenv(TERMINATION_LOG, str(words))
+    for braces in range(2, 7):
+        write_termination_message(f"error: {'{' * braces}workflow.name{'}' * braces}")
+        assert "{{" not in words.read_text() and "workflow.name" in words.read_text()
+
+
+def test_what_a_rank_leaves_is_not_replaced_by_who_lost_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = tmp_path / "words"
+    words.touch()
+    monkeypatch.setenv(TERMINATION_LOG, str(words))
+    write_termination_message("unavailable: another process of this stage has ended", replace=False)
+    assert words.read_text().startswith("unavailable")
+    write_termination_message("failed for now: rank 1: reward")
+    write_termination_message("unavailable: another process of this stage has ended", replace=False)
+    assert words.read_text() == "failed for now: rank 1: reward"

@@ -226,8 +226,7 @@ def main(argv: Sequence[str]) -> int:
     def stop(signum: int, frame: object) -> None:
         raise Interrupted(f"{job['metadata']['name']}: stopped by {signal.Signals(signum).name}")
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         cluster = argo.connect(given.namespace)
         try:
@@ -237,6 +236,9 @@ def main(argv: Sequence[str]) -> int:
             raise
     except (UserError, Retryable) as error:
         return failed(error)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

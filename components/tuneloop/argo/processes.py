@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from tuneloop.argo import spawn
 from tuneloop.argo.warm import Kind, compatible, serves, warmable
 from tuneloop.errors import UserError
+from tuneloop.provenance import code_digest
 
 log = logging.getLogger("tuneloop.argo")
 WARM = "TUNELOOP_WARM"
@@ -137,6 +138,8 @@ class Server:
             self.took = message["took"]
             if not compatible(message.get("env", self.env), self.env):
                 self.failure = f"that of {WARM} was started with other variables that take effect at import"
+            elif "code" in message and message["code"] != [sys.executable, code_digest()]:
+                self.failure = f"that of {WARM} has other code, or another Python; start it again"
             self.settled.set()
         elif "failed" in message:
             self.failure = message["failed"]
@@ -176,6 +179,8 @@ class Launcher:
         warm = self._warm.get("stages") if warmable(argv) else self._warm.get("server") if serves(argv) else None
         if warm and compatible(warm.env, env) and self._ready(warm, patient):
             server = warm
+        if server is self._spawner and server.failure is not None:
+            raise RuntimeError(f"the process that starts pods has ended ({server.failure}); run `tuneloop resume`")
         if Path(argv[0]).name in ("python", "python3"):
             argv = [sys.executable, *argv[1:]]
         return server.start(argv, env, cwd, stdout, stderr)
@@ -196,6 +201,8 @@ class Launcher:
 def _connect(path: str) -> socket.socket:
     channel = socket.socket(socket.AF_UNIX)
     try:
+        if os.stat(path).st_uid != os.getuid():  # it gets the environment of every stage, keys included
+            raise UserError(WARM, path, "belongs to another user; choose a path in a directory of your own")
         channel.connect(path)
     except OSError as error:
         remedy = (

@@ -33,9 +33,9 @@ PAUSE = "10s"
 """Between two attempts. Constant: the controller computes ``duration * factor^n`` in 64-bit nanoseconds, which
 overflows after some thirty attempts (``operator.go``, ``processNodeRetries``); and no ``maxDuration``, which is a
 deadline counted from the start of the first attempt."""
-LIMIT = 1_000_000
-"""Of attempts: none that matters, `tuneloop.attempts` counts those without progress. The controller keeps to the pause
-only where a limit is given."""
+LIMIT = 1000
+"""Of attempts, for pods that end before they can count (`tuneloop.attempts`): four preemptions an hour for ten days.
+The controller keeps to the pause only where a limit is given."""
 NOBODY = {
     **{"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
     "seccompProfile": {"type": "RuntimeDefault"},

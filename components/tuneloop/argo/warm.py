@@ -39,6 +39,7 @@ from typing import Literal, NoReturn, cast
 from tuneloop.argo.spawn import adopt_orphans, die_with, end_all, serve
 from tuneloop.engines.vllm import quiet_vllm
 from tuneloop.processor import find_answer
+from tuneloop.provenance import code_digest
 
 Kind = Literal["stages", "server"]
 
@@ -128,6 +129,7 @@ def main() -> None:
     own = place.isdigit()
     channel = socket.socket(fileno=int(place)) if own else _listen(Path(place))
     clock = time.perf_counter()
+    code = [] if own else [sys.executable, code_digest()]  # of now: what is imported below is of no later state
     env = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT + READ_AT_START)}
     die_with(os.getppid())  # as long as imports keep it from seeing that the channel closed
     # Else transformers' look at the GPUs would open a CUDA context, which no fork can use.
@@ -151,7 +153,7 @@ def main() -> None:
     said: dict[str, object] = {"ready": True, "took": time.perf_counter() - clock}
     if not own:
         channel = _connection(channel)
-        said = {"ready": True, "took": 0.0, "env": env}
+        said = {"ready": True, "took": 0.0, "env": env, "code": code}
     channel.sendall(json.dumps(said).encode() + b"\n")
     die_with(None)
     adopt_orphans()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tuneloop.attempts import BUDGET
-from tuneloop.ends import classify_end
+from tuneloop.ends import INTERRUPTION, classify_end
 from tuneloop.errors import EXIT_RETRY, TERMINATION_LOG, write_termination_message
 
 PAUSE_S = 10.0
@@ -41,11 +41,11 @@ def retry_in_process(run: Callable[[], int], read_progress: Callable[[], str], p
     try:
         while True:
             code, line = _run_and_read_line(run)
-            if code != EXIT_RETRY or stopped.is_set():
+            end = classify_end("Failed", code, line)
+            if code != EXIT_RETRY or end is INTERRUPTION or stopped.is_set():
                 break
             if (now := read_progress()) != progress:
                 without_progress, progress = 0, now
-            end = classify_end("Failed", code, line)
             without_progress += end.counts
             if without_progress > BUDGET:
                 break
