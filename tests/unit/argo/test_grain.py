@@ -122,12 +122,15 @@ def test_stages_run_in_one_process_and_hand_over_results(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
 def test_stopped_pod_is_taken_over_by_the_next(tmp_path: Path, number: int, code: int) -> None:
-    process = start(tmp_path, SECOND_S="600")
+    words = tmp_path / "words"
+    words.touch()
+    process = start(tmp_path, SECOND_S="600", TUNELOOP_TERMINATION_LOG=str(words))
     second = tmp_path / "store" / "second"
     seen = tmp_path / "seen"
     until(lambda: seen.exists() and len(seen.read_text().splitlines()) == 2, child=process)  # the second is at work
     process.send_signal(number)
     assert process.wait(LIMIT_S) == code
+    assert (code != 75) or words.read_text() == "interrupted: segment: stopped by a signal", "a free end"
     assert not (second / "manifest.json").exists() and not (tmp_path / "outputs").exists()
     again = start(tmp_path)
     assert again.wait(LIMIT_S) == 0
@@ -175,6 +178,9 @@ def test_sigterm_reaches_a_stage_in_a_process_of_its_own(tmp_path: Path) -> None
 
 def test_a_users_mistake_is_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("no directory")
-    process = start(tmp_path)
+    words = tmp_path / "words"
+    words.touch()
+    process = start(tmp_path, TUNELOOP_TERMINATION_LOG=str(words))
     assert process.wait(LIMIT_S) == 2
     assert "error: store" in process.stderr.read()
+    assert words.read_text().startswith("error: store"), "the pod's message is that of its stage"
