@@ -17,7 +17,8 @@ OLD_LIMIT_S = 15
 PROGRAM = """
 import os, pathlib, signal, sys, time
 attempt = int(os.environ["TUNELOOP_ATTEMPT"])
-limit = pathlib.Path("/sys/fs/cgroup/memory.max").read_text().strip()
+places = map(pathlib.Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+limit = next(place.read_text().strip() for place in places if place.exists())
 print(f"attempt {attempt}, limit {limit}, after: {os.environ['TUNELOOP_LAST_END']}", flush=True)
 if attempt == 0:
     time.sleep(600)
