@@ -28,7 +28,8 @@ def fork(path: str, argv: list[str]) -> None:
     channel.connect(path)
     heard = channel.makefile()
     ready = json.loads(heard.readline())
-    if any(os.environ.get(name) != value for name, value in ready["env"].items()):
+    names = {*ready["env"], *(name for name in os.environ if name.startswith("PYTHON"))}
+    if any(os.environ.get(name) != ready["env"].get(name) for name in names):
         return
 
     def tell(**message: object) -> None:

@@ -123,7 +123,8 @@ def ours(case: Case, algorithm: Any, *, engine: bool) -> tuple[float, torch.Tens
 def assert_same(case: Case, loss: float, theirs: torch.Tensor, model: torch.nn.Module) -> None:
     model.zero_grad()
     theirs.backward()
-    assert loss == pytest.approx(float(theirs.detach()), rel=2e-5, abs=1e-7)
+    # Terms of size 1 that cancel: what float32 leaves depends on how many threads add them up.
+    assert loss == pytest.approx(float(theirs.detach()), rel=2e-5, abs=3e-6)
     found = dict(case.policy.model.named_parameters())
     assert any(parameter.grad.abs().max() > 1e-3 for parameter in found.values())
     for name, parameter in model.named_parameters():
