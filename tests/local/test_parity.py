@@ -129,7 +129,7 @@ def assert_same(case: Case, loss: float, theirs: torch.Tensor, model: torch.nn.M
     assert any(parameter.grad.abs().max() > 1e-3 for parameter in found.values())
     for name, parameter in model.named_parameters():
         scale = max(1.0, abs(loss))  # rounding grows with what is summed
-        torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-4, atol=1e-6 * scale)
+        torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-4, atol=5e-6 * scale)
 
 
 def trl_inputs(case: Case, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
