@@ -16,7 +16,7 @@ from types import FrameType
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tuneloop.ends import AWAY, FOR_NOW, MEMORY, NO_EXIT_CODE, classify_end, describe_exit
+from tuneloop.ends import AWAY, AWAY_BUDGET, FOR_NOW, MEMORY, NO_EXIT_CODE, classify_end, describe_exit
 from tuneloop.errors import UserError
 from tuneloop.store import Store
 
@@ -26,8 +26,6 @@ ATTEMPT, LAST_END, MORE_MEMORY = "TUNELOOP_ATTEMPT", "TUNELOOP_LAST_END", "TUNEL
 """Environment of a pod: the number of the attempt, from 0; phase, exit code and message of the one before; the memory
 limit of attempts after the first, where it is higher than that of the first."""
 LONGEST_WAIT_S = 60.0
-AWAY_BUDGET = 100
-"""New attempts in a row that may follow on ends because something is away: hours, with the waits between them."""
 RECORD = "attempts.json"
 
 
@@ -62,7 +60,7 @@ def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
         Exhausted: more than `BUDGET` attempts have ended without progress.
         UserError: the last attempt ran out of memory, and this one has no more of it than that one had.
     """
-    number = int(os.environ.get(ATTEMPT) or 0)
+    number = read_attempt()
     if number < 1:
         return
     phase, code, message = read_last_end()
@@ -74,7 +72,7 @@ def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
     count = same.without_progress + end.counts
     away = same.unavailable + 1 if end is AWAY else 0
     if count > BUDGET or away > AWAY_BUDGET:
-        last = f"{end.name}, {describe_exit(code)}{f': {message}' if message else ''}"
+        last = f"{end.name}, {describe_exit(code, message)}"
         raise Exhausted(f"{max(count, away)} attempts in a row ended without progress; the last one: {last}")
     record = Record(attempt=number, without_progress=count, unavailable=away, progress=progress)
     store.put(RECORD, record.model_dump_json().encode())
@@ -86,7 +84,7 @@ def wait_before_ending() -> None:
 
     A workflow engine pauses for the same few seconds each time, and keeps every attempt in its status.
     """
-    number = int(os.environ.get(ATTEMPT) or 0)
+    number = read_attempt()
     if not number:
         return
     stopped, previous = threading.Event(), signal.getsignal(signal.SIGTERM)
@@ -103,8 +101,13 @@ def wait_before_ending() -> None:
 
 def record_progress(store: Store) -> None:
     """Forget the attempts so far: this one has brought progress."""
-    if int(os.environ.get(ATTEMPT) or 0):
+    if read_attempt():
         store.delete(RECORD)
+
+
+def read_attempt() -> int:
+    """The number of this attempt, from 0; 0 outside a pod."""
+    return int(os.environ.get(ATTEMPT) or 0)
 
 
 def read_last_end() -> tuple[str, int, str]:

@@ -33,11 +33,14 @@ RETRIED_CODES = sorted((NO_EXIT_CODE, EXIT_RETRY, TERMINATED, *KILLED))
 """Exit codes after which a stage is started again."""
 DELETED = "pod deleted"
 """Argo's message of a pod that was evicted or preempted."""
+_EVICTION = f"{DELETED}|exit code 1(37|43)"
+"""Matches the messages of Argo's errors that are evictions."""
+AWAY_BUDGET = 100
+"""New attempts in a row that may follow on ends because something is away: hours, with the waits between them."""
 MOST_ENGINE_ERRORS = 20
 """Attempts after which an error of the engine itself ends the run: a pod that cannot be started may never be."""
 _RETRIED_ERROR = (
-    "lastRetry.status == 'Error' && "
-    f"(lastRetry.message matches '{DELETED}|exit code 1(37|43)' || asInt(retries) < {MOST_ENGINE_ERRORS})"
+    f"lastRetry.status == 'Error' && (lastRetry.message matches '{_EVICTION}' || asInt(retries) < {MOST_ENGINE_ERRORS})"
 )
 RETRY_STAGE = f"({_RETRIED_ERROR}) || (lastRetry.status == 'Failed' && asInt(lastRetry.exitCode) in {RETRIED_CODES})"
 """Argo's ``retryStrategy.expression`` of a stage: the table below, for what Argo can see."""
@@ -77,7 +80,7 @@ INTERRUPTION = EndClass(INTERRUPTED, f"exit code {TERMINATED}, or {EXIT_RETRY} a
 AWAY = EndClass(
     UNAVAILABLE,
     f"exit code {EXIT_RETRY}, a store, a server, a device lease or another process of the stage is away",
-    "yes, 100 times in a row without progress",
+    f"yes, {AWAY_BUDGET} times in a row without progress",
 )
 FOR_NOW = EndClass(
     FAILED_FOR_NOW, f"exit code {EXIT_RETRY}, for another cause that may pass", "yes, within the budget", counts=True
@@ -121,7 +124,7 @@ def classify_end(phase: str, code: int, message: str) -> EndClass:
         message: what the engine says of it, the termination message included.
     """
     if phase == "Error":
-        return EVICTED if re.search(rf"{DELETED}|exit code 1(37|43)", message) else ENGINE
+        return EVICTED if re.search(_EVICTION, message) else ENGINE
     if phase == "Failed" and code == 0:  # what Argo passes on for a pod that never had a container
         return REJECTED
     if code == EXIT_RETRY:
@@ -131,8 +134,10 @@ def classify_end(phase: str, code: int, message: str) -> EndClass:
         return MEMORY
     if code in KILLED and "exit code" not in message and message:  # such as that the node is low on memory
         return EVICTED
-    known = {0: SUCCEEDED, EXIT_USER: MISTAKE, TERMINATED: INTERRUPTION, NO_EXIT_CODE: REJECTED}
-    known[EXIT_GAVE_UP] = GAVE_UP
+    known = {
+        **{0: SUCCEEDED, EXIT_USER: MISTAKE, EXIT_GAVE_UP: GAVE_UP},
+        **{TERMINATED: INTERRUPTION, NO_EXIT_CODE: REJECTED},
+    }
     return known.get(code, KILL if code in KILLED else BUG)
 
 
@@ -141,7 +146,7 @@ def strip_exit(message: str) -> str:
     return re.sub(r"^.*?exit code \d+(\)| \([^)]*\))?: ", "", message)
 
 
-def table() -> str:
+def format_table() -> str:
     """The classes as a Markdown table, as docs/ends.md has it."""
     rows = [("class", "recognized by", "started again"), ("---",) * 3]
     rows += [(end.name, end.recognized, end.retried) for end in END_CLASSES]
@@ -160,10 +165,11 @@ _SIGNALS: Mapping[int, str] = {
 }
 
 
-def describe_exit(code: int) -> str:
-    """Name an exit code for people: ``exit code 132 (SIGILL, illegal instruction)``, ``exit code 1``."""
+def describe_exit(code: int, message: str = "") -> str:
+    """Name an exit code for people, with what the process or the engine says of it: ``exit code 1``, ``exit code 132
+    (SIGILL, illegal instruction): message``."""
     name = name_signal(code)
-    return f"exit code {code} ({name})" if name else f"exit code {code}"
+    return f"exit code {code}{f' ({name})' if name else ''}{f': {message}' if message else ''}"
 
 
 def name_signal(code: int) -> str:

@@ -31,7 +31,7 @@ from tuneloop.ends import (
     EndClass,
     classify_end,
     describe_exit,
-    table,
+    format_table,
 )
 from tuneloop.errors import TERMINATION_LOG, write_termination_message
 
@@ -101,7 +101,7 @@ def test_an_exit_code_is_named() -> None:
 
 
 def test_the_docs_have_the_table() -> None:
-    assert table() in (DOCS / "ends.md").read_text(), "print tuneloop.ends.table() into docs/ends.md"
+    assert format_table() in (DOCS / "ends.md").read_text(), "print tuneloop.ends.format_table() into docs/ends.md"
     assert len({end.name for end in END_CLASSES}) == len(END_CLASSES)
 
 

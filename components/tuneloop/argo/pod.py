@@ -22,7 +22,7 @@ from tuneloop.argo.processes import Process
 from tuneloop.argo.spec import seconds
 from tuneloop.argo.state import BROKEN, Node
 from tuneloop.argo.turn import taken
-from tuneloop.ends import describe_exit, name_signal
+from tuneloop.ends import NO_EXIT_CODE, describe_exit, name_signal
 from tuneloop.errors import EXIT_RETRY, EXIT_USER, TERMINATION_LOG, Retryable, UserError, name_class
 
 if TYPE_CHECKING:
@@ -56,6 +56,11 @@ class Result:
     @property
     def broken(self) -> bool:
         return self.phase in BROKEN
+
+    @property
+    def code(self) -> int:
+        """The exit code as the controller gives it: `NO_EXIT_CODE` where there is none."""
+        return NO_EXIT_CODE if self.exit_code is None else self.exit_code
 
 
 class Server(Protocol):
@@ -164,7 +169,7 @@ def run_pod(session: Session, template: Mapping[str, Any], node: Node, artifacts
         result.phase, result.message = "Failed", f"Pod was active on the node longer than {deadline:g} s"
     elif result.phase == "Failed":
         said = words.read_text(errors="replace").strip() or _last_words(log)
-        result.message = f"{describe_exit(process.code)}{f': {said}' if said else ''}"
+        result.message = describe_exit(process.code, said)
     return result
 
 
@@ -219,7 +224,7 @@ def _become_daemon(
         over = process.ended.wait(pause)
     if over:
         said = _last_words(session.workdir / node.log)
-        message = f"ended before it was ready: {describe_exit(process.code)}{f': {said}' if said else ''}"
+        message = f"ended before it was ready: {describe_exit(process.code, said)}"
         return Result("Failed", message, exit_code=process.code)
     return Result("Running", daemon=Daemon(session, node, process, grace))
 

@@ -16,7 +16,7 @@ from tuneloop.argo.spec import seconds
 from tuneloop.argo.state import Node
 from tuneloop.argo.values import Scope
 from tuneloop.attempts import BUDGET
-from tuneloop.ends import NO_EXIT_CODE, classify_end, describe_exit, name_signal
+from tuneloop.ends import classify_end, describe_exit, name_signal
 from tuneloop.errors import EXIT_RETRY
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class _Attempts:
 
     def _announce_restart(self, result: Result) -> str:
         """What people read of a server that died, and is started again."""
-        signal = name_signal(NO_EXIT_CODE if result.exit_code is None else result.exit_code)
+        signal = name_signal(result.code)
         died = f"server died: {signal}" if signal else result.message
         # Fewer where the strategy's limit is lower; a number above them means that it has answered in between.
         budget = min(BUDGET, int(self._strategy.get("limit") or BUDGET))
@@ -114,8 +114,7 @@ class _Attempts:
 
 def _announce(result: Result, number: int, pause: float) -> str:
     """What people read of an attempt that is to be followed by another: the class of its end, and its last words."""
-    code = NO_EXIT_CODE if result.exit_code is None else result.exit_code
-    end = classify_end(result.phase, code, result.message)
+    end = classify_end(result.phase, result.code, result.message)
     # What ends with 75 says its class itself; the number says no more.
     said = result.message.removeprefix(f"{describe_exit(EXIT_RETRY)}: ").removeprefix(f"{end.name}: ")
     return f"{end.name}: {said}; retrying in {pause:g} s (attempt {number + 1})"
@@ -165,7 +164,7 @@ class _Revived:
 def _facts(result: Result, child: Node, number: int) -> Scope:
     return {
         "lastRetry.status": result.phase,
-        "lastRetry.exitCode": str(-1 if result.exit_code is None else result.exit_code),
+        "lastRetry.exitCode": str(result.code),
         "lastRetry.message": result.message,
         "lastRetry.duration": str(max(0.0, (child.finished or time.time()) - (child.started or time.time()))),
         "retries": str(number),
