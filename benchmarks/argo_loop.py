@@ -25,6 +25,7 @@ from tuneloop.argo.grain import segment_template
 from tuneloop.argo.proceed import proceed_template
 from tuneloop.argo.settings import Cluster
 from tuneloop.argo.template import OUTPUTS, pod_fields, retry_fields, workflow
+from tuneloop.kube.connection import WORKFLOWS, Connection, connect
 
 IN = "{{inputs.parameters.%s}}"
 MORE = "asInt(%s) < asInt(workflow.parameters.iterations)"
@@ -127,7 +128,7 @@ def _size(part: Any) -> float:
     return len(json.dumps(part, separators=(",", ":"))) / 1000
 
 
-def measure(cluster: argo.Cluster, made: dict[str, Any], iterations: int) -> None:
+def measure(cluster: Connection, made: dict[str, Any], iterations: int) -> None:
     """Run it to its end, and print seconds an iteration and the size of each workflow."""
     run = f"b{uuid.uuid4().hex[:8]}"
     name = made["metadata"]["generateName"].rstrip("-")
@@ -148,7 +149,7 @@ def measure(cluster: argo.Cluster, made: dict[str, Any], iterations: int) -> Non
             print(f"       from iteration {first:>4}: {bytes_whole:.1f} kB, of which status {bytes_status:.1f} kB")
     finally:
         argo.stop(cluster, run)
-        group, version, plural = argo.WORKFLOWS
+        group, version, plural = WORKFLOWS
         cluster.custom.delete_collection_namespaced_custom_object(
             group, version, cluster.namespace, plural, label_selector=f"{argo.RUN_LABEL}={run}"
         )
@@ -162,7 +163,7 @@ def main() -> None:
     parser.add_argument("--per-pod", type=int, default=0, help="iterations a pod; 0: a pod a stage")
     parser.add_argument("--image", default="tuneloop/base:dev")
     given = parser.parse_args()
-    cluster = argo.connect()
+    cluster = connect()
     ours = build(given.iterations, given.per_workflow, given.stages, given.image, given.per_pod)
     measure(cluster, ours, given.iterations)
     if not given.per_pod:

@@ -15,6 +15,7 @@ from urllib.parse import urlparse
 import pytest
 
 from tuneloop.argo import cluster as argo
+from tuneloop.kube.connection import Connection, connect
 from tuneloop.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -41,15 +42,15 @@ def forwarded(namespace: str, service: str, port: int) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> argo.Cluster:
+def cluster() -> Connection:
     if "KUBECONFIG" not in os.environ or not shutil.which("kubectl"):
         pytest.fail("the cluster tier needs KUBECONFIG set and kubectl on PATH", pytrace=False)
     kubectl("apply", "--server-side", "--force-conflicts", "-k", str(ROOT / "manifests" / "overlays" / "local"))
-    return argo.connect()
+    return connect()
 
 
 @pytest.fixture
-def root(cluster: argo.Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def root(cluster: Connection, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A URL below the cluster's store, reached from here with the keys that its pods have; emptied afterwards."""
     secret = cluster.core.read_namespaced_secret("tuneloop-store", cluster.namespace).data
     for name, value in secret.items():
@@ -66,7 +67,7 @@ def root(cluster: argo.Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
 
 
 @pytest.fixture
-def run(cluster: argo.Cluster) -> Iterator[str]:
+def run(cluster: Connection) -> Iterator[str]:
     """A new run's name; whatever the run left is deleted."""
     name = f"t{uuid.uuid4().hex[:8]}"
     yield name
@@ -97,7 +98,7 @@ spec: {clusterQueue: tuneloop-test}
 
 
 @pytest.fixture(scope="session")
-def tight(cluster: argo.Cluster) -> Iterator[str]:
+def tight(cluster: Connection) -> Iterator[str]:
     """A queue with quota for one `sleeper`."""
     subprocess.run(["kubectl", "apply", "-f", "-"], input=TIGHT, text=True, check=True, capture_output=True)
     wait = ["wait", "--for=condition=Active", "localqueue/tuneloop-test", "--timeout=600s"]

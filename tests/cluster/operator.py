@@ -15,9 +15,9 @@ from typing import Any
 
 from tests.cluster.conftest import ROOT, kubectl
 from tests.cluster.volumes import apply
-from tuneloop.argo.cluster import Cluster
 from tuneloop.argo.template import RESTRICTED
 from tuneloop.fleet.graph import GROUP, KIND, PLURAL, POD_LABEL
+from tuneloop.kube.connection import Connection
 
 IMAGE = os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev").format(image="base")
 DEFINITION = {
@@ -42,7 +42,7 @@ DEFINITION = {
 
 
 @contextmanager
-def operating(cluster: Cluster) -> Iterator[None]:
+def operating(cluster: Connection) -> Iterator[None]:
     """While it is entered, graphs become pods."""
     apply(json.dumps(DEFINITION))
     kubectl("wait", "--for=condition=Established", f"crd/{PLURAL}.{GROUP}", "--timeout=600s")
@@ -60,14 +60,14 @@ def operating(cluster: Cluster) -> Iterator[None]:
         kubectl("-n", cluster.namespace, "delete", "configmap", "crew", "--ignore-not-found")
 
 
-def _watch(cluster: Cluster, stop: threading.Event) -> None:
+def _watch(cluster: Connection, stop: threading.Event) -> None:
     while not stop.wait(0.5):
         for graph in cluster.list(GROUP, "v1beta1", PLURAL):
             if not graph["metadata"].get("deletionTimestamp"):
                 _reconcile(cluster, graph)
 
 
-def _reconcile(cluster: Cluster, graph: dict[str, Any]) -> None:
+def _reconcile(cluster: Connection, graph: dict[str, Any]) -> None:
     name, components = graph["metadata"]["name"], graph["spec"]["components"]
     if any(component["name"] == "broken" for component in components):
         _report(cluster, graph, "failed", "no node has such a device")
@@ -84,7 +84,7 @@ def _reconcile(cluster: Cluster, graph: dict[str, Any]) -> None:
             _report(cluster, graph, "successful", "")
 
 
-def _report(cluster: Cluster, graph: dict[str, Any], state: str, message: str) -> None:
+def _report(cluster: Connection, graph: dict[str, Any], state: str, message: str) -> None:
     ready = {"type": "Ready", "status": str(state == "successful"), "reason": state, "message": message}
     status = {"state": state, "observedGeneration": graph["metadata"]["generation"], "conditions": [ready]}
     cluster.custom.patch_namespaced_custom_object_status(

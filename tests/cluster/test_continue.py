@@ -16,17 +16,18 @@ from tuneloop.argo.drift import run_drift, template_drift
 from tuneloop.argo.proceed import proceed
 from tuneloop.argo.state import Node
 from tuneloop.argo.watch import status
+from tuneloop.kube.connection import NAMESPACE, WORKFLOWS, Connection
 
 pytestmark = pytest.mark.cluster
 
 
-def pods(cluster: argo.Cluster, run: str, template: str) -> list[Node]:
+def pods(cluster: Connection, run: str, template: str) -> list[Node]:
     """Its pods that have ended well, in their order."""
     found = status(cluster, run).nodes.values()
     return [n for n in found if n.type == "Pod" and n.template == template and n.phase == "Succeeded"]
 
 
-def test_parts_are_one_run_and_stop_ends_the_newest(cluster: argo.Cluster, run: str) -> None:
+def test_parts_are_one_run_and_stop_ends_the_newest(cluster: Connection, run: str) -> None:
     """Two parts end by themselves, the third is stopped, and the run resumed there: nothing runs twice."""
     workflow = empty_loop(4, 1)
     argo.submit(cluster, workflow, run=run, store=STORE)
@@ -48,7 +49,7 @@ def test_parts_are_one_run_and_stop_ends_the_newest(cluster: argo.Cluster, run: 
 
 
 @pytest.mark.slow
-def test_what_is_submitted_from_a_template_is_a_run(cluster: argo.Cluster, run: str) -> None:
+def test_what_is_submitted_from_a_template_is_a_run(cluster: Connection, run: str) -> None:
     """As from Argo's page, or `argo submit --from`: labels and parts come from the template; live is as rendered."""
     template = argo.as_template(empty_loop(2, 1), run)
     apply = ["kubectl", "apply", "--server-side", "-f", "-"]
@@ -60,7 +61,7 @@ def test_what_is_submitted_from_a_template_is_a_run(cluster: argo.Cluster, run: 
         made = {k: template[k] for k in ("apiVersion", "metadata")} | {"kind": "Workflow"}
         made["spec"] = {"workflowTemplateRef": {"name": run}, "arguments": {"parameters": given}}
         argo._create(cluster, made, run)
-        until(lambda: bool(cluster.list(*argo.WORKFLOWS, selector=f"{argo.RUN_LABEL}={run}")))
+        until(lambda: bool(cluster.list(*WORKFLOWS, selector=f"{argo.RUN_LABEL}={run}")))
         until(lambda: _phases(cluster, run) == ["Succeeded"] * 2)
         assert [node.outputs["told"] for node in pods(cluster, run, "stage")] == ["1", "2"]
         assert len(_pods(run)) == 3
@@ -72,7 +73,7 @@ def test_what_is_submitted_from_a_template_is_a_run(cluster: argo.Cluster, run: 
 
 
 def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
-    cluster: argo.Cluster, run: str, tmp_path: Path
+    cluster: Connection, run: str, tmp_path: Path
 ) -> None:
     """The toy's stages on real S3; the digests are those of an undisturbed run in this process."""
     argo.submit(cluster, toy(rollout=20, reward=20), run=run, store=STORE)
@@ -91,7 +92,7 @@ def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
 
 
 @pytest.mark.slow
-def test_nothing_with_the_runs_label_is_left(cluster: argo.Cluster, run: str) -> None:
+def test_nothing_with_the_runs_label_is_left(cluster: Connection, run: str) -> None:
     """Beside what retention keeps: the workflow, and the pods that show why it ended."""
     argo.submit(cluster, toy(sft=60), run=run, store=STORE)
     until(lambda: _running(run, "sft"))
@@ -108,18 +109,18 @@ def test_nothing_with_the_runs_label_is_left(cluster: argo.Cluster, run: str) ->
         time.sleep(1)
 
 
-def _phases(cluster: argo.Cluster, run: str) -> list[str]:
+def _phases(cluster: Connection, run: str) -> list[str]:
     return [argo.phase(workflow) for workflow in argo.workflows(cluster, run)]
 
 
 def _pods(run: str) -> list[str]:
-    return kubectl("-n", argo.NAMESPACE, "get", "pods", "-l", f"{argo.RUN_LABEL}={run}", "--no-headers").splitlines()
+    return kubectl("-n", NAMESPACE, "get", "pods", "-l", f"{argo.RUN_LABEL}={run}", "--no-headers").splitlines()
 
 
 def _running(run: str, template: str) -> list[tuple[str, str]]:
     """Name and uid of its pods whose containers run."""
     path = "{range .items[*]}{.metadata.name} {.metadata.uid} {.status.containerStatuses[*].ready}{'\\n'}{end}"
     label = f"{argo.RUN_LABEL}={run}"
-    said = kubectl("-n", argo.NAMESPACE, "get", "pods", "-l", label, "-o", f"jsonpath={path}")
+    said = kubectl("-n", NAMESPACE, "get", "pods", "-l", label, "-o", f"jsonpath={path}")
     pods = (line.split() for line in said.splitlines())
     return [(name, uid) for name, uid, *ready in pods if f"-{template}-" in name and ready == ["true"] * 2]

@@ -10,6 +10,7 @@ from tests.waiting import until
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.watch import status
 from tuneloop.config import find
+from tuneloop.kube.connection import Connection
 
 pytestmark = pytest.mark.cluster
 
@@ -23,7 +24,7 @@ SETTINGS = [
 ]
 
 
-def test_every_workflow_has_a_server_of_its_own(cluster: argo.Cluster, run: str) -> None:
+def test_every_workflow_has_a_server_of_its_own(cluster: Connection, run: str) -> None:
     """The stages themselves refuse rollouts of another version. The memory is what the plan estimates."""
     pipeline = find("grpo")
     argo.submit(cluster, pipeline.build(pipeline.configure(sets=SETTINGS)), run=run, store=STORE)

@@ -10,6 +10,7 @@ from tuneloop.argo import cluster as argo
 from tuneloop.argo.settings import Cluster
 from tuneloop.argo.watch import logs, status
 from tuneloop.ends import AWAY, EVICTED, KILL, MEMORY, SUCCEEDED, classify_end
+from tuneloop.kube.connection import Connection
 
 pytestmark = pytest.mark.cluster
 
@@ -52,7 +53,7 @@ def workflow(deadline: str = "") -> dict[str, Any]:
     return made
 
 
-def test_what_ends_is_started_again_however_long_it_ran(cluster: argo.Cluster, run: str) -> None:
+def test_what_ends_is_started_again_however_long_it_ran(cluster: Connection, run: str) -> None:
     """Beside it the same stage with the deadline that was rendered once: it is not even tried again."""
     new, old = f"{run}-a", f"{run}-b"
     argo.submit(cluster, workflow(), run=new, store=STORE)
@@ -77,7 +78,7 @@ def test_what_ends_is_started_again_however_long_it_ran(cluster: argo.Cluster, r
     assert len(abandoned) == 1
 
 
-def _ran_for(cluster: argo.Cluster, run: str, seconds: float) -> bool:
+def _ran_for(cluster: Connection, run: str, seconds: float) -> bool:
     """Whether the kubelet started the pod's container so long ago."""
     import datetime
 

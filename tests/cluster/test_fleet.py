@@ -17,6 +17,7 @@ from tuneloop.cli import invoke
 from tuneloop.errors import UserError
 from tuneloop.fleet import graph as graphs
 from tuneloop.fleet import open_fleet
+from tuneloop.kube.connection import Connection
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -31,14 +32,14 @@ print("found", sum(paused > 0 for paused in first.values()), list(again.values()
 
 
 @pytest.fixture(scope="module")
-def operator(cluster: argo.Cluster) -> Iterator[None]:
+def operator(cluster: Connection) -> Iterator[None]:
     if kubectl("get", "crd", f"{graphs.PLURAL}.{graphs.GROUP}", "--ignore-not-found").strip():
         pytest.skip("this cluster has Dynamo's own definitions")
     with operating(cluster):
         yield
 
 
-def manifest(cluster: argo.Cluster, name: str, *more: str, labels: dict[str, str] | None = None) -> dict[str, Any]:
+def manifest(cluster: Connection, name: str, *more: str, labels: dict[str, str] | None = None) -> dict[str, Any]:
     frontend, worker = {"name": "frontend", "type": "frontend"}, {"name": "worker", "type": "worker", "replicas": 2}
     others = [{"name": each, "type": "worker"} for each in more]
     made = {"apiVersion": "nvidia.com/v1beta1", "kind": graphs.KIND, "metadata": {"name": name}}
@@ -46,13 +47,13 @@ def manifest(cluster: argo.Cluster, name: str, *more: str, labels: dict[str, str
     return graphs.render([made], namespace=cluster.namespace, labels=labels)
 
 
-def start(cluster: argo.Cluster, run: str) -> str:
+def start(cluster: Connection, run: str) -> str:
     made = argo.prepare(sleeper(60, ""), run=run, store=STORE, namespace=cluster.namespace)
     return argo.create(cluster, made, run)
 
 
 def test_a_graph_is_ready_before_its_run_and_goes_with_it(
-    cluster: argo.Cluster, operator: None, run: str, capsys: pytest.CaptureFixture[str]
+    cluster: Connection, operator: None, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said: list[str] = []
 
@@ -89,7 +90,7 @@ def test_a_graph_is_ready_before_its_run_and_goes_with_it(
     assert graphs.find(cluster, run) is None
 
 
-def refitted(cluster: argo.Cluster, run: str) -> str:
+def refitted(cluster: Connection, run: str) -> str:
     """What a pod without rights says that it found and did."""
     code = REFIT.replace("GRAPH", run).replace("NAMESPACE", cluster.namespace)
     container = {
@@ -114,7 +115,7 @@ def refitted(cluster: argo.Cluster, run: str) -> str:
     return kubectl(*own, "logs", f"{run}-refit").strip()
 
 
-def test_what_can_not_be_used_is_taken_down_again(cluster: argo.Cluster, operator: None, run: str) -> None:
+def test_what_can_not_be_used_is_taken_down_again(cluster: Connection, operator: None, run: str) -> None:
     said: list[str] = []
     with pytest.raises(UserError, match="its operator gave up: no node has such a device"):
         graphs.bring_up(cluster, manifest(cluster, run, "broken"), tell=said.append, timeout=60)
@@ -122,7 +123,7 @@ def test_what_can_not_be_used_is_taken_down_again(cluster: argo.Cluster, operato
     assert said[-1] == f"{run}: taken down again"
 
 
-def test_one_that_stood_before_is_nobody_elses_to_end(cluster: argo.Cluster, operator: None, run: str) -> None:
+def test_one_that_stood_before_is_nobody_elses_to_end(cluster: Connection, operator: None, run: str) -> None:
     """It is used as it is, told where it differs, not owned, and left where the job can not be started."""
     said: list[str] = []
     try:

@@ -17,8 +17,8 @@ from tests.cluster.conftest import ROOT, STORE, kubectl
 from tests.cluster.test_queue import until
 from tests.making import checkpoint_artifact
 from tests.waiting import LIMIT_S
-from tuneloop.argo.cluster import Cluster
 from tuneloop.artifacts import Artifact
+from tuneloop.kube.connection import Connection
 from tuneloop.store import Store
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -82,7 +82,7 @@ class Retrying(httpx.HTTPTransport):
 
 
 @pytest.fixture(scope="module")
-def gateway(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+def gateway(cluster: Connection, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """The component of manifests/, with a quota of `LIMIT` and small pods."""
     home = tmp_path_factory.mktemp("gateway")
     worker = {
@@ -125,7 +125,7 @@ def gateway(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(autouse=True)
-def clean(cluster: Cluster) -> Iterator[None]:
+def clean(cluster: Connection) -> Iterator[None]:
     yield
     kubectl("-n", "tuneloop", "delete", "jobs", "-l", LABEL)
 

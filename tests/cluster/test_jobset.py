@@ -17,6 +17,7 @@ from tuneloop.argo.watch import logs, nodes
 from tuneloop.base_model import base_model
 from tuneloop.config import find
 from tuneloop.data_prep import data_prep
+from tuneloop.kube.connection import Connection
 from tuneloop.sft import sft
 
 pytestmark = pytest.mark.cluster
@@ -53,14 +54,14 @@ def twice(cluster: Cluster = SMALL, max_steps: int = 300) -> dict[str, Any]:
     return made
 
 
-def trained(cluster: argo.Cluster, run: str) -> bool:
+def trained(cluster: Connection, run: str) -> bool:
     """Whether the first pod is past its first resume point."""
     first = f"{PODS}={run}-sft,batch.kubernetes.io/job-completion-index=0"
     said = kubectl("-n", cluster.namespace, "logs", "-l", first, "--tail=-1", check=False)
     return any(int(step) > 20 for step in re.findall(r"^sft: (\d+)/", said, re.M))
 
 
-def test_one_of_two_pods_is_killed_and_the_bytes_are_those_of_one_pod(cluster: argo.Cluster, run: str) -> None:
+def test_one_of_two_pods_is_killed_and_the_bytes_are_those_of_one_pod(cluster: Connection, run: str) -> None:
     argo.submit(cluster, twice(), run=run, store=STORE)
     deadline = time.monotonic() + 420
     while not trained(cluster, run):
@@ -117,7 +118,7 @@ def updated(grpo: Any, config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_updates_of_a_loop_are_jobsets_with_the_bytes_of_one_pod(cluster: argo.Cluster, run: str) -> None:
+def test_the_updates_of_a_loop_are_jobsets_with_the_bytes_of_one_pod(cluster: Connection, run: str) -> None:
     grpo = find("grpo")
     argo.submit(cluster, updated(grpo.module, grpo.configure(sets=LOOP)), run=run, store=STORE)
     assert argo.wait(cluster, run) == 0

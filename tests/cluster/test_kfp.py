@@ -18,7 +18,6 @@ from kfp import dsl
 from tests.cluster.conftest import ROOT, STORE, kubectl
 from tests.cluster.test_jobset import SMALL
 from tests.cluster.volumes import apply
-from tuneloop.argo import cluster as argo
 from tuneloop.argo.trainjob import trainjob
 from tuneloop.backends.native import Native
 from tuneloop.config import find
@@ -26,6 +25,7 @@ from tuneloop.kfp.client import compile_to
 from tuneloop.kfp.jobs import NAME, launch_step, mark
 from tuneloop.kfp.launch import job_name
 from tuneloop.kfp.settings import Kfp
+from tuneloop.kube.connection import Connection
 
 pytestmark = pytest.mark.cluster
 
@@ -108,7 +108,7 @@ def _fixed(value: dict[str, Any]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def tasks(cluster: argo.Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tasks]:
+def tasks(cluster: Connection, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tasks]:
     """Of the sft pipeline, in a run of its own."""
     pipeline, run = find("sft"), f"t{os.urandom(4).hex()}"
     built = pipeline.module.build_kfp(pipeline.configure(None, SETTINGS))

@@ -15,6 +15,7 @@ from tuneloop.argo import cluster as argo
 from tuneloop.argo.parts import execute_parts
 from tuneloop.argo.watch import logs, nodes, status
 from tuneloop.config import find
+from tuneloop.kube.connection import Connection
 
 pytestmark = pytest.mark.cluster
 
@@ -26,7 +27,7 @@ SMALL = [
 ]
 
 
-def test_stopped_and_resumed_equals_this_machine(cluster: argo.Cluster, run: str, tmp_path: Path) -> None:
+def test_stopped_and_resumed_equals_this_machine(cluster: Connection, run: str, tmp_path: Path) -> None:
     pipeline = find("sft_then_grpo")
     workflow = pipeline.build(pipeline.configure(sets=[*SMALL, "loop.iterations_per_pod=2"]))
     argo.submit(cluster, workflow, run=run, store=STORE)
@@ -47,7 +48,7 @@ def test_stopped_and_resumed_equals_this_machine(cluster: argo.Cluster, run: str
     assert there == {key: digest for key, digest in ours.items() if key in there} and len(there) == 7
 
 
-def _trained(cluster: argo.Cluster, run: str) -> bool:
+def _trained(cluster: Connection, run: str) -> bool:
     """Whether sft is past its first resume point."""
     assert status(cluster, run).phase in ("Pending", "Running"), list(logs(cluster, run))[-5:]
     lines = [line for stage, line in logs(cluster, run) if stage == "sft"]

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import ROOT, kubectl
-from tuneloop.argo.cluster import Cluster
+from tuneloop.kube.connection import Connection
 
 pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.parametrize("overlay", sorted((ROOT / "manifests" / "overlays").iterdir()), ids=lambda path: path.name)
-def test_server_side_dry_run(cluster: Cluster, overlay: Path) -> None:
+def test_server_side_dry_run(cluster: Connection, overlay: Path) -> None:
     said = kubectl("apply", "--server-side", "--force-conflicts", "--dry-run=server", "-k", str(overlay))
     assert "clusterqueue.kueue.x-k8s.io/tuneloop" in said

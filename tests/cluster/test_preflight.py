@@ -15,6 +15,7 @@ from tuneloop.argo import cluster as argo
 from tuneloop.argo.preflight import LISTED, problems
 from tuneloop.argo.watch import status
 from tuneloop.errors import UserError
+from tuneloop.kube.connection import Connection, connect
 
 pytestmark = pytest.mark.cluster
 
@@ -56,7 +57,7 @@ def _path(workflow: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_missing(
-    cluster: argo.Cluster, run: str, spoil: Callable[[dict[str, Any]], None], field: str, told: str
+    cluster: Connection, run: str, spoil: Callable[[dict[str, Any]], None], field: str, told: str
 ) -> None:
     made = argo.prepare(sleeper(1), run=run, store=STORE)
     assert problems(cluster, made) == []
@@ -67,7 +68,7 @@ def test_what_is_missing(
 
 
 def test_a_bucket_that_is_not_there(
-    cluster: argo.Cluster, run: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
+    cluster: Connection, run: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked from here, with the keys of this machine's environment."""
     secret = cluster.core.read_namespaced_secret("tuneloop-store", cluster.namespace).data
@@ -83,7 +84,7 @@ def test_a_bucket_that_is_not_there(
 
 
 @pytest.fixture
-def endpoint(cluster: argo.Cluster) -> Iterator[str]:
+def endpoint(cluster: Connection) -> Iterator[str]:
     """The store that pods reach inside the cluster, here."""
     url = cluster.core.read_namespaced_config_map("tuneloop-store", cluster.namespace).data["AWS_ENDPOINT_URL"]
     service, namespace = urlparse(url).hostname.split(".")[:2]
@@ -91,7 +92,7 @@ def endpoint(cluster: argo.Cluster) -> Iterator[str]:
         yield f"http://{place}"
 
 
-def test_an_image_that_no_node_has(cluster: argo.Cluster, run: str) -> None:
+def test_an_image_that_no_node_has(cluster: Connection, run: str) -> None:
     if any(len(node.status.images) >= LISTED for node in cluster.core.list_node().items):
         pytest.skip("a node has more images than it reports")
     made = argo.prepare(sleeper(1), run=run, store=STORE)
@@ -103,20 +104,20 @@ def test_an_image_that_no_node_has(cluster: argo.Cluster, run: str) -> None:
     assert problems(cluster, made) == []
 
 
-def test_an_unknown_priority(cluster: argo.Cluster, run: str) -> None:
+def test_an_unknown_priority(cluster: Connection, run: str) -> None:
     with pytest.raises(UserError, match="'urgent': is no WorkloadPriorityClass"):
         argo.submit(cluster, sleeper(1), run=run, store=STORE, priority="urgent")
     with pytest.raises(UserError, match="no workflow in namespace"):  # nothing was created
         argo.workflows(cluster, run)
 
 
-def test_a_namespace_that_does_not_exist(cluster: argo.Cluster, run: str) -> None:
+def test_a_namespace_that_does_not_exist(cluster: Connection, run: str) -> None:
     elsewhere = dataclasses.replace(cluster, namespace="no-such-place")
     with pytest.raises(UserError, match="'no-such-place': does not exist in context"):
         argo.submit(elsewhere, sleeper(1), run=run, store=STORE)
 
 
-def test_no_argo(cluster: argo.Cluster, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_argo(cluster: Connection, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuneloop.argo.preflight.WORKFLOWS", ("argoproj.io", "v1alpha1", "nosuchworkflows"))
     with pytest.raises(UserError, match="has no Argo Workflows"):
         argo.submit(cluster, sleeper(1), run=run, store=STORE)
@@ -124,7 +125,7 @@ def test_no_argo(cluster: argo.Cluster, run: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_context_that_does_not_exist() -> None:
     with pytest.raises(UserError, match=r"cluster: 'nowhere': no usable cluster configuration"):
-        argo.connect(context="nowhere")
+        connect(context="nowhere")
 
 
 def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,12 +140,12 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "config"
     path.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **config}))
     monkeypatch.setenv("KUBECONFIG", str(path))
-    dead = argo.connect()
+    dead = connect()
     with pytest.raises(UserError, match=r"cluster: 'dead': http://127.0.0.1:9 does not answer"):
         argo.workflows(dead, "any")
 
 
-def _as(cluster: argo.Cluster, user: str) -> argo.Cluster:
+def _as(cluster: Connection, user: str) -> Connection:
     from kubernetes import client
 
     api = client.ApiClient(cluster.core.api_client.configuration)
@@ -157,14 +158,14 @@ def _as(cluster: argo.Cluster, user: str) -> argo.Cluster:
     return dataclasses.replace(cluster, **apis)
 
 
-def test_an_account_that_may_not_create(cluster: argo.Cluster, run: str) -> None:
+def test_an_account_that_may_not_create(cluster: Connection, run: str) -> None:
     """The account of the stages has no rights: what it may not see counts as present."""
     stage = _as(cluster, "system:serviceaccount:tuneloop:tuneloop-stage")
     (problem,) = problems(stage, argo.prepare(sleeper(1), run=run, store=STORE))
     assert "may not create workflows in namespace tuneloop" in str(problem)
 
 
-def test_the_role_for_people_suffices(cluster: argo.Cluster, run: str) -> None:
+def test_the_role_for_people_suffices(cluster: Connection, run: str) -> None:
     user = f"user-{run}"
     words = ["rolebinding", user, "--role=tuneloop-user", f"--user={user}"]
     kubectl("-n", cluster.namespace, "create", *words)

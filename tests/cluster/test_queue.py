@@ -8,6 +8,7 @@ from tests import waiting
 from tests.cluster.conftest import STORE, sleeper
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.watch import logs, status
+from tuneloop.kube.connection import Connection
 
 pytestmark = pytest.mark.cluster
 
@@ -16,11 +17,11 @@ def until(what: Callable[[], bool], seconds: float = waiting.LIMIT_S) -> None:
     waiting.until(what, seconds, pause=0.5)
 
 
-def running(cluster: argo.Cluster, run: str) -> bool:
+def running(cluster: Connection, run: str) -> bool:
     return any(node.type == "Pod" and node.phase == "Running" for node in status(cluster, run).nodes.values())
 
 
-def test_two_runs_and_quota_for_one(cluster: argo.Cluster, tight: str, run: str) -> None:
+def test_two_runs_and_quota_for_one(cluster: Connection, tight: str, run: str) -> None:
     first, second = f"{run}-a", f"{run}-b"
     argo.submit(cluster, sleeper(60, tight), run=first, store=STORE)
     until(lambda: running(cluster, first))
@@ -32,7 +33,7 @@ def test_two_runs_and_quota_for_one(cluster: argo.Cluster, tight: str, run: str)
     assert not status(cluster, second).waiting
 
 
-def test_a_high_priority_preempts_and_the_other_comes_back(cluster: argo.Cluster, tight: str, run: str) -> None:
+def test_a_high_priority_preempts_and_the_other_comes_back(cluster: Connection, tight: str, run: str) -> None:
     low, high = f"{run}-a", f"{run}-b"
     argo.submit(cluster, sleeper(45, tight), run=low, store=STORE, priority="tuneloop-low")
     until(lambda: running(cluster, low))
@@ -43,7 +44,7 @@ def test_a_high_priority_preempts_and_the_other_comes_back(cluster: argo.Cluster
     assert [node.phase for node in attempts][-1] == "Succeeded" and len(attempts) > 1
 
 
-def test_stop_releases_what_waits_and_what_runs(cluster: argo.Cluster, tight: str, run: str) -> None:
+def test_stop_releases_what_waits_and_what_runs(cluster: Connection, tight: str, run: str) -> None:
     first, second = f"{run}-a", f"{run}-b"
     argo.submit(cluster, sleeper(300, tight), run=first, store=STORE)
     until(lambda: running(cluster, first))

@@ -6,16 +6,16 @@ import pytest
 
 from tests.cluster.test_jobset import SMALL
 from tests.cluster.test_trainjob import launched
-from tuneloop.argo import cluster as argo
 from tuneloop.argo.trainjob import prepare_rayjob
 from tuneloop.artifacts import Artifact
 from tuneloop.data_prep import data_prep
+from tuneloop.kube.connection import Connection
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def test_rows_examined_by_a_head_and_a_worker(
-    cluster: argo.Cluster, root: str, run: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    cluster: Connection, root: str, run: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = {"source_args": {"digits": 5}, "train": 9000, "eval": 100, "sft": 2000}
     roomy = SMALL.model_copy(update={"memory": "3Gi"})

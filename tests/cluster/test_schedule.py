@@ -16,19 +16,20 @@ from tuneloop.argo import cluster as argo
 from tuneloop.argo.schedule import CRON, LABEL, schedule, unschedule
 from tuneloop.argo.watch import status
 from tuneloop.errors import UserError
+from tuneloop.kube.connection import WORKFLOWS, Connection
 
 pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture
-def name(cluster: argo.Cluster) -> Iterator[str]:
+def name(cluster: Connection) -> Iterator[str]:
     name = f"s{uuid.uuid4().hex[:8]}"
     yield name
     kinds = "cronworkflows,workflowtemplates,workflows,pods"
     kubectl("-n", cluster.namespace, "delete", kinds, "-l", f"{LABEL}={name}", "--wait=false")
 
 
-def look(cluster: argo.Cluster, name: str) -> str:
+def look(cluster: Connection, name: str) -> str:
     """What the controller does at its time, now; gives what the last step said."""
     cron = cluster.get(*CRON, name)
     made: dict[str, Any] = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow"}
@@ -39,7 +40,7 @@ def look(cluster: argo.Cluster, name: str) -> str:
     return said(cluster, done.stdout.strip().rpartition("/")[2])
 
 
-def said(cluster: argo.Cluster, workflow: str) -> str:
+def said(cluster: Connection, workflow: str) -> str:
     """What the last step of a looking workflow says in the end."""
     kubectl("-n", cluster.namespace, "wait", "--for=condition=Completed", f"workflow/{workflow}", "--timeout=600s")
     pods = f"workflows.argoproj.io/workflow={workflow},app.kubernetes.io/component=base"
@@ -47,12 +48,12 @@ def said(cluster: argo.Cluster, workflow: str) -> str:
     return next(line for line in lines if line.startswith(("started", "skipped", "error")))
 
 
-def runs(cluster: argo.Cluster, name: str) -> list[str]:
-    found = cluster.list(*argo.WORKFLOWS, selector=f"{LABEL}={name},{argo.RUN_LABEL}")
+def runs(cluster: Connection, name: str) -> list[str]:
+    found = cluster.list(*WORKFLOWS, selector=f"{LABEL}={name},{argo.RUN_LABEL}")
     return [w["metadata"]["labels"][argo.RUN_LABEL] for w in found]
 
 
-def test_new_data_is_a_new_run_and_old_data_is_skipped(cluster: argo.Cluster, name: str) -> None:
+def test_new_data_is_a_new_run_and_old_data_is_skipped(cluster: Connection, name: str) -> None:
     schedule(cluster, digits(), name=name, store=STORE, cron="* * * * *")
     until(lambda: bool(runs(cluster, name)))  # the controller's own clock
     (first,) = runs(cluster, name)
@@ -75,7 +76,7 @@ def test_new_data_is_a_new_run_and_old_data_is_skipped(cluster: argo.Cluster, na
 
 @pytest.mark.slow
 def test_ticks_that_overlap_are_skipped_and_so_is_a_look_while_a_run_is_under_way(
-    cluster: argo.Cluster, name: str
+    cluster: Connection, name: str
 ) -> None:
     """The clock ticks every 3 s. A look takes longer: it is let end; what it has started is let end, too."""
     schedule(cluster, digits(seconds=300), name=name, store=STORE, cron="@every 3s")
@@ -83,7 +84,7 @@ def test_ticks_that_overlap_are_skipped_and_so_is_a_look_while_a_run_is_under_wa
 
     def second() -> str | None:
         """The second look, once it has begun."""
-        for workflow in cluster.list(*argo.WORKFLOWS, selector=f"{LABEL}={name},!{argo.RUN_LABEL}"):
+        for workflow in cluster.list(*WORKFLOWS, selector=f"{LABEL}={name},!{argo.RUN_LABEL}"):
             ended = workflow.get("status", {}).get("finishedAt") or "under way"
             seen[workflow["metadata"]["name"]] = (workflow["metadata"]["creationTimestamp"], ended)
         return sorted(seen, key=seen.__getitem__)[1] if len(seen) > 1 else None

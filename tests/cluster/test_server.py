@@ -14,6 +14,7 @@ from tuneloop.argo.server import Server
 from tuneloop.argo.watch import status
 from tuneloop.config import find
 from tuneloop.errors import UserError
+from tuneloop.kube.connection import Connection
 
 pytestmark = pytest.mark.cluster
 
@@ -21,13 +22,13 @@ SETTINGS = {"data": {"source": "jsonl", "source_args": {"train": "/nowhere.jsonl
 
 
 @pytest.fixture
-def server(cluster: argo.Cluster) -> Iterator[str]:
+def server(cluster: Connection) -> Iterator[str]:
     with forwarded("argo", "argo-server", 2746) as place:
         yield place
 
 
 def test_a_pipeline_file_submits_itself_and_returns_how_the_run_ended(
-    cluster: argo.Cluster, server: str, run: str, tmp_path, monkeypatch: pytest.MonkeyPatch
+    cluster: Connection, server: str, run: str, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first stage has no data to read: the user's mistake, exit code 2."""
     monkeypatch.setenv("ARGO_SERVER", server)

@@ -16,6 +16,7 @@ from tuneloop.argo.watch import nodes
 from tuneloop.base_model import base_model
 from tuneloop.data_prep import data_prep
 from tuneloop.export import export
+from tuneloop.kube.connection import Connection
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -49,7 +50,7 @@ print(urllib.request.urlopen(request, timeout=60).read().decode())
 
 
 @pytest.fixture
-def served(cluster: argo.Cluster, run: str, tmp_path: Path) -> Iterator[str]:
+def served(cluster: Connection, run: str, tmp_path: Path) -> Iterator[str]:
     """The reference of an exported model that a Deployment serves."""
     from hera.workflows import DAG
 
@@ -81,7 +82,7 @@ def served(cluster: argo.Cluster, run: str, tmp_path: Path) -> Iterator[str]:
         apply(objects, "delete")
 
 
-def test_the_final_model_answers(cluster: argo.Cluster, served: str) -> None:
+def test_the_final_model_answers(cluster: Connection, served: str) -> None:
     own = ["-n", cluster.namespace]
     said = json.loads(kubectl(*own, "exec", "deploy/tuneloop-model", "-c", "vllm", "--", "python", "-c", ASK))
     assert said["model"] == "tuneloop"

@@ -20,6 +20,7 @@ from tuneloop.argo.template import pod_fields, retry_fields, stage_template, wor
 from tuneloop.argo.watch import logs, status
 from tuneloop.data_prep import data_prep
 from tuneloop.errors import UserError
+from tuneloop.kube.connection import WORKFLOWS, Connection
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -28,7 +29,7 @@ IMAGES = os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev")
 
 
 @pytest.fixture
-def share(cluster: argo.Cluster, run: str) -> Iterator[Share]:
+def share(cluster: Connection, run: str) -> Iterator[Share]:
     """A group of the test's own, of which nothing may be left."""
     if not kubectl("get", "deviceclass", CLASS, "--ignore-not-found"):
         pytest.fail(f"needs the DeviceClass {CLASS}: a DRA driver", pytrace=False)
@@ -37,22 +38,22 @@ def share(cluster: argo.Cluster, run: str) -> Iterator[Share]:
     kubectl("-n", cluster.namespace, "delete", "resourceclaims,leases", "-l", f"{GROUP_LABEL}={run}", "--wait=false")
 
 
-def claims(cluster: argo.Cluster, share: Share) -> dict[str, list[str]]:
+def claims(cluster: Connection, share: Share) -> dict[str, list[str]]:
     """Claim → the runs on it."""
     found = seats.claims(cluster, f"{GROUP_LABEL}={share.group}")
     return {each["metadata"]["name"]: seats.runs(each) for each in found}
 
 
-def idle(cluster: argo.Cluster, share: Share, run: str, name: str) -> str:
+def idle(cluster: Connection, share: Share, run: str, name: str) -> str:
     """A workflow that is under way and does nothing."""
     metadata = {"name": name, "labels": {RUN_LABEL: run, "test": share.group}}
     spec = {"entrypoint": "main", "templates": [{"name": "main", "suspend": {}}]}
     body = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": metadata, "spec": spec}
-    cluster.custom.create_namespaced_custom_object(*argo.WORKFLOWS[:2], cluster.namespace, argo.WORKFLOWS[2], body)
+    cluster.custom.create_namespaced_custom_object(*WORKFLOWS[:2], cluster.namespace, WORKFLOWS[2], body)
     return name
 
 
-def test_seats_are_taken_once_handed_on_and_given_back(cluster: argo.Cluster, share: Share) -> None:
+def test_seats_are_taken_once_handed_on_and_given_back(cluster: Connection, share: Share) -> None:
     """Six at once: two sit on each of three claims. A run's next workflow keeps the seat. What is deleted leaves it."""
     names = [idle(cluster, share, f"{share.group}-{i}", f"{share.group}-{i}") for i in range(6)]
     got: dict[str, str] = {}
@@ -110,14 +111,14 @@ def pipeline(share: Share) -> dict[str, Any]:
     return made
 
 
-def test_an_unknown_class_is_refused_before_anything_is_created(cluster: argo.Cluster, share: Share) -> None:
+def test_an_unknown_class_is_refused_before_anything_is_created(cluster: Connection, share: Share) -> None:
     unknown = share.model_copy(update={"device_class": "no.example.com"})
     with pytest.raises(UserError, match=r"device_class: 'no.example.com': is no DeviceClass of .*; `kubectl get"):
         argo.submit(cluster, pipeline(unknown), run=share.group, store=STORE)
     assert not kubectl("-n", cluster.namespace, "get", "workflows", "-l", f"{RUN_LABEL}={share.group}", "-o", "name")
 
 
-def test_two_runs_on_one_claim_and_a_third_on_another(cluster: argo.Cluster, share: Share) -> None:
+def test_two_runs_on_one_claim_and_a_third_on_another(cluster: Connection, share: Share) -> None:
     """Each run is two workflows, on one claim; those of a claim see its devices; nothing is left of them."""
     runs = [f"{share.group}-{i}" for i in range(3)]
     for name in runs:

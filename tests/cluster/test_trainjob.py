@@ -18,6 +18,7 @@ from tuneloop.backends.native import Native
 from tuneloop.backends.trl import Trl
 from tuneloop.base_model import base_model
 from tuneloop.data_prep import data_prep
+from tuneloop.kube.connection import Connection
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -34,7 +35,7 @@ TINY = {
 
 
 @pytest.fixture(scope="module")
-def workspace(cluster: argo.Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def workspace(cluster: Connection, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The runtimes, and the claim; where the cluster makes no volumes, one of a directory of this machine."""
     place = tmp_path_factory.mktemp("overlay")
     component = os.path.relpath(ROOT / "manifests" / "components" / "trainer", place)
@@ -49,7 +50,7 @@ def workspace(cluster: argo.Cluster, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def made(cluster: argo.Cluster) -> Iterator[dict[str, str]]:
+def made(cluster: Connection) -> Iterator[dict[str, str]]:
     """References of prompts and of a model in the store."""
     from hera.workflows import DAG
 
@@ -68,7 +69,7 @@ def made(cluster: argo.Cluster) -> Iterator[dict[str, str]]:
     kubectl("-n", cluster.namespace, "delete", "workflows,pods", "-l", f"{argo.RUN_LABEL}={run}", "--wait=false")
 
 
-def launched(cluster: argo.Cluster, job: dict[str, Any]) -> int:
+def launched(cluster: Connection, job: dict[str, Any]) -> int:
     try:
         return launch(cluster, job)
     finally:
@@ -76,7 +77,7 @@ def launched(cluster: argo.Cluster, job: dict[str, Any]) -> int:
 
 
 def test_trl_in_two_pods(
-    cluster: argo.Cluster, made: dict[str, str], workspace: None, run: str, capfd: pytest.CaptureFixture[str]
+    cluster: Connection, made: dict[str, str], workspace: None, run: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     places = {"model_name_or_path": "/workspace/model", "dataset_name": "/workspace/dataset"}
     backend = Trl(trainer="sft", nodes=2, args={**places, "output_dir": "/workspace/out", **TINY})
@@ -91,7 +92,7 @@ def test_trl_in_two_pods(
 
 
 def test_our_own_stage_as_a_trainjob_and_as_a_job(
-    cluster: argo.Cluster, made: dict[str, str], workspace: None, run: str, capfd: pytest.CaptureFixture[str]
+    cluster: Connection, made: dict[str, str], workspace: None, run: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = {"policy": made["checkpoint"], "prompts": made["prompts"], "max_steps": 3, "device": "cpu"}
     given |= {"per_device_train_batch_size": 2}
@@ -103,7 +104,7 @@ def test_our_own_stage_as_a_trainjob_and_as_a_job(
 
 
 def test_our_own_stage_as_a_rayjob(
-    cluster: argo.Cluster, made: dict[str, str], run: str, capfd: pytest.CaptureFixture[str]
+    cluster: Connection, made: dict[str, str], run: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = {"policy": made["checkpoint"], "prompts": made["prompts"], "max_steps": 3, "device": "cpu"}
     given |= {"per_device_train_batch_size": 2, "checkpoint": f"{made['at']}/ray"}

@@ -19,6 +19,7 @@ from tuneloop.argo.template import pod_fields, retry_fields, stage_template, wor
 from tuneloop.argo.turn import take_turns
 from tuneloop.cli import invoke
 from tuneloop.data_prep import data_prep
+from tuneloop.kube.connection import Connection
 from tuneloop.sharing.turns import Document, open_turns
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -45,15 +46,15 @@ def sharing(group: str, stages: int = 0, seconds: int = 0) -> dict[str, Any]:
     return made_
 
 
-def leases(cluster: argo.Cluster, group: str) -> str:
+def leases(cluster: Connection, group: str) -> str:
     return kubectl("-n", cluster.namespace, "get", "leases", "-l", f"tuneloop.dev/turns-of={group}", "-o", "name")
 
 
-def document(cluster: argo.Cluster, group: str) -> Document:
+def document(cluster: Connection, group: str) -> Document:
     return open_turns(f"lease://{cluster.namespace}/{group}", who="nobody").read()
 
 
-def worked(cluster: argo.Cluster, *runs: str) -> list[tuple[str, str, str]]:
+def worked(cluster: Connection, *runs: str) -> list[tuple[str, str, str]]:
     """(began, ended, run) of the stages' containers, by the node's clock."""
     selector = f"{argo.RUN_LABEL} in ({','.join(runs)})"
     pods = json.loads(kubectl("-n", cluster.namespace, "get", "pods", "-l", selector, "-o", "json"))["items"]
@@ -65,7 +66,7 @@ def worked(cluster: argo.Cluster, *runs: str) -> list[tuple[str, str, str]]:
 
 
 def test_two_runs_take_turns_and_outlive_a_killed_holder(
-    cluster: argo.Cluster, run: str, capsys: pytest.CaptureFixture[str]
+    cluster: Connection, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = f"{run}-a", f"{run}-b"
     for name in (first, second):
@@ -106,7 +107,7 @@ for _ in range(4):
 """
 
 
-def test_processes_race_for_a_lease(cluster: argo.Cluster, run: str) -> None:
+def test_processes_race_for_a_lease(cluster: Connection, run: str) -> None:
     """The API server decides: three processes, every number once, one at a time, and no Lease in the end."""
     url = f"lease://{cluster.namespace}/{run}"
     racers = [subprocess.Popen([sys.executable, "-c", RACER, url, w], stdout=subprocess.PIPE, text=True) for w in "abc"]

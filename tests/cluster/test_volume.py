@@ -12,12 +12,13 @@ from tests.cluster.test_jobset import SMALL, twice
 from tests.cluster.volumes import apply, volume
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.watch import nodes
+from tuneloop.kube.connection import Connection
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def test_checkpoints_pass_through_a_volume_and_memory_grows_in_place(
-    cluster: argo.Cluster, run: str, tmp_path: Path
+    cluster: Connection, run: str, tmp_path: Path
 ) -> None:
     claim = (ROOT / "manifests" / "components" / "pvc" / "claim.yaml").read_text()
     apply(claim)
@@ -36,7 +37,7 @@ def test_checkpoints_pass_through_a_volume_and_memory_grows_in_place(
         apply(claim, "delete")
 
 
-def _grow(cluster: argo.Cluster, run: str) -> None:
+def _grow(cluster: Connection, run: str) -> None:
     """Raise the limit of the running one-pod stage: no restart, and the kernel's limit is the new one.
 
     The stage is not queued: Kueue 0.16 deletes a pod whose requests differ from what it admitted.

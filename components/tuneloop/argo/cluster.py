@@ -11,146 +11,20 @@ What goes wrong is one line (`UserError`, `Retryable`), whatever the client libr
 from __future__ import annotations
 
 import copy
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import tuneloop
 from tuneloop.argo.settings import PRIORITY_LABEL, QUEUE_LABEL, RUN_LABEL
 from tuneloop.argo.spec import applied
-from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, Unavailable, UserError
+from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
+from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
+from tuneloop.kube.connection import NAMESPACE, WORKFLOWS, Connection
 
-WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
-OWNER = {"apiVersion": "/".join(WORKFLOWS[:2]), "kind": "Workflow"}
-"""In an owner reference: with name and uid of a workflow, what its object shall not outlive."""
 DONE = ("Succeeded", "Failed", "Error")
-NAMESPACE = "tuneloop"
-IN_CLUSTER = "in-cluster"
-"""The context of a pod that uses its own account."""
 CONTINUES = "tuneloop.dev/continues"
 """Annotation: the workflow of the same run that this one follows."""
-PATIENCE = 300.0
-"""Seconds that an API server may be away while a run is followed: as long as it takes to restart one."""
-
-T = TypeVar("T")
-
-
-class Away(UserError):
-    """The API server does not answer."""
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """A connection.
-
-    Attributes:
-        namespace: where runs live.
-        context: of the kubeconfig, for people.
-        host: address of the API server, for people.
-        core, custom, auth: the client library's APIs.
-    """
-
-    namespace: str
-    context: str
-    host: str
-    core: Any
-    custom: Any
-    auth: Any
-
-    def get(self, group: str, version: str, plural: str, name: str) -> dict[str, Any]:
-        """A custom object of the namespace."""
-        found: dict[str, Any] = self.custom.get_namespaced_custom_object(group, version, self.namespace, plural, name)
-        return found
-
-    def list(self, group: str, version: str, plural: str, selector: str = "") -> list[dict[str, Any]]:
-        """The custom objects of the namespace, oldest first."""
-        found = self.custom.list_namespaced_custom_object(
-            group, version, self.namespace, plural, label_selector=selector, _request_timeout=30
-        )
-        return sorted(found["items"], key=lambda item: str(item["metadata"]["creationTimestamp"]))
-
-
-def connect(namespace: str = NAMESPACE, context: str | None = None) -> Cluster:
-    """Connect as kubectl would: KUBECONFIG, else ``~/.kube/config``, else the pod's own account.
-
-    Raises:
-        UserError: there is no configuration, or no such context.
-    """
-    try:
-        from kubernetes import client, config
-    except ImportError:
-        raise UserError("cluster", None, "needs the Kubernetes client: pip install 'tuneloop[cluster]'") from None
-    settings = client.Configuration()
-    file = os.environ.get("KUBECONFIG")  # the library reads it when it is imported
-    try:
-        config.load_kube_config(config_file=file, context=context, client_configuration=settings)
-        context = context or config.list_kube_config_contexts(config_file=file)[1]["name"]
-    except config.ConfigException as error:
-        if context or "KUBERNETES_SERVICE_HOST" not in os.environ:
-            remedy = f"no usable cluster configuration ({error}); set KUBECONFIG, or choose --context"
-            raise UserError("cluster", context or file or "~/.kube/config", remedy) from None
-        config.load_incluster_config(client_configuration=settings)
-        context = IN_CLUSTER
-    settings.retries = 1
-    api = client.ApiClient(settings)
-    custom = client.CustomObjectsApi(api)
-    return Cluster(
-        namespace, str(context), settings.host, client.CoreV1Api(api), custom, client.AuthorizationV1Api(api)
-    )
-
-
-@contextmanager
-def faults(cluster: Cluster) -> Iterator[None]:
-    """Say in one line what a refusal of the API server means.
-
-    One that does not answer is the user's mistake only where a user said which one: a pod's own will be back.
-    """
-    from kubernetes.client import ApiException
-    from urllib3.exceptions import HTTPError
-
-    try:
-        yield
-    except ApiException as error:
-        message = told(error)
-        if error.status in (429, 500, 502, 503, 504):
-            raise Unavailable(f"cluster: {cluster.host}: {message}") from error
-        raise UserError("cluster", cluster.context, f"refused ({error.status}): {message}") from error
-    except HTTPError as error:
-        if cluster.context == IN_CLUSTER:
-            raise Unavailable(f"cluster: {cluster.host} does not answer ({type(error).__name__})") from error
-        remedy = f"{cluster.host} does not answer ({type(error).__name__}); is it running, and is this the context?"
-        raise Away("cluster", cluster.context, remedy) from error
-
-
-def patiently(look: Callable[[], T], *, patience: float = PATIENCE, pause: float = 1.0) -> T:
-    """What `look` gives. Where the API server is in trouble, it is asked again: after `pause` seconds, then twice, four
-    times as many, up to 30.
-
-    Raises:
-        Retryable, Away: it was in trouble for `patience` seconds.
-    """
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            return look()
-        except (Retryable, Away):
-            if time.monotonic() + pause > deadline:
-                raise
-            time.sleep(pause)
-            pause = min(2 * pause, 30.0)
-
-
-def told(error: Any) -> str:
-    """The API server's own words of an ApiException."""
-    import json
-
-    try:
-        return " ".join(str(json.loads(error.body)["message"]).split())
-    except (TypeError, ValueError, KeyError):
-        return str(error.reason)
 
 
 def prepare(
@@ -231,13 +105,13 @@ def queued(workflow: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     return {name: each for name, each in labels.items() if QUEUE_LABEL in each}
 
 
-def workflows(cluster: Cluster, run: str) -> list[dict[str, Any]]:
+def workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
     """The workflows of a run, oldest first.
 
     Raises:
         UserError: there is none.
     """
-    with faults(cluster):
+    with translate_api_errors(cluster):
         found = cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
     if not found:
         remedy = f"no workflow in namespace {cluster.namespace} of {cluster.context} has the label {RUN_LABEL}={run}"
@@ -251,7 +125,9 @@ def phase(workflow: Mapping[str, Any]) -> str:
     return str(workflow.get("status", {}).get("phase") or "Pending")
 
 
-def submit(cluster: Cluster, workflow: Mapping[str, Any], *, run: str, store: str, priority: str | None = None) -> str:
+def submit(
+    cluster: Connection, workflow: Mapping[str, Any], *, run: str, store: str, priority: str | None = None
+) -> str:
     """Check everything, then create one object; see `prepare` and `create`.
 
     Returns:
@@ -271,7 +147,7 @@ def submit(cluster: Cluster, workflow: Mapping[str, Any], *, run: str, store: st
     return create(cluster, made, run)
 
 
-def create(cluster: Cluster, made: Mapping[str, Any], run: str) -> str:
+def create(cluster: Connection, made: Mapping[str, Any], run: str) -> str:
     """Create a prepared workflow, and return its name. A run that ended is resumed: committed stages end at once, and
     a long loop goes on at its newest workflow.
 
@@ -282,9 +158,9 @@ def create(cluster: Cluster, made: Mapping[str, Any], run: str) -> str:
     return create_numbered(cluster, made, run, at) if at > 1 else _create(cluster, made, run)
 
 
-def listed(cluster: Cluster, run: str) -> list[dict[str, Any]]:
+def listed(cluster: Connection, run: str) -> list[dict[str, Any]]:
     """The workflows of a run, as the API server lists them; none of a run that there is not."""
-    with faults(cluster):
+    with translate_api_errors(cluster):
         return cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
 
 
@@ -334,7 +210,7 @@ def number(run: str, name: str) -> int:
     return int(rest) if rest.isdigit() else 1
 
 
-def create_numbered(cluster: Cluster, made: Mapping[str, Any], run: str, at: int) -> str:
+def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: int) -> str:
     """Create ``<run>-<at>``, or with the next number that is free; what follows the same workflow is there already."""
     from kubernetes.client import ApiException
 
@@ -346,7 +222,7 @@ def create_numbered(cluster: Cluster, made: Mapping[str, Any], run: str, at: int
             cause = error.__cause__
             if not isinstance(cause, ApiException) or cause.status != 409:
                 raise
-        with faults(cluster):
+        with translate_api_errors(cluster):
             found = _annotations(cluster.get(*WORKFLOWS, name))
         follows = _annotations(made).get(CONTINUES)
         if follows and found.get(CONTINUES) == follows:
@@ -354,15 +230,15 @@ def create_numbered(cluster: Cluster, made: Mapping[str, Any], run: str, at: int
         at += 1
 
 
-def _create(cluster: Cluster, made: Mapping[str, Any], name: str) -> str:
+def _create(cluster: Connection, made: Mapping[str, Any], name: str) -> str:
     group, version, plural = WORKFLOWS
     body = {**made, "metadata": {**made["metadata"], "name": name}}
-    with faults(cluster):
+    with translate_api_errors(cluster):
         cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, plural, body)
     return name
 
 
-def stop(cluster: Cluster, run: str, *, timeout: float = 120.0) -> int:
+def stop(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
     """End a run: its stages get SIGTERM and commit what a resume needs; jobs, pods and seats it left are let go.
 
     Args:
@@ -381,7 +257,7 @@ def stop(cluster: Cluster, run: str, *, timeout: float = 120.0) -> int:
     def ended() -> bool:
         active = {w["metadata"]["name"] for w in workflows(cluster, run) if phase(w) not in DONE}
         for name in active - stopped:  # one that goes on in another may create it just now
-            with faults(cluster):
+            with translate_api_errors(cluster):
                 cluster.custom.patch_namespaced_custom_object(
                     *WORKFLOWS[:2], cluster.namespace, WORKFLOWS[2], name, {"spec": {"shutdown": "Stop"}}
                 )
@@ -396,7 +272,7 @@ def stop(cluster: Cluster, run: str, *, timeout: float = 120.0) -> int:
     return len(stopped)
 
 
-def _leave_seats(cluster: Cluster) -> None:
+def _leave_seats(cluster: Connection) -> None:
     """A run that was terminated has had no exit handler."""
     from tuneloop.argo.seats import sweep
 
@@ -407,14 +283,14 @@ def _leave_seats(cluster: Cluster) -> None:
             raise
 
 
-def _delete_jobs(cluster: Cluster, run: str) -> None:
+def _delete_jobs(cluster: Connection, run: str) -> None:
     """Jobs of several pods outlive the step that started them: end them by name."""
     from kubernetes.client import ApiException
 
     from tuneloop.argo.launch import KINDS
 
     for kind in KINDS.values():
-        with faults(cluster):
+        with translate_api_errors(cluster):
             try:
                 cluster.custom.delete_collection_namespaced_custom_object(
                     kind.group,
@@ -429,8 +305,8 @@ def _delete_jobs(cluster: Cluster, run: str) -> None:
                     raise
 
 
-def _alive(cluster: Cluster, run: str) -> list[Any]:
-    with faults(cluster):
+def _alive(cluster: Connection, run: str) -> list[Any]:
+    with translate_api_errors(cluster):
         pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items
     return [pod for pod in pods if pod.status.phase in ("Pending", "Running")]
 
@@ -443,7 +319,7 @@ def _until(done: Callable[[], bool], timeout: float, what: str) -> None:
         time.sleep(1.0)
 
 
-def wait(cluster: Cluster, run: str, *, poll: float = 2.0) -> int:
+def wait(cluster: Connection, run: str, *, poll: float = 2.0) -> int:
     """Wait for the newest workflow of a run to end; an API server that is away for a while ends nothing.
 
     Returns:
@@ -452,7 +328,7 @@ def wait(cluster: Cluster, run: str, *, poll: float = 2.0) -> int:
     newest = workflows(cluster, run)[-1]
     while phase(newest) not in DONE:
         time.sleep(poll)
-        newest = patiently(lambda: workflows(cluster, run))[-1]
+        newest = retry_until_available(lambda: workflows(cluster, run))[-1]
     return exit_code(newest)
 
 

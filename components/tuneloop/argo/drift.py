@@ -18,12 +18,13 @@ from tuneloop.component import Component
 from tuneloop.config import dump
 from tuneloop.errors import UserError
 from tuneloop.grain import unfolded
+from tuneloop.kube.connection import Connection
 from tuneloop.program import flag
 from tuneloop.runs import differences
 from tuneloop.store import normalize
 
 
-def template_drift(cluster: argo.Cluster, workflow: Mapping[str, Any], name: str) -> str:
+def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) -> str:
     """The WorkflowTemplate `name`, as applied from manifests or made by a schedule, against `workflow`.
 
     Returns:
@@ -47,7 +48,7 @@ def template_drift(cluster: argo.Cluster, workflow: Mapping[str, Any], name: str
     return _difference(live["spec"], template_spec(made, name), name)
 
 
-def run_drift(cluster: argo.Cluster, workflow: Mapping[str, Any], run: str) -> str:
+def run_drift(cluster: Connection, workflow: Mapping[str, Any], run: str) -> str:
     """The newest workflow of a run against `workflow`, as submitted to that run; see `template_drift`."""
     live = argo.workflows(cluster, run)[-1]
     made = argo.prepare(workflow, run=run, store=_parameter(live, "store"), namespace=cluster.namespace)

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuneloop.argo import cluster as argo
-from tuneloop.argo.cluster import Cluster, faults, patiently
 from tuneloop.argo.watch import follow_pod
 from tuneloop.errors import Interrupted, Retryable, UserError, failed
+from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
+from tuneloop.kube.connection import NAMESPACE, Connection, connect
 from tuneloop.torchrun import exit_code
 
 Object = Mapping[str, Any]
@@ -72,7 +72,7 @@ KINDS = {
 }
 
 
-def launch(cluster: Cluster, job: Object, *, poll: float = 1.0) -> int:
+def launch(cluster: Connection, job: Object, *, poll: float = 1.0) -> int:
     """Create `job` unless it stands and has not failed, print what its pods print, and wait for its end.
 
     Args:
@@ -101,12 +101,12 @@ def launch(cluster: Cluster, job: Object, *, poll: float = 1.0) -> int:
     lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     read: dict[str, threading.Thread] = {}
     while True:
-        standing = patiently(lambda: _standing(cluster, kind, name))
+        standing = retry_until_available(lambda: _standing(cluster, kind, name))
         if standing is None:
             raise Retryable(f"{name}: the job was deleted while it was followed")
         status = _status(standing)
         done = kind.succeeded(status)
-        pods = patiently(lambda: _pods(cluster, kind, name))
+        pods = retry_until_available(lambda: _pods(cluster, kind, name))
         for pod in pods:
             if pod.metadata.uid not in read and _begun(pod):
                 arguments = (cluster, pod, _short(pod, name), True, lines)
@@ -122,11 +122,11 @@ def launch(cluster: Cluster, job: Object, *, poll: float = 1.0) -> int:
         time.sleep(poll)
 
 
-def _create(cluster: Cluster, kind: Kind, job: Object) -> bool:
+def _create(cluster: Connection, kind: Kind, job: Object) -> bool:
     """Create `job`, if none stands under its name; whether it did."""
     from kubernetes.client import ApiException
 
-    with faults(cluster):
+    with translate_api_errors(cluster):
         try:
             cluster.custom.create_namespaced_custom_object(
                 kind.group, kind.version, cluster.namespace, kind.plural, job
@@ -141,11 +141,11 @@ def _create(cluster: Cluster, kind: Kind, job: Object) -> bool:
             return False
 
 
-def _standing(cluster: Cluster, kind: Kind, name: str) -> Object | None:
+def _standing(cluster: Connection, kind: Kind, name: str) -> Object | None:
     """The job; None where there is none."""
     from kubernetes.client import ApiException
 
-    with faults(cluster):
+    with translate_api_errors(cluster):
         try:
             return cluster.get(kind.group, kind.version, kind.plural, name)
         except ApiException as error:
@@ -159,7 +159,7 @@ def _status(job: Object) -> Object:
     return status
 
 
-def delete(cluster: Cluster, job: Object, *, wait: bool = False) -> None:
+def delete(cluster: Connection, job: Object, *, wait: bool = False) -> None:
     """End a job: its pods get SIGTERM.
 
     Args:
@@ -169,7 +169,7 @@ def delete(cluster: Cluster, job: Object, *, wait: bool = False) -> None:
     from kubernetes.client import ApiException
 
     kind = KINDS[str(job["kind"])]
-    with faults(cluster):
+    with translate_api_errors(cluster):
         try:
             cluster.custom.delete_namespaced_custom_object(
                 kind.group,
@@ -184,8 +184,8 @@ def delete(cluster: Cluster, job: Object, *, wait: bool = False) -> None:
                 raise
 
 
-def _pods(cluster: Cluster, kind: Kind, name: str) -> list[Any]:
-    with faults(cluster):
+def _pods(cluster: Connection, kind: Kind, name: str) -> list[Any]:
+    with translate_api_errors(cluster):
         found = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{kind.pods}={name}").items
     return sorted(found, key=lambda pod: str(pod.metadata.name))
 
@@ -218,7 +218,7 @@ def main(argv: Sequence[str]) -> int:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("file", nargs="?", help="of the job's manifest; -: standard input")
     source.add_argument("--manifest", help="the manifest itself")
-    parser.add_argument("--namespace", default=argo.NAMESPACE)
+    parser.add_argument("--namespace", default=NAMESPACE)
     given = parser.parse_args(argv)
     text = given.manifest or (sys.stdin.read() if given.file == "-" else Path(given.file).read_text())
     job: dict[str, Any] = yaml.safe_load(text)
@@ -228,7 +228,7 @@ def main(argv: Sequence[str]) -> int:
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        cluster = argo.connect(given.namespace)
+        cluster = connect(given.namespace)
         try:
             return launch(cluster, job)
         except Interrupted:

@@ -14,13 +14,15 @@ from decimal import Decimal
 from typing import Any
 
 from tuneloop.argo.claims import misplaced, share_of
-from tuneloop.argo.cluster import PRIORITY_LABEL, QUEUE_LABEL, WORKFLOWS, Cluster, faults, queued
+from tuneloop.argo.cluster import PRIORITY_LABEL, QUEUE_LABEL, queued
 from tuneloop.argo.colocation import check
 from tuneloop.argo.seats import API, KINDS, claims
 from tuneloop.argo.settings import GROUP_LABEL
 from tuneloop.argo.spec import applied, labels_of
 from tuneloop.argo.turn import sidecar
 from tuneloop.errors import UserError
+from tuneloop.kube.api_errors import translate_api_errors
+from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.sharing import lease
 from tuneloop.sharing.turns import Turns
 from tuneloop.store import Store
@@ -41,14 +43,14 @@ Amounts = dict[str, Decimal]
 """Resource name → amount, in cores, bytes or pieces."""
 
 
-def problems(cluster: Cluster, workflow: Mapping[str, Any]) -> list[UserError]:
+def problems(cluster: Connection, workflow: Mapping[str, Any]) -> list[UserError]:
     """What stands in the way of a prepared workflow; empty when nothing was found.
 
     Raises:
         UserError: the cluster does not answer, or the context is not allowed in at all.
         Retryable: the API server is in trouble.
     """
-    with faults(cluster):
+    with translate_api_errors(cluster):
         if missing := [*_namespace(cluster), *_installed(cluster, workflow)]:
             return missing
         return [
@@ -77,13 +79,13 @@ def notices(workflow: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _namespace(cluster: Cluster) -> Iterator[UserError]:
+def _namespace(cluster: Connection) -> Iterator[UserError]:
     if _absent(cluster.core.read_namespace, cluster.namespace, _request_timeout=10):
         remedy = f"does not exist in context {cluster.context}; {APPLY}, or choose --context or --namespace"
         yield UserError("namespace", cluster.namespace, remedy)
 
 
-def _installed(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def _installed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     group, version, plural = WORKFLOWS
     if _absent(cluster.custom.list_namespaced_custom_object, group, version, cluster.namespace, plural, limit=1):
         yield UserError(
@@ -98,7 +100,7 @@ def _installed(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserEr
             return
 
 
-def _allowed(cluster: Cluster) -> Iterator[UserError]:
+def _allowed(cluster: Connection) -> Iterator[UserError]:
     from kubernetes import client
 
     group, _, plural = WORKFLOWS
@@ -111,7 +113,7 @@ def _allowed(cluster: Cluster) -> Iterator[UserError]:
         yield UserError("cluster", cluster.context, remedy)
 
 
-def _references(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def _references(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     """Accounts, secrets, config maps and claims that the workflow names and cannot do without."""
     read = {
         "service account": cluster.core.read_namespaced_service_account,
@@ -150,7 +152,7 @@ def _named(value: Any) -> Iterator[tuple[str, str]]:
             yield from _named(item)
 
 
-def _devices(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def _devices(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     """A claim for a class that is unknown is taken, and its pods wait for ever."""
     yield from misplaced(workflow)
     try:
@@ -172,7 +174,7 @@ def _devices(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserErro
         yield UserError("cluster.share.device_class", share.device_class, remedy)
 
 
-def _turns(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def _turns(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     """A run that its group refuses ends at the first stage that shares."""
     found = filter(None, map(sidecar, workflow["spec"].get("templates", ())))
     wanted = {flags.group: flags for flags in (arguments(each["args"]) for each in found)}
@@ -188,7 +190,7 @@ def _turns(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]
                 yield error
 
 
-def _groups(cluster: Cluster, workflow: Mapping[str, Any], flags: Namespace) -> list[str]:
+def _groups(cluster: Connection, workflow: Mapping[str, Any], flags: Namespace) -> list[str]:
     """Where turns go claim by claim, all claims of the group: on which one the run will sit is not known yet."""
     if "{{" not in flags.group:
         return [flags.group]
@@ -198,7 +200,7 @@ def _groups(cluster: Cluster, workflow: Mapping[str, Any], flags: Namespace) -> 
     return [] if found in (ABSENT, UNSEEN) else [each["metadata"]["name"] for each in found]
 
 
-def _images(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def _images(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     """An image that names no registry is one that was built here: a node has it, or nothing can pull it.
 
     What a registry has is not asked: the nodes' way to it, and their credentials, are the cluster's own.
@@ -217,7 +219,7 @@ def _images(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError
             yield UserError("image", image, f"{remedy} (docs/cluster.md)")
 
 
-def _queues(cluster: Cluster, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def _queues(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     """Kueue leaves a pod of an unknown queue waiting for ever, and says so nowhere."""
     labels = queued(workflow)
     for name in sorted({each[QUEUE_LABEL] for each in labels.values()}):
@@ -241,7 +243,7 @@ def _inactive(name: str, queue: Mapping[str, Any]) -> Iterator[UserError]:
             yield UserError("queue", name, f"admits nothing: {condition['message']}")
 
 
-def _quota(cluster: Cluster, workflow: Mapping[str, Any], queue: str, cluster_queue: str) -> Iterator[UserError]:
+def _quota(cluster: Connection, workflow: Mapping[str, Any], queue: str, cluster_queue: str) -> Iterator[UserError]:
     found = _found(cluster.custom.get_cluster_custom_object, *KUEUE, "clusterqueues", cluster_queue)
     if found in (ABSENT, UNSEEN):  # an inactive LocalQueue says the first
         return

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from tuneloop.argo import cluster as argo
 from tuneloop.ends import RETRY_STEP
 from tuneloop.errors import Retryable, UserError, failed
+from tuneloop.kube.api_errors import translate_api_errors
+from tuneloop.kube.connection import WORKFLOWS, Connection, connect
 
 if TYPE_CHECKING:
     from hera.workflows import Container
@@ -70,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = dict(item.split("=", 1) for item in given.arguments)
     try:
         if LOCAL not in os.environ:
-            name = proceed(argo.connect(given.namespace), given.workflow, given.entrypoint, arguments)
+            name = proceed(connect(given.namespace), given.workflow, given.entrypoint, arguments)
             print(f"continue: {name} goes on", flush=True)
     except (UserError, Retryable) as error:
         return failed(error)
@@ -80,15 +82,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def proceed(cluster: argo.Cluster, name: str, entrypoint: str, arguments: Mapping[str, str]) -> str:
+def proceed(cluster: Connection, name: str, entrypoint: str, arguments: Mapping[str, str]) -> str:
     """Create the workflow after `name`, unless it is there already, and return its name.
 
     Raises:
         UserError: the account may not.
         Retryable: the API server is in trouble.
     """
-    with argo.faults(cluster):
-        own = cluster.get(*argo.WORKFLOWS, name)
+    with translate_api_errors(cluster):
+        own = cluster.get(*WORKFLOWS, name)
     run = own["metadata"]["labels"][argo.RUN_LABEL]
     return argo.create_numbered(cluster, following(own, entrypoint, arguments), run, argo.number(run, name) + 1)
 

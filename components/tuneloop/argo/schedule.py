@@ -24,6 +24,8 @@ from tuneloop.argo.spec import labels_of
 from tuneloop.argo.template import SCRATCH
 from tuneloop.artifacts import split_ref
 from tuneloop.errors import Retryable, UserError, failed
+from tuneloop.kube.api_errors import translate_api_errors
+from tuneloop.kube.connection import WORKFLOWS, Connection, connect
 
 LABEL = "tuneloop.dev/schedule"
 CRON = ("argoproj.io", "v1alpha1", "cronworkflows")
@@ -36,7 +38,7 @@ LONGEST = 31
 
 
 def schedule(
-    cluster: argo.Cluster,
+    cluster: Connection,
     workflow: Mapping[str, Any],
     *,
     name: str,
@@ -95,7 +97,7 @@ def template_spec(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
     return spec
 
 
-def unschedule(cluster: argo.Cluster, name: str) -> None:
+def unschedule(cluster: Connection, name: str) -> None:
     """Delete the schedule `name`; its runs stay.
 
     Raises:
@@ -107,11 +109,11 @@ def unschedule(cluster: argo.Cluster, name: str) -> None:
     for kind, found in standing.items():
         if found:
             group, version, plural = KINDS[kind]
-            with argo.faults(cluster):
+            with translate_api_errors(cluster):
                 cluster.custom.delete_namespaced_custom_object(group, version, cluster.namespace, plural, name)
 
 
-def _standing(cluster: argo.Cluster, kind: str, name: str) -> dict[str, Any] | None:
+def _standing(cluster: Connection, kind: str, name: str) -> dict[str, Any] | None:
     """The object of the schedule; None: there is none.
 
     Raises:
@@ -119,7 +121,7 @@ def _standing(cluster: argo.Cluster, kind: str, name: str) -> dict[str, Any] | N
     """
     from kubernetes.client import ApiException
 
-    with argo.faults(cluster):
+    with translate_api_errors(cluster):
         try:
             found = cluster.get(*KINDS[kind], name)
         except ApiException as error:
@@ -175,13 +177,13 @@ def _start(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _apply(
-    cluster: argo.Cluster, kind: str, name: str, spec: Mapping[str, Any], standing: Mapping[str, Any] | None
+    cluster: Connection, kind: str, name: str, spec: Mapping[str, Any], standing: Mapping[str, Any] | None
 ) -> None:
     """Create the object, or replace the spec of the one that stands."""
     group, version, plural = KINDS[kind]
     body: dict[str, Any] = {"apiVersion": f"{group}/{version}", "kind": kind}
     body |= {"metadata": {"name": name, "labels": {LABEL: name}}, "spec": spec}
-    with argo.faults(cluster):
+    with translate_api_errors(cluster):
         if standing is None:
             cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, plural, body)
         else:
@@ -189,7 +191,7 @@ def _apply(
             cluster.custom.replace_namespaced_custom_object(group, version, cluster.namespace, plural, name, body)
 
 
-def start(cluster: argo.Cluster, name: str, store: str, prompts: str) -> str:
+def start(cluster: Connection, name: str, store: str, prompts: str) -> str:
     """Start the run of these prompts, unless that is done with or some run of the schedule is under way.
 
     Returns:
@@ -198,8 +200,8 @@ def start(cluster: argo.Cluster, name: str, store: str, prompts: str) -> str:
     digest = split_ref(prompts)[1]
     assert digest, prompts
     run = f"{name}-{digest.partition(':')[2][:DIGITS]}"
-    with argo.faults(cluster):
-        mine = [w for w in cluster.list(*argo.WORKFLOWS, selector=LABEL + "=" + name) if argo.RUN_LABEL in labels_of(w)]
+    with translate_api_errors(cluster):
+        mine = [w for w in cluster.list(*WORKFLOWS, selector=LABEL + "=" + name) if argo.RUN_LABEL in labels_of(w)]
     if active := [labels_of(w)[argo.RUN_LABEL] for w in mine if argo.phase(w) not in argo.DONE]:
         return f"skipped: {active[-1]} is under way"
     same = [w for w in mine if labels_of(w)[argo.RUN_LABEL] == run]
@@ -261,7 +263,7 @@ def main(argv: Sequence[str]) -> int:
         parser.add_argument(flag, required=True)
     given = parser.parse_args(argv)
     try:
-        print(start(argo.connect(given.namespace), given.name, given.store, given.prompts), flush=True)
+        print(start(connect(given.namespace), given.name, given.store, given.prompts), flush=True)
     except (UserError, Retryable) as error:
         return failed(error)
     return 0

@@ -30,6 +30,8 @@ from tuneloop.argo.claims import DEVICES, GIVE, TAKE
 from tuneloop.argo.proceed import LOCAL
 from tuneloop.argo.settings import GROUP_LABEL, ROLE_LABEL, RUN_LABEL, Share
 from tuneloop.errors import Retryable, UserError, failed
+from tuneloop.kube.api_errors import translate_api_errors
+from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, connect
 from tuneloop.sharing.claims import Claim, Owner, chosen, free, kept
 
 API = ("resource.k8s.io", "v1")
@@ -43,7 +45,7 @@ Object = dict[str, Any]
 Active = Mapping[str, Sequence[Owner]]
 
 
-def take(cluster: argo.Cluster, workflow: str, share: Share, role: str = "") -> str:
+def take(cluster: Connection, workflow: str, share: Share, role: str = "") -> str:
     """Seat the run of `workflow` on a claim of its group, a new one if need be.
 
     Args:
@@ -57,8 +59,8 @@ def take(cluster: argo.Cluster, workflow: str, share: Share, role: str = "") -> 
         Retryable: the API server is in trouble.
     """
     sweep(cluster)
-    with argo.faults(cluster):
-        run = cluster.get(*argo.WORKFLOWS, workflow)["metadata"].get("labels", {}).get(RUN_LABEL)
+    with translate_api_errors(cluster):
+        run = cluster.get(*WORKFLOWS, workflow)["metadata"].get("labels", {}).get(RUN_LABEL)
         if run is None:
             raise UserError("workflow", workflow, f"has no label {RUN_LABEL}: send it by `tuneloop submit`")
         while True:
@@ -77,7 +79,7 @@ def take(cluster: argo.Cluster, workflow: str, share: Share, role: str = "") -> 
             time.sleep(random.uniform(0.05, 0.5))  # another one was faster: look again
 
 
-def sweep(cluster: argo.Cluster, without: str = "") -> None:
+def sweep(cluster: Connection, without: str = "") -> None:
     """Free the seats of runs that have no active workflow, and delete the claims on which nobody sits.
 
     Args:
@@ -86,7 +88,7 @@ def sweep(cluster: argo.Cluster, without: str = "") -> None:
     Raises:
         UserError, Retryable: as `take`.
     """
-    with argo.faults(cluster):
+    with translate_api_errors(cluster):
         while True:
             there = [claim for claim in claims(cluster) if not leaving(claim)]
             active = _active(cluster, without) if there else {}
@@ -94,7 +96,7 @@ def sweep(cluster: argo.Cluster, without: str = "") -> None:
                 return
 
 
-def claims(cluster: argo.Cluster, selector: str = GROUP_LABEL) -> list[Object]:
+def claims(cluster: Connection, selector: str = GROUP_LABEL) -> list[Object]:
     """Claims and claim templates of ours, oldest first."""
     found = [(kind, each) for kind, plural in KINDS.items() for each in cluster.list(*API, plural, selector=selector)]
     return [{**each, "apiVersion": "/".join(API), "kind": kind} for kind, each in found]
@@ -117,7 +119,7 @@ def devices(claim: Mapping[str, Any]) -> list[str]:
     return sorted(item["device"] for item in allocated)
 
 
-def _seat(cluster: argo.Cluster, claim: Object, wanted: Sequence[str], active: Active) -> bool:
+def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Active) -> bool:
     """Have `wanted`, so far as they are active, sit on `claim`; whether nobody else changed it meanwhile.
 
     What was read of the claims is older than what was read of the workflows: a run that came in between has changed
@@ -125,7 +127,7 @@ def _seat(cluster: argo.Cluster, claim: Object, wanted: Sequence[str], active: A
     """
     place, about = (*API, cluster.namespace, KINDS[claim["kind"]]), claim["metadata"]
     stay, owners = kept(wanted, active)
-    references = [{**argo.OWNER, "name": name, "uid": uid} for name, uid in owners]
+    references = [{**OWNER, "name": name, "uid": uid} for name, uid in owners]
     if not stay:
         if "uid" not in about:
             return False
@@ -185,10 +187,10 @@ def _selector(share: Share, role: str) -> str:
     return f"{GROUP_LABEL}={share.group},{f'{ROLE_LABEL}={role}' if role else f'!{ROLE_LABEL}'}"
 
 
-def _active(cluster: argo.Cluster, without: str = "") -> Active:
+def _active(cluster: Connection, without: str = "") -> Active:
     """Run → its workflows that have not ended."""
     found: dict[str, list[Owner]] = defaultdict(list)
-    for workflow in cluster.list(*argo.WORKFLOWS, selector=ACTIVE):
+    for workflow in cluster.list(*WORKFLOWS, selector=ACTIVE):
         about = workflow["metadata"]
         if about["name"] != without and argo.phase(workflow) not in argo.DONE:
             found[about["labels"][RUN_LABEL]].append((about["name"], about["uid"]))
@@ -207,7 +209,7 @@ def _do(given: argparse.Namespace) -> dict[str, str]:
     """Output → name of the claim."""
     if LOCAL in os.environ:  # one machine has no claims: the group's name stands for one
         return dict.fromkeys(given.seats, given.share.group if given.share else "")
-    cluster = argo.connect(given.namespace)
+    cluster = connect(given.namespace)
     if given.step == GIVE:
         sweep(cluster, without=given.workflow)
     roles = {seat: seat.removeprefix("claim").lstrip("-") for seat in given.seats}

@@ -16,6 +16,7 @@ from typing import Any
 
 from tuneloop.argo import cluster as argo
 from tuneloop.errors import Retryable, UserError
+from tuneloop.kube.connection import NAMESPACE
 
 
 class Server:
@@ -29,7 +30,7 @@ class Server:
         UserError: `url` has no scheme.
     """
 
-    def __init__(self, url: str, namespace: str = argo.NAMESPACE) -> None:
+    def __init__(self, url: str, namespace: str = NAMESPACE) -> None:
         from hera.workflows import WorkflowsService
 
         if not url.startswith(("http://", "https://")):

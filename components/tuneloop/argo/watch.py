@@ -16,9 +16,11 @@ from typing import Any
 
 from tuneloop.argo import seats
 from tuneloop.argo.claims import TAKE
-from tuneloop.argo.cluster import DONE, QUEUE_LABEL, RUN_LABEL, Cluster, faults, patiently, phase, workflows
+from tuneloop.argo.cluster import DONE, QUEUE_LABEL, RUN_LABEL, phase, workflows
 from tuneloop.argo.state import Node
 from tuneloop.errors import UserError
+from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
+from tuneloop.kube.connection import Connection
 
 NODE_NAME = "workflows.argoproj.io/node-name"
 WORKLOADS = ("kueue.x-k8s.io", "v1beta2", "workloads")
@@ -48,7 +50,7 @@ class Status:
     claims: dict[str, str]
 
 
-def status(cluster: Cluster, run: str) -> Status:
+def status(cluster: Connection, run: str) -> Status:
     """How a run stands.
 
     Raises:
@@ -118,9 +120,9 @@ def _accelerator_seconds(workflow: Mapping[str, Any]) -> float:
     return float(sum(seconds for name, seconds in spent.items() if name.endswith("/gpu")))
 
 
-def _waiting(cluster: Cluster, run: str) -> dict[str, str]:
+def _waiting(cluster: Connection, run: str) -> dict[str, str]:
     """Node id → why its pod does not run yet."""
-    with faults(cluster):
+    with translate_api_errors(cluster):
         pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items
     pending = [pod for pod in pods if pod.status.phase == "Pending"]
     gated = any(pod.spec.scheduling_gates for pod in pending)
@@ -128,7 +130,7 @@ def _waiting(cluster: Cluster, run: str) -> dict[str, str]:
     return {(pod.metadata.annotations or {}).get(NODE_NAME, pod.metadata.name): _why(pod, queued) for pod in pending}
 
 
-def claims(cluster: Cluster) -> dict[str, str]:
+def claims(cluster: Connection) -> dict[str, str]:
     """Claim → who sits there, and its devices, once those who have ended have left.
 
     Raises:
@@ -138,8 +140,8 @@ def claims(cluster: Cluster) -> dict[str, str]:
     return _claims(cluster)
 
 
-def _claims(cluster: Cluster, run: str | None = None) -> dict[str, str]:
-    with faults(cluster):
+def _claims(cluster: Connection, run: str | None = None) -> dict[str, str]:
+    with translate_api_errors(cluster):
         found = seats.claims(cluster)
     return {each["metadata"]["name"]: _seated(each) for each in found if run is None or run in seats.runs(each)}
 
@@ -167,10 +169,10 @@ def _why(pod: Any, queued: Mapping[str, str]) -> str:
     return "starting"
 
 
-def _workloads(cluster: Cluster) -> dict[str, str]:
+def _workloads(cluster: Connection) -> dict[str, str]:
     """Pod name → what Kueue says of it."""
     said = {}
-    with faults(cluster):
+    with translate_api_errors(cluster):
         found = cluster.list(*WORKLOADS)
     for workload in found:
         conditions = {c["type"]: c for c in workload.get("status", {}).get("conditions", ())}
@@ -182,7 +184,7 @@ def _workloads(cluster: Cluster) -> dict[str, str]:
 
 
 def logs(
-    cluster: Cluster, run: str, *, stage: str | None = None, follow: bool = False, since: str | None = None
+    cluster: Connection, run: str, *, stage: str | None = None, follow: bool = False, since: str | None = None
 ) -> Iterator[tuple[str, str]]:
     """(stage, line) of what the pods of a run write; those of pods already deleted are gone.
 
@@ -201,7 +203,7 @@ def logs(
     begun = _seconds(created[0]) if created else 0.0  # a job's pods do not say which workflow they are of
     while True:
         over = all(phase(w) in DONE for w in found) or not follow
-        for pod in patiently(lambda: _started(cluster, run)):
+        for pod in retry_until_available(lambda: _started(cluster, run)):
             name = label(pod)
             mine = stage in (None, name) and pod.metadata.creation_timestamp.timestamp() >= begun
             if mine and pod.metadata.uid not in read:
@@ -222,7 +224,7 @@ def logs(
                 raise UserError("stage", stage, f"has no pod in {run}: it has not run, or its pods are deleted by now")
             return
         time.sleep(1.0)
-        found = patiently(lambda: workflows(cluster, run))
+        found = retry_until_available(lambda: workflows(cluster, run))
 
 
 def label(pod: Any) -> str:
@@ -231,9 +233,9 @@ def label(pod: Any) -> str:
     return str(name).rsplit(".", 1)[-1].split("(")[0]
 
 
-def _started(cluster: Cluster, run: str) -> list[Any]:
+def _started(cluster: Connection, run: str) -> list[Any]:
     """Pods whose main container has begun, or ended, oldest first."""
-    with faults(cluster):
+    with translate_api_errors(cluster):
         pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items
     begun = [pod for pod in pods if any(s.state.running or s.state.terminated for s in _mains(pod))]
     return sorted(begun, key=lambda pod: pod.metadata.creation_timestamp)
@@ -243,7 +245,9 @@ def _mains(pod: Any) -> list[Any]:
     return [s for s in pod.status.container_statuses or () if s.name not in ("wait", "init")]
 
 
-def follow_pod(cluster: Cluster, pod: Any, name: str, follow: bool, lines: queue.SimpleQueue[tuple[str, str]]) -> None:
+def follow_pod(
+    cluster: Connection, pod: Any, name: str, follow: bool, lines: queue.SimpleQueue[tuple[str, str]]
+) -> None:
     """Put (`name`, line) into `lines` for all that the pod's main container prints."""
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError

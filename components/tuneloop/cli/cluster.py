@@ -15,9 +15,9 @@ from tuneloop.cli.inspect import JSON, print_json
 from tuneloop.errors import EXIT_USER, UserError
 
 if TYPE_CHECKING:
-    from tuneloop.argo.cluster import Cluster
     from tuneloop.argo.watch import Status
     from tuneloop.cli.show import Stage
+    from tuneloop.kube.connection import Connection
 
 NAMESPACE = Annotated[str, typer.Option("--namespace", "-n", help="Where the runs live.")]
 CONTEXT = Annotated[str | None, typer.Option("--context", help="Of the kubeconfig; default: the current one.")]
@@ -54,6 +54,8 @@ def submit(
     from tuneloop.cli.verdict import tell
     from tuneloop.config import find
     from tuneloop.fleet.graph import served
+    from tuneloop.kube.api_errors import retry_until_available
+    from tuneloop.kube.connection import connect
 
     graph = _graph(fleet, run, namespace) if fleet else None
     found = find(pipeline)
@@ -65,7 +67,7 @@ def submit(
         if graph:
             raise UserError("--fleet", str(fleet), "needs a kubeconfig; bring the graph up by `tuneloop fleet up`")
         return _submit_to(server, made, run, namespace, wait)
-    there = argo.connect(namespace, context)
+    there = connect(namespace, context)
     if graph:
         served(there)
     if found_wanting := problems(there, made):
@@ -86,7 +88,7 @@ def submit(
         return 0
     said = _print_logs(there, run, None, follow=True, since=name)
     argo.wait(there, run)
-    return tell(run, argo.patiently(lambda: argo.workflows(there, run)), time.monotonic() - begun, said, options)
+    return tell(run, retry_until_available(lambda: argo.workflows(there, run)), time.monotonic() - begun, said, options)
 
 
 def _graph(manifest: Path, run: str, namespace: str) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def _rolled_out_by(graph: dict[str, Any] | None) -> list[str]:
     return ["engine.name=endpoint", "engine.fleet=dynamo://{name}.{namespace}".format(**graph["metadata"])]
 
 
-def _start(there: Cluster, made: dict[str, Any], run: str, graph: dict[str, Any] | None) -> str:
+def _start(there: Connection, made: dict[str, Any], run: str, graph: dict[str, Any] | None) -> str:
     from tuneloop.argo import cluster as argo
     from tuneloop.fleet.graph import bring_up
 
@@ -161,9 +163,9 @@ def schedule(
     context: CONTEXT = None,
 ) -> None:
     """Run a pipeline whenever its data has changed. Looks by the clock; the same name again changes the schedule."""
-    from tuneloop.argo.cluster import connect
     from tuneloop.argo.schedule import schedule as create
     from tuneloop.config import find
+    from tuneloop.kube.connection import connect
 
     found = find(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
@@ -184,14 +186,16 @@ def diff(
     context: CONTEXT = None,
 ) -> int:
     """Show how a cluster differs from what is rendered. Exits with 0: it does not; 1: it does; more: no answer."""
-    from tuneloop.argo.cluster import connect, faults, template_name
+    from tuneloop.argo.cluster import template_name
     from tuneloop.argo.drift import run_drift, template_drift
     from tuneloop.config import find
+    from tuneloop.kube.api_errors import translate_api_errors
+    from tuneloop.kube.connection import connect
 
     found = find(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
     there = connect(namespace, context)
-    with faults(there):
+    with translate_api_errors(there):
         told = (
             run_drift(there, workflow, run)
             if run
@@ -208,8 +212,8 @@ def unschedule(
     context: CONTEXT = None,
 ) -> None:
     """End a schedule; its runs stay."""
-    from tuneloop.argo.cluster import connect
     from tuneloop.argo.schedule import unschedule as delete
+    from tuneloop.kube.connection import connect
 
     delete(connect(namespace, context), name)
     typer.echo(f"{name}: no longer scheduled")
@@ -221,9 +225,9 @@ def status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloop", c
 
     What it has committed, also once its workflows are deleted: `tuneloop status RUN --store URL`.
     """
-    from tuneloop.argo.cluster import connect
     from tuneloop.argo.watch import status as read
     from tuneloop.cli.show import show_stages
+    from tuneloop.kube.connection import connect
 
     seen = read(connect(namespace, context), run)
     if as_json:
@@ -249,7 +253,7 @@ def logs(
     context: CONTEXT = None,
 ) -> None:
     """Print what the pods of a run wrote, each line behind its stage; those of pods already deleted are gone."""
-    from tuneloop.argo.cluster import connect
+    from tuneloop.kube.connection import connect
 
     _print_logs(connect(namespace, context), run, stage, follow)
 
@@ -263,16 +267,17 @@ def stop(
 ) -> None:
     """End a run and release what it holds; submitting it again goes on where it stopped."""
     from tuneloop.argo import cluster as argo
+    from tuneloop.kube.connection import connect
 
-    ended = argo.stop(argo.connect(namespace, context), run, timeout=timeout)
+    ended = argo.stop(connect(namespace, context), run, timeout=timeout)
     typer.echo(f"{run}: stopped" if ended else f"{run}: was not under way")
 
 
 @app.command()
 def claims(namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
     """Show the claims of shared devices, and who sits on them; frees the seats of runs that have ended."""
-    from tuneloop.argo.cluster import connect
     from tuneloop.argo.watch import claims as read
+    from tuneloop.kube.connection import connect
 
     found = read(connect(namespace, context))
     for name, told in found.items():
@@ -281,7 +286,9 @@ def claims(namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
         typer.echo(f"no claims in namespace {namespace}")
 
 
-def _print_logs(there: Cluster, run: str, stage: str | None, follow: bool, since: str | None = None) -> dict[str, str]:
+def _print_logs(
+    there: Connection, run: str, stage: str | None, follow: bool, since: str | None = None
+) -> dict[str, str]:
     """Print what the pods write; the last words of each stage."""
     from tuneloop.argo.watch import logs as read
 

@@ -68,10 +68,10 @@ def _workers(fleet: str, timeout: float) -> int:
 
 
 def _gates(name: str, namespace: str, port: int | None, context: str | None) -> int:
-    from tuneloop.argo.cluster import connect
     from tuneloop.cli.tables import show
     from tuneloop.fleet.dynamo import FRONTEND_PORT
     from tuneloop.fleet.graph import gates
+    from tuneloop.kube.connection import connect
 
     found = gates(connect(namespace, context), name, port or FRONTEND_PORT)
     rows = [(gate.name, "open" if gate.open else "shut", gate.why) for gate in found]
@@ -113,8 +113,8 @@ def up(
 
     It stays until `tuneloop fleet down`. `tuneloop submit --fleet MANIFEST` makes one that goes with its run.
     """
-    from tuneloop.argo.cluster import connect
     from tuneloop.fleet.graph import bring_up, render
+    from tuneloop.kube.connection import connect
 
     graph = render(documents(manifest), name=name, namespace=namespace, image=image, sets=sets or ())
     bring_up(connect(namespace, context), graph, recreate=recreate, timeout=timeout, tell=typer.echo)
@@ -130,8 +130,8 @@ def down(
     context: CONTEXT = None,
 ) -> int:
     """Delete a graph of Dynamo, and with it its pods. Exit code 1 where there was none."""
-    from tuneloop.argo.cluster import connect
     from tuneloop.fleet import graph
+    from tuneloop.kube.connection import connect
 
     there = graph.down(connect(namespace, context), name)
     typer.echo(f"{name}: {'deleted' if there else 'there was none'}")

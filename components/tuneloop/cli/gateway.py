@@ -53,9 +53,9 @@ def gateway(
             stack.callback(processes.close)
             made = Gateway(processes, access, normalize(store), config)
         else:
-            from tuneloop.argo.cluster import connect
             from tuneloop.gateway.access import TokenReviews
             from tuneloop.gateway.jobs import Jobs
+            from tuneloop.kube.connection import connect
 
             api = connect(context=context).core.api_client
             made = Gateway(Jobs(api, config), TokenReviews(api, audience), store, config)

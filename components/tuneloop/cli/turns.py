@@ -35,7 +35,7 @@ def turns(
 
 
 def _in_cluster(namespace: str, context: str | None) -> dict[str, Document]:
-    from tuneloop.argo.cluster import connect
+    from tuneloop.kube.connection import connect
     from tuneloop.sharing.lease import groups
 
     return groups(connect(namespace, context))

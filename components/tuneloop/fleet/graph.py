@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tuneloop.argo import cluster as argo
-from tuneloop.argo.cluster import Cluster, faults
 from tuneloop.argo.settings import RUN_LABEL
 from tuneloop.errors import Retryable, UserError
 from tuneloop.fleet.dynamo import FRONTEND_PORT
+from tuneloop.kube.api_errors import read_api_message, translate_api_errors
+from tuneloop.kube.connection import IN_CLUSTER, WORKFLOWS, Connection
 
 GROUP, KIND, PLURAL = "nvidia.com", "DynamoGraphDeployment", "dynamographdeployments"
 VERSIONS = ("v1beta1", "v1alpha1")
@@ -112,7 +112,7 @@ def _containers(graph: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def served(cluster: Cluster) -> str:
+def served(cluster: Connection) -> str:
     """The newest version of the API that the cluster has. Where the account may not ask (403), it counts as there.
 
     Raises:
@@ -121,7 +121,7 @@ def served(cluster: Cluster) -> str:
     from kubernetes.client import ApiException
 
     for version in VERSIONS:
-        with faults(cluster):
+        with translate_api_errors(cluster):
             try:
                 found = cluster.custom.get_api_resources(GROUP, version)
             except ApiException as error:
@@ -135,12 +135,12 @@ def served(cluster: Cluster) -> str:
     raise UserError("cluster", cluster.context, f"has no {KIND} ({PLURAL}.{GROUP}); install Dynamo's operator first")
 
 
-def find(cluster: Cluster, name: str, version: str | None = None) -> dict[str, Any] | None:
+def find(cluster: Connection, name: str, version: str | None = None) -> dict[str, Any] | None:
     """The graph as it is now, in the newest or a given version of the API, or None."""
     from kubernetes.client import ApiException
 
     version = version or served(cluster)
-    with faults(cluster):
+    with translate_api_errors(cluster):
         try:
             return cluster.get(GROUP, version, PLURAL, name)
         except ApiException as error:
@@ -150,7 +150,7 @@ def find(cluster: Cluster, name: str, version: str | None = None) -> dict[str, A
 
 
 def bring_up(
-    cluster: Cluster,
+    cluster: Connection,
     graph: Object,
     start: Callable[[], str] | None = None,
     *,
@@ -183,14 +183,14 @@ def bring_up(
         return started
     except BaseException:
         if started is not None:
-            _delete(cluster, *argo.WORKFLOWS, started)
+            _delete(cluster, *WORKFLOWS, started)
         if made:
             down(cluster, name)
             tell(f"{name}: taken down again")
         raise
 
 
-def _ensure(cluster: Cluster, graph: Object, recreate: bool, tell: Callable[[str], object]) -> bool:
+def _ensure(cluster: Connection, graph: Object, recreate: bool, tell: Callable[[str], object]) -> bool:
     """Create the graph unless it stands; whether it did."""
     name, (group, _, version) = str(graph["metadata"]["name"]), str(graph["apiVersion"]).partition("/")
     served(cluster)
@@ -205,7 +205,7 @@ def _ensure(cluster: Cluster, graph: Object, recreate: bool, tell: Callable[[str
             return False
         down(cluster, name)
         _gone(cluster, name)
-    with faults(cluster):
+    with translate_api_errors(cluster):
         cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, PLURAL, graph)
     tell(f"{name}: created")
     return True
@@ -221,7 +221,7 @@ def drift(wanted: Any, live: Any, at: str) -> list[str]:
     return [] if wanted == live else [at]
 
 
-def _wait(cluster: Cluster, name: str, timeout: float, poll: float, tell: Callable[[str], object]) -> None:
+def _wait(cluster: Connection, name: str, timeout: float, poll: float, tell: Callable[[str], object]) -> None:
     deadline, told = time.monotonic() + timeout, ""
     while True:
         found = gates(cluster, name)
@@ -239,12 +239,12 @@ def _wait(cluster: Cluster, name: str, timeout: float, poll: float, tell: Callab
     tell(f"{name}: ready")
 
 
-def _condition(cluster: Cluster, name: str) -> str:
+def _condition(cluster: Connection, name: str) -> str:
     conditions = ((find(cluster, name) or {}).get("status") or {}).get("conditions") or ()
     return "; ".join(c["message"] for c in conditions if c.get("status") == "False" and c.get("message")) or "failed"
 
 
-def gates(cluster: Cluster, name: str, port: int = FRONTEND_PORT) -> list[Gate]:
+def gates(cluster: Connection, name: str, port: int = FRONTEND_PORT) -> list[Gate]:
     """The three gates of a graph as they are now.
 
     Raises:
@@ -253,7 +253,7 @@ def gates(cluster: Cluster, name: str, port: int = FRONTEND_PORT) -> list[Gate]:
     graph = find(cluster, name)
     if graph is None:
         raise UserError("graph", name, f"is not in namespace {cluster.namespace} of {cluster.context}")
-    with faults(cluster):
+    with translate_api_errors(cluster):
         pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{POD_LABEL}={name}").items
     return [operator_gate(graph), pods_gate(pods), frontend_gate(*_probe(cluster, f"{name}-frontend", port))]
 
@@ -279,9 +279,9 @@ def frontend_gate(status: int, told: str = "") -> Gate:
     return Gate("frontend", status not in (0, *DOWN), f"answers {status}" if status else told or "does not answer")
 
 
-def _probe(cluster: Cluster, service: str, port: int) -> tuple[int, str]:
+def _probe(cluster: Connection, service: str, port: int) -> tuple[int, str]:
     """The HTTP status of a Service, and what was said in its place: from a pod by its name, else through the API."""
-    if cluster.context == argo.IN_CLUSTER:
+    if cluster.context == IN_CLUSTER:
         connection = http.client.HTTPConnection(f"{service}.{cluster.namespace}", port, timeout=10)
         try:
             connection.request("GET", "/health")
@@ -293,14 +293,14 @@ def _probe(cluster: Cluster, service: str, port: int) -> tuple[int, str]:
     from kubernetes.client import ApiException
 
     proxy = cluster.core.connect_get_namespaced_service_proxy_with_path
-    with faults(cluster):
+    with translate_api_errors(cluster):
         try:
             proxy(f"{service}:{port}", cluster.namespace, "health", _request_timeout=30)
             return 200, ""
         except ApiException as error:
             if error.status == 403:
                 raise
-            return (0, argo.told(error)) if _of_the_api(error) else (error.status, "")
+            return (0, read_api_message(error)) if _of_the_api(error) else (error.status, "")
 
 
 def _of_the_api(error: Any) -> bool:
@@ -312,11 +312,11 @@ def _of_the_api(error: Any) -> bool:
         return False
 
 
-def _own(cluster: Cluster, graph: Object, workflow: str, tell: Callable[[str], object]) -> None:
+def _own(cluster: Connection, graph: Object, workflow: str, tell: Callable[[str], object]) -> None:
     """Have the graph go when the workflow goes, if it was made for that run."""
     name = str(graph["metadata"]["name"])
-    with faults(cluster):
-        owner = cluster.get(*argo.WORKFLOWS, workflow)
+    with translate_api_errors(cluster):
+        owner = cluster.get(*WORKFLOWS, workflow)
     run = owner["metadata"].get("labels", {}).get(RUN_LABEL)
     reference = {
         "apiVersion": owner["apiVersion"],
@@ -337,13 +337,13 @@ def _own(cluster: Cluster, graph: Object, workflow: str, tell: Callable[[str], o
             return
 
 
-def _refer(cluster: Cluster, metadata: Object, reference: Object) -> bool:
+def _refer(cluster: Connection, metadata: Object, reference: Object) -> bool:
     """Add an owner; False where somebody, as the operator does, changed the object meanwhile."""
     from kubernetes.client import ApiException
 
     others = [each for each in metadata.get("ownerReferences", ()) if each["uid"] != reference["uid"]]
     patch = {"resourceVersion": metadata["resourceVersion"], "ownerReferences": [*others, reference]}
-    with faults(cluster):
+    with translate_api_errors(cluster):
         try:
             cluster.custom.patch_namespaced_custom_object(
                 GROUP, served(cluster), cluster.namespace, PLURAL, metadata["name"], {"metadata": patch}
@@ -355,15 +355,15 @@ def _refer(cluster: Cluster, metadata: Object, reference: Object) -> bool:
             raise
 
 
-def down(cluster: Cluster, name: str) -> bool:
+def down(cluster: Connection, name: str) -> bool:
     """Delete a graph, and with it what its operator made; whether there was one."""
     return _delete(cluster, GROUP, served(cluster), PLURAL, name)
 
 
-def _delete(cluster: Cluster, group: str, version: str, plural: str, name: str) -> bool:
+def _delete(cluster: Connection, group: str, version: str, plural: str, name: str) -> bool:
     from kubernetes.client import ApiException
 
-    with faults(cluster):
+    with translate_api_errors(cluster):
         try:
             cluster.custom.delete_namespaced_custom_object(
                 group, version, cluster.namespace, plural, name, propagation_policy="Background"
@@ -375,7 +375,7 @@ def _delete(cluster: Cluster, group: str, version: str, plural: str, name: str) 
             raise
 
 
-def _gone(cluster: Cluster, name: str, timeout: float = 120.0) -> None:
+def _gone(cluster: Connection, name: str, timeout: float = 120.0) -> None:
     deadline = time.monotonic() + timeout
     while find(cluster, name) is not None:
         if time.monotonic() > deadline:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tuneloop.argo import cluster as argo
 from tuneloop.errors import UserError
 from tuneloop.fleet import Fleet, Worker, named
+from tuneloop.kube.api_errors import translate_api_errors
+from tuneloop.kube.connection import connect
 
 SLICES = ("discovery.k8s.io", "v1", "endpointslices")
 
@@ -25,8 +26,8 @@ class Service:
         self.name, self.namespace, self.port = name, namespace, port
 
     def discover(self) -> list[Worker]:
-        cluster = argo.connect(self.namespace)
-        with argo.faults(cluster):
+        cluster = connect(self.namespace)
+        with translate_api_errors(cluster):
             slices = cluster.list(*SLICES, selector=f"kubernetes.io/service-name={self.name}")
         if not slices:
             remedy = f"namespace {self.namespace} of {cluster.context} has no such Service with a selector"

@@ -30,20 +30,20 @@ def answered(namespace: str) -> Iterator[None]:
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
 
-    from tuneloop.argo.cluster import told
+    from tuneloop.kube.api_errors import read_api_message
 
     try:
         yield
     except ApiException as error:
         if error.status in (401, 403) and not namespace:
             raise Retryable(
-                f"the gateway may ask for no token (ClusterRoleBinding tuneloop-gateway): {told(error)}"
+                f"the gateway may ask for no token (ClusterRoleBinding tuneloop-gateway): {read_api_message(error)}"
             ) from error
         if error.status in (401, 403):
-            raise Refused(403, f"namespace {namespace!r} is not served here: {told(error)}") from error
+            raise Refused(403, f"namespace {namespace!r} is not served here: {read_api_message(error)}") from error
         if error.status in (400, 404, 422):
-            raise Refused(422, told(error)) from error
-        raise Retryable(f"the API server: {told(error)}") from error
+            raise Refused(422, read_api_message(error)) from error
+        raise Retryable(f"the API server: {read_api_message(error)}") from error
     except HTTPError as error:
         raise Retryable(f"the API server does not answer ({type(error).__name__}); try again") from error
 

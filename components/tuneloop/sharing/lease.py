@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from tuneloop.argo import cluster as argo
 from tuneloop.errors import Corrupt, Unavailable, UserError
+from tuneloop.kube.api_errors import Unreachable, translate_api_errors
+from tuneloop.kube.connection import OWNER, Connection
 from tuneloop.sharing.turns import Document, Turns
 from tuneloop.store import Conflict
 
@@ -28,7 +29,7 @@ LEASES = ("coordination.k8s.io", "v1", "leases")
 PREFIX = "tuneloop-turns-"
 ANNOTATION = "tuneloop.dev/turns"
 LABEL = "tuneloop.dev/turns-of"
-OWNER = ("TUNELOOP_OWNER_NAME", "TUNELOOP_OWNER_UID")
+OWNER_VARIABLES = ("TUNELOOP_OWNER_NAME", "TUNELOOP_OWNER_UID")
 """Environment of a run's pod: the Workflow that the Lease shall not outlive."""
 
 
@@ -39,7 +40,7 @@ class Lease:
         cluster: a connection; its namespace has the Lease ``tuneloop-turns-<group>``.
     """
 
-    def __init__(self, cluster: argo.Cluster, group: str) -> None:
+    def __init__(self, cluster: Connection, group: str) -> None:
         self.cluster, self.group, self.name = cluster, group, f"{PREFIX}{group}"
         self._place = (*LEASES[:2], cluster.namespace, LEASES[2])
 
@@ -68,7 +69,7 @@ class Lease:
         from kubernetes.client import ApiException
 
         try:
-            with argo.faults(self.cluster):
+            with translate_api_errors(self.cluster):
                 try:
                     yield
                 except ApiException as error:
@@ -76,18 +77,18 @@ class Lease:
                         raise Conflict(f"{self.name} was changed by another") from error
                     if write or error.status != 404:
                         raise
-        except argo.Away as error:  # it was there before: a turn outlasts that
+        except Unreachable as error:  # it was there before: a turn outlasts that
             raise Unavailable(str(error)) from error
 
 
-def groups(cluster: argo.Cluster) -> dict[str, Document]:
+def groups(cluster: Connection) -> dict[str, Document]:
     """What each group of the namespace knows, by its name."""
-    with argo.faults(cluster):
+    with translate_api_errors(cluster):
         found = cluster.list(*LEASES, selector=LABEL)
     return {lease["metadata"]["labels"][LABEL]: document(lease) for lease in found}
 
 
-def release(cluster: argo.Cluster, run: str) -> None:
+def release(cluster: Connection, run: str) -> None:
     """Give back what a run holds and waits for that is known to have ended: nobody waits for its silence."""
     try:
         known = groups(cluster)
@@ -138,7 +139,7 @@ def lease(document: Document, name: str, group: str, seen: dict[str, Any] | None
 
 
 def _owners(known: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    name, uid = (os.environ.get(variable) for variable in OWNER)
+    name, uid = (os.environ.get(variable) for variable in OWNER_VARIABLES)
     if not uid or any(owner["uid"] == uid for owner in known):
         return known
-    return [*known, {**argo.OWNER, "name": name, "uid": uid}]
+    return [*known, {**OWNER, "name": name, "uid": uid}]

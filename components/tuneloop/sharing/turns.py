@@ -424,7 +424,7 @@ def open_turns(url: str, *, who: str, policy: Policy = "fifo", patience: float =
     if patience < 1:
         raise UserError("patience", patience, "seconds, at least 1: a holder shows six times within it that it lives")
     if url.startswith("lease://"):
-        from tuneloop.argo.cluster import connect
+        from tuneloop.kube.connection import connect
         from tuneloop.sharing.lease import Lease
 
         namespace, _, group = url.removeprefix("lease://").partition("/")

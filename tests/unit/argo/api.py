@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tuneloop.argo.cluster import Cluster
 from tuneloop.argo.watch import NODE_NAME
+from tuneloop.kube.connection import Connection
 
 PLACE = re.compile(r"/apis/argoproj.io/v1alpha1/namespaces/[^/]+/(?P<plural>[^/]+)(/(?P<name>[^/]+))?$")
 
@@ -110,14 +110,14 @@ class Objects(Answering):
         return body
 
 
-def connected(url: str, context: str = "test") -> Cluster:
+def connected(url: str, context: str = "test") -> Connection:
     from kubernetes import client
 
     settings = client.Configuration(host=url)
     settings.retries = 0
     api = client.ApiClient(settings)
     custom = client.CustomObjectsApi(api)
-    return Cluster("tuneloop", context, url, client.CoreV1Api(api), custom, client.AuthorizationV1Api(api))
+    return Connection("tuneloop", context, url, client.CoreV1Api(api), custom, client.AuthorizationV1Api(api))
 
 
 def kubeconfig(url: str, directory: Path) -> str:
@@ -130,7 +130,7 @@ def kubeconfig(url: str, directory: Path) -> str:
 
 
 @contextmanager
-def serving() -> Iterator[tuple[Api, Cluster]]:
+def serving() -> Iterator[tuple[Api, Connection]]:
     with Api() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server, connected(f"http://127.0.0.1:{server.server_port}")

@@ -8,12 +8,13 @@ import pytest
 import yaml
 
 from tuneloop.argo import spec
-from tuneloop.argo.cluster import Cluster, prepare, queued
+from tuneloop.argo.cluster import prepare, queued
 from tuneloop.argo.lint import lint
 from tuneloop.argo.preflight import requests
 from tuneloop.argo.schedule import schedule
 from tuneloop.config import find
 from tuneloop.errors import UserError
+from tuneloop.kube.connection import Connection
 
 
 def rendered(*sets: str) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def test_a_run_whose_pods_could_have_no_name_is_refused(run: str, says: str) -> 
 
 def test_a_schedule_leaves_room_for_the_names_of_its_runs() -> None:
     """Refused before anything is asked of the cluster, which is why none is here."""
-    nowhere = Cluster("tuneloop", "", "", core=None, custom=None, auth=None)
+    nowhere = Connection("tuneloop", "", "", core=None, custom=None, auth=None)
     about = {"store": "s3://b", "cron": "@daily"}
     made = rendered("loop.iterations=1000", "nodes=3")
     with pytest.raises(UserError, match="take a name at least 1 characters shorter"):

@@ -10,10 +10,12 @@ import pytest
 
 from tests.unit.argo.api import Answering, connected, kubeconfig
 from tuneloop.argo import proceed, schedule, seats
-from tuneloop.argo.cluster import IN_CLUSTER, Cluster, patiently, workflows
+from tuneloop.argo.cluster import workflows
 from tuneloop.argo.launch import launch
 from tuneloop.argo.schedule import unschedule
 from tuneloop.errors import Retryable, UserError
+from tuneloop.kube.api_errors import retry_until_available
+from tuneloop.kube.connection import IN_CLUSTER, Connection
 
 JOB = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "tune"}, "spec": {}}
 
@@ -74,7 +76,7 @@ class Handler(Answering):
 def serve() -> Iterator[Any]:
     running: list[Jobs] = []
 
-    def start(server: Jobs) -> Cluster:
+    def start(server: Jobs) -> Connection:
         running.append(server)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return connected(f"http://127.0.0.1:{server.server_port}")
@@ -126,13 +128,13 @@ def test_patience_ends() -> None:
         raise Retryable("503")
 
     with pytest.raises(Retryable):
-        patiently(look, patience=0.1, pause=0.01)
+        retry_until_available(look, patience=0.1, pause=0.01)
     assert len(asked) == 4  # at 0, 0.01, 0.03 and 0.07 s
 
 
 @pytest.mark.parametrize(("context", "kind"), [(IN_CLUSTER, Retryable), ("mine", UserError)])
 @pytest.mark.parametrize("ask", [workflows, unschedule])
-def test_a_server_that_is_away(ask: Callable[[Cluster, str], Any], context: str, kind: type[Exception]) -> None:
+def test_a_server_that_is_away(ask: Callable[[Connection, str], Any], context: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="does not answer"):
         ask(connected("http://127.0.0.1:1", context), "demo")
 

@@ -10,11 +10,11 @@ import pytest
 import yaml
 from kubernetes.client import ApiException
 
-from tuneloop.argo.cluster import Cluster
 from tuneloop.argo.settings import RUN_LABEL
 from tuneloop.cli import invoke
 from tuneloop.errors import UserError
 from tuneloop.fleet.graph import PLURAL, _own, drift, frontend_gate, operator_gate, pods_gate, render
+from tuneloop.kube.connection import Connection
 
 BETA = """
 apiVersion: v1
@@ -143,7 +143,7 @@ class Api:
 def test_the_owner_of_a_graph(run: str, patches: int) -> None:
     """Beside others, after a conflict again, and none of a graph that another run made."""
     api, said = Api(run), list[str]()
-    _own(Cluster("ns", "test", "", None, api, None), {"metadata": {"name": "graph"}}, "demo", said.append)
+    _own(Connection("ns", "test", "", None, api, None), {"metadata": {"name": "graph"}}, "demo", said.append)
     assert len(api.patches) == patches and len(said) == (not patches)
     if api.patches:
         other, mine = api.patches[-1]["ownerReferences"]

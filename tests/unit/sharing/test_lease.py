@@ -12,9 +12,9 @@ import pytest
 from tests.unit.argo.test_claims import grpo
 from tests.unit.argo.test_launch import Answering, connected
 from tests.unit.argo.test_turn import SHARED, build
-from tuneloop.argo.cluster import Cluster
 from tuneloop.argo.preflight import _turns
 from tuneloop.errors import Retryable, UserError
+from tuneloop.kube.connection import Connection
 from tuneloop.sharing.lease import Lease
 from tuneloop.sharing.turns import Document, Held, Turns
 
@@ -85,18 +85,18 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def cluster(server: Server) -> Cluster:
+def cluster(server: Server) -> Connection:
     return connected(f"http://127.0.0.1:{server.server_port}")
 
 
-def test_a_namespace_that_is_not_there(cluster: Cluster) -> None:
+def test_a_namespace_that_is_not_there(cluster: Connection) -> None:
     """One line, not a conflict that is tried again for ever."""
     nowhere = dataclasses.replace(cluster, namespace="nowhere")
     with pytest.raises(UserError, match=r'refused \(404\): namespaces "nowhere" not found'):
         Lease(nowhere, "g").write(Document().ask("a.1", "a"), None)
 
 
-def test_a_lease_that_went_away_under_a_writer_is_made_anew(cluster: Cluster, server: Server) -> None:
+def test_a_lease_that_went_away_under_a_writer_is_made_anew(cluster: Connection, server: Server) -> None:
     turns = Turns(Lease(cluster, "g"), "g", who="a", patience=30)
     turns.change(lambda document: document.ask("a.1", "a"))
     seen: list[int] = []
@@ -112,7 +112,7 @@ def test_a_lease_that_went_away_under_a_writer_is_made_anew(cluster: Cluster, se
     assert not server.leases
 
 
-def test_what_the_group_will_refuse_is_said_before(cluster: Cluster, server: Server) -> None:
+def test_what_the_group_will_refuse_is_said_before(cluster: Connection, server: Server) -> None:
     """By the Lease, where one stands; an idle group takes what comes."""
     assert SHARED.share
     made, theirs = build(1), SHARED.share.patience + 10
@@ -123,7 +123,7 @@ def test_what_the_group_will_refuse_is_said_before(cluster: Cluster, server: Ser
     assert list(_turns(cluster, made)) == []
 
 
-def test_a_number_is_nobody_s_again(cluster: Cluster, server: Server) -> None:
+def test_a_number_is_nobody_s_again(cluster: Connection, server: Server) -> None:
     """Not after the Lease went with its last seat, nor after it was deleted; not even under a ticket that is good."""
 
     def turns(who: str) -> Turns:
@@ -149,7 +149,9 @@ def test_a_number_is_nobody_s_again(cluster: Cluster, server: Server) -> None:
         assert held.beat().turns.read().holder
 
 
-def test_what_the_turns_of_any_claim_of_the_group_will_refuse_is_said_before(cluster: Cluster, server: Server) -> None:
+def test_what_the_turns_of_any_claim_of_the_group_will_refuse_is_said_before(
+    cluster: Connection, server: Server
+) -> None:
     """On which of them a run will sit is known once it has taken its seat, and then it is too late."""
     made = grpo("cluster.share.roles=apart", "cluster.share.policy=lrs")
     assert list(_turns(cluster, made)) == []
