@@ -21,10 +21,11 @@ from hera.workflows import DAG, Container, Parameter, Workflow
 from hera.workflows.models import ValueFrom
 
 from tuneloop.argo import cluster as argo
+from tuneloop.argo.continuation import proceed_template
 from tuneloop.argo.grain import segment_template
-from tuneloop.argo.proceed import proceed_template
+from tuneloop.argo.pod_fields import OUTPUTS, pod_fields, retry_fields
 from tuneloop.argo.settings import Cluster
-from tuneloop.argo.template import OUTPUTS, pod_fields, retry_fields, workflow
+from tuneloop.argo.template import workflow
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect
 
 IN = "{{inputs.parameters.%s}}"

@@ -63,8 +63,8 @@ def make_model(directory: Path, hidden: int) -> Path:
 def ours(model: Path, dtype: str, data: list[tuple[list[int], int]]) -> Callable[[int], int]:
     """One step on batch `k`, through the code of the stage; returns its tokens."""
     from tuneloop.component import Params, Stage
+    from tuneloop.corpus import Document
     from tuneloop.sft import train_step
-    from tuneloop.trainers._batch import Document
     from tuneloop.trainers.fsdp import Optimization, Ranks, Trainer
 
     adam = Optimization(1e-3, "constant", 0, 0, 0.0, 0.9, 0.95, 1.0)

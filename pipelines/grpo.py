@@ -491,7 +491,7 @@ def build_part(config: Config, stages: dict[str, Any], loop: DAG) -> DAG:
     """
     from hera.workflows import DAG, Parameter
 
-    from tuneloop.argo.proceed import proceed_template
+    from tuneloop.argo.continuation import proceed_template
 
     passed = ("iteration", "policy", *CARRIED)
     proceed = proceed_template("continued", passed, config.cluster)

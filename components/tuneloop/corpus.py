@@ -6,12 +6,13 @@ import tempfile
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, overload
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from tuneloop.trainers._batch import Document
+    pass
 
 
 T = TypeVar("T")
@@ -69,7 +70,26 @@ class Corpus(Places["Document"]):
         return len(self._ends) - 1
 
     def at(self, place: int) -> Document:
-        from tuneloop.trainers._batch import Document
+        pass
 
         part = slice(self._ends[place], self._ends[place + 1])
         return Document(self._ids[part].tolist(), self._targets[part].tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Token ids, and which of them are targets; the first never is, for nothing precedes it.
+
+    `labels` are what is to be predicted in place of each of `ids`, where that is something else.
+    """
+
+    ids: Sequence[int]
+    targets: Sequence[bool]
+    labels: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.ids) == len(self.targets) > 0 and not self.targets[0]
+
+    @property
+    def target_count(self) -> int:
+        return sum(self.targets)

@@ -8,7 +8,6 @@ log-probabilities, and `policy_update` needs to know no more than which tokens w
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -17,8 +16,9 @@ from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, val
 
 from tuneloop import plugins
 from tuneloop.component import from_validation
-from tuneloop.engines import Completion, Engine, Request, Sampling
+from tuneloop.engines import Engine, Sampling
 from tuneloop.environments import Environment
+from tuneloop.rollouts import Completion, Episode, Request
 from tuneloop.tokens import decode, encode_reply
 
 EnvironmentName = Annotated[
@@ -56,22 +56,6 @@ MaxTurns = Annotated[int, Field(ge=1, description="of the policy, with an enviro
 KeepReasoning = Annotated[
     bool, Field(description="go on with a chat template that would strip earlier turns' reasoning; ours keeps it")
 ]
-
-
-@dataclass(frozen=True)
-class Episode(Completion):
-    """A completion of several turns; `ids` are all after the first prompt, with a log-probability of 0 for those of
-    replies, which have the version of the turn before.
-
-    Attributes:
-        mask: of each id, whether it was sampled.
-        last: the ids of the last turn.
-        about: `turns`, the environment's `reward`, and `escape` where the policy tried to get out of it.
-    """
-
-    mask: list[bool] = field(default_factory=list)
-    last: list[int] = field(default_factory=list)
-    about: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -198,17 +182,3 @@ def _still(alive: Sequence[_Live], how: Play, engine: Engine, sampling: Sampling
         one.versions += one.versions[-1:] * len(ids)
         one.extend(ids, [0.0] * len(ids), sampled=False)
         yield one
-
-
-def told(tokenizer: Any, row: Mapping[str, Any], said: Completion) -> dict[str, str]:
-    """What the rewards read of a completion: `completion`, the last turn's text, and `metadata`, with the episode."""
-    if not isinstance(said, Episode):
-        return {"completion": decode(tokenizer, said.ids), "metadata": row["metadata"]}
-    about = {**said.about, "transcript": decode(tokenizer, said.ids)}
-    metadata = {**json.loads(row["metadata"] or "{}"), "environment": about}
-    return {"completion": decode(tokenizer, said.last), "metadata": json.dumps(metadata, sort_keys=True)}
-
-
-def mask(said: Completion) -> list[bool]:
-    """Of each id of a completion, whether the policy sampled it."""
-    return said.mask if isinstance(said, Episode) else [True] * len(said.ids)

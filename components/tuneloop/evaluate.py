@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop.component import Input, Results, Stage, component
-from tuneloop.episodes import EnvironmentArgs, EnvironmentName, KeepReasoning, MaxTurns, Play, told
+from tuneloop.episodes import EnvironmentArgs, EnvironmentName, KeepReasoning, MaxTurns, Play
 from tuneloop.errors import Retryable, UserError
 from tuneloop.generation import (
     CanaryTolerance,
@@ -24,6 +24,7 @@ from tuneloop.generation import (
     identity,
     open_engine,
 )
+from tuneloop.rollouts import told
 from tuneloop.scoring import KINDS, may_pass, score_all
 
 SAMPLES = pa.schema(

@@ -17,10 +17,10 @@ from pydantic import Field
 from tuneloop import plugins
 from tuneloop.artifacts import Artifact
 from tuneloop.component import UNTRACKED, Stage
-from tuneloop.engines import Completion, Engine, Remote, Request, Sampling
-from tuneloop.episodes import Play, mask, play
+from tuneloop.engines import Engine, Remote, Sampling
+from tuneloop.episodes import Play, play
 from tuneloop.errors import UserError
-from tuneloop.rollouts import request_id
+from tuneloop.rollouts import Completion, Request, mask, request_id
 from tuneloop.tokens import encode_prompt, load_tokenizer, stop_ids
 
 COLUMNS = ("id", "prompt", "chat", "answer", "reward", "metadata")

@@ -6,39 +6,17 @@ Argo 3.7.6: a chain of empty pods takes 10 s a pod). An admin may lower it; `REQ
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+
+from tuneloop.argo.grain import ITERATION
 
 REQUEUE = 10.0
 """Seconds between two pods that follow one another."""
 BEARABLE = 0.1
 """Share of an iteration that may go to waiting for pods, for a grain to be recommended."""
-ITERATION = ("rollout", "reward", "policy-update")
 LOST = (
     f"a lost pod costs the work of its stage and {REQUEUE:g} s; one of several stages, also the start of all libraries"
 )
-
-
-def unfolded(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """The workflow with a pod a stage that does the same, and how many iterations a pod has (0: a pod a stage)."""
-    spec = workflow["spec"]
-    segment = next(
-        (t for t in spec["templates"] if "tuneloop.segment" in t.get("container", {}).get("command", ())), None
-    )
-    if segment is None:
-        return dict(workflow), 0
-    words = segment["container"]["args"]
-    inner = json.loads(words[words.index("--graph") + 1])["spec"]["templates"]
-    given = dict(word.partition("=")[::2] for flag, word in itertools.pairwise(words) if flag == "--argument")
-    shared = {key: segment["container"][key] for key in ("image", "resources") if key in segment["container"]}
-    for template in inner:
-        if "container" in template:
-            template["container"] |= shared
-    replaced = {segment["name"], *(template["name"] for template in inner)}
-    templates = [*(t for t in spec["templates"] if t["name"] not in replaced), *inner]
-    return {**workflow, "spec": {**spec, "templates": templates}}, int(given["per-workflow"])
 
 
 def possible(iterations: int, part: int) -> list[int]:

@@ -20,7 +20,7 @@ from tuneloop.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tuneloop.trainers._batch import Document
+    from tuneloop.corpus import Document
     from tuneloop.trainers.fsdp import Policy
 
 Split = Literal["preference", "preference_eval"]
@@ -55,7 +55,7 @@ class Pair:
 
 def follow(prompt: list[int], completion: list[int]) -> Document:
     """A document whose completion is the target."""
-    from tuneloop.trainers._batch import Document
+    from tuneloop.corpus import Document
 
     return Document(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 

@@ -1,7 +1,7 @@
 """What a rendered workflow will do before it does it: graph, pods, accelerators, steps, tokens, memory.
 
-Everything is read from the workflow itself (`tuneloop.rendered`, `tuneloop.footprint`). Counts are upper bounds where
-the graph decides while it runs (``when``, loops that may stop early), and say so.
+Everything is read from the workflow itself (`tuneloop.rendered`, `tuneloop.argo.memory_estimate`). Counts are upper
+bounds where the graph decides while it runs (``when``, loops that may stop early), and say so.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo import colocation
 from tuneloop.argo.claims import TAKE
+from tuneloop.argo.grain import ITERATION, unfolded
+from tuneloop.argo.memory_estimate import Model, asked, context_of, memory, model_of, whole
 from tuneloop.argo.spec import calls
-from tuneloop.footprint import Model, asked, context_of, memory, model_of, whole
-from tuneloop.grain import ITERATION, LOST, REQUEUE, compare, possible, unfolded
+from tuneloop.grain import LOST, REQUEUE, compare, possible
 from tuneloop.rendered import Stage, read_stage
 from tuneloop.summary import size
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tuneloop.engines import Completion, Request
-from tuneloop.episodes import mask, told
+from tuneloop.tokens import decode
 
 FILE = "rollouts.parquet"
 ROWS = 1024
@@ -71,3 +72,65 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     with pq.ParquetWriter(path / FILE, SCHEMA) as out:
         while part := list(itertools.islice(rows, ROWS)):
             out.write_table(pa.Table.from_pylist(part, schema=SCHEMA))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and as many completions as there are seeds, each with a random stream of its own."""
+
+    id: str
+    prompt_ids: list[int]
+    seeds: list[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the policy said.
+
+    Attributes:
+        ids: with the stop token, where there is one.
+        logprobs: natural logarithms, of the sampled distribution (temperature applied; at temperature 0 of the
+            distribution at temperature 1), one for each of `ids`.
+        finish_reason: ``stop``, ``length`` or ``abort``.
+        start_version, end_version: of the weights that made the first and the last token.
+        versions: of each token, where they differ; else empty.
+        prompt_logprobs: at temperature 1, of each id of the prompt but the first, where they were asked for.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    start_version: int
+    end_version: int
+    versions: list[int] = field(default_factory=list)
+    prompt_logprobs: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Episode(Completion):
+    """A completion of several turns; `ids` are all after the first prompt, with a log-probability of 0 for those of
+    replies, which have the version of the turn before.
+
+    Attributes:
+        mask: of each id, whether it was sampled.
+        last: the ids of the last turn.
+        about: `turns`, the environment's `reward`, and `escape` where the policy tried to get out of it.
+    """
+
+    mask: list[bool] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def told(tokenizer: Any, row: Mapping[str, Any], said: Completion) -> dict[str, str]:
+    """What the rewards read of a completion: `completion`, the last turn's text, and `metadata`, with the episode."""
+    if not isinstance(said, Episode):
+        return {"completion": decode(tokenizer, said.ids), "metadata": row["metadata"]}
+    about = {**said.about, "transcript": decode(tokenizer, said.ids)}
+    metadata = {**json.loads(row["metadata"] or "{}"), "environment": about}
+    return {"completion": decode(tokenizer, said.last), "metadata": json.dumps(metadata, sort_keys=True)}
+
+
+def mask(said: Completion) -> list[bool]:
+    """Of each id of a completion, whether the policy sampled it."""
+    return said.mask if isinstance(said, Episode) else [True] * len(said.ids)

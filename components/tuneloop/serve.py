@@ -66,11 +66,12 @@ from pydantic import BaseModel, Field, ValidationError
 from tuneloop.artifacts import Artifact, split_ref
 from tuneloop.attempts import Exhausted, admit_attempt, record_progress
 from tuneloop.component import from_validation
-from tuneloop.engines import Completion, Request, Sampling
+from tuneloop.engines import Sampling
 from tuneloop.engines._follow import Follower
 from tuneloop.engines._loop import EngineLoop, Mode, Refused, Ticket
 from tuneloop.engines.vllm import Vllm
 from tuneloop.errors import EXIT_GAVE_UP, EXIT_RETRY, FAILED_FOR_NOW, Retryable, UserError, failed, say
+from tuneloop.rollouts import Completion, Request
 from tuneloop.store import Store
 
 SAID = ("ids", "logprobs")

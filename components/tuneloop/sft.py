@@ -17,7 +17,7 @@ from tuneloop.errors import UserError
 from tuneloop.publication import Weights, publish_checkpoint
 
 if TYPE_CHECKING:
-    from tuneloop.trainers._batch import Document
+    from tuneloop.corpus import Document
     from tuneloop.trainers.fsdp import Trainer
 
 COLUMNS = ("id", "prompt", "chat", "completion")
@@ -137,8 +137,8 @@ def read_demonstrations(prompts: Artifact, model: Path, max_length: int) -> Corp
 
 
 def _tokenize(row: dict[str, Any], tokenizer: Any, max_length: int) -> Document:
+    from tuneloop.corpus import Document
     from tuneloop.tokens import encode_completion, encode_conversation, encode_prompt
-    from tuneloop.trainers._batch import Document
 
     if row["completion"] is None:
         ids, targets = encode_conversation(tokenizer, row["prompt"])

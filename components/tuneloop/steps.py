@@ -23,7 +23,7 @@ from tuneloop.trainers.lora import Lora
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tuneloop.trainers._batch import Document
+    from tuneloop.corpus import Document
     from tuneloop.trainers.fsdp import Optimization, Policy, Ranks
 
 MaxSteps = Annotated[int, Field(ge=1, description="optimizer steps")]

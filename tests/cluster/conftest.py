@@ -115,8 +115,9 @@ def sleeper(seconds: float, queue: str = "tuneloop") -> dict[str, Any]:
     )
     from hera.workflows import DAG, Container
 
+    from tuneloop.argo.pod_fields import pod_fields, retry_fields
     from tuneloop.argo.settings import Cluster
-    from tuneloop.argo.template import pod_fields, retry_fields, workflow
+    from tuneloop.argo.template import workflow
 
     with workflow("sleeper") as built:
         pod = pod_fields("base", True, Cluster(queue=queue, cpu="100m", memory="64Mi"))

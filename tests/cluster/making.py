@@ -9,9 +9,10 @@ from hera.workflows import DAG, Container
 from benchmarks.argo_loop import build as empty_loop
 from tests.cluster.conftest import ROOT, kubectl
 from tests.unit import toy as toys
+from tuneloop.argo.pod_fields import pod_fields, retry_fields
 from tuneloop.argo.settings import Cluster
 from tuneloop.argo.state import Node
-from tuneloop.argo.template import pod_fields, retry_fields, stage_template, workflow
+from tuneloop.argo.template import stage_template, workflow
 from tuneloop.artifacts import split_ref
 from tuneloop.data_prep import data_prep
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.cluster.conftest import ROOT, kubectl
 from tests.cluster.volumes import apply
-from tuneloop.argo.template import RESTRICTED
+from tuneloop.argo.pod_fields import RESTRICTED
 from tuneloop.fleet.graph import GROUP, KIND, PLURAL, POD_LABEL
 from tuneloop.kube.connection import Connection
 

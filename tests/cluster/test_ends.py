@@ -37,7 +37,7 @@ def workflow(deadline: str = "") -> dict[str, Any]:
     """A stage that ends in many ways before it succeeds; or one that may not be tried again after a `deadline`."""
     from hera.workflows import DAG, Container
 
-    from tuneloop.argo.template import retried_pod_fields
+    from tuneloop.argo.pod_fields import retried_pod_fields
     from tuneloop.argo.template import workflow as new_workflow
 
     sizes = Cluster(queue="", cpu="50m", memory="64Mi", memory_on_retry="96Mi")

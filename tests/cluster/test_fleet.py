@@ -12,7 +12,7 @@ from tests.cluster.operator import IMAGE, operating
 from tests.cluster.test_queue import until
 from tests.cluster.volumes import apply
 from tuneloop.argo import cluster as argo
-from tuneloop.argo.template import RESTRICTED
+from tuneloop.argo.pod_fields import RESTRICTED
 from tuneloop.cli import invoke
 from tuneloop.errors import UserError
 from tuneloop.fleet import graph as graphs

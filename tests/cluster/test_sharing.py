@@ -14,9 +14,10 @@ from tests.cluster.making import RUN, digests
 from tests.cluster.test_queue import until
 from tuneloop.argo import cluster as argo
 from tuneloop.argo import seats
-from tuneloop.argo.proceed import proceed_template
+from tuneloop.argo.continuation import proceed_template
+from tuneloop.argo.pod_fields import pod_fields, retry_fields
 from tuneloop.argo.settings import GROUP_LABEL, RUN_LABEL, Cluster, Share
-from tuneloop.argo.template import pod_fields, retry_fields, stage_template, workflow
+from tuneloop.argo.template import stage_template, workflow
 from tuneloop.argo.watch import logs, status
 from tuneloop.data_prep import data_prep
 from tuneloop.errors import UserError

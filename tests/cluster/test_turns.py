@@ -14,8 +14,9 @@ from tests.cluster.making import RUN, SMALL
 from tests.cluster.test_queue import until
 from tests.waiting import LIMIT_S
 from tuneloop.argo import cluster as argo
+from tuneloop.argo.pod_fields import pod_fields, retry_fields
 from tuneloop.argo.settings import Share
-from tuneloop.argo.template import pod_fields, retry_fields, stage_template, workflow
+from tuneloop.argo.template import stage_template, workflow
 from tuneloop.argo.turn import take_turns
 from tuneloop.cli import invoke
 from tuneloop.data_prep import data_prep

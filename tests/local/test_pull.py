@@ -30,11 +30,12 @@ from tuneloop.artifacts import Artifact, Draft
 from tuneloop.canary import write_canary
 from tuneloop.conformance import Probe, check
 from tuneloop.delivery import deliveries
-from tuneloop.engines import Request, Sampling
+from tuneloop.engines import Sampling
 from tuneloop.engines._client import Client
 from tuneloop.engines._loop import EngineLoop
 from tuneloop.engines.endpoint import create
 from tuneloop.generation import prove
+from tuneloop.rollouts import Request
 from tuneloop.runs import Run
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]

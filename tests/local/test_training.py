@@ -24,10 +24,10 @@ from tests.waiting import LIMIT_S, until
 from tests.warm import python
 from tuneloop.artifacts import Artifact
 from tuneloop.component import Component
+from tuneloop.corpus import Document
 from tuneloop.errors import Interrupted
 from tuneloop.policy_update import policy_update
 from tuneloop.sft import sft
-from tuneloop.trainers._batch import Document
 from tuneloop.trainers.fsdp import Optimization, Ranks, Trainer
 from tuneloop.trainers.lora import Lora
 

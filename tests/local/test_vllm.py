@@ -22,7 +22,7 @@ from tests.policies import commit_policy, commit_prompts, model
 from tests.waiting import LIMIT_S, until
 from tests.warm import forked, python
 from tuneloop.artifacts import Artifact, Draft
-from tuneloop.engines import Completion, Request, Sampling
+from tuneloop.engines import Sampling
 from tuneloop.engines import vllm as vllm_engine
 from tuneloop.engines._client import Client
 from tuneloop.engines.transformers import Transformers
@@ -33,6 +33,7 @@ from tuneloop.fleet import open_fleet
 from tuneloop.fleet.refit import refit, target
 from tuneloop.generation import StaleWeights, prove
 from tuneloop.rollout import rollout
+from tuneloop.rollouts import Completion, Request
 from tuneloop.tokens import load_tokenizer
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]

@@ -3,9 +3,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tuneloop.corpus import Corpus
+from tuneloop.corpus import Corpus, Document
 from tuneloop.pairs import Mismatched, Pair, Pairs, follow
-from tuneloop.trainers._batch import Document
 
 
 def made(count: int, length: int) -> Iterator[tuple[str, Document]]:

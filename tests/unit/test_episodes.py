@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from tests.policies import commit_policy, commit_prompts, tokenizer
 from tuneloop.artifacts import Artifact, Draft
 from tuneloop.data_prep import data_prep
-from tuneloop.engines import Completion, Request
 from tuneloop.engines.transformers import Transformers
 from tuneloop.environments import Reply, tool_calls
 from tuneloop.environments.calculator import Calculator, calculate
@@ -24,6 +23,7 @@ from tuneloop.evaluate import evaluate
 from tuneloop.policy_update import policy_update
 from tuneloop.reward import reward
 from tuneloop.rollout import rollout
+from tuneloop.rollouts import Completion, Request
 from tuneloop.samples import read_samples
 from tuneloop.tokens import encode_reply, load_tokenizer
 

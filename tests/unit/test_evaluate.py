@@ -9,10 +9,11 @@ import pytest
 
 from tests.policies import commit_policy, commit_prompts
 from tuneloop.artifacts import Artifact
-from tuneloop.engines import Request, Sampling
+from tuneloop.engines import Sampling
 from tuneloop.engines.transformers import Transformers
 from tuneloop.errors import UserError
 from tuneloop.evaluate import SAMPLES, evaluate
+from tuneloop.rollouts import Request
 from tuneloop.tokens import load_tokenizer, stop_ids
 
 PROMPTS = [f"reverse {i} =" for i in range(10, 18)]

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tuneloop import footprint, grain, plan, rendered
+from tuneloop import grain, plan, rendered
+from tuneloop.argo import memory_estimate
+from tuneloop.argo.memory_estimate import Model
 from tuneloop.config import find
-from tuneloop.footprint import Model
 
 # Sizes that the models' publishers state, with the configurations that they publish.
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
@@ -33,7 +34,7 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_formula_gives_the_published_size(name: str) -> None:
     count, config = PUBLISHED[name]
-    model = footprint.shape_of(name, config, None)
+    model = memory_estimate.shape_of(name, config, None)
     assert isinstance(model, Model)
     assert model.parameters == count
 
@@ -44,15 +45,15 @@ def test_stored_weights_are_counted_before_any_formula(tmp_path: Path) -> None:
 
     save_file({"a": np.zeros((3, 5), np.float16)}, tmp_path / "model-1.safetensors")
     save_file({"b": np.zeros(7, np.float32)}, tmp_path / "model-2.safetensors")
-    model = footprint.shape_of("m", PUBLISHED["Llama-3.2-1B"][1], tmp_path)
+    model = memory_estimate.shape_of("m", PUBLISHED["Llama-3.2-1B"][1], tmp_path)
     assert isinstance(model, Model)
     assert (model.parameters, model.how) == (22, "counted in the headers of its safetensors files")
 
 
 def test_what_the_formula_does_not_cover_is_not_guessed(tmp_path: Path) -> None:
     experts = {**PUBLISHED["Llama-3.2-1B"][1], "num_local_experts": 8}
-    assert "not estimated" in str(footprint.shape_of("m", experts, None))
-    assert "no 'hidden_size'" in str(footprint.shape_of("m", {"num_attention_heads": 2}, None))
+    assert "not estimated" in str(memory_estimate.shape_of("m", experts, None))
+    assert "no 'hidden_size'" in str(memory_estimate.shape_of("m", {"num_attention_heads": 2}, None))
 
 
 def leaf(name: str, stage: str, *args: str, **more: Any) -> dict[str, Any]:
@@ -129,12 +130,12 @@ def test_the_plan_shows_graph_work_and_arithmetic() -> None:
 
 def test_a_model_directory_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-0.6B"][1]))
-    model = footprint.model_of([rendered.read_stage(leaf("b", "base_model", "--model", str(tmp_path)))])
+    model = memory_estimate.model_of([rendered.read_stage(leaf("b", "base_model", "--model", str(tmp_path)))])
     assert isinstance(model, Model)
     assert model.parameters == 596_049_920
     assert model.kv_bytes == 2 * 28 * 8 * 128 * 2
     assert "no directory here" in str(
-        footprint.model_of([rendered.read_stage(leaf("b", "base_model", "--model", "a/hub-name"))])
+        memory_estimate.model_of([rendered.read_stage(leaf("b", "base_model", "--model", "a/hub-name"))])
     )
 
 
@@ -175,7 +176,7 @@ def test_every_grain_that_a_plan_lists_can_be_chosen(iterations: int, part: int)
 
 def test_the_trainers_own_bound_of_logits_is_counted() -> None:
     fsdp = pytest.importorskip("tuneloop.trainers.fsdp")
-    assert footprint.AT_ONCE == fsdp.LOGITS
+    assert memory_estimate.AT_ONCE == fsdp.LOGITS
 
 
 def test_gradient_checkpointing_is_counted() -> None:
@@ -183,7 +184,7 @@ def test_gradient_checkpointing_is_counted() -> None:
     flags = ("--max-length", "32", "--per-device-train-batch-size", "4", "--dtype", "bfloat16")
     for checkpointing, kept in (("false", 10 * 34), ("true", 10 * 2 + 34)):
         stage = rendered.read_stage(leaf("sft", "sft", *flags, "--gradient-checkpointing", checkpointing))
-        assert footprint.memory(stage, model, None)[1][1] == 4 * 32 * kept * 8
+        assert memory_estimate.memory(stage, model, None)[1][1] == 4 * 32 * kept * 8
 
 
 def test_the_overlapped_loop_samples_as_many_batches_as_it_trains_on() -> None:

@@ -142,7 +142,7 @@ def build_argo(config: Config) -> Any:
     from hera.workflows import DAG, Parameter
     from hera.workflows.models import ValueFrom
 
-    from tuneloop.argo.proceed import proceed_template
+    from tuneloop.argo.continuation import proceed_template
     from tuneloop.argo.settings import Cluster
     from tuneloop.argo.template import stage_template, workflow
 

@@ -12,13 +12,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo.settings import GROUP_LABEL, ROLE_LABEL, SHARE, Cluster, Share
+from tuneloop.argo.settings import GROUP_LABEL, ROLE_LABEL, SHARE, Share
 from tuneloop.argo.spec import labels_of
-from tuneloop.ends import RETRY_STEP
 from tuneloop.errors import UserError
 
 if TYPE_CHECKING:
-    from hera.workflows import Container
+    pass
 
 DEVICES = "devices"
 """The claim's name in a pod, and its only request."""
@@ -38,7 +37,7 @@ def role_of(image: str) -> str:
 
 def claim_tag(share: Share, role: str) -> str:
     """What stands for the claim's name in the templates of stages of a role."""
-    return "{{workflow.outputs.parameters.%s}}" % _seat(share, role)
+    return "{{workflow.outputs.parameters.%s}}" % claim_output(share, role)
 
 
 def labels(share: Share, role: str) -> dict[str, str]:
@@ -80,63 +79,6 @@ def placed(container: dict[str, Any], share: Share, role: str) -> dict[str, Any]
     return {**patch, **({"affinity": near} if near else {})}
 
 
-def seat_templates(cluster: Cluster) -> list[Container]:
-    """The steps that take the seats of a workflow, and give them back; none where it claims no devices."""
-    from hera.workflows import Container, Parameter
-    from hera.workflows.models import ValueFrom
-
-    from tuneloop.argo.template import OUTPUTS, pod_fields, retry_fields
-
-    share = cluster.share
-    if not (share and share.device_class):
-        return []
-    seats = dict.fromkeys(_seat(share, role) for role in (TRAINER, *ROLES.values()))
-    made = [Parameter(name=each, global_name=each, value_from=ValueFrom(path=f"{OUTPUTS}/{each}")) for each in seats]
-    pod = pod_fields("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"}))
-    return [
-        Container(
-            name=name,
-            outputs=outputs,
-            command=["python", "-m", "tuneloop.argo.seats", name],
-            args=["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}"],
-            service_account_name="tuneloop-claims",
-            automount_service_account_token=True,
-            **pod,
-            **retry_fields(RETRY_STEP),
-        )
-        for name, outputs in ((TAKE, made), (GIVE, []))
-    ]
-
-
-def connect_seats(workflow: dict[str, Any]) -> None:
-    """Have the steps of `seat_templates` run: the first before anything else, wherever the workflow may start."""
-    templates = {template["name"]: template for template in workflow["spec"].get("templates", ())}
-    share = share_of(workflow)
-    if not share or TAKE not in templates:
-        return
-    take = templates[TAKE]
-    rendered = json.dumps([each for name, each in templates.items() if name != TAKE])
-    seats = [p for p in take["outputs"]["parameters"] if f"{{{{workflow.outputs.parameters.{p['name']}}}}}" in rendered]
-    take["outputs"]["parameters"] = seats
-    take["container"]["args"] += ["--share", share.model_dump_json(), "--seats", *(p["name"] for p in seats)]
-    for name in entries(workflow):
-        tasks = templates[name]["dag"]["tasks"]
-        for task in tasks:
-            if not task.get("depends") and not task.get("dependencies"):
-                task["depends"] = "claim"
-        tasks.insert(0, {"name": "claim", "template": TAKE})
-
-
-def entries(workflow: Mapping[str, Any]) -> list[str]:
-    """The templates at which the workflow, or one that goes on behind it, may start."""
-    found = [workflow["spec"]["entrypoint"]]
-    for template in workflow["spec"]["templates"]:
-        container = template.get("container") or {}
-        if "tuneloop.argo.proceed" in container.get("command", ()):
-            found.append(container["args"][container["args"].index("--entrypoint") + 1])
-    return list(dict.fromkeys(found))
-
-
 def share_of(workflow: Mapping[str, Any]) -> Share | None:
     """How a rendered workflow shares devices."""
     text = (workflow.get("metadata", {}).get("annotations") or {}).get(SHARE)
@@ -161,6 +103,6 @@ def misplaced(workflow: Mapping[str, Any]) -> Iterator[UserError]:
                     yield UserError(f"{at}.{field}", value, "the devices that runs share decide on it: leave it out")
 
 
-def _seat(share: Share, role: str) -> str:
+def claim_output(share: Share, role: str) -> str:
     """The output parameter with the name of the claim that `role` uses."""
     return "claim" if share.roles == "together" else f"claim-{role}"

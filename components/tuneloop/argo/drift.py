@@ -12,12 +12,12 @@ from typing import Any
 
 from tuneloop import generation
 from tuneloop.argo import cluster as argo
+from tuneloop.argo.grain import unfolded
 from tuneloop.argo.schedule import LABEL, TEMPLATES, template_spec
 from tuneloop.artifacts import canonical
 from tuneloop.component import Component
 from tuneloop.config import dump
 from tuneloop.errors import UserError
-from tuneloop.grain import unfolded
 from tuneloop.kube.connection import Connection
 from tuneloop.program import flag
 from tuneloop.runs import differences

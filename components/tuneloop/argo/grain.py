@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tuneloop.argo.pod_fields import OUTPUTS, retried_pod_fields
 from tuneloop.argo.settings import Cluster
 from tuneloop.argo.spec import calls
-from tuneloop.argo.template import OUTPUTS, retried_pod_fields
 from tuneloop.argo.turn import take_turns
 
 if TYPE_CHECKING:
@@ -83,3 +84,26 @@ def _bare(template: Mapping[str, Any]) -> dict[str, Any]:
         kept["container"] = {key: container[key] for key in own if key in container}
         kept["container"]["env"] = env
     return kept
+
+
+ITERATION = ("rollout", "reward", "policy-update")
+
+
+def unfolded(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """The workflow with a pod a stage that does the same, and how many iterations a pod has (0: a pod a stage)."""
+    spec = workflow["spec"]
+    segment = next(
+        (t for t in spec["templates"] if "tuneloop.segment" in t.get("container", {}).get("command", ())), None
+    )
+    if segment is None:
+        return dict(workflow), 0
+    words = segment["container"]["args"]
+    inner = json.loads(words[words.index("--graph") + 1])["spec"]["templates"]
+    given = dict(word.partition("=")[::2] for flag, word in itertools.pairwise(words) if flag == "--argument")
+    shared = {key: segment["container"][key] for key in ("image", "resources") if key in segment["container"]}
+    for template in inner:
+        if "container" in template:
+            template["container"] |= shared
+    replaced = {segment["name"], *(template["name"] for template in inner)}
+    templates = [*(t for t in spec["templates"] if t["name"] not in replaced), *inner]
+    return {**workflow, "spec": {**spec, "templates": templates}}, int(given["per-workflow"])

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo import claims
+from tuneloop.argo.pod_fields import LIMIT, NOBODY, RESTRICTED
 from tuneloop.argo.settings import RUN_LABEL, Cluster
 from tuneloop.argo.spec import applied
-from tuneloop.argo.template import LIMIT, NOBODY, RESTRICTED
 from tuneloop.attempts import ATTEMPT
 from tuneloop.component import Component
 from tuneloop.ends import RETRIED_CODES, RETRY_STEP
@@ -78,7 +78,7 @@ def jobset_steps(
     from hera.workflows import Parameter, Resource, Steps
     from hera.workflows.models import ExecutorConfig, ValueFrom
 
-    from tuneloop.argo.template import retry_fields
+    from tuneloop.argo.pod_fields import retry_fields
 
     result.name = f"{component.template}-result"
     name = "{{workflow.name}}-%s" % component.template + ("-{{inputs.parameters.iteration}}" if numbered else "")
@@ -229,7 +229,7 @@ def pod_spec(
     Raises:
         UserError: it should share devices with other runs: turns are had pod by pod.
     """
-    from tuneloop.argo.template import pod_fields
+    from tuneloop.argo.pod_fields import pod_fields
 
     share = cluster.share if accelerator else None
     if share and not share.alone:

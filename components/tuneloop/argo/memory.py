@@ -1,4 +1,4 @@
-"""A Workflow whose pods ask for the memory that `tuneloop.footprint` estimates, where `cluster.memory` is ``auto``.
+"""A Workflow whose pods ask for the memory that `memory_estimate` finds, where `cluster.memory` is ``auto``.
 
 Such a pod is rendered with a request and no limit (`tuneloop.argo.settings`). Once the whole workflow is there to be
 read, request and limit are set to what its stage needs; where only a part of that is known, the request alone, and
@@ -12,13 +12,14 @@ from typing import Any
 
 import hera.workflows
 
-from tuneloop.argo.claims import connect_seats, share_of
+from tuneloop.argo.claim_steps import connect_seats
+from tuneloop.argo.claims import share_of
 from tuneloop.argo.colocation import number
+from tuneloop.argo.grain import ITERATION, unfolded
 from tuneloop.argo.jobset import written
+from tuneloop.argo.memory_estimate import Model, asked, context_of, memory, model_of, whole
 from tuneloop.argo.settings import GROUP_LABEL, UNKNOWN
 from tuneloop.argo.spec import applied, labels_of
-from tuneloop.footprint import Model, asked, context_of, memory, model_of, whole
-from tuneloop.grain import ITERATION, unfolded
 from tuneloop.rendered import container_of, read_stage
 
 LEAST = int(UNKNOWN.removesuffix("Gi")) << 30

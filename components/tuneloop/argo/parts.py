@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.argo.executor import Outcome, execute
-from tuneloop.argo.proceed import LOCAL, NEXT
+from tuneloop.argo.settings import LOCAL, NEXT
 from tuneloop.argo.state import read
 
 

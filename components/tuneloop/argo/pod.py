@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tuneloop.argo.box import Box
 from tuneloop.argo.expressions import text
+from tuneloop.argo.local_turn import taken
 from tuneloop.argo.processes import Process
 from tuneloop.argo.spec import seconds
 from tuneloop.argo.state import BROKEN, Node
-from tuneloop.argo.turn import taken
 from tuneloop.ends import NO_EXIT_CODE, describe_exit, name_signal
 from tuneloop.errors import EXIT_RETRY, EXIT_USER, TERMINATION_LOG, Retryable, UserError, name_class
 

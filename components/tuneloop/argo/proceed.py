@@ -18,48 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo import cluster as argo
-from tuneloop.ends import RETRY_STEP
+from tuneloop.argo.settings import LOCAL, NEXT
 from tuneloop.errors import Retryable, UserError, failed
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect
 
 if TYPE_CHECKING:
-    from hera.workflows import Container
-
-    from tuneloop.argo.settings import Cluster
-
-NEXT = "next"
-"""The output that says where a run goes on: ``{"entrypoint": …, "arguments": {…}}``; of the last part there is none."""
-LOCAL = "TUNELOOP_LOCAL"
-"""Set in the environment of pods on this machine."""
-
-
-def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster) -> Container:
-    """A step ``continue`` that starts the run's next workflow at the template `entrypoint`.
-
-    Args:
-        arguments: the inputs of that template, and of this one.
-        cluster: whose base image it uses.
-    """
-    from hera.workflows import Container, Parameter
-    from hera.workflows.models import ValueFrom
-
-    from tuneloop.argo.template import OUTPUTS, pod_fields, retry_fields
-
-    passed = [f"{name}={{{{inputs.parameters.{name}}}}}" for name in arguments]
-    own = ["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}", "--entrypoint", entrypoint]
-    pod = pod_fields("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"}))
-    return Container(
-        name="continue",
-        inputs=[Parameter(name=name) for name in arguments],
-        outputs=[Parameter(name=NEXT, global_name=NEXT, value_from=ValueFrom(path=f"{OUTPUTS}/{NEXT}"))],
-        command=["python", "-m", "tuneloop.argo.proceed"],
-        args=[*own, *passed],
-        service_account_name="tuneloop-continue",
-        automount_service_account_token=True,
-        **pod,
-        **retry_fields(RETRY_STEP),
-    )
+    pass
 
 
 def main(argv: Sequence[str]) -> int:

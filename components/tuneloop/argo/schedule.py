@@ -20,8 +20,8 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 from tuneloop.argo import cluster as argo
+from tuneloop.argo.pod_fields import SCRATCH
 from tuneloop.argo.spec import labels_of
-from tuneloop.argo.template import SCRATCH
 from tuneloop.artifacts import split_ref
 from tuneloop.errors import Retryable, UserError, failed
 from tuneloop.kube.api_errors import translate_api_errors

@@ -27,8 +27,7 @@ from typing import Any
 
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.claims import DEVICES, GIVE, TAKE
-from tuneloop.argo.proceed import LOCAL
-from tuneloop.argo.settings import GROUP_LABEL, ROLE_LABEL, RUN_LABEL, Share
+from tuneloop.argo.settings import GROUP_LABEL, LOCAL, ROLE_LABEL, RUN_LABEL, Share
 from tuneloop.errors import Retryable, UserError, failed
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, connect

@@ -136,3 +136,9 @@ class Cluster(BaseModel):
             return {}
         labels = {QUEUE_LABEL: self.queue, PRIORITY_LABEL: self.priority}
         return {name: value for name, value in labels.items() if value and self.queue}
+
+
+NEXT = "next"
+"""The output that says where a run goes on: ``{"entrypoint": …, "arguments": {…}}``; of the last part there is none."""
+LOCAL = "TUNELOOP_LOCAL"
+"""Set in the environment of pods on this machine."""

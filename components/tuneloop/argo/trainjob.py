@@ -210,7 +210,7 @@ def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> Cont
     """
     from hera.workflows import Container
 
-    from tuneloop.argo.template import pod_fields, retry_fields
+    from tuneloop.argo.pod_fields import pod_fields, retry_fields
 
     return Container(
         name=name,

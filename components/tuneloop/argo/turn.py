@@ -8,23 +8,16 @@ that both mount until when the turn is safe; that container needs no right to se
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tuneloop import fence
 from tuneloop.argo.claims import claim_tag
 from tuneloop.argo.settings import ROLE_LABEL, Cluster, Share
-from tuneloop.sharing.file import STORED
-from tuneloop.sharing.turns import open_turns
-from tuneloop.turn import arguments
 
 if TYPE_CHECKING:
     from hera.workflows import Container
 
-    from tuneloop.argo.box import Box
-    from tuneloop.argo.executor import Session
-    from tuneloop.argo.state import Node
 
 NAME = "turn"
 ACCOUNT = "tuneloop-turn"
@@ -56,7 +49,7 @@ def take_turns(made: Container, cluster: Cluster) -> None:
 
 def holder(share: Share, role: str, image: str) -> dict[str, Any]:
     """The sidecar."""
-    from tuneloop.argo.template import RESTRICTED
+    from tuneloop.argo.pod_fields import RESTRICTED
 
     owner = {"NAME": "{{workflow.name}}", "UID": "{{workflow.uid}}"}
     look = {"exec": {"command": ["test", "-s", FILE]}, "periodSeconds": 1, "failureThreshold": FOREVER}
@@ -99,28 +92,3 @@ def token() -> Any:
 def sidecar(template: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The sidecar of a rendered template, if it has one."""
     return next((each for each in template.get("initContainers", ()) if each.get("name") == NAME), None)
-
-
-@contextlib.contextmanager
-def taken(session: Session, template: Mapping[str, Any], node: Node, box: Box) -> Iterator[None]:
-    """What the sidecar of `template` does, for the local executor: its group's document lies in the store.
-
-    Raises:
-        Retryable: the run was stopped meanwhile, or the store is in trouble.
-    """
-    found = sidecar(template)
-    if found is None:
-        yield
-        return
-    wanted = arguments(found["args"])
-    store = session.parameters["store"]
-    place = store if "://" in store else str(session.cwd / store)
-    about: Any = {"who": wanted.run, "policy": wanted.policy, "patience": wanted.patience}
-    turns = open_turns(f"{place}/{STORED}/{wanted.group}", **about)
-    if turns.read().holder:
-        session.say(node, f"waits for its turn in group {wanted.group}")
-    file = box.local(wanted.file)
-    with turns.acquire(stop=session.stopping, told=lambda grant: fence.write(file, grant)):
-        if node.message:
-            session.say(node, "")
-        yield

@@ -8,11 +8,12 @@ ships with tuneloop also has ``check(args, prefix)``, for before anything runs, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from tuneloop import plugins
 from tuneloop.artifacts import Artifact
+from tuneloop.rollouts import Completion, Request
 
 
 @dataclass(frozen=True)
@@ -28,38 +29,6 @@ class Sampling:
     temperature: float
     max_tokens: int
     stop_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt and as many completions as there are seeds, each with a random stream of its own."""
-
-    id: str
-    prompt_ids: list[int]
-    seeds: list[int]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What the policy said.
-
-    Attributes:
-        ids: with the stop token, where there is one.
-        logprobs: natural logarithms, of the sampled distribution (temperature applied; at temperature 0 of the
-            distribution at temperature 1), one for each of `ids`.
-        finish_reason: ``stop``, ``length`` or ``abort``.
-        start_version, end_version: of the weights that made the first and the last token.
-        versions: of each token, where they differ; else empty.
-        prompt_logprobs: at temperature 1, of each id of the prompt but the first, where they were asked for.
-    """
-
-    ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    start_version: int
-    end_version: int
-    versions: list[int] = field(default_factory=list)
-    prompt_logprobs: list[float] | None = None
 
 
 class Engine(Protocol):

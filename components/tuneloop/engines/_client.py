@@ -28,8 +28,9 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from tuneloop.artifacts import Artifact
-from tuneloop.engines import Completion, Request, Sampling
+from tuneloop.engines import Sampling
 from tuneloop.errors import Retryable, Unavailable, UserError
+from tuneloop.rollouts import Completion, Request
 
 Value = TypeVar("Value")
 LOSSES = 3

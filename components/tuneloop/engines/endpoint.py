@@ -27,10 +27,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tuneloop import plugins
 from tuneloop.artifacts import Artifact
 from tuneloop.component import from_validation
-from tuneloop.engines import Completion, Engine, Request, Sampling
+from tuneloop.engines import Engine, Sampling
 from tuneloop.errors import Retryable, UserError
 from tuneloop.fleet import Fleet, open_fleet
 from tuneloop.fleet.refit import Refitted, refit, target
+from tuneloop.rollouts import Completion, Request
 from tuneloop.seeds import derive
 
 Result = TypeVar("Result")

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.artifacts import Artifact
-from tuneloop.engines import Completion, Engine, Request, Sampling
+from tuneloop.engines import Engine, Sampling
 from tuneloop.errors import UserError
 from tuneloop.processor import check_processor
+from tuneloop.rollouts import Completion, Request
 
 if TYPE_CHECKING:
     from torch import Tensor

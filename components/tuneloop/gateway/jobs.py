@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tuneloop.argo.pod_fields import NOBODY, RESTRICTED, STORE
 from tuneloop.argo.settings import QUEUE_LABEL
-from tuneloop.argo.template import NOBODY, RESTRICTED, STORE
 from tuneloop.gateway.access import answered
 from tuneloop.gateway.sessions import Phase, Refused, Session, Wanted, read_settings
 from tuneloop.gateway.worker import KEY

@@ -14,17 +14,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from tuneloop import checkpoint
 from tuneloop.artifacts import Artifact, Draft
 from tuneloop.component import Params
-from tuneloop.engines import Completion, Request, Sampling
+from tuneloop.engines import Sampling
 from tuneloop.errors import UserError
 from tuneloop.gateway import losses
 from tuneloop.gateway.wire import Datum
 from tuneloop.provenance import provenance
+from tuneloop.rollouts import Completion, Request
 from tuneloop.stage import Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tuneloop.trainers._batch import Document
+    from tuneloop.corpus import Document
     from tuneloop.trainers.fsdp import Policy, Ranks, Trainer
     from tuneloop.trainers.lora import Lora
 
@@ -279,7 +280,7 @@ class Sampler:
 def _document(datum: Datum, needed: Sequence[str], policy: Policy) -> Document:
     """`datum` as the trainer takes it: one more token at the end, which nothing looks at, makes each position one that
     predicts."""
-    from tuneloop.trainers._batch import Document
+    from tuneloop.corpus import Document
 
     length = len(datum.tokens)
     if not 0 < length <= policy.context:

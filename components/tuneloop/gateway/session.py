@@ -19,11 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tuneloop import checkpoint
 from tuneloop.artifacts import Artifact, canonical, find
-from tuneloop.engines import Request, Sampling
+from tuneloop.engines import Sampling
 from tuneloop.errors import UserError
 from tuneloop.gateway import wire
 from tuneloop.gateway.ledger import Entry, Gone, Ledger
 from tuneloop.gateway.resident import AdamParams, Resident, Sampler, Snapshot
+from tuneloop.rollouts import Request
 from tuneloop.seeds import derive
 from tuneloop.store import local_path, normalize
 

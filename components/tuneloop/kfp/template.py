@@ -18,8 +18,8 @@ from kfp.dsl import HTML, ClassificationMetrics, Dataset, Input, Markdown, Metri
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from tuneloop.argo.pod_fields import STORE
 from tuneloop.argo.settings import Cluster
-from tuneloop.argo.template import STORE
 from tuneloop.component import Component
 from tuneloop.errors import UserError
 from tuneloop.kfp.settings import Kfp

@@ -13,27 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tuneloop.corpus import Document
+
 FORWARD_COST = 256
 """What one forward and backward costs beside its tokens, in tokens (tiny model on a CPU: 15 ms at 17,000 a second)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """Token ids, and which of them are targets; the first never is, for nothing precedes it.
-
-    `labels` are what is to be predicted in place of each of `ids`, where that is something else.
-    """
-
-    ids: Sequence[int]
-    targets: Sequence[bool]
-    labels: Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        assert len(self.ids) == len(self.targets) > 0 and not self.targets[0]
-
-    @property
-    def target_count(self) -> int:
-        return sum(self.targets)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import checkpoint
 
 from tuneloop.artifacts import Artifact
+from tuneloop.corpus import Document
 from tuneloop.errors import UserError
 from tuneloop.processor import check_processor
 from tuneloop.trainers import _dcp, _export, _options, _traffic, lora
-from tuneloop.trainers._batch import Batch, Document, collate, plan
+from tuneloop.trainers._batch import Batch, collate, plan
 from tuneloop.trainers._sleep import Bed, Moved
 from tuneloop.trainers.lora import Lora
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tuneloop.corpus import Document
 from tuneloop.errors import UserError
 from tuneloop.trainers import _dcp
-from tuneloop.trainers._batch import Document
 from tuneloop.trainers.fsdp import Policy, Trainer
 
 

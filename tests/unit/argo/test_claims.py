@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from hera.workflows import DAG
 
-from tuneloop.argo.claims import entries, misplaced
+from tuneloop.argo.claim_steps import entries
+from tuneloop.argo.claims import misplaced
 from tuneloop.argo.cluster import as_template, prepare
 from tuneloop.argo.jobset import pod_spec
 from tuneloop.argo.lint import lint

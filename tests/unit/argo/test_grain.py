@@ -13,7 +13,7 @@ import yaml
 
 from tests.waiting import LIMIT_S, until
 from tuneloop.argo.grain import as_text
-from tuneloop.argo.template import OUTPUTS
+from tuneloop.argo.pod_fields import OUTPUTS
 from tuneloop.config import find
 
 COARSE = ["engine.name=transformers", "loop.iterations_per_pod=10"]

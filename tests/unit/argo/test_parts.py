@@ -9,7 +9,8 @@ import pytest
 from benchmarks.argo_loop import build
 from tuneloop.argo.executor import Outcome, execute
 from tuneloop.argo.parts import execute_parts
-from tuneloop.argo.proceed import LOCAL, following
+from tuneloop.argo.proceed import following
+from tuneloop.argo.settings import LOCAL
 from tuneloop.argo.state import Node, read
 from tuneloop.config import find
 from tuneloop.runs import Run

@@ -9,8 +9,9 @@ import pytest
 from hera.workflows import DAG, Container, Parameter
 
 from tuneloop.argo.executor import execute
+from tuneloop.argo.pod_fields import pod_fields
 from tuneloop.argo.settings import Cluster, Share
-from tuneloop.argo.template import pod_fields, stage_template, workflow
+from tuneloop.argo.template import stage_template, workflow
 from tuneloop.argo.turn import take_turns
 from tuneloop.errors import UserError
 from tuneloop.rollout import rollout

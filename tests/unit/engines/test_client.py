@@ -15,11 +15,12 @@ import pytest
 from tests.policies import commit_policy, commit_prompts
 from tests.waiting import LIMIT_S, until
 from tuneloop.artifacts import Artifact
-from tuneloop.engines import Completion, Remote, Request, Sampling
+from tuneloop.engines import Remote, Sampling
 from tuneloop.engines._client import LOSSES, Client, Lost
 from tuneloop.episodes import Play, play
 from tuneloop.errors import Interrupted, Retryable, UserError
 from tuneloop.rollout import rollout
+from tuneloop.rollouts import Completion, Request
 from tuneloop.tokens import load_tokenizer
 
 REQUESTS = [Request("a", [1, 2], [0]), Request("b", [3], [1])]

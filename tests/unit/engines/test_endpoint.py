@@ -15,9 +15,10 @@ from tests.policies import commit_policy
 from tests.unit.engines.peer import Peer, serving
 from tests.waiting import LIMIT_S, until
 from tuneloop.artifacts import Artifact
-from tuneloop.engines import Completion, Request, Sampling
+from tuneloop.engines import Sampling
 from tuneloop.engines.endpoint import Endpoint, create
 from tuneloop.errors import Retryable, UserError
+from tuneloop.rollouts import Completion, Request
 
 SAMPLED = Sampling(1.0, 6, ())
 REQUESTS = [Request(f"r{i}", [3 + i, 4, 5], [i, i + 100]) for i in range(5)]

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuneloop.trainers._batch import FORWARD_COST, Document, collate, cut, pack, plan, size
+from tuneloop.corpus import Document
+from tuneloop.trainers._batch import FORWARD_COST, collate, cut, pack, plan, size
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=24)
 CPU = torch.device("cpu")

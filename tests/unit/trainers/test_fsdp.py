@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.making import tiny_model
 from tuneloop.artifacts import scan
+from tuneloop.corpus import Document
 from tuneloop.errors import UserError
 from tuneloop.trainers import fsdp
-from tuneloop.trainers._batch import Document
 from tuneloop.trainers.fsdp import Optimization, Policy, Ranks, Trainer
 
 ADAM = Optimization(1e-2, "constant", 0, 0, 0.01, 0.9, 0.95, 1.0)

@@ -10,11 +10,11 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.unit.trainers.test_fsdp import ADAM
+from tuneloop.argo.memory_estimate import adapters, shape_of, whole
 from tuneloop.artifacts import scan
+from tuneloop.corpus import Document
 from tuneloop.errors import UserError
-from tuneloop.footprint import adapters, shape_of, whole
 from tuneloop.rendered import Stage
-from tuneloop.trainers._batch import Document
 from tuneloop.trainers.fsdp import Policy, Ranks, Trainer
 from tuneloop.trainers.lora import Lora, disabled
 from tuneloop.trainers.scorer import ScoreTrainer

@@ -1,0 +1,71 @@
+"""The steps of a Workflow that reserve a claim's devices and give them back; `tuneloop.argo.seats` is what they run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tuneloop.argo.claims import GIVE, ROLES, TAKE, TRAINER, claim_output, share_of
+from tuneloop.argo.settings import Cluster
+from tuneloop.ends import RETRY_STEP
+
+if TYPE_CHECKING:
+    from hera.workflows import Container
+
+
+def seat_templates(cluster: Cluster) -> list[Container]:
+    """The steps that take the seats of a workflow, and give them back; none where it claims no devices."""
+    from hera.workflows import Container, Parameter
+    from hera.workflows.models import ValueFrom
+
+    from tuneloop.argo.pod_fields import OUTPUTS, pod_fields, retry_fields
+
+    share = cluster.share
+    if not (share and share.device_class):
+        return []
+    seats = dict.fromkeys(claim_output(share, role) for role in (TRAINER, *ROLES.values()))
+    made = [Parameter(name=each, global_name=each, value_from=ValueFrom(path=f"{OUTPUTS}/{each}")) for each in seats]
+    pod = pod_fields("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"}))
+    return [
+        Container(
+            name=name,
+            outputs=outputs,
+            command=["python", "-m", "tuneloop.argo.seats", name],
+            args=["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}"],
+            service_account_name="tuneloop-claims",
+            automount_service_account_token=True,
+            **pod,
+            **retry_fields(RETRY_STEP),
+        )
+        for name, outputs in ((TAKE, made), (GIVE, []))
+    ]
+
+
+def connect_seats(workflow: dict[str, Any]) -> None:
+    """Have the steps of `seat_templates` run: the first before anything else, wherever the workflow may start."""
+    templates = {template["name"]: template for template in workflow["spec"].get("templates", ())}
+    share = share_of(workflow)
+    if not share or TAKE not in templates:
+        return
+    take = templates[TAKE]
+    rendered = json.dumps([each for name, each in templates.items() if name != TAKE])
+    seats = [p for p in take["outputs"]["parameters"] if f"{{{{workflow.outputs.parameters.{p['name']}}}}}" in rendered]
+    take["outputs"]["parameters"] = seats
+    take["container"]["args"] += ["--share", share.model_dump_json(), "--seats", *(p["name"] for p in seats)]
+    for name in entries(workflow):
+        tasks = templates[name]["dag"]["tasks"]
+        for task in tasks:
+            if not task.get("depends") and not task.get("dependencies"):
+                task["depends"] = "claim"
+        tasks.insert(0, {"name": "claim", "template": TAKE})
+
+
+def entries(workflow: Mapping[str, Any]) -> list[str]:
+    """The templates at which the workflow, or one that goes on behind it, may start."""
+    found = [workflow["spec"]["entrypoint"]]
+    for template in workflow["spec"]["templates"]:
+        container = template.get("container") or {}
+        if "tuneloop.argo.proceed" in container.get("command", ()):
+            found.append(container["args"][container["args"].index("--entrypoint") + 1])
+    return list(dict.fromkeys(found))

@@ -1,0 +1,121 @@
+"""Fields that every pod of ours has: image, store, scratch disk, requests, rights, and how it is started again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tuneloop.argo import claims
+from tuneloop.argo.settings import Cluster, Share
+from tuneloop.attempts import ATTEMPT, LAST_END, MORE_MEMORY
+from tuneloop.ends import RETRY_STAGE
+
+if TYPE_CHECKING:
+    pass
+
+
+SCRATCH = "/tmp"
+OUTPUTS = f"{SCRATCH}/tuneloop/outputs"
+CLAIM = "/store"
+"""Where `Cluster.claim` is mounted."""
+STORE = "tuneloop-store"
+"""ConfigMap and Secret with the store's ``AWS_*`` settings; optional, both."""
+PAUSE = "10s"
+"""Between two attempts. Constant: the controller computes ``duration * factor^n`` in 64-bit nanoseconds, which
+overflows after some thirty attempts (``operator.go``, ``processNodeRetries``); and no ``maxDuration``, which is a
+deadline counted from the start of the first attempt."""
+LIMIT = 1000
+"""Of attempts, for pods that end before they can count (`tuneloop.attempts`): four preemptions an hour for ten days.
+The controller keeps to the pause only where a limit is given."""
+NOBODY = {
+    **{"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+"""Whom a pod's containers run as, none of them root."""
+RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+
+
+def pod_fields(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any]:
+    """What every pod of ours has: an image, a way to its store, a scratch disk, requests, no rights."""
+    from hera.workflows import ConfigMapEnvFrom, EmptyDirVolume, ExistingVolume, Resources, SecretEnvFrom, models
+
+    name = cluster.images.format(image=image)
+    labels = {"app.kubernetes.io/component": image}
+    if accelerator:
+        labels |= cluster.queue_labels
+    gpus = cluster.gpus if accelerator else 0
+    share = cluster.share if accelerator else None
+    shared = shared_fields(share, image) if share else {}
+    labels |= shared.pop("labels", {})
+    return {
+        "image": name,
+        "image_pull_policy": "IfNotPresent",
+        "labels": labels,
+        "env": [
+            models.EnvVar(name="TUNELOOP_OUTPUTS", value=OUTPUTS),
+            models.EnvVar(name="TUNELOOP_IMAGE", value=name),
+            models.EnvVar(name="TUNELOOP_NODE_WORKFLOW", value="{{workflow.name}}"),
+            models.EnvVar(name="TUNELOOP_NODE_NAME", value="{{node.name}}"),
+        ],
+        "env_from": [ConfigMapEnvFrom(name=STORE, optional=True), SecretEnvFrom(name=STORE, optional=True)],
+        "resources": Resources(
+            cpu_request=cluster.cpu,
+            memory_request=(share and share.request) or cluster.memory_request,
+            memory_limit=cluster.memory_limit,
+            gpus=gpus or None,
+        ),
+        "security_context": models.SecurityContext.model_validate(RESTRICTED),
+        "volumes": [
+            EmptyDirVolume(name="scratch", mount_path=SCRATCH),
+            *([ExistingVolume(name="store", claim_name=cluster.claim, mount_path=CLAIM)] if cluster.claim else ()),
+        ],
+        **shared,
+    }
+
+
+def shared_fields(share: Share, image: str) -> dict[str, Any]:
+    """What a template of a stage that shares devices has beside."""
+    from hera.workflows.models import Affinity
+
+    role = claims.role_of(image)
+    patch, placed = claims.pod_patch(share, role), claims.affinity(share, role)
+    fields: dict[str, Any] = {"labels": claims.labels(share, role)}
+    if patch:
+        fields["pod_spec_patch"] = json.dumps(patch, separators=(",", ":"))
+    if placed:
+        fields["affinity"] = Affinity.model_validate(placed)
+    return fields
+
+
+def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
+    """How a pod of ours is started again: by the class of its end."""
+    from hera.workflows import RetryPolicy, RetryStrategy, models
+
+    backoff, always = models.Backoff(duration=PAUSE), RetryPolicy.always
+    return {"retry_strategy": RetryStrategy(limit=LIMIT, retry_policy=always, expression=expression, backoff=backoff)}
+
+
+def attempt_env(cluster: Cluster) -> list[Any]:
+    """What a pod under `retry_fields` is told of the attempts before it, see `tuneloop.attempts`."""
+    from hera.workflows.models import EnvVar
+
+    last = "{{lastRetry.status}} {{lastRetry.exitCode}} {{lastRetry.message}}"
+    env = {ATTEMPT: "{{retries}}", LAST_END: last}
+    if cluster.memory_on_retry:
+        env[MORE_MEMORY] = cluster.memory_on_retry
+    return [EnvVar(name=name, value=value) for name, value in env.items()]
+
+
+def retried_pod_fields(
+    image: str, accelerator: bool, cluster: Cluster, expression: str = RETRY_STAGE, env: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """`pod_fields` and `retry_fields` of a pod that knows of the attempts before it, and may get more memory then."""
+    fields = pod_fields(image, accelerator, cluster)
+    fields["env"] = [*fields["env"], *attempt_env(cluster), *env]
+    if cluster.memory_on_retry:
+        limit = f"{{{{=asInt(retries) > 0 ? '{cluster.memory_on_retry}' : '{cluster.memory_limit}'}}}}"
+        patch = json.loads(fields.get("pod_spec_patch", "{}"))
+        patch.setdefault("containers", []).append({"name": "main", "resources": {"limits": {"memory": limit}}})
+        fields["pod_spec_patch"] = json.dumps(patch, separators=(",", ":"))
+    return fields | retry_fields(expression)
