@@ -53,7 +53,7 @@ def run(store: Path, pipeline: str, name: str, settings: dict[str, object]) -> N
 
 
 def exported(store: Path, name: str) -> Path:
-    from tuneloop.artifacts import Artifact
+    from tuneloop.core.artifacts import Artifact
 
     return Artifact(f"{store}/{name}/export").path
 

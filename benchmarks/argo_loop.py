@@ -24,9 +24,9 @@ from tuneloop.argo import cluster as argo
 from tuneloop.argo.continuation import proceed_template
 from tuneloop.argo.grain import segment_template
 from tuneloop.argo.pod_fields import OUTPUTS, pod_fields, retry_fields
-from tuneloop.argo.settings import Cluster
 from tuneloop.argo.template import workflow
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect
+from tuneloop.workflow.settings import Cluster
 
 IN = "{{inputs.parameters.%s}}"
 MORE = "asInt(%s) < asInt(workflow.parameters.iterations)"

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from tuneloop.argo import state
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
 
 STAGES = ("rollout", "reward", "policy-update")
 

@@ -66,7 +66,7 @@ def ours(work: Path, seed: int, loop: str, iterations: int) -> tuple[list[float]
 
 
 def trl(work: Path, run: str, seed: int, iterations: int) -> tuple[list[float], list[float], float]:
-    from tuneloop.artifacts import Artifact
+    from tuneloop.core.artifacts import Artifact
 
     model = Artifact(f"{work}/{run}/sft").path / "model"
     prompts = Artifact(f"{work}/{run}/data-prep").path / "train.parquet"

@@ -33,7 +33,7 @@ def measure(which: str, directory: Path) -> dict[str, float]:
 
     ids = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     if which == "tuneloop":
-        from tuneloop.corpus import Document
+        from tuneloop.formats.token_files import Document
         from tuneloop.trainers.fsdp import Policy, Ranks
 
         policy = Policy(directory, Ranks("cpu"))

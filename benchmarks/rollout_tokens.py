@@ -65,7 +65,7 @@ class Bare:
     def __init__(self, work: Path) -> None:
         from vllm import LLM
 
-        from tuneloop.artifacts import Artifact
+        from tuneloop.core.artifacts import Artifact
 
         self.model = Artifact(f"{work}/policy").path / "model"
         fixed: dict[str, Any] = {"logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True}
@@ -76,8 +76,8 @@ class Bare:
         import pyarrow.parquet as pq
         from vllm import SamplingParams
 
-        from tuneloop.artifacts import Artifact
-        from tuneloop.tokens import load_tokenizer, stop_ids
+        from tuneloop.core.artifacts import Artifact
+        from tuneloop.formats.tokens import load_tokenizer, stop_ids
 
         stops = list(stop_ids(load_tokenizer(self.model), self.model))
         rows = pq.read_table(Artifact(rollouts).path / "rollouts.parquet").to_pylist()

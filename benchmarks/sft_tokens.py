@@ -62,8 +62,8 @@ def make_model(directory: Path, hidden: int) -> Path:
 
 def ours(model: Path, dtype: str, data: list[tuple[list[int], int]]) -> Callable[[int], int]:
     """One step on batch `k`, through the code of the stage; returns its tokens."""
-    from tuneloop.component import Params, Stage
-    from tuneloop.corpus import Document
+    from tuneloop.core.component import Params, Stage
+    from tuneloop.formats.token_files import Document
     from tuneloop.sft import train_step
     from tuneloop.trainers.fsdp import Optimization, Ranks, Trainer
 

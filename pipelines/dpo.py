@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tuneloop.argo.settings import Cluster
 from tuneloop.base_model import base_model
 from tuneloop.data_prep import data_prep
 from tuneloop.evaluate import evaluate
@@ -22,6 +21,7 @@ from tuneloop.kfp.settings import Kfp
 from tuneloop.preference import preference
 from tuneloop.reference_logprobs import reference_logprobs
 from tuneloop.sft import sft
+from tuneloop.workflow.settings import Cluster
 
 if TYPE_CHECKING:
     from hera.workflows import Workflow

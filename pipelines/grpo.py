@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tuneloop import plugins
-from tuneloop.argo.settings import Cluster
 from tuneloop.base_model import base_model
+from tuneloop.core import plugins
+from tuneloop.core.errors import UserError
 from tuneloop.data_prep import data_prep
 from tuneloop.engines import check_args
 from tuneloop.engines.endpoint import check_urls
-from tuneloop.errors import UserError
 from tuneloop.evaluate import evaluate
 from tuneloop.export import export
 from tuneloop.fleet import open_fleet
@@ -37,6 +36,7 @@ from tuneloop.kfp.settings import Kfp
 from tuneloop.policy_update import policy_update
 from tuneloop.reward import reward
 from tuneloop.rollout import rollout
+from tuneloop.workflow.settings import Cluster
 
 if TYPE_CHECKING:
     from hera.workflows import DAG, Parameter, Task, Workflow

@@ -18,8 +18,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from tuneloop.artifacts import Artifact, Draft
-from tuneloop.canary import write_canary
+from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.formats.canary import write_canary
 
 CHARACTERS = [*"0123456789abcdefghijklmnopqrstuvwxyz", " ", "="]
 

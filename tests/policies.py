@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
-from tuneloop.artifacts import Artifact, Draft
 from tuneloop.base_model import train_tokenizer
-from tuneloop.canary import write_canary
+from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.data_prep import DEMONSTRATIONS, PROMPTS
+from tuneloop.formats.canary import write_canary
 
 disable_progress_bar()
 TEXTS = [f"reverse {i} =" for i in range(1000, 1200)]

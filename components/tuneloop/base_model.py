@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from tuneloop.artifacts import Artifact
-from tuneloop.canary import write_canary
-from tuneloop.component import OptionalInput, Results, Stage, component
-from tuneloop.errors import Retryable, UserError
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import OptionalInput, Results, Stage, component
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.formats.canary import write_canary
 from tuneloop.publication import Weights, publish_checkpoint
 
 TINY = ("tiny-qwen3", "tiny-llama")

@@ -14,10 +14,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.artifacts import Artifact, canonical
-from tuneloop.canary import canary_ids, canary_logprobs
-from tuneloop.component import Stage
-from tuneloop.errors import UserError
+from tuneloop.core.artifacts import Artifact, canonical
+from tuneloop.core.component import Stage
+from tuneloop.core.errors import UserError
+from tuneloop.formats.canary import canary_ids, canary_logprobs
 
 if TYPE_CHECKING:
     from tuneloop.trainers.fsdp import Policy, Ranks, Trainer

@@ -18,8 +18,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tuneloop.component import from_validation
-from tuneloop.errors import UserError
+from tuneloop.core.component import from_validation
+from tuneloop.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
 from tuneloop.engines.endpoint import check_url
 from tuneloop.generation import read_canary
 

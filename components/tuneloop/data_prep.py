@@ -14,10 +14,10 @@ import pyarrow.compute as pc
 import xxhash
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, validate_call
 
-from tuneloop import plugins
-from tuneloop.component import UNTRACKED, Results, Stage, component, from_validation
+from tuneloop.core import plugins
+from tuneloop.core.component import UNTRACKED, Results, Stage, component, from_validation
+from tuneloop.core.errors import UserError
 from tuneloop.data import Example, Splits
-from tuneloop.errors import UserError
 from tuneloop.preparation import Examine, Preparation, Writer, examine, ray_data, tables
 from tuneloop.scoring import find_reward, full_marks, parse_spec
 

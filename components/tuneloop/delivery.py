@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tuneloop.core.store import Store
 from tuneloop.publication import published, record
 from tuneloop.runs import Entry, Run
-from tuneloop.store import Store
 from tuneloop.weights import live
 
 

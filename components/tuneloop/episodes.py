@@ -14,12 +14,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, validate_call
 
-from tuneloop import plugins
-from tuneloop.component import from_validation
+from tuneloop.core import plugins
+from tuneloop.core.component import from_validation
 from tuneloop.engines import Engine, Sampling
 from tuneloop.environments import Environment
-from tuneloop.rollouts import Completion, Episode, Request
-from tuneloop.tokens import decode, encode_reply
+from tuneloop.formats.rollouts import Completion, Episode, Request
+from tuneloop.formats.tokens import decode, encode_reply
 
 EnvironmentName = Annotated[
     Annotated[str, plugins.variant("environments")] | None,

@@ -8,9 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from tuneloop.component import Input, Results, Stage, component
+from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.episodes import EnvironmentArgs, EnvironmentName, KeepReasoning, MaxTurns, Play
-from tuneloop.errors import Retryable, UserError
+from tuneloop.formats.rollouts import told
 from tuneloop.generation import (
     CanaryTolerance,
     Endpoint,
@@ -24,7 +25,6 @@ from tuneloop.generation import (
     identity,
     open_engine,
 )
-from tuneloop.rollouts import told
 from tuneloop.scoring import KINDS, may_pass, score_all
 
 SAMPLES = pa.schema(

@@ -13,9 +13,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tuneloop.artifacts import Artifact, Manifest, scan
-from tuneloop.component import UNTRACKED, Input, Results, Stage, component
-from tuneloop.errors import UserError
+from tuneloop.core.artifacts import Artifact, Manifest, scan
+from tuneloop.core.component import UNTRACKED, Input, Results, Stage, component
+from tuneloop.core.errors import UserError
 
 
 def _copy_out(stage: Stage, manifest: Manifest) -> None:

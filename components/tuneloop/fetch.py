@@ -4,7 +4,7 @@
 
 Behind ``#`` stands a file or a directory of the artifact; without it all of it is taken. The reference may come as
 ``STORAGE_URI``, as Kubeflow Trainer passes it. Every byte is verified; what stands there already, whole, stays.
-With ``--messages`` chats in Parquet files come as lists of messages: see `tuneloop.messages`.
+With ``--messages`` chats in Parquet files come as lists of messages: see `tuneloop.formats.chat`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tuneloop.artifacts import Artifact
-from tuneloop.errors import Retryable, UserError, failed
-from tuneloop.messages import rewrite
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import Retryable, UserError, failed
+from tuneloop.formats.chat import rewrite
 
 
 def fetch(source: str, into: Path, *, messages: bool = False) -> None:

@@ -14,14 +14,14 @@ from typing import Annotated, Any
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from tuneloop import plugins
-from tuneloop.artifacts import Artifact
-from tuneloop.component import UNTRACKED, Stage
+from tuneloop.core import plugins
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import UNTRACKED, Stage
+from tuneloop.core.errors import UserError
 from tuneloop.engines import Engine, Remote, Sampling
 from tuneloop.episodes import Play, play
-from tuneloop.errors import UserError
-from tuneloop.rollouts import Completion, Request, mask, request_id
-from tuneloop.tokens import encode_prompt, load_tokenizer, stop_ids
+from tuneloop.formats.rollouts import Completion, Request, mask, request_id
+from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
 
 COLUMNS = ("id", "prompt", "chat", "answer", "reward", "metadata")
 

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop import checkpoint, steps
-from tuneloop.artifacts import Artifact
-from tuneloop.component import Input, Results, Stage, component
-from tuneloop.errors import UserError
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.core.errors import UserError
 
 
 @component("rewards", image="trainer", accelerator=True, results={"mean_reward": float})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from tuneloop import checkpoint
-from tuneloop.component import Stage
+from tuneloop.core.component import Stage
 from tuneloop.samples import Sample, floats
 
 if TYPE_CHECKING:

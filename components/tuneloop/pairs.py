@@ -12,15 +12,15 @@ import pyarrow.parquet as pq
 import xxhash
 
 from tuneloop import checkpoint, steps
-from tuneloop.artifacts import Artifact
-from tuneloop.component import Stage
-from tuneloop.corpus import Corpus, Places
-from tuneloop.errors import UserError
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import Stage
+from tuneloop.core.errors import UserError
+from tuneloop.formats.token_files import Corpus, Places
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tuneloop.corpus import Document
+    from tuneloop.formats.token_files import Document
     from tuneloop.trainers.fsdp import Policy
 
 Split = Literal["preference", "preference_eval"]
@@ -55,7 +55,7 @@ class Pair:
 
 def follow(prompt: list[int], completion: list[int]) -> Document:
     """A document whose completion is the target."""
-    from tuneloop.corpus import Document
+    from tuneloop.formats.token_files import Document
 
     return Document(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 
@@ -119,7 +119,7 @@ def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> Pairs:
     Raises:
         UserError: there is no training split.
     """
-    from tuneloop.tokens import encode_completion, encode_prompt, load_tokenizer
+    from tuneloop.formats.tokens import encode_completion, encode_prompt, load_tokenizer
 
     if f"{split}.parquet" not in prompts.manifest.files:
         if split == "preference":

@@ -17,8 +17,8 @@ from itertools import pairwise
 
 from tuneloop.argo.claims import role_of
 from tuneloop.argo.state import Node
-from tuneloop.component import Component
-from tuneloop.errors import UserError
+from tuneloop.core.component import Component
+from tuneloop.core.errors import UserError
 from tuneloop.runs import Entry, Run
 from tuneloop.sharing.plans import in_turn, overlapped
 from tuneloop.sharing.simulate import LAST, Task

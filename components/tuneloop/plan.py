@@ -1,6 +1,6 @@
 """What a rendered workflow will do before it does it: graph, pods, accelerators, steps, tokens, memory.
 
-Everything is read from the workflow itself (`tuneloop.rendered`, `tuneloop.argo.memory_estimate`). Counts are upper
+Everything is read from the workflow itself (`tuneloop.workflow.rendered_stages`, `tuneloop.argo.memory_estimate`). Counts are upper
 bounds where the graph decides while it runs (``when``, loops that may stop early), and say so.
 """
 
@@ -14,10 +14,10 @@ from tuneloop.argo import colocation
 from tuneloop.argo.claims import TAKE
 from tuneloop.argo.grain import ITERATION, unfolded
 from tuneloop.argo.memory_estimate import Model, asked, context_of, memory, model_of, whole
-from tuneloop.argo.spec import calls
 from tuneloop.grain import LOST, REQUEUE, compare, possible
-from tuneloop.rendered import Stage, read_stage
 from tuneloop.summary import size
+from tuneloop.workflow.manifest import calls
+from tuneloop.workflow.rendered_stages import Stage, read_stage
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

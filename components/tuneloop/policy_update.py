@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
-from tuneloop import checkpoint, plugins, steps
-from tuneloop.artifacts import Artifact
-from tuneloop.component import Input, OptionalInput, Results, Stage, component
-from tuneloop.errors import UserError
+from tuneloop import checkpoint, steps
+from tuneloop.core import plugins
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import Input, OptionalInput, Results, Stage, component
+from tuneloop.core.errors import UserError
 from tuneloop.objective import Objective
 from tuneloop.publication import Weights, publish_checkpoint
 from tuneloop.samples import Sample, check_sampling, floats, read_samples

@@ -10,10 +10,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from tuneloop import checkpoint, plugins, steps
-from tuneloop.artifacts import Artifact
-from tuneloop.component import Input, Results, Stage, component
-from tuneloop.errors import UserError
+from tuneloop import checkpoint, steps
+from tuneloop.core import plugins
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.core.errors import UserError
 from tuneloop.pairs import Mismatched, Pairs, Split, check_fits, plan, read_pairs, score, sums
 from tuneloop.publication import Weights, publish_checkpoint
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tuneloop.errors import Retryable, UserError
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.scoring import Outcome, full_marks, parse_spec, score_all
 
 Examine = Callable[..., pa.Table]

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from tuneloop.artifacts import Artifact, canonical, file_digest
-from tuneloop.component import UNTRACKED
-from tuneloop.errors import Corrupt
-from tuneloop.store import Store, local_path
+from tuneloop.core.artifacts import Artifact, canonical, file_digest
+from tuneloop.core.component import UNTRACKED
+from tuneloop.core.errors import Corrupt
+from tuneloop.core.store import Store, local_path
 
 if TYPE_CHECKING:
-    from tuneloop.artifacts import Manifest
-    from tuneloop.component import Stage
+    from tuneloop.core.artifacts import Manifest
+    from tuneloop.core.component import Stage
     from tuneloop.weights import Published
     from tuneloop.weights.versions import Chain
 

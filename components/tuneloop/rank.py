@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tuneloop.processor import check_processor
+from tuneloop.core.processor import check_processor
 
 
 def main(argv: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop import checkpoint, steps
-from tuneloop.component import Input, Results, Stage, component
+from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.pairs import SPLITS, Mismatched, check_fits, read_pairs, score
 
 

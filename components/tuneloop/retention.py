@@ -1,6 +1,6 @@
 """What a run no longer needs: data of attempts that did not commit, resume points of stages that did, old checkpoints.
 
-An artifact's manifest names the one directory that is the artifact (`tuneloop.artifacts`); what else lies below its URL
+An artifact's manifest names the one directory that is the artifact (`tuneloop.core.artifacts`); what else lies below its URL
 was written by attempts that lost a race or died. Nothing that was written to lately is touched: a stage may still be
 at it, on whatever machine.
 """
@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tuneloop.artifacts import MANIFEST
-from tuneloop.errors import UserError
+from tuneloop.core.artifacts import MANIFEST
+from tuneloop.core.errors import UserError
+from tuneloop.core.store import Store
 from tuneloop.runs import Run
-from tuneloop.store import Store
 
 HISTORY = "metrics.jsonl"
 """Of a checkpoint that is dropped this stays: the curves of a run are made of it."""

@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from tuneloop import plugins
-from tuneloop.component import Input, Results, Stage, component
-from tuneloop.errors import Retryable, UserError
-from tuneloop.rollouts import ROWS
+from tuneloop.core import plugins
+from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.formats.rollouts import ROWS
 from tuneloop.scoring import KINDS, Outcome, full_marks, may_pass, parse_spec, score_all
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from tuneloop import checkpoint, steps
-from tuneloop.component import Input, Results, Stage, component
+from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.pairs import Pair, check_fits, plan, read_pairs
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from tuneloop import rollouts
-from tuneloop.component import Input, Results, Stage, component
+from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.core.seeds import derive
 from tuneloop.episodes import EnvironmentArgs, EnvironmentName, KeepReasoning, MaxTurns, Play
+from tuneloop.formats import rollouts
 from tuneloop.generation import (
     CanaryTolerance,
     Endpoint,
@@ -25,7 +26,6 @@ from tuneloop.generation import (
     identity,
     open_engine,
 )
-from tuneloop.seeds import derive
 
 
 def _uncut(off: float) -> AfterValidator:

@@ -31,9 +31,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import tuneloop
 from tuneloop.argo import state
-from tuneloop.artifacts import MANIFEST, File, Manifest, canonical, file_digest, parse, split_ref
-from tuneloop.errors import Corrupt, UserError
-from tuneloop.store import Conflict, Store, local_path, normalize
+from tuneloop.core.artifacts import MANIFEST, File, Manifest, canonical, file_digest, parse, split_ref
+from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.store import Conflict, Store, local_path, normalize
 
 ROOT = "runs"
 PLACE = re.compile(r"^(?:iterations/(?P<iteration>\d+)/)?(?P<stage>[a-z0-9][a-z0-9_-]*)/manifest\.json$")

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from tuneloop.artifacts import Artifact
-from tuneloop.errors import UserError
-from tuneloop.rollouts import ROWS
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import UserError
+from tuneloop.formats.rollouts import ROWS
 
 if TYPE_CHECKING:
-    from tuneloop.corpus import Document
+    from tuneloop.formats.token_files import Document
 
 TOKENS = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "policy_versions")
 COLUMNS = ("request_id", "group", *TOKENS, "finish_reason", "outcome", "score")
@@ -113,7 +113,7 @@ def _rows(table: pq.ParquetFile) -> Iterator[dict[str, Any]]:
 
 
 def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -> Sample:
-    from tuneloop.corpus import Document
+    from tuneloop.formats.token_files import Document
 
     name, prompt, mask, versions = row["request_id"], row["prompt_ids"], row["loss_mask"], row["policy_versions"]
     for column in ("logprobs", "loss_mask", "policy_versions"):

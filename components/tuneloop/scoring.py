@@ -34,8 +34,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from tuneloop import plugins
-from tuneloop.errors import UserError
+from tuneloop.core import plugins
+from tuneloop.core.errors import UserError
 
 Kind = Literal["score", "timeout", "infra_error", "unverifiable", "escape"]
 Row = Mapping[str, Any]

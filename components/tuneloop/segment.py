@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 from tuneloop.argo.executor import Outcome, execute
 from tuneloop.argo.resident import Resident
 from tuneloop.argo.state import Node
-from tuneloop.ends import strip_exit
-from tuneloop.errors import INTERRUPTED, UserError, failed, write_termination_message
-from tuneloop.program import write_outputs
+from tuneloop.core.ends import strip_exit
+from tuneloop.core.errors import INTERRUPTED, UserError, failed, write_termination_message
+from tuneloop.core.program import write_outputs
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

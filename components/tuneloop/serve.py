@@ -63,16 +63,16 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from tuneloop.artifacts import Artifact, split_ref
-from tuneloop.attempts import Exhausted, admit_attempt, record_progress
-from tuneloop.component import from_validation
+from tuneloop.core.artifacts import Artifact, split_ref
+from tuneloop.core.attempts import Exhausted, admit_attempt, record_progress
+from tuneloop.core.component import from_validation
+from tuneloop.core.errors import EXIT_GAVE_UP, EXIT_RETRY, FAILED_FOR_NOW, Retryable, UserError, failed, say
+from tuneloop.core.store import Store
 from tuneloop.engines import Sampling
 from tuneloop.engines._follow import Follower
 from tuneloop.engines._loop import EngineLoop, Mode, Refused, Ticket
 from tuneloop.engines.vllm import Vllm
-from tuneloop.errors import EXIT_GAVE_UP, EXIT_RETRY, FAILED_FOR_NOW, Retryable, UserError, failed, say
-from tuneloop.rollouts import Completion, Request
-from tuneloop.store import Store
+from tuneloop.formats.rollouts import Completion, Request
 
 SAID = ("ids", "logprobs")
 GRACE_S = 2

@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop import checkpoint, steps
-from tuneloop.artifacts import Artifact
-from tuneloop.component import Input, Results, Stage, component
-from tuneloop.corpus import Corpus
-from tuneloop.errors import UserError
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.core.errors import UserError
+from tuneloop.formats.token_files import Corpus
 from tuneloop.publication import Weights, publish_checkpoint
 
 if TYPE_CHECKING:
-    from tuneloop.corpus import Document
+    from tuneloop.formats.token_files import Document
     from tuneloop.trainers.fsdp import Trainer
 
 COLUMNS = ("id", "prompt", "chat", "completion")
@@ -120,7 +120,7 @@ def read_demonstrations(prompts: Artifact, model: Path, max_length: int) -> Corp
     Raises:
         UserError: none, a missing column, or one longer than `max_length`.
     """
-    from tuneloop.tokens import load_tokenizer
+    from tuneloop.formats.tokens import load_tokenizer
 
     if "sft.parquet" not in prompts.manifest.files:
         raise UserError("--prompts", prompts.url, "holds no sft.parquet; give it what data_prep commits")
@@ -137,8 +137,8 @@ def read_demonstrations(prompts: Artifact, model: Path, max_length: int) -> Corp
 
 
 def _tokenize(row: dict[str, Any], tokenizer: Any, max_length: int) -> Document:
-    from tuneloop.corpus import Document
-    from tuneloop.tokens import encode_completion, encode_conversation, encode_prompt
+    from tuneloop.formats.token_files import Document
+    from tuneloop.formats.tokens import encode_completion, encode_conversation, encode_prompt
 
     if row["completion"] is None:
         ids, targets = encode_conversation(tokenizer, row["prompt"])

@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo
 
-from tuneloop import checkpoint, plugins
-from tuneloop.artifacts import Artifact, canonical
-from tuneloop.component import UNTRACKED, Stage, from_validation
-from tuneloop.errors import UserError
+from tuneloop import checkpoint
+from tuneloop.core import plugins
+from tuneloop.core.artifacts import Artifact, canonical
+from tuneloop.core.component import UNTRACKED, Stage, from_validation
+from tuneloop.core.errors import UserError
 from tuneloop.trainers.lora import Lora
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tuneloop.corpus import Document
+    from tuneloop.formats.token_files import Document
     from tuneloop.trainers.fsdp import Optimization, Policy, Ranks
 
 MaxSteps = Annotated[int, Field(ge=1, description="optimizer steps")]

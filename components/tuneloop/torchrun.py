@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 
-from tuneloop.errors import EXIT_RETRY, EXIT_USER, INTERRUPTED, UNAVAILABLE, say
+from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, INTERRUPTED, UNAVAILABLE, say
 
 
 def main(argv: Sequence[str]) -> int:

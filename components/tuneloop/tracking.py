@@ -28,8 +28,8 @@ from ssl import SSLError
 from typing import Any
 from urllib.error import HTTPError
 
+from tuneloop.core.errors import UserError, say
 from tuneloop.delivery import delivery, numbers
-from tuneloop.errors import UserError, say
 from tuneloop.runs import Entry, Run
 
 URI = "sqlite:///mlflow.db"
@@ -161,7 +161,7 @@ class Mirror:
         phase = self.run.phase
         notes = (f"- `{curve.stage}/{curve.name}`: {curve.how}" for curve in self.run.curves())
         self.client.set_tag(self.parent, "mlflow.note.content", "\n".join(notes))
-        self.client.set_tag(self.parent, "tuneloop.store", self.run.url)
+        self.client.set_tag(self.parent, "tuneloop.core.store", self.run.url)
         for iteration, child in self.children.items():
             ended = max(e.finished for e in self.run.entries if e.iteration == iteration)
             whole = iteration < self.run.iteration or phase == "succeeded"

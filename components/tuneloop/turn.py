@@ -3,7 +3,7 @@
     python -m tuneloop.turn --group a100 --run demo --patience 30 --namespace tuneloop --file /turn/turn.json
 
 The file is there once the turn is had: the pod's startup probe asks for it, so the stage's container starts then. The
-file is what `tuneloop.fence` reads in that container. The turn is given back on SIGTERM: Kubernetes sends it to a
+file is what `tuneloop.core.fencing` reads in that container. The turn is given back on SIGTERM: Kubernetes sends it to a
 sidecar when all other containers have ended. A sidecar that was restarted goes on with the turn that the file names;
 where that was lost, it only waits for the end, as the stage has seen it, too, and has ended. Where the group refuses
 the run, the file says that: the stage starts, and ends with exit code 2 and the same line.
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tuneloop import fence
-from tuneloop.errors import Retryable, UserError, failed
+from tuneloop.core import fencing
+from tuneloop.core.errors import Retryable, UserError, failed
 from tuneloop.sharing.turns import POLICIES, Turns, open_turns
 
 FLAGS = ("group", "run", "namespace", "file")
@@ -63,8 +63,8 @@ def serve(url: str, flags: argparse.Namespace, stop: threading.Event) -> None:
     except UserError as error:
         if stop.is_set() or file.exists():
             raise
-        refusal = fence.Grant(group=flags.group, number=0, ticket="", renewed=0, until=-1, refused=str(error))
-        fence.write(file, refusal)
+        refusal = fencing.Grant(group=flags.group, number=0, ticket="", renewed=0, until=-1, refused=str(error))
+        fencing.write(file, refusal)
         _say(str(error))
         stop.wait()
 
@@ -72,19 +72,19 @@ def serve(url: str, flags: argparse.Namespace, stop: threading.Event) -> None:
 def hold(turns: Turns, file: Path, stop: threading.Event) -> None:
     """Have a turn, and say so in `file`, until `stop`. Raises as `Turns.acquire`."""
     if not file.exists():
-        with turns.acquire(stop=stop, told=lambda grant: fence.write(file, grant)) as held:
+        with turns.acquire(stop=stop, told=lambda grant: fencing.write(file, grant)) as held:
             _say(f"turn {held.number} of group {turns.group}")
             stop.wait()
         return
-    standing = fence.Grant.model_validate_json(file.read_bytes())
+    standing = fencing.Grant.model_validate_json(file.read_bytes())
     try:
         held = turns.resume(standing, stop)
     except Retryable as error:
-        fence.write(file, standing.model_copy(update={"until": -1.0}))
+        fencing.write(file, standing.model_copy(update={"until": -1.0}))
         _say(str(error))
         stop.wait()
     else:
-        with held.renewing(lambda grant: fence.write(file, grant)):
+        with held.renewing(lambda grant: fencing.write(file, grant)):
             _say(f"goes on with turn {held.number} of group {turns.group}")
             stop.wait()
     turns.quit(standing.ticket)  # now the stage has ended: what it held may be another's

@@ -15,8 +15,8 @@ from urllib.parse import urlparse
 import pytest
 
 from tuneloop.argo import cluster as argo
+from tuneloop.core.store import Store
 from tuneloop.kube.connection import Connection, connect
-from tuneloop.store import Store
 
 ROOT = Path(__file__).parents[2]
 STORE = os.environ.get("TUNELOOP_TEST_STORE", "s3://artifacts/tests")
@@ -116,8 +116,8 @@ def sleeper(seconds: float, queue: str = "tuneloop") -> dict[str, Any]:
     from hera.workflows import DAG, Container
 
     from tuneloop.argo.pod_fields import pod_fields, retry_fields
-    from tuneloop.argo.settings import Cluster
     from tuneloop.argo.template import workflow
+    from tuneloop.workflow.settings import Cluster
 
     with workflow("sleeper") as built:
         pod = pod_fields("base", True, Cluster(queue=queue, cpu="100m", memory="64Mi"))

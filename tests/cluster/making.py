@@ -10,11 +10,11 @@ from benchmarks.argo_loop import build as empty_loop
 from tests.cluster.conftest import ROOT, kubectl
 from tests.unit import toy as toys
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
-from tuneloop.argo.settings import Cluster
 from tuneloop.argo.state import Node
 from tuneloop.argo.template import stage_template, workflow
-from tuneloop.artifacts import split_ref
+from tuneloop.core.artifacts import split_ref
 from tuneloop.data_prep import data_prep
+from tuneloop.workflow.settings import Cluster
 
 SMALL = Cluster(cpu="50m", memory="256Mi", queue="")
 RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"

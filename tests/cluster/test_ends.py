@@ -1,4 +1,4 @@
-"""A real controller, kubelet and kernel: every end of a pod has the class that `tuneloop.ends` gives it."""
+"""A real controller, kubelet and kernel: every end of a pod has the class that `tuneloop.core.ends` gives it."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ import pytest
 from tests.cluster.conftest import STORE
 from tests.cluster.test_queue import running, until
 from tuneloop.argo import cluster as argo
-from tuneloop.argo.settings import Cluster
 from tuneloop.argo.watch import logs, status
-from tuneloop.ends import AWAY, EVICTED, KILL, MEMORY, SUCCEEDED, classify_end
+from tuneloop.core.ends import AWAY, EVICTED, KILL, MEMORY, SUCCEEDED, classify_end
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.settings import Cluster
 
 pytestmark = pytest.mark.cluster
 

@@ -14,7 +14,7 @@ from tests.cluster.volumes import apply
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.pod_fields import RESTRICTED
 from tuneloop.cli import invoke
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.fleet import graph as graphs
 from tuneloop.fleet import open_fleet
 from tuneloop.kube.connection import Connection

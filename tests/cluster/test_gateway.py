@@ -17,9 +17,9 @@ from tests.cluster.conftest import ROOT, STORE, kubectl
 from tests.cluster.test_queue import until
 from tests.making import checkpoint_artifact
 from tests.waiting import LIMIT_S
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.store import Store
 from tuneloop.kube.connection import Connection
-from tuneloop.store import Store
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

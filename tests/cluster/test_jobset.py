@@ -11,7 +11,6 @@ from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import digests
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.lint import lint
-from tuneloop.argo.settings import Cluster
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.argo.watch import logs, nodes
 from tuneloop.base_model import base_model
@@ -19,6 +18,7 @@ from tuneloop.config import find
 from tuneloop.data_prep import data_prep
 from tuneloop.kube.connection import Connection
 from tuneloop.sft import sft
+from tuneloop.workflow.settings import Cluster
 
 pytestmark = pytest.mark.cluster
 

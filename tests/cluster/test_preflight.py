@@ -14,7 +14,7 @@ from tests.cluster.conftest import STORE, forwarded, kubectl, sleeper
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.preflight import LISTED, problems
 from tuneloop.argo.watch import status
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection, connect
 
 pytestmark = pytest.mark.cluster

@@ -15,7 +15,7 @@ from tests.cluster.test_queue import until
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.schedule import CRON, LABEL, schedule, unschedule
 from tuneloop.argo.watch import status
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import WORKFLOWS, Connection
 
 pytestmark = pytest.mark.cluster

@@ -13,7 +13,7 @@ from tuneloop.argo import cluster as argo
 from tuneloop.argo.server import Server
 from tuneloop.argo.watch import status
 from tuneloop.config import find
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection
 
 pytestmark = pytest.mark.cluster

@@ -16,12 +16,12 @@ from tuneloop.argo import cluster as argo
 from tuneloop.argo import seats
 from tuneloop.argo.continuation import proceed_template
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
-from tuneloop.argo.settings import GROUP_LABEL, RUN_LABEL, Cluster, Share
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.argo.watch import logs, status
+from tuneloop.core.errors import UserError
 from tuneloop.data_prep import data_prep
-from tuneloop.errors import UserError
 from tuneloop.kube.connection import WORKFLOWS, Connection
+from tuneloop.workflow.settings import GROUP_LABEL, RUN_LABEL, Cluster, Share
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

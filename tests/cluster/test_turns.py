@@ -15,13 +15,13 @@ from tests.cluster.test_queue import until
 from tests.waiting import LIMIT_S
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
-from tuneloop.argo.settings import Share
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.argo.turn import take_turns
 from tuneloop.cli import invoke
 from tuneloop.data_prep import data_prep
 from tuneloop.kube.connection import Connection
 from tuneloop.sharing.turns import Document, open_turns
+from tuneloop.workflow.settings import Share
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PATIENCE = 15.0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tuneloop.component import Component
+from tuneloop.core.component import Component
 from tuneloop.kfp.pages import page, stages
 
 PAGES = Path(__file__).parents[2] / "docs" / "components"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.waiting import LIMIT_S, until
 from tuneloop.argo import state
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
 
 SMALL = {
     "engine.name": "transformers",

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tuneloop.artifacts import Artifact
 from tuneloop.base_model import base_model
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import Retryable
 from tuneloop.data_prep import data_prep
-from tuneloop.errors import Retryable
 from tuneloop.export import export
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]

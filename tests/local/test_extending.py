@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import LIMIT_S
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 DOCS = Path(__file__).parents[2] / "docs"

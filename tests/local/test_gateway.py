@@ -16,7 +16,7 @@ import tinker
 
 from tests.making import checkpoint_artifact
 from tests.waiting import LIMIT_S
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 

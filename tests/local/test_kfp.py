@@ -11,8 +11,8 @@ from kfp.local import config as kfp_config
 
 from tests.local.loops import SMALL, command, digests, finish
 from tests.warm import python
-from tuneloop.artifacts import Artifact
 from tuneloop.config import find
+from tuneloop.core.artifacts import Artifact
 from tuneloop.kfp.local import local
 
 pytestmark = pytest.mark.local

@@ -13,7 +13,7 @@ from tests.local.loops import command, digests, finish
 from tests.waiting import LIMIT_S, free_port, until
 from tuneloop import weights
 from tuneloop.argo import state
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
 from tuneloop.sft import sft
 
 pytestmark = pytest.mark.local

@@ -14,7 +14,7 @@ from tests.making import tiny_model
 from tuneloop.algorithms._objective import Completions, Tokens
 from tuneloop.algorithms._preference import Judged
 from tuneloop.algorithms._terms import soft_overlong
-from tuneloop.corpus import Document
+from tuneloop.formats.token_files import Document
 from tuneloop.pairs import Mismatched, Pair, sums
 from tuneloop.reward_model import bradley_terry
 from tuneloop.trainers.fsdp import Policy, Ranks

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import Retryable
 from tuneloop.data_prep import data_prep
-from tuneloop.errors import Retryable
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 

@@ -15,7 +15,7 @@ import pytest
 from tests.making import checkpoint_artifact
 from tests.policies import commit_policy
 from tests.waiting import LIMIT_S, free_port, until
-from tuneloop.processor import advertises_amx
+from tuneloop.core.processor import advertises_amx
 
 pytestmark = pytest.mark.local
 

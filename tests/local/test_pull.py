@@ -26,16 +26,16 @@ from tests.policies import commit_policy
 from tests.waiting import LIMIT_S, free_port, until
 from tests.warm import python
 from tuneloop import weights
-from tuneloop.artifacts import Artifact, Draft
-from tuneloop.canary import write_canary
 from tuneloop.conformance import Probe, check
+from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.delivery import deliveries
 from tuneloop.engines import Sampling
 from tuneloop.engines._client import Client
 from tuneloop.engines._loop import EngineLoop
 from tuneloop.engines.endpoint import create
+from tuneloop.formats.canary import write_canary
+from tuneloop.formats.rollouts import Request
 from tuneloop.generation import prove
-from tuneloop.rollouts import Request
 from tuneloop.runs import Run
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.local.loops import command, digests, finish, kill_when
 from tuneloop.argo import state
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
 
 pytestmark = pytest.mark.local
 ROOT = Path(__file__).parents[2]

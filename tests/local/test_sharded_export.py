@@ -15,7 +15,7 @@ from tests.making import tiny_model
 from tests.waiting import LIMIT_S
 from tests.warm import python
 from tuneloop import weights
-from tuneloop.artifacts import scan
+from tuneloop.core.artifacts import scan
 from tuneloop.trainers import _export
 from tuneloop.trainers.fsdp import Optimization, Ranks, Trainer, open_model
 from tuneloop.trainers.lora import Lora

@@ -22,10 +22,10 @@ from tests.making import (
 )
 from tests.waiting import LIMIT_S, until
 from tests.warm import python
-from tuneloop.artifacts import Artifact
-from tuneloop.component import Component
-from tuneloop.corpus import Document
-from tuneloop.errors import Interrupted
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import Component
+from tuneloop.core.errors import Interrupted
+from tuneloop.formats.token_files import Document
 from tuneloop.policy_update import policy_update
 from tuneloop.sft import sft
 from tuneloop.trainers.fsdp import Optimization, Ranks, Trainer

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.making import tiny_model
 from tests.waiting import LIMIT_S
 from tuneloop.argo.trainjob import run_here
-from tuneloop.artifacts import Artifact
 from tuneloop.backends.trl import Trl
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import UserError
 from tuneloop.data_prep import data_prep
-from tuneloop.errors import UserError
 from tuneloop.fetch import fetch
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.local.loops import command, digests, finish
 from tests.waiting import LIMIT_S, until
-from tuneloop.artifacts import find
+from tuneloop.core.artifacts import find
 from tuneloop.sharing.turns import open_turns
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]

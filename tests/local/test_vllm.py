@@ -21,20 +21,20 @@ import pytest
 from tests.policies import commit_policy, commit_prompts, model
 from tests.waiting import LIMIT_S, until
 from tests.warm import forked, python
-from tuneloop.artifacts import Artifact, Draft
+from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.engines import Sampling
 from tuneloop.engines import vllm as vllm_engine
 from tuneloop.engines._client import Client
 from tuneloop.engines.transformers import Transformers
 from tuneloop.engines.vllm import Vllm
 from tuneloop.episodes import Play, play
-from tuneloop.errors import Retryable, UserError
 from tuneloop.fleet import open_fleet
 from tuneloop.fleet.refit import refit, target
+from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.generation import StaleWeights, prove
 from tuneloop.rollout import rollout
-from tuneloop.rollouts import Completion, Request
-from tuneloop.tokens import load_tokenizer
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.objects import served
-from tuneloop.artifacts import Artifact, Draft, find, split_ref
-from tuneloop.errors import Corrupt, UserError
+from tuneloop.core.artifacts import Artifact, Draft, find, split_ref
+from tuneloop.core.errors import Corrupt, UserError
 
 
 def commit(url: str, **files: str) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit import toy
-from tuneloop.attempts import (
+from tuneloop.core.attempts import (
     ATTEMPT,
     AWAY_BUDGET,
     BUDGET,
@@ -17,8 +17,8 @@ from tuneloop.attempts import (
     admit_attempt,
     record_progress,
 )
-from tuneloop.errors import UserError
-from tuneloop.store import Store
+from tuneloop.core.errors import UserError
+from tuneloop.core.store import Store
 
 KILLED, DELETED, OUT_OF_MEMORY = "Failed 139 exit code 139", "Error -1 pod deleted", "Failed 137 main: OOMKilled (exit "
 

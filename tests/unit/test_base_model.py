@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tuneloop.artifacts import Artifact
 from tuneloop.base_model import base_model, train_tokenizer
-from tuneloop.canary import LENGTH, canary_ids, canary_logprobs
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import UserError
 from tuneloop.data_prep import data_prep
-from tuneloop.errors import UserError
+from tuneloop.formats.canary import LENGTH, canary_ids, canary_logprobs
 
 
 @pytest.fixture(scope="module")

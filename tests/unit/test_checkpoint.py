@@ -6,9 +6,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.making import checkpoint_artifact, commit, prompts_artifact
 from tuneloop import checkpoint
-from tuneloop.artifacts import Artifact, Draft
-from tuneloop.canary import canary_logprobs
-from tuneloop.errors import UserError
+from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.core.errors import UserError
+from tuneloop.formats.canary import canary_logprobs
 from tuneloop.sft import sft
 
 

@@ -21,7 +21,7 @@ from tuneloop.argo.state import Journal, Node, Workflow
 from tuneloop.cli import checks, invoke
 from tuneloop.cli.live import Display
 from tuneloop.config import find
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.runs import Record
 from tuneloop.sharing.turns import open_turns
 

@@ -13,14 +13,14 @@ import pytest
 from pydantic import ValidationError
 
 from tests.waiting import LIMIT_S
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
 
 STAGE = '''
 import os, time
 from typing import Annotated
 from pydantic import Field
-from tuneloop.component import *
-from tuneloop.errors import Retryable
+from tuneloop.core.component import *
+from tuneloop.core.errors import Retryable
 
 @component("thing", image="base", results={"size": int, "mean_reward": float})
 def toy(stage: Stage, source: OptionalInput, *,
@@ -189,9 +189,7 @@ def test_help_names_every_flag_quickly_imported(toy: Path) -> None:
     done = run(toy, "--help")
     for text in ("--source REF", "--thing URL", "how often (default: 3)", "Write a file."):
         assert text in done.stdout
-    heavy = (
-        "import sys; import tuneloop.component; print([m for m in ('torch','hera','kfp','vllm') if m in sys.modules])"
-    )
+    heavy = "import sys; import tuneloop.core.component; print([m for m in ('torch','hera','kfp','vllm') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", heavy], text=True).strip() == "[]"
 
 
@@ -200,7 +198,7 @@ def test_a_stage_must_return_the_results_it_declares(tmp_path: Path) -> None:
     program.write_text(
         textwrap.dedent(
             """
-            from tuneloop.component import *
+            from tuneloop.core.component import *
             @component("thing", results={"a": int})
             def bad(stage: Stage) -> Results:
                 "Forget a result."

@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 from tuneloop import config
 from tuneloop.config import Pipeline
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 TOY = str(Path(__file__).with_name("toy_pipeline.py"))
 SMALL = '''

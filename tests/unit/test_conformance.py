@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.engines.peer import VOCABULARY, Model, Peer, serving
-from tuneloop.artifacts import Artifact, Draft
 from tuneloop.cli import invoke
 from tuneloop.conformance import Probe, check
+from tuneloop.core.artifacts import Artifact, Draft
 
 FAULTS = {
     "another version echoed": "weights",

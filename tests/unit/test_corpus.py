@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tuneloop.corpus import Corpus, Document
+from tuneloop.formats.token_files import Corpus, Document
 from tuneloop.pairs import Mismatched, Pair, Pairs, follow
 
 

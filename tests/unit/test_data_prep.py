@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import UserError
 from tuneloop.data import Example, Splits
 from tuneloop.data_prep import data_prep
-from tuneloop.errors import UserError
 
 
 def prepare(path: Path, **params: Any) -> dict[str, list[dict[str, Any]]]:

@@ -14,14 +14,14 @@ from tests.unit.fleet.crew import Crew
 from tests.unit.test_publication import chain
 from tests.unit.test_report import Page
 from tuneloop import report
-from tuneloop.artifacts import Artifact
-from tuneloop.component import Input, Results, Stage, component
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.core.store import Store
 from tuneloop.delivery import NUMBERS, Delivery, deliveries, delivery, numbers
 from tuneloop.fleet import open_fleet
 from tuneloop.fleet.refit import refit, target
 from tuneloop.publication import published
 from tuneloop.runs import Run
-from tuneloop.store import Store
 from tuneloop.weights import live
 
 TOOK = {"fetch_s": 0.25, "apply_s": 0.5, "drain_s": 4.0, "pause_s": 0.125, "tensors": 6}

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from tests.unit.argo.making import dag, named, run, shell, task
-from tuneloop.argo import expressions
 from tuneloop.argo.pod import Result
 from tuneloop.argo.retries import _refusal
 from tuneloop.config import find
-from tuneloop.ends import (
+from tuneloop.core.ends import (
     AWAY,
     BUG,
     END_CLASSES,
@@ -33,7 +32,8 @@ from tuneloop.ends import (
     describe_exit,
     format_table,
 )
-from tuneloop.errors import TERMINATION_LOG, write_termination_message
+from tuneloop.core.errors import TERMINATION_LOG, write_termination_message
+from tuneloop.workflow import expressions
 
 DOCS = Path(__file__).parents[2] / "docs"
 ENDS = [
@@ -101,7 +101,7 @@ def test_an_exit_code_is_named() -> None:
 
 
 def test_the_docs_have_the_table() -> None:
-    assert format_table() in (DOCS / "ends.md").read_text(), "print tuneloop.ends.format_table() into docs/ends.md"
+    assert format_table() in (DOCS / "ends.md").read_text(), "print tuneloop.core.ends.format_table() into docs/ends.md"
     assert len({end.name for end in END_CLASSES}) == len(END_CLASSES)
 
 

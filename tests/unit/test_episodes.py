@@ -11,21 +11,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.policies import commit_policy, commit_prompts, tokenizer
-from tuneloop.artifacts import Artifact, Draft
+from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.core.errors import UserError
 from tuneloop.data_prep import data_prep
 from tuneloop.engines.transformers import Transformers
 from tuneloop.environments import Reply, tool_calls
 from tuneloop.environments.calculator import Calculator, calculate
 from tuneloop.environments.guess import Guess
 from tuneloop.environments.python import create as create_python
-from tuneloop.errors import UserError
 from tuneloop.evaluate import evaluate
+from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.formats.tokens import encode_reply, load_tokenizer
 from tuneloop.policy_update import policy_update
 from tuneloop.reward import reward
 from tuneloop.rollout import rollout
-from tuneloop.rollouts import Completion, Request
 from tuneloop.samples import read_samples
-from tuneloop.tokens import encode_reply, load_tokenizer
 
 SMALL = {"engine": "transformers", "prompts_per_iteration": 3, "n": 2, "max_tokens": 24, "temperature": 0.8}
 ASKED: list[list[Request]] = []

@@ -8,13 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.policies import commit_policy, commit_prompts
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import UserError
 from tuneloop.engines import Sampling
 from tuneloop.engines.transformers import Transformers
-from tuneloop.errors import UserError
 from tuneloop.evaluate import SAMPLES, evaluate
-from tuneloop.rollouts import Request
-from tuneloop.tokens import load_tokenizer, stop_ids
+from tuneloop.formats.rollouts import Request
+from tuneloop.formats.tokens import load_tokenizer, stop_ids
 
 PROMPTS = [f"reverse {i} =" for i in range(10, 18)]
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tuneloop.artifacts import Artifact, Draft, scan
-from tuneloop.errors import UserError
+from tuneloop.core.artifacts import Artifact, Draft, scan
+from tuneloop.core.errors import UserError
 from tuneloop.export import count_parameters, export
 
 

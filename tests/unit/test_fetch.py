@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tuneloop.artifacts import Artifact, Draft
+from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.fetch import fetch, main
 
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tuneloop.errors import UserError
-from tuneloop.messages import rewrite
+from tuneloop.core.errors import UserError
+from tuneloop.formats.chat import rewrite
 
 ASKED = [{"role": "system", "content": "brief"}, {"role": "user", "content": "2 + 2?"}]
 SAID = {"role": "assistant", "content": "4"}

@@ -6,8 +6,8 @@ import pytest
 from tests.unit.test_cli import Call, call, refused  # noqa: F401 - `call` is a fixture
 from tuneloop import runs
 from tuneloop.argo.state import Journal, Node, Workflow
-from tuneloop.artifacts import Draft
-from tuneloop.errors import UserError
+from tuneloop.core.artifacts import Draft
+from tuneloop.core.errors import UserError
 from tuneloop.phases import recorded, role
 from tuneloop.runs import Record, Run
 

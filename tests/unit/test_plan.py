@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tuneloop import grain, plan, rendered
+from tuneloop import grain, plan
 from tuneloop.argo import memory_estimate
 from tuneloop.argo.memory_estimate import Model
 from tuneloop.config import find
+from tuneloop.workflow import rendered_stages
 
 # Sizes that the models' publishers state, with the configurations that they publish.
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
@@ -108,7 +109,7 @@ def test_flags_ranks_and_accelerators_are_those_of_the_container() -> None:
             "resources": {"limits": {"cpu": "2", "nvidia.com/gpu": "4"}},
         },
     }
-    stage = rendered.read_stage(template)
+    stage = rendered_stages.read_stage(template)
     assert (stage.stage, stage.ranks, stage.accelerators) == ("sft", 4, 4)
     assert stage.number("learning_rate") == 1e-3
     assert stage.number("out") is None
@@ -130,12 +131,12 @@ def test_the_plan_shows_graph_work_and_arithmetic() -> None:
 
 def test_a_model_directory_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-0.6B"][1]))
-    model = memory_estimate.model_of([rendered.read_stage(leaf("b", "base_model", "--model", str(tmp_path)))])
+    model = memory_estimate.model_of([rendered_stages.read_stage(leaf("b", "base_model", "--model", str(tmp_path)))])
     assert isinstance(model, Model)
     assert model.parameters == 596_049_920
     assert model.kv_bytes == 2 * 28 * 8 * 128 * 2
     assert "no directory here" in str(
-        memory_estimate.model_of([rendered.read_stage(leaf("b", "base_model", "--model", "a/hub-name"))])
+        memory_estimate.model_of([rendered_stages.read_stage(leaf("b", "base_model", "--model", "a/hub-name"))])
     )
 
 
@@ -183,7 +184,7 @@ def test_gradient_checkpointing_is_counted() -> None:
     model = Model("m", 1000, "", layers=10, hidden=8, kv_heads=1, head_dim=8, vocab=16)
     flags = ("--max-length", "32", "--per-device-train-batch-size", "4", "--dtype", "bfloat16")
     for checkpointing, kept in (("false", 10 * 34), ("true", 10 * 2 + 34)):
-        stage = rendered.read_stage(leaf("sft", "sft", *flags, "--gradient-checkpointing", checkpointing))
+        stage = rendered_stages.read_stage(leaf("sft", "sft", *flags, "--gradient-checkpointing", checkpointing))
         assert memory_estimate.memory(stage, model, None)[1][1] == 4 * 32 * kept * 8
 
 

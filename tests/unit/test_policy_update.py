@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.making import checkpoint_artifact, prompts_artifact, rewards_artifact, rollout_rows
 from tuneloop.algorithms import _terms, dapo
-from tuneloop.artifacts import Artifact
-from tuneloop.errors import Interrupted, UserError
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import Interrupted, UserError
 from tuneloop.policy_update import policy_update
 from tuneloop.sft import sft
 

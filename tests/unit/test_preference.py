@@ -14,9 +14,9 @@ import torch
 from tests.making import checkpoint_artifact, commit, rewards_artifact, rollout_rows
 from tuneloop.algorithms._preference import Judged
 from tuneloop.algorithms.dpo import Algorithm as Dpo
-from tuneloop.artifacts import Artifact, Draft
+from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.core.errors import Interrupted, UserError
 from tuneloop.data_prep import data_prep
-from tuneloop.errors import Interrupted, UserError
 from tuneloop.model_reward import model_reward
 from tuneloop.preference import Learner, preference
 from tuneloop.reference_logprobs import reference_logprobs

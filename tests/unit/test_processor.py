@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tuneloop import processor
-from tuneloop.errors import UserError
-from tuneloop.provenance import provenance
+from tuneloop.core import processor
+from tuneloop.core.errors import UserError
+from tuneloop.core.provenance import provenance
 
 WHY = "it is advertised, but SIGILL ended a bfloat16 product"
 LIMITS = {"amx": "not used", "why": WHY, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tuneloop import progress
-from tuneloop.progress import Progress
+from tuneloop.core import progress
+from tuneloop.core.progress import Progress
 
 
 @pytest.mark.parametrize(("begun", "done", "said"), [(0, 256, "64.0 rows/s  4 s left"), (100, 256, "39.0 rows/s  7 s")])

@@ -11,9 +11,9 @@ import pytest
 
 from tests.unit.weights import exports
 from tuneloop import publication, weights
-from tuneloop.artifacts import Artifact, Manifest
-from tuneloop.component import OptionalInput, Results, Stage, component
-from tuneloop.errors import Corrupt
+from tuneloop.core.artifacts import Artifact, Manifest
+from tuneloop.core.component import OptionalInput, Results, Stage, component
+from tuneloop.core.errors import Corrupt
 from tuneloop.kfp import stage as kfp_stage
 from tuneloop.publication import Weights, publish_checkpoint, published
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit import toy
 from tuneloop import report
-from tuneloop.artifacts import Draft
+from tuneloop.core.artifacts import Draft
 from tuneloop.runs import Run
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit import toy
-from tuneloop.artifacts import Artifact, Draft
-from tuneloop.errors import Corrupt, UserError
+from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.retention import collect, leftovers
 from tuneloop.runs import Run
 

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tuneloop.artifacts import Artifact, Draft
-from tuneloop.errors import Retryable, UserError
+from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.reward import reward, summarize
 from tuneloop.scoring import Outcome
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from tests.policies import commit_policy, commit_prompts, model
-from tuneloop.artifacts import Artifact, Draft
+from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.data_prep import data_prep
 from tuneloop.engines.transformers import Transformers
-from tuneloop.errors import Retryable, UserError
+from tuneloop.formats.rollouts import SCHEMA
+from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.generation import Prompts, StaleWeights
 from tuneloop.rollout import batch, rollout
-from tuneloop.rollouts import SCHEMA
-from tuneloop.tokens import load_tokenizer
 
 SMALL = {"engine": "transformers", "prompts_per_iteration": 3, "n": 2, "max_tokens": 5}
 
@@ -44,7 +44,7 @@ def run(out: Path, policy: Artifact, prompts: Artifact, **params: Any) -> list[d
 
 
 def test_rows(tmp_path: Path, policy: Artifact, prompts: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuneloop.rollouts.ROWS", 4)
+    monkeypatch.setattr("tuneloop.formats.rollouts.ROWS", 4)
     rows = run(tmp_path / "r", policy, prompts, iteration=3, temperature=0.8)
     assert [row["request_id"] for row in rows] == [f"i000003-p{p:05d}-s{s:02d}" for p in range(3) for s in range(2)]
     assert pq.ParquetFile(Artifact(str(tmp_path / "r")).path / "rollouts.parquet").num_row_groups == 2

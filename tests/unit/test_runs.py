@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit import toy
 from tuneloop import runs
-from tuneloop.errors import Corrupt, UserError
+from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.runs import Record, Run
 
 
@@ -95,7 +95,7 @@ def test_a_flipped_byte_is_found_by_name(tmp_path: Path) -> None:
 
 def test_verify_reads_object_stores_too(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The branch that downloads, on a store that is local but does not say so."""
-    from tuneloop.store import Store
+    from tuneloop.core.store import Store
 
     run = Run.open("demo", str(store))
     whole = Store.__init__

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.waiting import until
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.scoring import Outcome, find_reward, full_marks, parse_spec, score_all
 
 BAD = "tests.unit.rewards.bad"

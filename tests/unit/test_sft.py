@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.making import checkpoint_artifact, commit, demonstrations, prompts_artifact, sigterm_while_training
-from tuneloop.artifacts import Artifact, Draft
-from tuneloop.errors import UserError
+from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.core.errors import UserError
 from tuneloop.sft import read_demonstrations, sft
 
 

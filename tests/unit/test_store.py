@@ -7,8 +7,8 @@ import pytest
 
 from tests.objects import served
 from tests.waiting import LIMIT_S
-from tuneloop.errors import NoKeys, UserError
-from tuneloop.store import Conflict, Store, local_path, normalize
+from tuneloop.core.errors import NoKeys, UserError
+from tuneloop.core.store import Conflict, Store, local_path, normalize
 
 
 def test_normalize() -> None:
@@ -93,7 +93,7 @@ def test_a_place_that_cannot_be_written_is_one_line() -> None:
 
 
 def test_disk_full_is_retryable(tmp_path: Path) -> None:
-    from tuneloop.errors import Retryable
+    from tuneloop.core.errors import Retryable
 
     with pytest.raises(Retryable, match="disk full"):  # the kernel's own full device
         with Store(str(tmp_path))._faults("k"), Path("/dev/full").open("wb", buffering=0) as full:

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.policies import tokenizer
-from tuneloop.errors import UserError
-from tuneloop.tokens import decode, encode_conversation, encode_prompt
+from tuneloop.core.errors import UserError
+from tuneloop.formats.tokens import decode, encode_conversation, encode_prompt
 
 TALK = [
     {"role": "user", "content": "1 ="},

@@ -15,8 +15,8 @@ from tests.unit.test_delivery import pulled, rollout
 from tests.unit.test_publication import chain
 from tests.waiting import LIMIT_S
 from tuneloop import runs, tracking
+from tuneloop.core.errors import UserError
 from tuneloop.delivery import NUMBERS
-from tuneloop.errors import UserError
 from tuneloop.runs import Record, Run
 
 pytest.importorskip("mlflow")

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tuneloop.artifacts import Manifest
-from tuneloop.component import Input, Results, Stage, component
+from tuneloop.core.artifacts import Manifest
+from tuneloop.core.component import Input, Results, Stage, component
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
 
@@ -143,8 +143,8 @@ def build_argo(config: Config) -> Any:
     from hera.workflows.models import ValueFrom
 
     from tuneloop.argo.continuation import proceed_template
-    from tuneloop.argo.settings import Cluster
     from tuneloop.argo.template import stage_template, workflow
+    from tuneloop.workflow.settings import Cluster
 
     at = f"{RUN}/iterations/{IN % 'iteration'}"
     more = "asInt(inputs.parameters.iteration) < asInt(workflow.parameters.iterations)"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.claims import GIVE, ROLES, TAKE, TRAINER, claim_output, share_of
-from tuneloop.argo.settings import Cluster
-from tuneloop.ends import RETRY_STEP
+from tuneloop.core.ends import RETRY_STEP
+from tuneloop.workflow.settings import Cluster
 
 if TYPE_CHECKING:
     from hera.workflows import Container

@@ -12,9 +12,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo.settings import GROUP_LABEL, ROLE_LABEL, SHARE, Share
-from tuneloop.argo.spec import labels_of
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
+from tuneloop.workflow.manifest import labels_of
+from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL, SHARE, Share
 
 if TYPE_CHECKING:
     pass

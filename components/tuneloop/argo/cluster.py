@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tuneloop
-from tuneloop.argo.settings import PRIORITY_LABEL, QUEUE_LABEL, RUN_LABEL
-from tuneloop.argo.spec import applied
-from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
+from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
 from tuneloop.kube.connection import NAMESPACE, WORKFLOWS, Connection
+from tuneloop.workflow.manifest import applied
+from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE_LABEL, RUN_LABEL
 
 DONE = ("Succeeded", "Failed", "Error")
 CONTINUES = "tuneloop.dev/continues"
@@ -46,8 +46,8 @@ def prepare(
             `store` names no bucket.
     """
     from tuneloop.argo.jobset import check_names
+    from tuneloop.core.store import normalize
     from tuneloop.runs import check_name
-    from tuneloop.store import normalize
 
     check_name(run)
     normalize(store)

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tuneloop.argo.claims import share_of
-from tuneloop.argo.settings import GROUP_LABEL, ROLE_LABEL
-from tuneloop.argo.spec import calls, labels_of
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.sharing.memory import Colocation, resident
+from tuneloop.workflow.manifest import calls, labels_of
+from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL
 
 UNITS = {unit: 1 << 10 * power for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1)}
 

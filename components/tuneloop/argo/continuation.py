@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tuneloop.argo.settings import NEXT
-from tuneloop.ends import RETRY_STEP
+from tuneloop.core.ends import RETRY_STEP
+from tuneloop.workflow.settings import NEXT
 
 if TYPE_CHECKING:
     from hera.workflows import Container
 
-    from tuneloop.argo.settings import Cluster
+    from tuneloop.workflow.settings import Cluster
 
 
 def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster) -> Container:

@@ -14,14 +14,14 @@ from tuneloop import generation
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.grain import unfolded
 from tuneloop.argo.schedule import LABEL, TEMPLATES, template_spec
-from tuneloop.artifacts import canonical
-from tuneloop.component import Component
 from tuneloop.config import dump
-from tuneloop.errors import UserError
+from tuneloop.core.artifacts import canonical
+from tuneloop.core.component import Component
+from tuneloop.core.errors import UserError
+from tuneloop.core.program import flag
+from tuneloop.core.store import normalize
 from tuneloop.kube.connection import Connection
-from tuneloop.program import flag
 from tuneloop.runs import differences
-from tuneloop.store import normalize
 
 
 def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) -> str:

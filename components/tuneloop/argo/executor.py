@@ -23,15 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuneloop.argo import graph, spec
+from tuneloop.argo import graph
 from tuneloop.argo.box import Box
-from tuneloop.argo.expressions import text
 from tuneloop.argo.graph import Call
 from tuneloop.argo.pod import end
 from tuneloop.argo.processes import Launcher, Launches, Process, base_environment
 from tuneloop.argo.state import BROKEN, DONE, Journal, Node, Workflow, hold, outcome_code
 from tuneloop.argo.warm import Kind, serves, warmable
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
+from tuneloop.workflow import manifest
+from tuneloop.workflow.expressions import text
 
 OnNode = Callable[[Node], None]
 """Called with a copy of a node whenever its phase, message, progress or `daemoned` changes, one call at a time, in the
@@ -98,7 +99,7 @@ def execute(
         UserError: a field the executor has no meaning for, an unknown argument, a missing one: before anything runs.
     """
     document, known = _resolve(workflow, templates)
-    spec.check(document, known)
+    manifest.check(document, known)
     parameters = _parameters(document, arguments or {}, strict=entrypoint is None)
     start = entrypoint or document.get("entrypoint")
     if not start:
@@ -108,7 +109,7 @@ def execute(
         session = Session(
             workflow={**workflow, "spec": document},
             name=str(metadata.get("name") or metadata.get("generateName", "run-").rstrip("-")),
-            templates={t["name"]: spec.merged(t, document.get("templateDefaults", {})) for t in known},
+            templates={t["name"]: manifest.merged(t, document.get("templateDefaults", {})) for t in known},
             parameters=parameters,
             workdir=workdir,
             parallelism=parallelism or int(document.get("parallelism") or max(4, os.cpu_count() or 1)),
@@ -374,7 +375,7 @@ class Session:
         progress = self.workdir / "nodes" / node.id / "progress"
         env = {**self._env, "ARGO_PROGRESS_FILE": str(progress)}
         values = (node.id, "local", node.id, socket.gethostname(), "local", "127.0.0.1", "127.0.0.1")
-        fields = dict(zip(spec.FIELD_PATHS, values))
+        fields = dict(zip(manifest.FIELD_PATHS, values))
         for item in container.get("env", []):
             if "value" in item:
                 env[item["name"]] = box.translate(str(item["value"]))
@@ -457,7 +458,7 @@ def _resolve(
     if reference := document.pop("workflowTemplateRef", None):
         if reference["name"] not in by_name:
             raise UserError("spec.workflowTemplateRef", reference["name"], "is not among the given WorkflowTemplates")
-        document = spec.merged(document, by_name[reference["name"]])
+        document = manifest.merged(document, by_name[reference["name"]])
     known = list(document.get("templates", []))
     for name, other in by_name.items():
         known += [{**template, "name": f"{name}/{template['name']}"} for template in other.get("templates", [])]

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.pod_fields import OUTPUTS, retried_pod_fields
-from tuneloop.argo.settings import Cluster
-from tuneloop.argo.spec import calls
 from tuneloop.argo.turn import take_turns
+from tuneloop.workflow.manifest import calls
+from tuneloop.workflow.settings import Cluster
 
 if TYPE_CHECKING:
     from hera.workflows import Container, Workflow

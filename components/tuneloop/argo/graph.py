@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo import expressions
-from tuneloop.argo.expressions import ExpressionError, substitute, text
 from tuneloop.argo.pod import Result, Server, run_pod, suspend
 from tuneloop.argo.retries import retried
-from tuneloop.argo.spec import depends, used_template
 from tuneloop.argo.state import Node
 from tuneloop.argo.values import Scope, arguments, inputs, items, label, outputs, results_scope
+from tuneloop.workflow import expressions
+from tuneloop.workflow.expressions import ExpressionError, substitute, text
+from tuneloop.workflow.manifest import depends, used_template
 
 if TYPE_CHECKING:
     from tuneloop.argo.executor import Session

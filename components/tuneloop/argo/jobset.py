@@ -2,7 +2,7 @@
 
 Every pod is what the stage's pod would be, under torchrun with a fixed rendezvous at the first one: pod i of the
 JobSet's only job is node i. The pods live and die together. One that is interrupted, evicted or killed
-(`tuneloop.ends`) ends them all, and all start again from the last resume point; any other failure ends the JobSet.
+(`tuneloop.core.ends`) ends them all, and all start again from the last resume point; any other failure ends the JobSet.
 
 An Argo resource template gets neither exit codes nor outputs from what it watches. So the stage runs once more, in one
 process that finds its output committed and only says so.
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo import claims
 from tuneloop.argo.pod_fields import LIMIT, NOBODY, RESTRICTED
-from tuneloop.argo.settings import RUN_LABEL, Cluster
-from tuneloop.argo.spec import applied
-from tuneloop.attempts import ATTEMPT
-from tuneloop.component import Component
-from tuneloop.ends import RETRIED_CODES, RETRY_STEP
-from tuneloop.errors import UserError
+from tuneloop.core.attempts import ATTEMPT
+from tuneloop.core.component import Component
+from tuneloop.core.ends import RETRIED_CODES, RETRY_STEP
+from tuneloop.core.errors import UserError
+from tuneloop.workflow.manifest import applied
+from tuneloop.workflow.settings import RUN_LABEL, Cluster
 
 if TYPE_CHECKING:
     from hera.workflows import Container, Steps

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.argo.watch import follow_pod
-from tuneloop.errors import Interrupted, Retryable, UserError, failed
+from tuneloop.core.errors import Interrupted, Retryable, UserError, failed
 from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
 from tuneloop.kube.connection import NAMESPACE, Connection, connect
 from tuneloop.torchrun import exit_code

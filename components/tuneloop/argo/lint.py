@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuneloop.argo.claims import misplaced
-from tuneloop.argo.expressions import TAG, ExpressionError, parse
-from tuneloop.argo.settings import QUEUE_LABEL
-from tuneloop.argo.spec import depends, used_template
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
+from tuneloop.workflow.expressions import TAG, ExpressionError, parse
+from tuneloop.workflow.manifest import depends, used_template
+from tuneloop.workflow.settings import QUEUE_LABEL
 
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
 REFERENCE = re.compile(r"\btasks\.([a-zA-Z0-9][\w-]*)\.|\btasks\['([^']+)'\]")

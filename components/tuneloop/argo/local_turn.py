@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tuneloop import fence
 from tuneloop.argo.turn import sidecar
+from tuneloop.core import fencing
 from tuneloop.sharing.file import STORED
 from tuneloop.sharing.turns import open_turns
 from tuneloop.turn import arguments
@@ -37,7 +37,7 @@ def taken(session: Session, template: Mapping[str, Any], node: Node, box: Box) -
     if turns.read().holder:
         session.say(node, f"waits for its turn in group {wanted.group}")
     file = box.local(wanted.file)
-    with turns.acquire(stop=session.stopping, told=lambda grant: fence.write(file, grant)):
+    with turns.acquire(stop=session.stopping, told=lambda grant: fencing.write(file, grant)):
         if node.message:
             session.say(node, "")
         yield

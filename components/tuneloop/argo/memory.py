@@ -1,6 +1,6 @@
 """A Workflow whose pods ask for the memory that `memory_estimate` finds, where `cluster.memory` is ``auto``.
 
-Such a pod is rendered with a request and no limit (`tuneloop.argo.settings`). Once the whole workflow is there to be
+Such a pod is rendered with a request and no limit (`tuneloop.workflow.settings`). Once the whole workflow is there to be
 read, request and limit are set to what its stage needs; where only a part of that is known, the request alone, and
 where nothing is, it stays as it was: a guess must not be what a pod dies of.
 """
@@ -18,9 +18,9 @@ from tuneloop.argo.colocation import number
 from tuneloop.argo.grain import ITERATION, unfolded
 from tuneloop.argo.jobset import written
 from tuneloop.argo.memory_estimate import Model, asked, context_of, memory, model_of, whole
-from tuneloop.argo.settings import GROUP_LABEL, UNKNOWN
-from tuneloop.argo.spec import applied, labels_of
-from tuneloop.rendered import container_of, read_stage
+from tuneloop.workflow.manifest import applied, labels_of
+from tuneloop.workflow.rendered_stages import container_of, read_stage
+from tuneloop.workflow.settings import GROUP_LABEL, UNKNOWN
 
 LEAST = int(UNKNOWN.removesuffix("Gi")) << 30
 

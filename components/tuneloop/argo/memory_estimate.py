@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tuneloop.errors import UserError
-from tuneloop.rendered import Stage
+from tuneloop.core.errors import UserError
+from tuneloop.workflow.rendered_stages import Stage
 
 TRAINED = ("sft", "policy_update", "preference", "reward_model")
 PAIRED = ("preference", "reward_model")

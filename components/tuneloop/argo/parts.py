@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.argo.executor import Outcome, execute
-from tuneloop.argo.settings import LOCAL, NEXT
 from tuneloop.argo.state import read
+from tuneloop.workflow.settings import LOCAL, NEXT
 
 
 def execute_parts(

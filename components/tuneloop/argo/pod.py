@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tuneloop.argo.box import Box
-from tuneloop.argo.expressions import text
 from tuneloop.argo.local_turn import taken
 from tuneloop.argo.processes import Process
-from tuneloop.argo.spec import seconds
 from tuneloop.argo.state import BROKEN, Node
-from tuneloop.ends import NO_EXIT_CODE, describe_exit, name_signal
-from tuneloop.errors import EXIT_RETRY, EXIT_USER, TERMINATION_LOG, Retryable, UserError, name_class
+from tuneloop.core.ends import NO_EXIT_CODE, describe_exit, name_signal
+from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, TERMINATION_LOG, Retryable, UserError, name_class
+from tuneloop.workflow.expressions import text
+from tuneloop.workflow.manifest import seconds
 
 if TYPE_CHECKING:
     from tuneloop.argo.executor import Session

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo import claims
-from tuneloop.argo.settings import Cluster, Share
-from tuneloop.attempts import ATTEMPT, LAST_END, MORE_MEMORY
-from tuneloop.ends import RETRY_STAGE
+from tuneloop.core.attempts import ATTEMPT, LAST_END, MORE_MEMORY
+from tuneloop.core.ends import RETRY_STAGE
+from tuneloop.workflow.settings import Cluster, Share
 
 if TYPE_CHECKING:
     pass
@@ -26,7 +26,7 @@ PAUSE = "10s"
 overflows after some thirty attempts (``operator.go``, ``processNodeRetries``); and no ``maxDuration``, which is a
 deadline counted from the start of the first attempt."""
 LIMIT = 1000
-"""Of attempts, for pods that end before they can count (`tuneloop.attempts`): four preemptions an hour for ten days.
+"""Of attempts, for pods that end before they can count (`tuneloop.core.attempts`): four preemptions an hour for ten days.
 The controller keeps to the pause only where a limit is given."""
 NOBODY = {
     **{"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
@@ -97,7 +97,7 @@ def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
 
 
 def attempt_env(cluster: Cluster) -> list[Any]:
-    """What a pod under `retry_fields` is told of the attempts before it, see `tuneloop.attempts`."""
+    """What a pod under `retry_fields` is told of the attempts before it, see `tuneloop.core.attempts`."""
     from hera.workflows.models import EnvVar
 
     last = "{{lastRetry.status}} {{lastRetry.exitCode}} {{lastRetry.message}}"

@@ -17,16 +17,16 @@ from tuneloop.argo.claims import misplaced, share_of
 from tuneloop.argo.cluster import PRIORITY_LABEL, QUEUE_LABEL, queued
 from tuneloop.argo.colocation import check
 from tuneloop.argo.seats import API, KINDS, claims
-from tuneloop.argo.settings import GROUP_LABEL
-from tuneloop.argo.spec import applied, labels_of
 from tuneloop.argo.turn import sidecar
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
+from tuneloop.core.store import Store
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.sharing import lease
 from tuneloop.sharing.turns import Turns
-from tuneloop.store import Store
 from tuneloop.turn import arguments
+from tuneloop.workflow.manifest import applied, labels_of
+from tuneloop.workflow.settings import GROUP_LABEL
 
 CLAIMS = KINDS["ResourceClaim"]
 KUEUE = ("kueue.x-k8s.io", "v1beta2")

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo import cluster as argo
-from tuneloop.argo.settings import LOCAL, NEXT
-from tuneloop.errors import Retryable, UserError, failed
+from tuneloop.core.errors import Retryable, UserError, failed
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect
+from tuneloop.workflow.settings import LOCAL, NEXT
 
 if TYPE_CHECKING:
     pass

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from tuneloop.argo import spawn
 from tuneloop.argo.warm import Kind, compatible, serves, warmable
-from tuneloop.errors import UserError
-from tuneloop.provenance import code_digest
+from tuneloop.core.errors import UserError
+from tuneloop.core.provenance import code_digest
 
 log = logging.getLogger("tuneloop.argo")
 WARM = "TUNELOOP_WARM"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tuneloop.argo.processes import Launcher, Process, base_environment
 from tuneloop.argo.warm import compatible, warmable
-from tuneloop.errors import EXIT_RETRY
+from tuneloop.core.errors import EXIT_RETRY
 
 DEFAULT_SEED = 67280421310721
 """Of torch's generators in a fresh process (c10/core/GeneratorImpl.h)."""

@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo import expressions
-from tuneloop.argo.expressions import ExpressionError
 from tuneloop.argo.pod import Result, Server
-from tuneloop.argo.spec import seconds
 from tuneloop.argo.state import Node
 from tuneloop.argo.values import Scope
-from tuneloop.attempts import BUDGET
-from tuneloop.ends import classify_end, describe_exit, name_signal
-from tuneloop.errors import EXIT_RETRY
+from tuneloop.core.attempts import BUDGET
+from tuneloop.core.ends import classify_end, describe_exit, name_signal
+from tuneloop.core.errors import EXIT_RETRY
+from tuneloop.workflow import expressions
+from tuneloop.workflow.expressions import ExpressionError
+from tuneloop.workflow.manifest import seconds
 
 if TYPE_CHECKING:
     from tuneloop.argo.executor import Session

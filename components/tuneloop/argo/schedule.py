@@ -21,11 +21,11 @@ from zoneinfo import ZoneInfo
 
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.pod_fields import SCRATCH
-from tuneloop.argo.spec import labels_of
-from tuneloop.artifacts import split_ref
-from tuneloop.errors import Retryable, UserError, failed
+from tuneloop.core.artifacts import split_ref
+from tuneloop.core.errors import Retryable, UserError, failed
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect
+from tuneloop.workflow.manifest import labels_of
 
 LABEL = "tuneloop.dev/schedule"
 CRON = ("argoproj.io", "v1alpha1", "cronworkflows")

@@ -27,11 +27,11 @@ from typing import Any
 
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.claims import DEVICES, GIVE, TAKE
-from tuneloop.argo.settings import GROUP_LABEL, LOCAL, ROLE_LABEL, RUN_LABEL, Share
-from tuneloop.errors import Retryable, UserError, failed
+from tuneloop.core.errors import Retryable, UserError, failed
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, connect
 from tuneloop.sharing.claims import Claim, Owner, chosen, free, kept
+from tuneloop.workflow.settings import GROUP_LABEL, LOCAL, ROLE_LABEL, RUN_LABEL, Share
 
 API = ("resource.k8s.io", "v1")
 KINDS = {"ResourceClaim": "resourceclaims", "ResourceClaimTemplate": "resourceclaimtemplates"}

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tuneloop.argo import cluster as argo
-from tuneloop.errors import Retryable, UserError
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import NAMESPACE
 
 

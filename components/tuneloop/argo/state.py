@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 DONE = ("Succeeded", "Failed", "Error", "Skipped", "Omitted")
 """Phases that a node does not leave. The others are ``Pending`` and ``Running``."""

@@ -15,11 +15,11 @@ from pydantic import BaseModel
 from tuneloop.argo import claims
 from tuneloop.argo.claim_steps import seat_templates
 from tuneloop.argo.pod_fields import NOBODY, OUTPUTS, RESTRICTED, retried_pod_fields
-from tuneloop.argo.settings import SHARE, Cluster
 from tuneloop.argo.turn import take_turns
-from tuneloop.component import Component
-from tuneloop.ends import RETRY_SERVER
-from tuneloop.program import flag
+from tuneloop.core.component import Component
+from tuneloop.core.ends import RETRY_SERVER
+from tuneloop.core.program import flag
+from tuneloop.workflow.settings import SHARE, Cluster
 
 if TYPE_CHECKING:
     from hera.workflows import Container, Steps, Workflow

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.jobset import RENDEZVOUS, jobset, pod_spec, ranks_env, written
-from tuneloop.argo.settings import RUN_LABEL, Cluster
 from tuneloop.backends import LLMBackend, stage_flags
-from tuneloop.ends import RETRY_STEP
-from tuneloop.errors import UserError
+from tuneloop.core.ends import RETRY_STEP
+from tuneloop.core.errors import UserError
+from tuneloop.workflow.settings import RUN_LABEL, Cluster
 
 if TYPE_CHECKING:
     from hera.workflows import Container

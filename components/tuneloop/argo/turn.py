@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tuneloop import fence
 from tuneloop.argo.claims import claim_tag
-from tuneloop.argo.settings import ROLE_LABEL, Cluster, Share
+from tuneloop.core import fencing
+from tuneloop.workflow.settings import ROLE_LABEL, Cluster, Share
 
 if TYPE_CHECKING:
     from hera.workflows import Container
@@ -43,7 +43,7 @@ def take_turns(made: Container, cluster: Cluster) -> None:
     own = models.UserContainer.model_validate(holder(share, role, cluster.images.format(image="base")))
     made.init_containers = [*(made.init_containers or []), own]
     made.volumes = [*volumes, EmptyDirVolume(name=NAME, mount_path=PLACE), token()]
-    made.env = [*env, models.EnvVar(name=fence.VARIABLE, value=FILE)]
+    made.env = [*env, models.EnvVar(name=fencing.VARIABLE, value=FILE)]
     made.service_account_name = ACCOUNT
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo import expressions
-from tuneloop.argo.expressions import ExpressionError, substitute, text
+from tuneloop.workflow import expressions
+from tuneloop.workflow.expressions import ExpressionError, substitute, text
 
 if TYPE_CHECKING:
     from tuneloop.argo.pod import Result

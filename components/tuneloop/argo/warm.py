@@ -37,14 +37,14 @@ from pathlib import Path
 from typing import Literal, NoReturn, cast
 
 from tuneloop.argo.spawn import adopt_orphans, die_with, end_all, serve
+from tuneloop.core.processor import find_answer
+from tuneloop.core.provenance import code_digest
 from tuneloop.engines.vllm import quiet_vllm
-from tuneloop.processor import find_answer
-from tuneloop.provenance import code_digest
 
 Kind = Literal["stages", "server"]
 
 STAGES = (
-    "tuneloop.component",
+    "tuneloop.core.component",
     "pyarrow.parquet",
     "tokenizers",
     "safetensors.torch",
@@ -65,7 +65,7 @@ STAGES = (
     "tuneloop.trainers.fsdp",
 )
 SERVER = (
-    "tuneloop.component",
+    "tuneloop.core.component",
     "tuneloop.engines._follow",
     "tuneloop.engines._loop",
     "uvicorn",

@@ -18,7 +18,7 @@ from tuneloop.argo import seats
 from tuneloop.argo.claims import TAKE
 from tuneloop.argo.cluster import DONE, QUEUE_LABEL, RUN_LABEL, phase, workflows
 from tuneloop.argo.state import Node
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
 from tuneloop.kube.connection import Connection
 

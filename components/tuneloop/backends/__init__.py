@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from tuneloop import plugins
-from tuneloop.errors import UserError
+from tuneloop.core import plugins
+from tuneloop.core.errors import UserError
 
 _known: dict[str, type[LLMBackend]] = {}
 

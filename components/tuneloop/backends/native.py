@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tuneloop import plugins
 from tuneloop.backends import LLMBackend, register, stage_flags
-from tuneloop.errors import UserError
+from tuneloop.core import plugins
+from tuneloop.core.errors import UserError
 
 if TYPE_CHECKING:
-    from tuneloop.component import Component
+    from tuneloop.core.component import Component
 
 
 @register("native")

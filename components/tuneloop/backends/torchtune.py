@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tuneloop.backends import LLMBackend, _word, register
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 RUNTIMES = ("llama3_2/1B", "llama3_2/3B", "llama3_3/70B", "qwen2_5/1.5B")
 """Configurations that the Trainer takes; the one of 70B alone on several nodes."""

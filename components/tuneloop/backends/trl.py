@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tuneloop.backends import LLMBackend, flags, register
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.scoring import score_all
 
 TRAINERS = {"sft": (), "dpo": (), "kto": (), "grpo": ("reward_funcs",)}

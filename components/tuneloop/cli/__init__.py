@@ -14,7 +14,7 @@ import typer
 
 import tuneloop
 from tuneloop.cli import author, cluster, endpoint, execute, fleet, gateway, gc, inspect, kfp, turns, weights
-from tuneloop.errors import EXIT_USER, NoKeys, Retryable, UserError, failed, say
+from tuneloop.core.errors import EXIT_USER, NoKeys, Retryable, UserError, failed, say
 
 app = typer.Typer(
     no_args_is_help=True,

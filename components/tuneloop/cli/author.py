@@ -45,7 +45,7 @@ def plan(
     from rich.console import Console
 
     from tuneloop.config import find
-    from tuneloop.errors import UserError
+    from tuneloop.core.errors import UserError
     from tuneloop.plan import draw
     from tuneloop.runs import Run
 
@@ -108,7 +108,7 @@ def put(text: str, output: Path | None) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    from tuneloop.errors import UserError
+    from tuneloop.core.errors import UserError
 
     if output is None:
         typer.echo(text, nl=False)

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tuneloop.errors import UserError
-from tuneloop.store import Store
+from tuneloop.core.errors import UserError
+from tuneloop.core.store import Store
 
 
 def preflight(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str) -> None:
@@ -22,12 +22,12 @@ def preflight(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str
         UserError: the workflow does not pass the lint, or needs a cluster; the store cannot be written; a port is
             taken; vLLM is asked for and not installed, or has no such option.
     """
-    from tuneloop.argo import spec
     from tuneloop.engines import vllm
+    from tuneloop.workflow import manifest
 
     if problems := lint_problems(workflow):
         raise UserError("pipeline", problems[0], f"{len(problems)} problems; see `tuneloop lint`")
-    spec.check(workflow["spec"], workflow["spec"]["templates"])
+    manifest.check(workflow["spec"], workflow["spec"]["templates"])
     Store(store).check_writable()
     for path, value in leaves(config):
         if value == "vllm" and "engine" in path and importlib.util.find_spec("vllm") is None:

@@ -12,7 +12,7 @@ import typer
 from tuneloop.cli.author import CONFIG, PIPELINE, SETS
 from tuneloop.cli.execute import RUN
 from tuneloop.cli.inspect import JSON, print_json
-from tuneloop.errors import EXIT_USER, UserError
+from tuneloop.core.errors import EXIT_USER, UserError
 
 if TYPE_CHECKING:
     from tuneloop.argo.watch import Status
@@ -93,9 +93,9 @@ def submit(
 
 def _graph(manifest: Path, run: str, namespace: str) -> dict[str, Any]:
     """The Dynamo graph of a manifest, labelled as the run's."""
-    from tuneloop.argo.settings import RUN_LABEL
     from tuneloop.cli.fleet import documents
     from tuneloop.fleet.graph import render
+    from tuneloop.workflow.settings import RUN_LABEL
 
     return render(documents(manifest), namespace=namespace, labels={RUN_LABEL: run})
 

@@ -47,7 +47,7 @@ def run(
     from tuneloop import runs
     from tuneloop.cli.checks import check_model, preflight
     from tuneloop.config import dump, find
-    from tuneloop.store import normalize
+    from tuneloop.core.store import normalize
 
     found = find(pipeline)
     resolved = found.configure(config, sets or ()).model_dump(mode="json")
@@ -88,7 +88,7 @@ def resume(
     name: RUN, store: STORE = "runs", parallelism: PARALLELISM = None, track: TRACK = True, warm: WARM = True
 ) -> int:
     """Go on with a run that ended early. The first stage without a commit runs next."""
-    from tuneloop.errors import UserError
+    from tuneloop.core.errors import UserError
     from tuneloop.runs import Run
 
     found = Run.open(name, store)
@@ -104,7 +104,7 @@ def stop(
 ) -> int:
     """Stop a run. Its stages commit what a resume needs and end; of one that was killed, its turns are given back."""
     from tuneloop.cli.show import there
-    from tuneloop.errors import Retryable
+    from tuneloop.core.errors import Retryable
     from tuneloop.runs import Run
     from tuneloop.sharing.file import STORED, release
 
@@ -132,7 +132,7 @@ def _same(standing: Run, pipeline: str, config: dict[str, Any], store: str) -> b
     Before the loop's first version a failed run may be mended: the stages themselves refuse what does not fit their
     committed outputs. After that a change could leave iterations behind that are no longer part of the run.
     """
-    from tuneloop.errors import UserError
+    from tuneloop.core.errors import UserError
     from tuneloop.runs import differences
 
     record = standing.record
@@ -155,7 +155,7 @@ def _continue(run: Run, parallelism: int | None, track: bool, warm: bool) -> int
     import yaml
 
     from tuneloop.cli.checks import preflight
-    from tuneloop.errors import UserError
+    from tuneloop.core.errors import UserError
     from tuneloop.summary import summarize
 
     assert run.record

@@ -49,7 +49,7 @@ def status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) -> in
 
 def _workers(fleet: str, timeout: float) -> int:
     from tuneloop.cli.tables import show
-    from tuneloop.errors import Retryable
+    from tuneloop.core.errors import Retryable
     from tuneloop.fleet import open_fleet
 
     rows: list[tuple[str, str, str]] = []
@@ -87,7 +87,7 @@ def refit(
     timeout: TIMEOUT = 600.0,
 ) -> None:
     """Bring every worker of a fleet to a checkpoint: pause, update, flush, resume, until nobody is new."""
-    from tuneloop.artifacts import Artifact
+    from tuneloop.core.artifacts import Artifact
     from tuneloop.fleet import open_fleet
     from tuneloop.fleet.refit import refit, target
 
@@ -146,7 +146,7 @@ def documents(manifest: Path) -> list[dict[str, Any]]:
     """
     import yaml
 
-    from tuneloop.errors import UserError
+    from tuneloop.core.errors import UserError
 
     try:
         return [each for each in yaml.safe_load_all(manifest.read_text()) if isinstance(each, dict)]

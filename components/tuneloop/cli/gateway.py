@@ -31,7 +31,7 @@ def gateway(
     import contextlib
     import socket
 
-    from tuneloop.errors import UserError
+    from tuneloop.core.errors import UserError
 
     try:
         import uvicorn
@@ -43,10 +43,10 @@ def gateway(
     with contextlib.ExitStack() as stack, socket.socket() as listener:
         token_file = token_file.expanduser().absolute()
         if local:
+            from tuneloop.core.store import normalize
             from tuneloop.gateway.access import TokenFile
             from tuneloop.gateway.processes import Processes
             from tuneloop.gateway.sessions import read_settings
-            from tuneloop.store import normalize
 
             access = TokenFile(token_file)
             processes = Processes(token_file.parent / "gateway-logs", read_settings(config), device)

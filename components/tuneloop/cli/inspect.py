@@ -59,7 +59,7 @@ def logs(
 ) -> None:
     """Print what the stages wrote. Each line behind the stage and iteration that wrote it."""
     from tuneloop.cli.live import label
-    from tuneloop.errors import UserError
+    from tuneloop.core.errors import UserError
     from tuneloop.runs import Run
 
     run = Run.open(name, store)
@@ -169,7 +169,7 @@ def _texts(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _rows_of_runs(store: str) -> list[dict[str, Any]]:
     """What is known of every run, oldest first; of those that cannot be read, why."""
-    from tuneloop.errors import Corrupt, Retryable, UserError
+    from tuneloop.core.errors import Corrupt, Retryable, UserError
     from tuneloop.runs import names
 
     rows = []

@@ -154,7 +154,7 @@ def build(pipeline: str, config: Path | None, sets: list[str] | None) -> Any:
     from importlib.util import find_spec
 
     from tuneloop.config import find
-    from tuneloop.errors import UserError
+    from tuneloop.core.errors import UserError
 
     found = find(pipeline)
     if not hasattr(found.module, "build_kfp"):
@@ -176,7 +176,7 @@ def route(arguments: list[str]) -> list[str]:
     Raises:
         UserError: another target.
     """
-    from tuneloop.errors import UserError
+    from tuneloop.core.errors import UserError
 
     words = [word for each in arguments for word in (each.split("=", 1) if each.startswith("--to=") else [each])]
     if "--to" not in words:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 PROGRESS = re.compile(r"^\w+: (?P<done>\d+)/(?P<total>\d+) \S")
-"""A line of `tuneloop.progress`."""
+"""A line of `tuneloop.core.progress`."""
 
 
 class Display:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo.settings import Share
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.phases import recorded, role
-from tuneloop.rendered import read_stage
 from tuneloop.runs import Run, records
 from tuneloop.sharing.plans import APART, GROUP, PLANS, ROLES, SERIAL, SHARED, Plan, compare, recommended, refuse
 from tuneloop.sharing.simulate import Rules, Task
 from tuneloop.sharing.turns import pause
+from tuneloop.workflow.rendered_stages import read_stage
+from tuneloop.workflow.settings import Share
 
 if TYPE_CHECKING:
     from rich.table import Table

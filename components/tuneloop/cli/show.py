@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from tuneloop.argo.state import BROKEN, Node
 from tuneloop.cli.live import iteration_of, label
 from tuneloop.cli.tables import show
-from tuneloop.errors import EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE
+from tuneloop.core.errors import EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE
+from tuneloop.core.store import normalize
 from tuneloop.runs import Run
-from tuneloop.store import normalize
 from tuneloop.summary import clock, result_line, size
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def show_weights(run: Run) -> None:
 
 def report(run: Run, output: Path | None = None) -> Path:
     """Write the run's page, by default beside its local state."""
-    from tuneloop.errors import UserError
+    from tuneloop.core.errors import UserError
     from tuneloop.report import page
 
     path = output or run.directory / "report.html"

@@ -42,7 +42,7 @@ def _in_cluster(namespace: str, context: str | None) -> dict[str, Document]:
 
 
 def _in_store(store: str, group: str | None) -> dict[str, Document]:
-    from tuneloop.errors import UserError
+    from tuneloop.core.errors import UserError
     from tuneloop.sharing.file import STORED
     from tuneloop.sharing.turns import open_turns
 

@@ -12,7 +12,7 @@ from tuneloop.argo.state import Node
 from tuneloop.argo.watch import nodes
 from tuneloop.cli.live import label
 from tuneloop.cli.show import blamed, culprit
-from tuneloop.errors import EXIT_USER
+from tuneloop.core.errors import EXIT_USER
 from tuneloop.summary import aligned
 
 

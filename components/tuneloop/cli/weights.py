@@ -114,7 +114,7 @@ def published_root(run: Run) -> str | None:
 
 
 def _root(name: str, store: str) -> str:
-    from tuneloop.errors import UserError
+    from tuneloop.core.errors import UserError
     from tuneloop.runs import Run
 
     if "/" in name:
@@ -126,7 +126,7 @@ def _root(name: str, store: str) -> str:
 
 
 def _listed(root: str) -> list[Listed]:
-    from tuneloop.errors import UserError
+    from tuneloop.core.errors import UserError
     from tuneloop.weights import ls
 
     if found := ls(root):
@@ -156,7 +156,7 @@ def _show_published(root: str) -> None:
 
 def _verify_published(root: str, version: int | None) -> int:
     """Assemble versions and compare every tensor; 2 where one can not be, or differs."""
-    from tuneloop.errors import UserError
+    from tuneloop.core.errors import UserError
     from tuneloop.weights import verify
 
     first: dict[str, int] = {}
@@ -172,7 +172,7 @@ def _verify_published(root: str, version: int | None) -> int:
 
 
 def _verify_checkpoints(run: Run, version: int | None) -> int:
-    from tuneloop.errors import UserError
+    from tuneloop.core.errors import UserError
     from tuneloop.runs import verify
 
     held = run.checkpoints

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 Row = Mapping[str, Any]
 UNPACKED = 1024

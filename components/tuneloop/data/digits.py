@@ -15,8 +15,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from tuneloop.core.seeds import derive
 from tuneloop.data import Example, Splits
-from tuneloop.seeds import derive
 
 
 def load(

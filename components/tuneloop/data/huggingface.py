@@ -9,10 +9,10 @@ from typing import Any
 import datasets
 import xxhash
 
-from tuneloop.artifacts import file_digest
+from tuneloop.core.artifacts import file_digest
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.seeds import derive
 from tuneloop.data import Columns, Example, Splits
-from tuneloop.errors import Retryable, UserError
-from tuneloop.seeds import derive
 
 
 def load(

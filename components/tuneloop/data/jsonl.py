@@ -11,11 +11,11 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import xxhash
 
+from tuneloop.core.errors import UserError
+from tuneloop.core.seeds import derive
+from tuneloop.core.store import Store, local_path
 from tuneloop.data import Columns, Example, Splits, _rows
 from tuneloop.data._rows import Rows
-from tuneloop.errors import UserError
-from tuneloop.seeds import derive
-from tuneloop.store import Store, local_path
 
 
 def load(

@@ -9,8 +9,8 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
+from tuneloop.core.errors import UserError
 from tuneloop.data import Example, Splits
-from tuneloop.errors import UserError
 
 
 def load(n: int, seed: int, *, task: str, config: dict[str, Any] | None = None) -> Splits:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from tuneloop import plugins
-from tuneloop.artifacts import Artifact
-from tuneloop.rollouts import Completion, Request
+from tuneloop.core import plugins
+from tuneloop.core.artifacts import Artifact
+from tuneloop.formats.rollouts import Completion, Request
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import Retryable, Unavailable, UserError
 from tuneloop.engines import Sampling
-from tuneloop.errors import Retryable, Unavailable, UserError
-from tuneloop.rollouts import Completion, Request
+from tuneloop.formats.rollouts import Completion, Request
 
 Value = TypeVar("Value")
 LOSSES = 3

@@ -19,11 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.store import Store
 from tuneloop.engines._loop import EngineLoop, Mode, Refused
 from tuneloop.engines._readback import Readback, read_back
 from tuneloop.engines.vllm import Vllm
-from tuneloop.errors import Retryable, UserError
-from tuneloop.store import Store
 from tuneloop.weights import Materialized, live, materialize, pointer
 from tuneloop.weights.materialize import MARKER
 from tuneloop.weights.versions import Chain

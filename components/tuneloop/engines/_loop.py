@@ -19,10 +19,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
+from tuneloop.core.errors import UserError
 from tuneloop.engines import Sampling
 from tuneloop.engines.vllm import Answer, Tokens, Vllm
-from tuneloop.errors import UserError
-from tuneloop.rollouts import Completion, Request
+from tuneloop.formats.rollouts import Completion, Request
 
 Mode = Literal["wait", "keep"]
 """What becomes of running requests when weights change, in vLLM's words."""

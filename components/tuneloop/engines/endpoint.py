@@ -24,15 +24,15 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tuneloop import plugins
-from tuneloop.artifacts import Artifact
-from tuneloop.component import from_validation
+from tuneloop.core import plugins
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import from_validation
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.seeds import derive
 from tuneloop.engines import Engine, Sampling
-from tuneloop.errors import Retryable, UserError
 from tuneloop.fleet import Fleet, open_fleet
 from tuneloop.fleet.refit import Refitted, refit, target
-from tuneloop.rollouts import Completion, Request
-from tuneloop.seeds import derive
+from tuneloop.formats.rollouts import Completion, Request
 
 Result = TypeVar("Result")
 LATER = (408, 409, 425, 429, 500, 502, 503, 504)

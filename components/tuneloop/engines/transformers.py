@@ -16,11 +16,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import UserError
+from tuneloop.core.processor import check_processor
 from tuneloop.engines import Engine, Sampling
-from tuneloop.errors import UserError
-from tuneloop.processor import check_processor
-from tuneloop.rollouts import Completion, Request
+from tuneloop.formats.rollouts import Completion, Request
 
 if TYPE_CHECKING:
     from torch import Tensor

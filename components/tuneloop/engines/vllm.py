@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import UserError
+from tuneloop.core.processor import check_processor
 from tuneloop.engines import Engine, Sampling
 from tuneloop.engines._client import Client
-from tuneloop.errors import UserError
-from tuneloop.processor import check_processor
-from tuneloop.rollouts import Completion, Request
+from tuneloop.formats.rollouts import Completion, Request
 
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
 """Engine arguments that tuneloop sets: another value would break what a rollout promises."""

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from tuneloop.core.errors import UserError
 from tuneloop.environments import Environment, Reply
-from tuneloop.errors import UserError
 
 NUMBER = re.compile(r"-?\d{1,18}")
 

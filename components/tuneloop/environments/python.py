@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from tuneloop.core.errors import Retryable
 from tuneloop.environments import Call, Environment, Reply, tool_calls
-from tuneloop.errors import Retryable
 from tuneloop.sandbox import Limits, check_kernel, run
 
 

@@ -34,8 +34,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from tuneloop import plugins
-from tuneloop.errors import Retryable, UserError
+from tuneloop.core import plugins
+from tuneloop.core.errors import Retryable, UserError
 
 ROUTES = (
     "get_weight_version",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from urllib.parse import urlsplit
 
-from tuneloop.errors import Retryable, UserError
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.fleet import Fleet, Worker, port_of
 
 

@@ -12,7 +12,7 @@ import json
 import os
 from typing import Any
 
-from tuneloop.errors import Retryable, UserError
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.fleet import ROUTES, Fleet, Worker, named
 
 FRONTEND_PORT = 8000

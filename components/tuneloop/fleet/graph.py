@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tuneloop.argo.settings import RUN_LABEL
-from tuneloop.errors import Retryable, UserError
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.fleet.dynamo import FRONTEND_PORT
 from tuneloop.kube.api_errors import read_api_message, translate_api_errors
 from tuneloop.kube.connection import IN_CLUSTER, WORKFLOWS, Connection
+from tuneloop.workflow.settings import RUN_LABEL
 
 GROUP, KIND, PLURAL = "nvidia.com", "DynamoGraphDeployment", "dynamographdeployments"
 VERSIONS = ("v1beta1", "v1alpha1")

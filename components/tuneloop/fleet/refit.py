@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from tuneloop.artifacts import Artifact
-from tuneloop.errors import Retryable
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import Retryable
+from tuneloop.core.store import local_path
 from tuneloop.fleet import Fleet, Unreachable, Worker
-from tuneloop.store import local_path
 
 PASSES = 5
 

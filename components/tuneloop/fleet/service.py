@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.fleet import Fleet, Worker, named
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import connect

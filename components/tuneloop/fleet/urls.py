@@ -9,7 +9,7 @@ import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.fleet import Fleet, Worker, port_of
 
 CONNECT_S = 5.0

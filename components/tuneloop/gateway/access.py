@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tuneloop.errors import Retryable, UserError
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.gateway.sessions import Refused
 
 REMEMBERED = 30.0

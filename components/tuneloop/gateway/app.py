@@ -34,8 +34,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from tuneloop.component import from_validation
-from tuneloop.errors import Retryable, UserError
+from tuneloop.core.component import from_validation
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.gateway import wire
 from tuneloop.gateway.access import Access, Caller, token_of
 from tuneloop.gateway.sessions import ALIVE, LABEL, Backend, Refused, Session, Wanted, read_settings

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.argo.pod_fields import NOBODY, RESTRICTED, STORE
-from tuneloop.argo.settings import QUEUE_LABEL
 from tuneloop.gateway.access import answered
 from tuneloop.gateway.sessions import Phase, Refused, Session, Wanted, read_settings
 from tuneloop.gateway.worker import KEY
+from tuneloop.workflow.settings import QUEUE_LABEL
 
 LABEL = "tuneloop.dev/session"
 WANTED, CREATOR, ARTIFACTS = ("tuneloop.dev/" + name for name in ("session-wanted", "session-creator", "artifacts"))

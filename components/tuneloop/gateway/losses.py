@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

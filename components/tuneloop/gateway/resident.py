@@ -12,20 +12,20 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from tuneloop import checkpoint
-from tuneloop.artifacts import Artifact, Draft
-from tuneloop.component import Params
+from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.core.component import Params
+from tuneloop.core.context import Stage
+from tuneloop.core.errors import UserError
+from tuneloop.core.provenance import provenance
 from tuneloop.engines import Sampling
-from tuneloop.errors import UserError
+from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.gateway import losses
 from tuneloop.gateway.wire import Datum
-from tuneloop.provenance import provenance
-from tuneloop.rollouts import Completion, Request
-from tuneloop.stage import Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tuneloop.corpus import Document
+    from tuneloop.formats.token_files import Document
     from tuneloop.trainers.fsdp import Policy, Ranks, Trainer
     from tuneloop.trainers.lora import Lora
 
@@ -280,7 +280,7 @@ class Sampler:
 def _document(datum: Datum, needed: Sequence[str], policy: Policy) -> Document:
     """`datum` as the trainer takes it: one more token at the end, which nothing looks at, makes each position one that
     predicts."""
-    from tuneloop.corpus import Document
+    from tuneloop.formats.token_files import Document
 
     length = len(datum.tokens)
     if not 0 < length <= policy.context:

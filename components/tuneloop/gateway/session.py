@@ -18,15 +18,15 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from tuneloop import checkpoint
-from tuneloop.artifacts import Artifact, canonical, find
+from tuneloop.core.artifacts import Artifact, canonical, find
+from tuneloop.core.errors import UserError
+from tuneloop.core.seeds import derive
+from tuneloop.core.store import local_path, normalize
 from tuneloop.engines import Sampling
-from tuneloop.errors import UserError
+from tuneloop.formats.rollouts import Request
 from tuneloop.gateway import wire
 from tuneloop.gateway.ledger import Entry, Gone, Ledger
 from tuneloop.gateway.resident import AdamParams, Resident, Sampler, Snapshot
-from tuneloop.rollouts import Request
-from tuneloop.seeds import derive
-from tuneloop.store import local_path, normalize
 
 if TYPE_CHECKING:
     from tuneloop.trainers.fsdp import Ranks
@@ -525,7 +525,7 @@ def _limits(base: Artifact) -> tuple[Limits, tuple[int, ...]]:
 def _read_limits(directory: Path) -> tuple[Limits, tuple[int, ...]]:
     from transformers import AutoConfig
 
-    from tuneloop.tokens import load_tokenizer, stop_ids
+    from tuneloop.formats.tokens import load_tokenizer, stop_ids
 
     text = AutoConfig.from_pretrained(directory).get_text_config()
     context = int(getattr(text, "max_position_embeddings", 1 << 30))

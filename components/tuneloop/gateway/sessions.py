@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tuneloop.artifacts import canonical
-from tuneloop.component import from_validation
-from tuneloop.errors import UserError
+from tuneloop.core.artifacts import canonical
+from tuneloop.core.component import from_validation
+from tuneloop.core.errors import UserError
 from tuneloop.sharing.file import STORED
 
 Phase = Literal["queued", "starting", "running", "ending", "ended", "failed"]

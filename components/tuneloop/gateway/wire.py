@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 SCHEMA = """
 SparseCsr               1 bytes values, 2 bytes crow_indices, 3 bytes col_indices

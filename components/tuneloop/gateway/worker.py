@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from tuneloop import fence
-from tuneloop.component import from_validation
-from tuneloop.errors import EXIT_USER, Retryable, UserError, failed, say
+from tuneloop.core import fencing
+from tuneloop.core.component import from_validation
+from tuneloop.core.errors import EXIT_USER, Retryable, UserError, failed, say
 from tuneloop.gateway import session as asked
 from tuneloop.gateway import wire
 from tuneloop.gateway.ledger import Conflict, Gone
@@ -224,8 +224,8 @@ class Worker:
         if self.turns is None:
             yield None
             return
-        file = os.environ.get(fence.VARIABLE)
-        told = functools.partial(fence.write, Path(file)) if file else None
+        file = os.environ.get(fencing.VARIABLE)
+        told = functools.partial(fencing.write, Path(file)) if file else None
         with self.turns.acquire(stop=self.stopping, told=told) as held, _guarded(held):
             self.session.wake()
             try:
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.turns:
             from tuneloop.sharing.turns import open_turns
 
-            os.environ[fence.VARIABLE] = os.path.join(tempfile.mkdtemp(prefix="tuneloop-"), "turn.json")
+            os.environ[fencing.VARIABLE] = os.path.join(tempfile.mkdtemp(prefix="tuneloop-"), "turn.json")
             turns = open_turns(options.turns, who=options.session, policy=options.policy, patience=options.patience)
         worker = Worker(Session(options.session, options.artifacts, lambda: _ranks(options.device)), key, turns)
         return _serve(worker, options)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuneloop.errors import Retryable, UserError
+from tuneloop.core.errors import Retryable, UserError
 
 DONE = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 EXPERIMENT = "tuneloop"

@@ -11,11 +11,11 @@ from kfp import dsl
 from kfp.dsl import HTML, ClassificationMetrics, Dataset, Input, Markdown, Metrics, Model, Output
 
 from tuneloop.argo.grain import as_text, part
-from tuneloop.argo.settings import Cluster
 from tuneloop.kfp.segment import RESULTS
 from tuneloop.kfp.settings import Kfp
 from tuneloop.kfp.stage import TARGET
 from tuneloop.kfp.template import REQUIRED, Step, container, place
+from tuneloop.workflow.settings import Cluster
 
 if TYPE_CHECKING:
     from hera.workflows import Workflow

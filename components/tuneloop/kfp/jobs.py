@@ -18,10 +18,10 @@ from kfp import dsl
 from kfp.dsl import Dataset, Input
 
 from tuneloop.argo.grain import as_text
-from tuneloop.argo.settings import Cluster
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.kfp.settings import Kfp
 from tuneloop.kfp.template import LAUNCHER, REQUIRED, TYPES, Step, container, place
+from tuneloop.workflow.settings import Cluster
 
 ABOUT = {"job_name": "of the job: the same again follows the one that stands, or replaces it if it has failed"}
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import tuneloop
-from tuneloop.component import Component
+from tuneloop.core.component import Component
+from tuneloop.core.program import flag
 from tuneloop.kfp.previews import markdown
-from tuneloop.program import flag
 
 
 def stages() -> Iterator[Component]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tuneloop.artifacts import find
+from tuneloop.core.artifacts import find
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.stage import handle
 

@@ -10,9 +10,9 @@ from math import exp
 from operator import itemgetter
 from typing import Any
 
-from tuneloop.artifacts import Manifest
+from tuneloop.core.artifacts import Manifest
+from tuneloop.core.store import Store
 from tuneloop.kfp.io import Task
-from tuneloop.store import Store
 
 ROWS, WIDTH, BATCH = 8, 160, 64
 """Rows of a preview, characters of a cell, and rows read at a time."""

@@ -1,6 +1,6 @@
 """What KFP cannot see, done in the stage's own process: its launcher turns every exit code into 1, so it cannot tell
 what may pass (75) from the user's mistake (2). So a stage that ends with 75 by itself is run again here, within the
-same budget as on Argo (`tuneloop.attempts`); one that was asked to end is not.
+same budget as on Argo (`tuneloop.core.attempts`); one that was asked to end is not.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from tuneloop.attempts import BUDGET
-from tuneloop.ends import INTERRUPTION, classify_end
-from tuneloop.errors import EXIT_RETRY, TERMINATION_LOG, write_termination_message
+from tuneloop.core.attempts import BUDGET
+from tuneloop.core.ends import INTERRUPTION, classify_end
+from tuneloop.core.errors import EXIT_RETRY, TERMINATION_LOG, write_termination_message
 
 PAUSE_S = 10.0
 """Seconds between two attempts, as on Argo."""

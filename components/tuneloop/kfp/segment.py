@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop import segment
-from tuneloop.artifacts import Manifest, find
-from tuneloop.errors import UserError, failed
+from tuneloop.core.artifacts import Manifest, find
+from tuneloop.core.errors import UserError, failed
+from tuneloop.core.program import flag
+from tuneloop.core.store import Store
 from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.stage import ended, hand_over, skip, text
-from tuneloop.program import flag
-from tuneloop.store import Store
 
 RESULTS = {"last_iteration": int, "mean_reward": float}
 """Output parameters: the last iteration that was done, and what its rollouts earned."""

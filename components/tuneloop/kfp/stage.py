@@ -23,14 +23,14 @@ from typing import Any
 
 import xxhash
 
-from tuneloop import plugins
-from tuneloop.artifacts import Manifest, find, split_ref
-from tuneloop.component import Component
+from tuneloop.core import plugins
+from tuneloop.core.artifacts import Manifest, find, split_ref
+from tuneloop.core.component import Component
+from tuneloop.core.program import flag
+from tuneloop.core.store import Store
 from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
-from tuneloop.program import flag
-from tuneloop.store import Store
 
 URL, TARGET = "url", "target_reward"
 """Parameters of the adapter's own: where the output is committed; the mean reward that ends a loop."""
@@ -69,7 +69,7 @@ def launch(stage: Component, task: Task, *, nodes: int, processes: int, cluster:
     """
     from tuneloop.argo.jobset import jobset, pod_spec, ranks_env
     from tuneloop.argo.launch import main as follow
-    from tuneloop.argo.settings import Cluster
+    from tuneloop.workflow.settings import Cluster
 
     if find(url := task.parameters[URL]) is not None:
         return 0

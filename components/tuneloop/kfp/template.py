@@ -19,11 +19,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tuneloop.argo.pod_fields import STORE
-from tuneloop.argo.settings import Cluster
-from tuneloop.component import Component
-from tuneloop.errors import UserError
+from tuneloop.core.component import Component
+from tuneloop.core.errors import UserError
 from tuneloop.kfp.settings import Kfp
 from tuneloop.kfp.stage import TARGET, URL, result
+from tuneloop.workflow.settings import Cluster
 
 TYPES = {"checkpoint": Model, "policy": Model, "reference": Model, "model": Model, "metrics": Metrics}
 """Input or output → artifact type; any other is a Dataset."""

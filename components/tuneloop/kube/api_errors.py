@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from tuneloop.errors import Retryable, Unavailable, UserError
+from tuneloop.core.errors import Retryable, Unavailable, UserError
 from tuneloop.kube.connection import IN_CLUSTER, Connection
 
 PATIENCE = 300.0

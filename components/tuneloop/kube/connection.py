@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
 OWNER = {"apiVersion": "/".join(WORKFLOWS[:2]), "kind": "Workflow"}

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 Kind = Literal["done", "error", "timeout", "memory", "output", "escape"]
 JAIL = Path(__file__).with_name("jail.py")

@@ -5,9 +5,9 @@ The object stays when the last run has left: an empty one, so that the numbers o
 
 from __future__ import annotations
 
-from tuneloop.errors import Corrupt
+from tuneloop.core.errors import Corrupt
+from tuneloop.core.store import Store
 from tuneloop.sharing.turns import Document, open_turns
-from tuneloop.store import Store
 
 KEY = "turns.json"
 STORED = ".turns"

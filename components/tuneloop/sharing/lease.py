@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from tuneloop.errors import Corrupt, Unavailable, UserError
+from tuneloop.core.errors import Corrupt, Unavailable, UserError
+from tuneloop.core.store import Conflict
 from tuneloop.kube.api_errors import Unreachable, translate_api_errors
 from tuneloop.kube.connection import OWNER, Connection
 from tuneloop.sharing.turns import Document, Turns
-from tuneloop.store import Conflict
 
 LEASES = ("coordination.k8s.io", "v1", "leases")
 PREFIX = "tuneloop-turns-"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.sharing.simulate import LAST, Rules, Schedule, Task, percentile, simulate
 from tuneloop.sharing.turns import POLICIES
 

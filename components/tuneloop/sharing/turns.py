@@ -27,9 +27,9 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tuneloop.errors import Interrupted, Retryable, Unavailable, UserError
-from tuneloop.fence import Grant, clock
-from tuneloop.store import Conflict
+from tuneloop.core.errors import Interrupted, Retryable, Unavailable, UserError
+from tuneloop.core.fencing import Grant, clock
+from tuneloop.core.store import Conflict
 
 Policy = Literal["fifo", "lrs"]
 POLICIES: tuple[Policy, ...] = ("fifo", "lrs")
@@ -348,7 +348,7 @@ class Held:
 
     @property
     def grant(self) -> Grant:
-        """What `tuneloop.fence` needs to know."""
+        """What `tuneloop.core.fencing` needs to know."""
         until = -1.0 if self.lost.is_set() else self.renewed + SAFE * self.turns.patience
         about = {"group": self.turns.group, "number": self.number, "ticket": self.ticket}
         return Grant(renewed=self.renewed, until=until, **about)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tuneloop.corpus import Document
+from tuneloop.formats.token_files import Document
 
 FORWARD_COST = 256
 """What one forward and backward costs beside its tokens, in tokens (tiny model on a CPU: 15 ms at 17,000 a second)."""

@@ -7,7 +7,7 @@ import os
 import shutil
 from typing import Any
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 
 def check(device: str, world: int, cpu_offload: bool, torch_compile: bool, use_liger_kernel: bool) -> None:

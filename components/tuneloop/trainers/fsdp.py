@@ -28,10 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from tuneloop.artifacts import Artifact
-from tuneloop.corpus import Document
-from tuneloop.errors import UserError
-from tuneloop.processor import check_processor
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import UserError
+from tuneloop.core.processor import check_processor
+from tuneloop.formats.token_files import Document
 from tuneloop.trainers import _dcp, _export, _options, _traffic, lora
 from tuneloop.trainers._batch import Batch, collate, plan
 from tuneloop.trainers._sleep import Bed, Moved

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

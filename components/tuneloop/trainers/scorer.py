@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tuneloop.corpus import Document
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
+from tuneloop.formats.token_files import Document
 from tuneloop.trainers import _dcp
 from tuneloop.trainers.fsdp import Policy, Trainer
 

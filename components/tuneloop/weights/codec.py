@@ -22,7 +22,7 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from tuneloop.errors import Corrupt, UserError
+from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.weights.layout import Bytes
 
 Encoding = Literal["gap8-xor", "xor", "overwrite"]

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from tuneloop.errors import Corrupt
+from tuneloop.core.errors import Corrupt
 from tuneloop.weights import codec
 from tuneloop.weights.layout import Blame, Bytes, Checkpoint, blamed, encode_header, read_header
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tuneloop.errors import UserError
-from tuneloop.store import Store
+from tuneloop.core.errors import UserError
+from tuneloop.core.store import Store
 from tuneloop.weights import codec, delta, live
 from tuneloop.weights.layout import Checkpoint
 from tuneloop.weights.materialize import check, materialize

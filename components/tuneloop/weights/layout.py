@@ -18,8 +18,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from tuneloop.errors import Corrupt, UserError
-from tuneloop.store import inside, opened
+from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.store import inside, opened
 
 Bytes = NDArray[np.uint8]
 

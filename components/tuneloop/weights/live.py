@@ -17,8 +17,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tuneloop.artifacts import canonical
-from tuneloop.store import Store
+from tuneloop.core.artifacts import canonical
+from tuneloop.core.store import Store
 
 PLACE = "live"
 RECORDS = "served"

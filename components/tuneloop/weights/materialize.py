@@ -14,9 +14,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from tuneloop.artifacts import file_digest
-from tuneloop.errors import Corrupt, UserError
-from tuneloop.store import Store
+from tuneloop.core.artifacts import file_digest
+from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.store import Store
 from tuneloop.weights import delta, versions
 from tuneloop.weights.layout import Blame, Checkpoint, blamed, visible_files
 from tuneloop.weights.versions import Chain, Entry

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tuneloop import fence
-from tuneloop.errors import Corrupt, UserError
-from tuneloop.store import Conflict, Store
+from tuneloop.core import fencing
+from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.store import Conflict, Store
 
 KEY = "latest"
 
@@ -63,7 +63,7 @@ def advance(root: str | Store, latest: Latest) -> bool:
             raise PointerRewind("weights", latest.version, f"{store.url} is at version {now.version} already")
         if now is not None and now.version == latest.version:
             raise PointerConflict("weights", latest.ref, f"version {now.version} of {store.url} is {now.ref}")
-        fence.check()
+        fencing.check()
         try:
             store.swap(KEY, data, latest.model_dump_json().encode())
             return True

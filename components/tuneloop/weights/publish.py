@@ -9,9 +9,9 @@ from pathlib import Path
 
 import xxhash
 
-from tuneloop.artifacts import file_digest
-from tuneloop.errors import Corrupt
-from tuneloop.store import Conflict, Store
+from tuneloop.core.artifacts import file_digest
+from tuneloop.core.errors import Corrupt
+from tuneloop.core.store import Conflict, Store
 from tuneloop.weights import codec, delta, pointer, versions
 from tuneloop.weights.layout import Checkpoint
 from tuneloop.weights.materialize import materialize

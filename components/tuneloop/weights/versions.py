@@ -20,9 +20,9 @@ from typing import Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
-from tuneloop.artifacts import DIGEST
-from tuneloop.errors import Corrupt, UserError
-from tuneloop.store import Store
+from tuneloop.core.artifacts import DIGEST
+from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.store import Store
 from tuneloop.weights import pointer
 from tuneloop.weights.codec import Encoding
 from tuneloop.weights.layout import file_names

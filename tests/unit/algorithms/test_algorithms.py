@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from tuneloop import plugins
 from tuneloop.algorithms import _terms, cispo, dapo, dr_grpo, grpo, gspo, reinforce_plus_plus, rloo
 from tuneloop.algorithms._objective import Completions, PolicyGradient, Tokens
+from tuneloop.core import plugins
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.5, 9.0])
 GROUPS = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])

@@ -15,12 +15,12 @@ from tuneloop.argo.jobset import pod_spec
 from tuneloop.argo.lint import lint
 from tuneloop.argo.parts import execute_parts
 from tuneloop.argo.schedule import looking
-from tuneloop.argo.settings import QUEUE_LABEL, Cluster, Share
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.config import find
+from tuneloop.core.errors import UserError
 from tuneloop.data_prep import data_prep
-from tuneloop.errors import UserError
 from tuneloop.plan import draw
+from tuneloop.workflow.settings import QUEUE_LABEL, Cluster, Share
 
 SHARED = ("cluster.share.group=demo", "cluster.share.device_class=gpu.example.com")
 

@@ -14,7 +14,7 @@ from tuneloop.argo.cluster import workflows
 from tuneloop.argo.preflight import notices
 from tuneloop.cli import invoke
 from tuneloop.config import find
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 
 def test_workflows_of_one_second_follow_their_numbers() -> None:

@@ -14,7 +14,7 @@ from tuneloop.argo import state
 from tuneloop.argo.executor import execute
 from tuneloop.argo.state import Node
 from tuneloop.config import find
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 ECHO = shell("echo", "printf '%s' '{{inputs.parameters.x}}' > /tmp/out/y", inputs=("x",), outputs=("y",))
 OK = shell("ok", "true")

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from tuneloop.argo.expressions import ExpressionError, condition, evaluate, substitute, text
+from tuneloop.workflow.expressions import ExpressionError, condition, evaluate, substitute, text
 
 SCOPE = {
     "inputs.parameters.iteration": "3",

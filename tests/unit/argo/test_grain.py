@@ -47,7 +47,7 @@ def test_stages_of_a_pod_are_in_no_template_of_their_own(workflow: dict) -> None
 STAGE = '''
 import os, random, sys, time
 from pathlib import Path
-from tuneloop.component import Stage, component
+from tuneloop.core.component import Stage, component
 
 @component("made", results={"total": int})
 def toy(stage: Stage, *, number: int = 0, wait_s: float = 0.0):

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
-from tuneloop.argo import spec
 from tuneloop.argo.cluster import prepare, queued
 from tuneloop.argo.lint import lint
 from tuneloop.argo.preflight import requests
 from tuneloop.argo.schedule import schedule
 from tuneloop.config import find
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow import manifest
 
 
 def rendered(*sets: str) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def test_the_stages_that_train_become_jobsets() -> None:
 def test_one_machine_refuses_them_by_name() -> None:
     made = rendered("nodes=2")["spec"]
     with pytest.raises(UserError, match=r"-job\.resource.*say nodes=1"):
-        spec.check(made, made["templates"])
+        manifest.check(made, made["templates"])
 
 
 def test_a_priority_given_at_submission_reaches_the_jobs() -> None:

@@ -13,7 +13,7 @@ from tuneloop.argo import proceed, schedule, seats
 from tuneloop.argo.cluster import workflows
 from tuneloop.argo.launch import launch
 from tuneloop.argo.schedule import unschedule
-from tuneloop.errors import Retryable, UserError
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.api_errors import retry_until_available
 from tuneloop.kube.connection import IN_CLUSTER, Connection
 

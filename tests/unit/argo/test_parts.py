@@ -10,10 +10,10 @@ from benchmarks.argo_loop import build
 from tuneloop.argo.executor import Outcome, execute
 from tuneloop.argo.parts import execute_parts
 from tuneloop.argo.proceed import following
-from tuneloop.argo.settings import LOCAL
 from tuneloop.argo.state import Node, read
 from tuneloop.config import find
 from tuneloop.runs import Run
+from tuneloop.workflow.settings import LOCAL
 
 
 def run(workdir: Path, iterations: int, per_workflow: int, script: str | None = None) -> Outcome:

@@ -21,7 +21,7 @@ from tuneloop.argo import state
 from tuneloop.argo.executor import _kinds
 from tuneloop.argo.processes import WARM, Launcher, Process, base_environment
 from tuneloop.argo.warm import compatible, serves, warmable
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 OK = shell("ok", "true")
 ROOT = Path(__file__).parents[3]

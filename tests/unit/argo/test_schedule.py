@@ -7,7 +7,7 @@ from tests.unit.argo.api import serving
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.schedule import CRON, LABEL, check_cron, check_timezone, looking, schedule, unschedule
 from tuneloop.config import find
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 
 @pytest.mark.parametrize(

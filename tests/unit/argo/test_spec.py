@@ -7,8 +7,8 @@ import pytest
 
 from tests.unit.argo.making import dag, run, shell, task, workflow
 from tuneloop.argo.executor import execute
-from tuneloop.argo.spec import merged, seconds
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
+from tuneloop.workflow.manifest import merged, seconds
 
 OK = shell("ok", "true")
 MAIN = dag(task("t", "ok"))

@@ -10,12 +10,12 @@ from hera.workflows import DAG, Container, Parameter
 
 from tuneloop.argo.executor import execute
 from tuneloop.argo.pod_fields import pod_fields
-from tuneloop.argo.settings import Cluster, Share
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.argo.turn import take_turns
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.rollout import rollout
 from tuneloop.sharing.turns import open_turns
+from tuneloop.workflow.settings import Cluster, Share
 
 SHARED = Cluster(share=Share(group="g", patience=10))
 

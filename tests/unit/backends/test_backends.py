@@ -8,13 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tuneloop.argo.settings import Cluster
 from tuneloop.argo.trainjob import as_job, as_jobset, as_rayjob, prepare_rayjob, run_here, trainjob
 from tuneloop.backends import LLMBackend, backend, register, registered
 from tuneloop.backends.native import Native
 from tuneloop.backends.torchtune import Torchtune
 from tuneloop.backends.trl import Trl, score
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
+from tuneloop.workflow.settings import Cluster
 
 FULL = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o"}
 

@@ -14,14 +14,14 @@ import pytest
 
 from tests.policies import commit_policy, commit_prompts
 from tests.waiting import LIMIT_S, until
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import Interrupted, Retryable, UserError
 from tuneloop.engines import Remote, Sampling
 from tuneloop.engines._client import LOSSES, Client, Lost
 from tuneloop.episodes import Play, play
-from tuneloop.errors import Interrupted, Retryable, UserError
+from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.rollout import rollout
-from tuneloop.rollouts import Completion, Request
-from tuneloop.tokens import load_tokenizer
 
 REQUESTS = [Request("a", [1, 2], [0]), Request("b", [3], [1])]
 SAID = {"ids": [5], "logprobs": [-0.5], "finish_reason": "stop", "start_version": 4, "end_version": 4}

@@ -14,11 +14,11 @@ import pytest
 from tests.policies import commit_policy
 from tests.unit.engines.peer import Peer, serving
 from tests.waiting import LIMIT_S, until
-from tuneloop.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.engines import Sampling
 from tuneloop.engines.endpoint import Endpoint, create
-from tuneloop.errors import Retryable, UserError
-from tuneloop.rollouts import Completion, Request
+from tuneloop.formats.rollouts import Completion, Request
 
 SAMPLED = Sampling(1.0, 6, ())
 REQUESTS = [Request(f"r{i}", [3 + i, 4, 5], [i, i + 100]) for i in range(5)]
@@ -216,7 +216,7 @@ def test_bad_options(url: str | None, args: dict[str, Any], said: str) -> None:
 
 
 def test_completions_of_two_versions_say_which_token_is_whose(tmp_path: Path) -> None:
-    from tuneloop.rollouts import make_rows
+    from tuneloop.formats.rollouts import make_rows
 
     said = Completion([5, 6], [-0.1, -0.2], "length", 2, 3, versions=[2, 3])
     row = {"id": "p", "prompt": "", "answer": "", "reward": "{}", "metadata": "{}"}

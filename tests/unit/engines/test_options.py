@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from tuneloop import plugins
 from tuneloop.config import find
+from tuneloop.core import plugins
+from tuneloop.core.errors import UserError
 from tuneloop.engines import vllm
-from tuneloop.errors import UserError
 
 LIGHT = """
 import sys

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, Qwen3Config
 
 from tests.policies import commit_policy, model
-from tuneloop.artifacts import Artifact, Draft
+from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.core.errors import UserError
 from tuneloop.engines import Sampling
 from tuneloop.engines.transformers import Transformers, create
-from tuneloop.errors import UserError
-from tuneloop.rollouts import Request
+from tuneloop.formats.rollouts import Request
 
 PROMPTS = [[7, 8, 9], [11] * 9, [20, 21, 22, 23, 24], [30]]
 REQUESTS = [Request(f"r{i}", prompt, [100 * i + s for s in range(3)]) for i, prompt in enumerate(PROMPTS)]

@@ -10,11 +10,11 @@ import pytest
 import yaml
 from kubernetes.client import ApiException
 
-from tuneloop.argo.settings import RUN_LABEL
 from tuneloop.cli import invoke
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.fleet.graph import PLURAL, _own, drift, frontend_gate, operator_gate, pods_gate, render
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.settings import RUN_LABEL
 
 BETA = """
 apiVersion: v1

@@ -11,7 +11,7 @@ import pytest
 from tests.making import checkpoint_artifact
 from tests.unit.fleet.crew import Crew
 from tuneloop.cli import invoke
-from tuneloop.errors import Retryable, UserError
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.fleet import Worker, dns, dynamo, open_fleet, urls
 from tuneloop.fleet.refit import Target, refit, target
 

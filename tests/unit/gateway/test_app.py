@@ -20,7 +20,7 @@ import yaml
 from kubernetes import client
 
 from tests.waiting import LIMIT_S, until
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.gateway.access import Caller, TokenFile
 from tuneloop.gateway.app import Gateway
 from tuneloop.gateway.jobs import Jobs, _session

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.making import checkpoint_artifact
-from tuneloop.artifacts import Artifact
 from tuneloop.checkpoint import trainer_state
-from tuneloop.errors import UserError
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import UserError
 from tuneloop.gateway import losses
 from tuneloop.gateway.resident import AdamParams
 from tuneloop.gateway.session import (

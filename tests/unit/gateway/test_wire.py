@@ -6,7 +6,7 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.gateway import wire
 from tuneloop.gateway.session import Array
 

@@ -12,9 +12,9 @@ from starlette.testclient import TestClient
 
 from tests.making import checkpoint_artifact
 from tests.waiting import LIMIT_S, until
-from tuneloop import fence
-from tuneloop.artifacts import Artifact
-from tuneloop.errors import UserError
+from tuneloop.core import fencing
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import UserError
 from tuneloop.gateway import wire
 from tuneloop.gateway import worker as module
 from tuneloop.gateway.session import CreateModel, OptimStep, SaveWeights, Session
@@ -36,7 +36,7 @@ def test_a_worker_computes_in_its_turn_and_sleeps_between(
     monkeypatch.setattr(module, "LINGER", 0.05)
     base = checkpoint_artifact(tmp_path / "base")
     place, other = str(tmp_path / "group"), open_turns(str(tmp_path / "group"), who="another")
-    monkeypatch.setenv(fence.VARIABLE, str(tmp_path / "turn.json"))
+    monkeypatch.setenv(fencing.VARIABLE, str(tmp_path / "turn.json"))
     worker = Worker(session, "key", open_turns(place, who=session.id))
     worker.thread.start()
     try:

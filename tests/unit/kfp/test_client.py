@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 
 from tuneloop.cli import invoke
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.kfp import client
 
 NODES = {

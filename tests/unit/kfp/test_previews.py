@@ -11,7 +11,7 @@ import pyarrow.parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuneloop.artifacts import Draft
+from tuneloop.core.artifacts import Draft
 from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
 

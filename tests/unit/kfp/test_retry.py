@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from tuneloop.attempts import BUDGET
-from tuneloop.errors import EXIT_RETRY, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE, say
+from tuneloop.core.attempts import BUDGET
+from tuneloop.core.errors import EXIT_RETRY, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE, say
 from tuneloop.kfp.retry import retry_in_process
 
 

@@ -12,7 +12,7 @@ from google.protobuf import json_format
 from kfp.pipeline_spec import pipeline_spec_pb2
 
 from tests.unit import toy
-from tuneloop.artifacts import Artifact, find
+from tuneloop.core.artifacts import Artifact, find
 from tuneloop.kfp import io, stage
 from tuneloop.kfp.position import position
 

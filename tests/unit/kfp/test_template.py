@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests import compiling
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tuneloop import sandbox
-from tuneloop.artifacts import Artifact, Draft
+from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.core.errors import UserError
 from tuneloop.data_prep import data_prep
-from tuneloop.errors import UserError
 from tuneloop.reward import reward
 from tuneloop.samples import read_samples
 from tuneloop.scoring import Outcome, score_all

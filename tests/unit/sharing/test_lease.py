@@ -13,7 +13,7 @@ from tests.unit.argo.test_claims import grpo
 from tests.unit.argo.test_launch import Answering, connected
 from tests.unit.argo.test_turn import SHARED, build
 from tuneloop.argo.preflight import _turns
-from tuneloop.errors import Retryable, UserError
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import Connection
 from tuneloop.sharing.lease import Lease
 from tuneloop.sharing.turns import Document, Held, Turns

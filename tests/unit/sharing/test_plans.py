@@ -1,7 +1,7 @@
 import pytest
 
 from tests.unit.sharing.test_simulate import loop
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 from tuneloop.sharing.plans import ALONE, GROUP, OVERLAPPED, PLANS, SERIAL, SHARED, compare, recommended, refuse
 from tuneloop.sharing.simulate import Rules
 

@@ -17,12 +17,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.unit import toy
 from tests.waiting import LIMIT_S, until
-from tuneloop import fence
-from tuneloop.artifacts import Draft, find
-from tuneloop.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
+from tuneloop.core import fencing
+from tuneloop.core.artifacts import Draft, find
+from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
+from tuneloop.core.store import Conflict
 from tuneloop.sharing.file import File
 from tuneloop.sharing.turns import SAFE, Document, Refused, Silence, Turns, open_turns
-from tuneloop.store import Conflict
 from tuneloop.turn import arguments, hold, serve
 from tuneloop.weights import pointer
 
@@ -159,7 +159,7 @@ FREEZES = """
 import os, sys
 from pathlib import Path
 from tuneloop import fence
-from tuneloop.component import component
+from tuneloop.core.component import component
 from tuneloop.sharing.turns import open_turns
 
 @component("metrics")
@@ -199,10 +199,10 @@ def test_a_frozen_stage_commits_nothing(tmp_path: Path, watched: str) -> None:
 
 def test_what_needs_the_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an artifact nor the pointer to the newest weights is written by who is late; with a turn, it is named."""
-    now = fence.clock()
-    grant = fence.Grant(group="g", number=7, ticket="a.1", renewed=now - 9, until=now - 1)
-    fence.write(tmp_path / "turn.json", grant)
-    monkeypatch.setenv(fence.VARIABLE, str(tmp_path / "turn.json"))
+    now = fencing.clock()
+    grant = fencing.Grant(group="g", number=7, ticket="a.1", renewed=now - 9, until=now - 1)
+    fencing.write(tmp_path / "turn.json", grant)
+    monkeypatch.setenv(fencing.VARIABLE, str(tmp_path / "turn.json"))
     with pytest.raises(Retryable, match=r"turn 7 of group g was lost \d+\.\d s ago"):
         toy.sft(out=f"{tmp_path}/sft")
     with pytest.raises(Retryable, match="turn 7"):  # asked last of all, right before it would stand
@@ -210,7 +210,7 @@ def test_what_needs_the_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(Retryable, match="turn 7"):
         pointer.advance(f"{tmp_path}/weights", pointer.Latest(version=1, ref="x"))
     assert find(f"{tmp_path}/sft") is None and pointer.read(f"{tmp_path}/weights") is None
-    fence.write(tmp_path / "turn.json", grant.model_copy(update={"until": now + 600}))
+    fencing.write(tmp_path / "turn.json", grant.model_copy(update={"until": now + 600}))
     assert toy.sft(out=f"{tmp_path}/sft").provenance["turn"] == {"group": "g", "number": 7, "ticket": "a.1"}
     (tmp_path / "turn.json").unlink()
     with pytest.raises(Retryable, match="who holds it has ended"):
@@ -270,13 +270,13 @@ def test_a_sidecar_that_is_started_again_goes_on(tmp_path: Path, patience: float
     place, file, stop = Failing(str(tmp_path)), tmp_path / "turn.json", threading.Event()
     turns = Turns(place, "g", who="a", patience=patience)
     held = turns.wait("a.1", LIMIT_S, threading.Event())  # the sidecar before, killed: nobody has given its seat back
-    fence.write(file, held.grant)
+    fencing.write(file, held.grant)
     place.reads = reads
     sidecar = threading.Thread(target=hold, args=(turns, file, stop), daemon=True)
     sidecar.start()
 
-    def grant() -> fence.Grant:
-        return fence.Grant.model_validate_json(file.read_bytes())
+    def grant() -> fencing.Grant:
+        return fencing.Grant.model_validate_json(file.read_bytes())
 
     until(lambda: grant().renewed > held.renewed or grant().until < 0)
     assert (grant().number, grant().until < 0) == (1, lost)
@@ -289,12 +289,12 @@ def test_a_sidecar_that_is_started_again_goes_on(tmp_path: Path, patience: float
 
 def test_a_sidecar_whose_turn_is_another_s_asks_for_none(tmp_path: Path) -> None:
     turns, file, stop = open_turns(str(tmp_path), who="a", patience=30), tmp_path / "turn.json", threading.Event()
-    fence.write(file, turns.wait("a.1", LIMIT_S, threading.Event()).grant)
+    fencing.write(file, turns.wait("a.1", LIMIT_S, threading.Event()).grant)
     turns.leave()
     stop.set()
     with open_turns(str(tmp_path), who="b", patience=30).acquire(timeout=LIMIT_S) as held:
         hold(turns, file, stop)
-        assert fence.Grant.model_validate_json(file.read_bytes()).until < 0
+        assert fencing.Grant.model_validate_json(file.read_bytes()).until < 0
         assert held.beat() and held.turns.read().waiting == ()
 
 
@@ -308,7 +308,7 @@ def test_a_run_that_its_group_refuses_ends_with_2(
         sidecar = threading.Thread(target=serve, args=(f"{tmp_path}/g", flags, stop), daemon=True)
         sidecar.start()
         until(file.exists)
-        monkeypatch.setenv(fence.VARIABLE, str(file))
+        monkeypatch.setenv(fencing.VARIABLE, str(file))
         assert toy.sft.run(["--checkpoint", f"{tmp_path}/sft"]) == EXIT_USER
         line = "error: turn: 'g': cluster.share.patience: 20.0: the runs of group g say 30.0: say the same, or"
         assert line in capfd.readouterr().err and find(f"{tmp_path}/sft") is None

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.making import tiny_model
-from tuneloop.artifacts import scan
-from tuneloop.corpus import Document
-from tuneloop.errors import UserError
+from tuneloop.core.artifacts import scan
+from tuneloop.core.errors import UserError
+from tuneloop.formats.token_files import Document
 from tuneloop.trainers import fsdp
 from tuneloop.trainers.fsdp import Optimization, Policy, Ranks, Trainer
 

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.unit.trainers.test_fsdp import ADAM
 from tuneloop.argo.memory_estimate import adapters, shape_of, whole
-from tuneloop.artifacts import scan
-from tuneloop.corpus import Document
-from tuneloop.errors import UserError
-from tuneloop.rendered import Stage
+from tuneloop.core.artifacts import scan
+from tuneloop.core.errors import UserError
+from tuneloop.formats.token_files import Document
 from tuneloop.trainers.fsdp import Policy, Ranks, Trainer
 from tuneloop.trainers.lora import Lora, disabled
 from tuneloop.trainers.scorer import ScoreTrainer
+from tuneloop.workflow.rendered_stages import Stage
 
 LORA = Lora(r=2, lora_alpha=8)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import xxhash
 
-from tuneloop.corpus import Document
+from tuneloop.formats.token_files import Document
 from tuneloop.trainers.fsdp import Optimization, Ranks, Trainer
 
 ADAM = Optimization(1e-2, "constant", 0, 0, 0.01, 0.9, 0.95, 1.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tuneloop.store import Store
+from tuneloop.core.store import Store
 
 Model = dict[str, tuple[str, tuple[int, ...], bytearray]]
 SIZES = {"BF16": 2, "F16": 2, "F32": 4, "I64": 8, "I8": 1, "BOOL": 1}

@@ -10,7 +10,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuneloop.errors import Corrupt
+from tuneloop.core.errors import Corrupt
 from tuneloop.weights import codec
 
 ENCODINGS: list[codec.Encoding] = ["gap8-xor", "xor", "overwrite"]

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from tests.unit.weights.exports import content, model, save, update
-from tuneloop.errors import Corrupt, UserError
-from tuneloop.store import Store
+from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.store import Store
 from tuneloop.weights import gc, layout, ls, materialize, publish, verify
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tuneloop.store import Store
+from tuneloop.core.store import Store
 from tuneloop.weights.pointer import Latest, PointerConflict, PointerRewind, advance, read
 
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from tests.unit.weights.exports import Crash, Crashing, Model, content, model, save, update
 from tests.waiting import LIMIT_S
-from tuneloop.artifacts import file_digest
 from tuneloop.cli import invoke
-from tuneloop.errors import Corrupt, UserError
-from tuneloop.store import Store
+from tuneloop.core.artifacts import file_digest
+from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.store import Store
 from tuneloop.weights import PointerConflict, PointerRewind, diff, gc, live, ls, materialize, pointer, publish, verify
 from tuneloop.weights.versions import Chain
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tuneloop.argo.spec import applied
+from tuneloop.workflow.manifest import applied
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 EXIT_USER = 2
 EXIT_RETRY = 75  # EX_TEMPFAIL of sysexits.h
-EXIT_GAVE_UP = 70  # EX_SOFTWARE: the budget of attempts is used up (`tuneloop.attempts`)
+EXIT_GAVE_UP = 70  # EX_SOFTWARE: the budget of attempts is used up (`tuneloop.core.attempts`)
 TERMINATION_LOG = "TUNELOOP_TERMINATION_LOG"
 """Variable that names the file for the last line of a pod; default: Kubernetes' own ``/dev/termination-log``."""
 INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW = "interrupted", "unavailable", "failed for now"
-"""How the last line of a process that ends with `EXIT_RETRY` begins: the class of its end (`tuneloop.ends`)."""
+"""How the last line of a process that ends with `EXIT_RETRY` begins: the class of its end (`tuneloop.core.ends`)."""
 
 
 class UserError(ValueError):

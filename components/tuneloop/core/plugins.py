@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import AfterValidator
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 
 def names(family: str) -> list[str]:

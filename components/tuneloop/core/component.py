@@ -31,14 +31,14 @@ from typing import Annotated, Any, Literal
 import xxhash
 from pydantic import ValidationError, create_model
 
-from tuneloop import program
-from tuneloop.artifacts import DIGEST, Artifact, Draft, Manifest, canonical, find, split_ref
-from tuneloop.attempts import admit_attempt
-from tuneloop.errors import UserError
-from tuneloop.program import flag
-from tuneloop.provenance import devices, provenance
-from tuneloop.stage import Params, Stage, hearing
-from tuneloop.store import Store
+from tuneloop.core import program
+from tuneloop.core.artifacts import DIGEST, Artifact, Draft, Manifest, canonical, find, split_ref
+from tuneloop.core.attempts import admit_attempt
+from tuneloop.core.context import Params, Stage, hearing
+from tuneloop.core.errors import UserError
+from tuneloop.core.program import flag
+from tuneloop.core.provenance import devices, provenance
+from tuneloop.core.store import Store
 
 Input = Annotated[Artifact, "input"]
 """An input artifact: the stage gets it opened and verified."""
@@ -57,7 +57,7 @@ class Component:
 
     Attributes:
         name: snake_case, the module's name; ``template`` is the same in kebab-case.
-        output: what the output artifact is (a role of `tuneloop.artifacts.ROLES`) and its flag's name.
+        output: what the output artifact is (a role of `tuneloop.core.artifacts.ROLES`) and its flag's name.
         image: the logical image name; registry and tag are added when a pipeline is rendered.
         accelerator: whether the stage asks for GPUs where the cluster has them.
         results: name → type of the scalars that the workflow may read.

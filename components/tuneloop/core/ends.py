@@ -1,7 +1,7 @@
 """How a pod can end, as one table: what Argo's expression, the local executor, the docs and the messages are made from.
 
 An attempt ends in a class (`END_CLASSES`). The class says whether the pod is started again, and whether the attempt
-counts against the budget of `tuneloop.attempts`: a stage may be started again any number of times as long as it makes
+counts against the budget of `tuneloop.core.attempts`: a stage may be started again any number of times as long as it makes
 progress (a commit, a new resume point) between the attempts that count. No clock decides.
 
 Sources: how Argo 3.7 reports an end, ``workflow/controller/operator.go`` (``inferFailedReason``, ``assessNodeStatus``,
@@ -15,7 +15,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tuneloop.errors import EXIT_GAVE_UP, EXIT_RETRY, EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE
+from tuneloop.core.errors import EXIT_GAVE_UP, EXIT_RETRY, EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE
 
 OUT_OF_MEMORY = "OOMKilled"
 """The kubelet's reason, which Argo puts into a node's message."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 

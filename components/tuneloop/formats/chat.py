@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 LIST = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 ANSWERS = ("completion", "chosen", "rejected")

@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 Answer = Literal["good", "bad"]
 

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from pydantic import BaseModel, ConfigDict
 
-from tuneloop.errors import Retryable, Unavailable, UserError, failed
+from tuneloop.core.errors import Retryable, Unavailable, UserError, failed
 
 VARIABLE = "TUNELOOP_TURN"
 SOFT = 0.25

@@ -34,7 +34,7 @@ from obstore.exceptions import (
     UnauthenticatedError,
 )
 
-from tuneloop.errors import Corrupt, NoKeys, Unavailable, UserError
+from tuneloop.core.errors import Corrupt, NoKeys, Unavailable, UserError
 
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 _REFUSALS = ("AccessDenied", "InvalidAccessKey", "InvalidBucketName", "NoSuchBucket", "SignatureDoesNotMatch")

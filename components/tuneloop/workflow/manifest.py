@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tuneloop.errors import UserError
+from tuneloop.core.errors import UserError
 
 Fields = Mapping[str, Any]
 

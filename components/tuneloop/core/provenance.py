@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 import tuneloop
-from tuneloop import fence, processor
+from tuneloop.core import fencing, processor
 
 
 def provenance(start: float, world_size: int) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def provenance(start: float, world_size: int) -> dict[str, Any]:
         "host": socket.gethostname(),
         "started": start,
         "workflow": {k.removeprefix("TUNELOOP_").lower(): v for k, v in env.items() if k.startswith("TUNELOOP_NODE")},
-        **({"turn": turn} if (turn := fence.check()) else {}),
+        **({"turn": turn} if (turn := fencing.check()) else {}),
     }
 
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tuneloop import fence
-from tuneloop.artifacts import split_ref
-from tuneloop.attempts import Exhausted, wait_before_ending
-from tuneloop.errors import (
+from tuneloop.core import fencing
+from tuneloop.core.artifacts import split_ref
+from tuneloop.core.attempts import Exhausted, wait_before_ending
+from tuneloop.core.errors import (
     EXIT_GAVE_UP,
     EXIT_RETRY,
     EXIT_USER,
@@ -33,7 +33,7 @@ from tuneloop.errors import (
 )
 
 if TYPE_CHECKING:
-    from tuneloop.component import Component
+    from tuneloop.core.component import Component
 
 TRAINING = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets"}
 """What comes with the extra ``train``."""
@@ -41,13 +41,13 @@ TRAINING = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datas
 
 def run(component: Component, argv: Sequence[str]) -> int:
     """Run as a program and return the exit code; ended early where the process has lost its turn."""
-    with fence.watched():
+    with fencing.watched():
         return _run(component, argv)
 
 
 def _run(component: Component, argv: Sequence[str]) -> int:
     try:
-        fence.grant()  # one that was refused begins nothing
+        fencing.grant()  # one that was refused begins nothing
         arguments = vars(_parser(component).parse_args(argv))
         given = {k: v for k, v in arguments.items() if v not in (None, "")}  # a workflow passes "" for absent
         url = given.pop(component.output)

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tuneloop.tokens import decode
+from tuneloop.formats.tokens import decode
 
 FILE = "rollouts.parquet"
 ROWS = 1024

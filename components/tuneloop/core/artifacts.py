@@ -26,9 +26,9 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from tuneloop import fence
-from tuneloop.errors import Corrupt, UserError
-from tuneloop.store import Conflict, Store, fsync, inside, local_path, normalize, opened
+from tuneloop.core import fencing
+from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.store import Conflict, Store, fsync, inside, local_path, normalize, opened
 
 MANIFEST = "manifest.json"
 PARTS = ".parts"
@@ -253,7 +253,7 @@ class Draft:
         of a duplicate which was faster; ours is dropped then.
 
         Raises:
-            Retryable: the process has lost its turn (`tuneloop.fence`), asked right before the manifest is created.
+            Retryable: the process has lost its turn (`tuneloop.core.fencing`), asked right before the manifest is created.
         """
         store = Store(self.url)
         if store.root is None:
@@ -263,7 +263,7 @@ class Draft:
             for name in files:
                 fsync(self.path / name)
         manifest = Manifest(root=self.attempt, files=files, digest=digest_of(files), **about)
-        fence.check()
+        fencing.check()
         try:
             store.create(MANIFEST, manifest.model_dump_json(indent=1).encode())
         except Conflict:

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tuneloop.processor import check_processor
-from tuneloop.seeds import derive
+from tuneloop.core.processor import check_processor
+from tuneloop.core.seeds import derive
 
 LENGTH = 24
 

@@ -1,6 +1,6 @@
 """The budget of a stage's or a server's attempts: it counts those without progress, and knows no clock.
 
-A workflow engine starts a pod again by what it sees of its end (`tuneloop.ends`). What it cannot see is whether that
+A workflow engine starts a pod again by what it sees of its end (`tuneloop.core.ends`). What it cannot see is whether that
 helps. So the next attempt is told how the last one ended (`LAST_END`) and which attempt it is (`ATTEMPT`); it reads
 what the attempt before left below its output, and gives up where more than `BUDGET` attempts in a row that count have
 brought no progress: no commit, no new resume point, no answered request. A first attempt reads and writes nothing.
@@ -16,9 +16,9 @@ from types import FrameType
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tuneloop.ends import AWAY, AWAY_BUDGET, FOR_NOW, MEMORY, NO_EXIT_CODE, classify_end, describe_exit
-from tuneloop.errors import UserError
-from tuneloop.store import Store
+from tuneloop.core.ends import AWAY, AWAY_BUDGET, FOR_NOW, MEMORY, NO_EXIT_CODE, classify_end, describe_exit
+from tuneloop.core.errors import UserError
+from tuneloop.core.store import Store
 
 BUDGET = 3
 """New attempts in a row that may follow on ends without progress; ends that do not count are free."""

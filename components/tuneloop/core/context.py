@@ -13,11 +13,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tuneloop.artifacts import MANIFEST, Artifact, Draft, canonical
-from tuneloop.errors import Interrupted
-from tuneloop.progress import Progress
-from tuneloop.seeds import derive
-from tuneloop.store import Store
+from tuneloop.core.artifacts import MANIFEST, Artifact, Draft, canonical
+from tuneloop.core.errors import Interrupted
+from tuneloop.core.progress import Progress
+from tuneloop.core.seeds import derive
+from tuneloop.core.store import Store
 
 
 class Params(BaseModel):
