@@ -1,7 +1,7 @@
 """Tokens per second of the rollout stage over its server, beside bare vLLM in process.
 
 The same requests: prompts of the digits task, a tiny model, one seed a completion, log-probabilities of the sampled
-tokens. Ours is `tuneloop.serve` in a process of its own and the stage `rollout` as its client: `generation` is what
+tokens. Ours is `tuneloop.inference.server` in a process of its own and the stage `rollout` as its client: `generation` is what
 the stage spends in it, `whole stage` adds reading, tokenizing, canary, Parquet and commit. Bare is `vllm.LLM` in this
 process with the same arguments. The two take turns; medians.
 
@@ -104,11 +104,11 @@ def stage_rates(work: str, url: str, out: str, size: int, n: int, max_tokens: in
 
 @contextmanager
 def server(work: str) -> Iterator[str]:
-    """A running `tuneloop.serve`."""
+    """A running `tuneloop.inference.server`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    line = [sys.executable, "-m", "tuneloop.serve", "--policy", f"{work}/policy", "--host", "127.0.0.1"]
+    line = [sys.executable, "-m", "tuneloop.inference.server", "--policy", f"{work}/policy", "--host", "127.0.0.1"]
     line += ["--port", str(port), "--engine-args", json.dumps(ARGS)]
     process = subprocess.Popen(line, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"

@@ -60,7 +60,7 @@ def ask(url: str, path: str, **about: Any) -> Any:
 
 
 def serve(root: str, poll_s: float) -> tuple[subprocess.Popen[str], str]:
-    line = [sys.executable, "-m", "tuneloop.serve", "--weights", root, "--host", "127.0.0.1", "--port", "0"]
+    line = [sys.executable, "-m", "tuneloop.inference.server", "--weights", root, "--host", "127.0.0.1", "--port", "0"]
     line += ["--poll-interval", str(poll_s), "--engine-args", json.dumps(ARGS)]
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
     assert process.stderr

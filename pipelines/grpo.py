@@ -27,11 +27,11 @@ from tuneloop.base_model import base_model
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
 from tuneloop.data_prep import data_prep
-from tuneloop.engines import check_args
-from tuneloop.engines.endpoint import check_urls
 from tuneloop.evaluate import evaluate
 from tuneloop.export import export
-from tuneloop.fleet import open_fleet
+from tuneloop.inference.engines import check_args
+from tuneloop.inference.engines.endpoint import check_urls
+from tuneloop.inference.fleet import open_fleet
 from tuneloop.kfp.settings import Kfp
 from tuneloop.policy_update import policy_update
 from tuneloop.reward import reward

@@ -14,7 +14,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import OptionalInput, Results, Stage, component
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.formats.canary import write_canary
-from tuneloop.publication import Weights, publish_checkpoint
+from tuneloop.weights.publication import Weights, publish_checkpoint
 
 TINY = ("tiny-qwen3", "tiny-llama")
 TINY_SHAPE = {

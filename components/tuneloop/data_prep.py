@@ -18,8 +18,8 @@ from tuneloop.core import plugins
 from tuneloop.core.component import UNTRACKED, Results, Stage, component, from_validation
 from tuneloop.core.errors import UserError
 from tuneloop.data import Example, Splits
-from tuneloop.preparation import Examine, Preparation, Writer, examine, ray_data, tables
-from tuneloop.scoring import find_reward, full_marks, parse_spec
+from tuneloop.data.tables import Examine, Preparation, Writer, examine, ray_data, tables
+from tuneloop.rewards.scoring import find_reward, full_marks, parse_spec
 
 Split = Literal["train", "eval", "sft", "preference", "preference_eval"]
 

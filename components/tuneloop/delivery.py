@@ -25,9 +25,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tuneloop.core.store import Store
-from tuneloop.publication import published, record
 from tuneloop.runs import Entry, Run
 from tuneloop.weights import live
+from tuneloop.weights.publication import published, record
 
 
 @dataclass(frozen=True)

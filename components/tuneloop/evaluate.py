@@ -10,9 +10,8 @@ from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.episodes import EnvironmentArgs, EnvironmentName, KeepReasoning, MaxTurns, Play
 from tuneloop.formats.rollouts import told
-from tuneloop.generation import (
+from tuneloop.inference.generate import (
     CanaryTolerance,
     Endpoint,
     EngineArgs,
@@ -25,7 +24,8 @@ from tuneloop.generation import (
     identity,
     open_engine,
 )
-from tuneloop.scoring import KINDS, may_pass, score_all
+from tuneloop.inference.multi_turn import EnvironmentArgs, EnvironmentName, KeepReasoning, MaxTurns, Play
+from tuneloop.rewards.scoring import KINDS, may_pass, score_all
 
 SAMPLES = pa.schema(
     {

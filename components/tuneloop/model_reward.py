@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from tuneloop import checkpoint, steps
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
+from tuneloop.training import checkpoint, epochs
 
 
 @component("rewards", image="trainer", accelerator=True, results={"mean_reward": float})
@@ -23,11 +23,11 @@ def model_reward(
     *,
     weight: Annotated[float, Field(description="of the model's score in the sum")] = 1.0,
     per_device_eval_batch_size: Annotated[int, Field(ge=1, description="rollouts in a micro-batch")] = 64,
-    packing: steps.Packing = "auto",
-    dtype: steps.Dtype = "float32",
-    attn_implementation: steps.Attention = "auto",
-    device: steps.Device = "auto",
-    expected_world_size: steps.WorldSize = None,
+    packing: epochs.Packing = "auto",
+    dtype: epochs.Dtype = "float32",
+    attn_implementation: epochs.Attention = "auto",
+    device: epochs.Device = "auto",
+    expected_world_size: epochs.WorldSize = None,
 ) -> Results:
     """The reward model reads the very tokens that were sampled, so it must have the policy's tokenizer.
 
@@ -38,7 +38,7 @@ def model_reward(
         UserError: no rollouts, or tokens that the model does not know.
         Interrupted: on SIGTERM. Nothing is kept.
     """
-    from tuneloop.trainers.scorer import Scorer
+    from tuneloop.training.scorer import Scorer
 
     table = read(rollouts)
     sequences = [a + b for a, b in zip(table["prompt_ids"].to_pylist(), table["completion_ids"].to_pylist())]
@@ -94,12 +94,12 @@ def with_scores(table: pa.Table, found: list[float], weight: float) -> pa.Table:
 
 
 def _score(stage: Stage, model: Any, sequences: list[list[int]], limit: int) -> list[float]:
-    from tuneloop.trainers import _batch
+    from tuneloop.training import batching
 
     lengths = [len(ids) for ids in sequences]
     found: dict[int, list[float]] = {}
     with model.frozen():
-        for micro in _batch.plan(lengths, limit, model.ranks.world, model.packed)[model.ranks.rank]:
+        for micro in batching.plan(lengths, limit, model.ranks.world, model.packed)[model.ranks.rank]:
             checkpoint.check_stop(stage, model)
             found |= {i: [v] for i, v in zip(micro, model.scores([sequences[i] for i in micro]).tolist())}
     merged = model.ranks.merge(found)

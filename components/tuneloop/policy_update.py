@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
-from tuneloop import checkpoint, steps
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, OptionalInput, Results, Stage, component
 from tuneloop.core.errors import UserError
-from tuneloop.objective import Objective
-from tuneloop.publication import Weights, publish_checkpoint
-from tuneloop.samples import Sample, check_sampling, floats, read_samples
+from tuneloop.training import checkpoint, epochs
+from tuneloop.training.policy_gradient import Objective
+from tuneloop.training.samples import Sample, check_sampling, floats, read_samples
+from tuneloop.weights.publication import Weights, publish_checkpoint
 
 if TYPE_CHECKING:
     from tuneloop.algorithms._objective import PolicyGradient
-    from tuneloop.trainers.fsdp import Optimization, Policy, Ranks, Trainer
+    from tuneloop.training.fsdp import Optimization, Policy, Ranks, Trainer
 
 
 def _check_schedule(max_steps: int, info: ValidationInfo) -> int:
@@ -41,42 +41,42 @@ def policy_update(
     algorithm: Annotated[
         str,
         plugins.variant("algorithms"),
-        steps.algorithm_of("PolicyGradient"),
+        epochs.algorithm_of("PolicyGradient"),
         Field(description="grpo, dr_grpo, dapo, gspo, cispo, rloo, …, or pkg.mod:attr"),
     ] = "grpo",
     algorithm_args: Annotated[
         dict[str, Any],
-        steps.options_of("PolicyGradient"),
+        epochs.options_of("PolicyGradient"),
         Field(description="the algorithm's own options", validate_default=True),
     ] = {},  # noqa: B006
-    learning_rate: steps.LearningRate = 5e-4,
+    learning_rate: epochs.LearningRate = 5e-4,
     warmup_steps: Annotated[int, Field(ge=0, description="counted over all iterations")] = 5,
-    lr_scheduler_type: steps.Scheduler = "constant",
+    lr_scheduler_type: epochs.Scheduler = "constant",
     max_steps: Annotated[
         int,
         AfterValidator(_check_schedule),
         Field(ge=0, description="of all iterations: where linear and cosine reach 0", validate_default=True),
     ] = 0,
-    adam_beta1: steps.Beta = 0.9,
-    adam_beta2: steps.Beta = 0.99,
-    weight_decay: steps.NotNegative = 0.0,
-    max_grad_norm: steps.MaxGradNorm = 1.0,
+    adam_beta1: epochs.Beta = 0.9,
+    adam_beta2: epochs.Beta = 0.99,
+    weight_decay: epochs.NotNegative = 0.0,
+    max_grad_norm: epochs.MaxGradNorm = 1.0,
     updates_per_batch: Annotated[
         int, Field(ge=1, description="optimizer steps: the groups are split into so many mini-batches, each used once")
     ] = 1,
     per_device_train_batch_size: Annotated[int, Field(ge=1, description="rollouts in a micro-batch")] = 128,
     max_staleness: Annotated[int, Field(ge=0, description="versions that rollouts may be older than the policy")] = 0,
-    packing: steps.Packing = "auto",
-    gradient_checkpointing: steps.GradientCheckpointing = False,
-    lora: steps.LoraOption = None,
-    cpu_offload: steps.CpuOffload = False,
-    torch_compile: steps.TorchCompile = False,
-    use_liger_kernel: steps.UseLigerKernel = False,
-    dtype: steps.Dtype = "float32",
-    save_dtype: steps.SaveDtype = "auto",
-    attn_implementation: steps.Attention = "auto",
-    device: steps.Device = "auto",
-    expected_world_size: steps.WorldSize = None,
+    packing: epochs.Packing = "auto",
+    gradient_checkpointing: epochs.GradientCheckpointing = False,
+    lora: epochs.LoraOption = None,
+    cpu_offload: epochs.CpuOffload = False,
+    torch_compile: epochs.TorchCompile = False,
+    use_liger_kernel: epochs.UseLigerKernel = False,
+    dtype: epochs.Dtype = "float32",
+    save_dtype: epochs.SaveDtype = "auto",
+    attn_implementation: epochs.Attention = "auto",
+    device: epochs.Device = "auto",
+    expected_world_size: epochs.WorldSize = None,
     reset_optimizer: Annotated[
         bool, Field(description="forget moments, step count, and that there were adapters")
     ] = False,
@@ -97,13 +97,13 @@ def policy_update(
             at temperature 0; a missing column; no reference where `beta` is set.
         Interrupted: on SIGTERM. Nothing is kept: a retry begins anew.
     """
-    objective: PolicyGradient = steps.open_algorithm(algorithm, algorithm_args, "PolicyGradient")
+    objective: PolicyGradient = epochs.open_algorithm(algorithm, algorithm_args, "PolicyGradient")
     if objective.beta and reference is None:
         raise UserError("algorithm_args.beta", objective.beta, "needs --reference, a checkpoint; or set it to 0")
     temperature = check_sampling(policy, rewards, max_staleness)
     samples = read_samples(rewards, int(policy.manifest.facts["version"]), max_staleness)
     ranks = checkpoint.open_ranks(stage, device, expected_world_size)
-    optimization, about = steps.asked(stage)
+    optimization, about = epochs.asked(stage)
     with stage.timed("load"):
         trainer, optimizer = open_trainer(stage, policy, ranks, optimization, about, reset_optimizer)
         trainer.max_length = max(len(sample.document.ids) for sample in samples)
@@ -134,7 +134,7 @@ def policy_update(
     stage.timings["tokens_per_s"] = tokens / stage.timings["train"]
     stage.facts["efficiency"] = trainer.efficiency(stage.timings["tokens_per_s"])
     _report(stage, samples, iteration, len(losses))
-    version = checkpoint.write(stage, trainer, policy, steps.saved_dtype(stage))
+    version = checkpoint.write(stage, trainer, policy, epochs.saved_dtype(stage))
     _kept[_identity(stage.attempt, optimization, about)] = trainer
     return {"loss": sum(losses) / len(losses) if losses else 0.0, "version": version}
 
@@ -161,7 +161,7 @@ def open_trainer(
     Where this very process wrote `policy` (several iterations in one process), its trainer is taken up again: the same
     numbers as in the checkpoint, without reading them.
     """
-    from tuneloop.trainers.fsdp import Trainer
+    from tuneloop.training.fsdp import Trainer
 
     kept = _kept.pop(_identity(policy.manifest.root, optimization, about), None)
     _kept.clear()
@@ -170,7 +170,7 @@ def open_trainer(
     state = checkpoint.trainer_state(policy)
     fresh = why_fresh(state, optimization, about, reset)
     base = checkpoint.lora_base(policy) if not fresh and about["lora"] else policy
-    trainer = steps.new_trainer(stage, Trainer, base, ranks, optimization, about)
+    trainer = epochs.new_trainer(stage, Trainer, base, ranks, optimization, about)
     if fresh or trainer.lora:
         checkpoint.load_masters(trainer, base)
     if fresh or state is None:
@@ -247,8 +247,8 @@ def mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[li
 def reference_policy(reference: Artifact, trainer: Trainer, about: Mapping[str, Any]) -> Iterator[Policy]:
     """The reference, for scoring: another model, or the trainer's own without adapters, where they are all that parts
     the two."""
-    from tuneloop.trainers.fsdp import Policy
-    from tuneloop.trainers.lora import disabled
+    from tuneloop.training.fsdp import Policy
+    from tuneloop.training.lora import disabled
 
     if trainer.lora and trainer.base.manifest.digest == reference.manifest.digest:
         with disabled(trainer.model):
@@ -267,14 +267,14 @@ def _report(stage: Stage, samples: Sequence[Sample], iteration: int, steps: int)
         "rollouts": len(samples),
         "scored": len(scored),
         "used": len(used),
-        "updates": steps,
+        "updates": epochs,
         "iteration": iteration,
     }
     stage.facts.update(about)
-    if not steps:
+    if not epochs:
         why = "no rollout has a score" if not scored else "in every group all rewards are equal"
         stage.facts["skipped"] = f"{why}: no step taken, same parameters"
-    stage.log(stage.facts.get("skipped") or f"{steps} steps on {len(used)} of {len(samples)} rollouts")
+    stage.log(stage.facts.get("skipped") or f"{epochs} steps on {len(used)} of {len(samples)} rollouts")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from tuneloop import checkpoint, steps
 from tuneloop.core.component import Input, Results, Stage, component
-from tuneloop.pairs import SPLITS, Mismatched, check_fits, read_pairs, score
+from tuneloop.training import checkpoint, epochs
+from tuneloop.training.pairs import SPLITS, Mismatched, check_fits, read_pairs, score
 
 
 @component("logprobs", image="trainer", accelerator=True, results={"pairs": int})
@@ -21,12 +21,12 @@ def reference_logprobs(
     *,
     mismatched_pairs: Annotated[bool, Field(description="also what KTO estimates its divergence from")] = False,
     per_device_eval_batch_size: Annotated[int, Field(ge=1, description="completions in a micro-batch")] = 64,
-    max_length: steps.MaxLength = 256,
-    packing: steps.Packing = "auto",
-    dtype: steps.Dtype = "float32",
-    attn_implementation: steps.Attention = "auto",
-    device: steps.Device = "auto",
-    expected_world_size: steps.WorldSize = None,
+    max_length: epochs.MaxLength = 256,
+    packing: epochs.Packing = "auto",
+    dtype: epochs.Dtype = "float32",
+    attn_implementation: epochs.Attention = "auto",
+    device: epochs.Device = "auto",
+    expected_world_size: epochs.WorldSize = None,
 ) -> Results:
     """Score every chosen and rejected completion under `policy`, which `preference` will not leave too far behind.
 
@@ -34,7 +34,7 @@ def reference_logprobs(
         UserError: no pairs, or one that is longer than `max_length` or the model's context.
         Interrupted: on SIGTERM. Nothing is kept: a retry begins anew.
     """
-    from tuneloop.trainers.fsdp import Policy
+    from tuneloop.training.fsdp import Policy
 
     ranks = checkpoint.open_ranks(stage, device, expected_world_size)
     with stage.timed("load"):

@@ -19,7 +19,7 @@ from tuneloop.core import plugins
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.formats.rollouts import ROWS
-from tuneloop.scoring import KINDS, Outcome, full_marks, may_pass, parse_spec, score_all
+from tuneloop.rewards.scoring import KINDS, Outcome, full_marks, may_pass, parse_spec, score_all
 
 
 @component("rewards", image="base", results={"mean_reward": float})

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from tuneloop import checkpoint, steps
 from tuneloop.core.component import Input, Results, Stage, component
-from tuneloop.pairs import Pair, check_fits, plan, read_pairs
+from tuneloop.training import checkpoint, epochs
+from tuneloop.training.pairs import Pair, check_fits, plan, read_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tuneloop.trainers.scorer import Scorer, ScoreTrainer
+    from tuneloop.training.scorer import Scorer, ScoreTrainer
 
 
 @component("scorer", image="trainer", accelerator=True, results={"loss": float, "accuracy": float})
@@ -25,29 +25,29 @@ def reward_model(
     prompts: Input,
     *,
     center_rewards_coefficient: Annotated[float, Field(ge=0, description="draws scores of a pair to 0 in sum")] = 0.0,
-    max_steps: steps.MaxSteps = 100,
-    per_device_train_batch_size: steps.BatchSize = 32,
-    gradient_accumulation_steps: steps.Accumulation = 1,
-    learning_rate: steps.LearningRate = 1e-4,
-    lr_scheduler_type: steps.Scheduler = "constant",
-    warmup_steps: steps.WarmupSteps = 10,
-    weight_decay: steps.NotNegative = 0.0,
-    adam_beta1: steps.Beta = 0.9,
-    adam_beta2: steps.Beta = 0.99,
-    max_grad_norm: steps.MaxGradNorm = 1.0,
-    max_length: steps.MaxLength = 256,
-    packing: steps.Packing = "auto",
-    gradient_checkpointing: steps.GradientCheckpointing = False,
-    lora: steps.LoraOption = None,
-    cpu_offload: steps.CpuOffload = False,
-    torch_compile: steps.TorchCompile = False,
-    use_liger_kernel: steps.UseLigerKernel = False,
-    dtype: steps.Dtype = "float32",
-    attn_implementation: steps.Attention = "auto",
-    save_dtype: steps.SaveDtype = "auto",
-    save_steps: steps.SaveSteps = 0,
-    device: steps.Device = "auto",
-    expected_world_size: steps.WorldSize = None,
+    max_steps: epochs.MaxSteps = 100,
+    per_device_train_batch_size: epochs.BatchSize = 32,
+    gradient_accumulation_steps: epochs.Accumulation = 1,
+    learning_rate: epochs.LearningRate = 1e-4,
+    lr_scheduler_type: epochs.Scheduler = "constant",
+    warmup_steps: epochs.WarmupSteps = 10,
+    weight_decay: epochs.NotNegative = 0.0,
+    adam_beta1: epochs.Beta = 0.9,
+    adam_beta2: epochs.Beta = 0.99,
+    max_grad_norm: epochs.MaxGradNorm = 1.0,
+    max_length: epochs.MaxLength = 256,
+    packing: epochs.Packing = "auto",
+    gradient_checkpointing: epochs.GradientCheckpointing = False,
+    lora: epochs.LoraOption = None,
+    cpu_offload: epochs.CpuOffload = False,
+    torch_compile: epochs.TorchCompile = False,
+    use_liger_kernel: epochs.UseLigerKernel = False,
+    dtype: epochs.Dtype = "float32",
+    attn_implementation: epochs.Attention = "auto",
+    save_dtype: epochs.SaveDtype = "auto",
+    save_steps: epochs.SaveSteps = 0,
+    device: epochs.Device = "auto",
+    expected_world_size: epochs.WorldSize = None,
     seed: int = 0,
 ) -> Results:
     """Give the policy's body a head of one number, and train both until chosen completions score above rejected ones.
@@ -59,14 +59,14 @@ def reward_model(
         UserError: no pairs, one that is too long, or a model without such a form.
         Interrupted: after SIGTERM, once a resume point is committed.
     """
-    from tuneloop.trainers.scorer import ScoreTrainer
+    from tuneloop.training.scorer import ScoreTrainer
 
     ranks = checkpoint.open_ranks(stage, device, expected_world_size)
     with stage.timed("data"):
         pairs = read_pairs(prompts, policy, "preference")
         held_out = read_pairs(prompts, policy, "preference_eval") or pairs
     with stage.timed("load"):
-        trainer = steps.open_trainer(stage, ScoreTrainer, policy, ranks)
+        trainer = epochs.open_trainer(stage, ScoreTrainer, policy, ranks)
         check_fits([pairs, held_out], trainer, max_length)
 
     def step(chosen: list[int]) -> tuple[dict[str, float], int]:
@@ -75,14 +75,14 @@ def reward_model(
         return measures, sum(pair.length for pair in picked)
 
     batch = per_device_train_batch_size * gradient_accumulation_steps * ranks.world
-    loss = steps.train(stage, trainer, len(pairs), batch, max_steps, save_steps, step)
+    loss = epochs.train(stage, trainer, len(pairs), batch, max_steps, save_steps, step)
     with stage.timed("evaluate"):
         right = accuracy(stage, trainer, held_out, per_device_train_batch_size)
     with stage.timed("save"):
         source, target = checkpoint.model_dir(policy), stage.out / "model"
         if stage.leader:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
-        trainer.export(source, target, steps.saved_dtype(stage))
+        trainer.export(source, target, epochs.saved_dtype(stage))
     stage.facts.update(step=trainer.step, save_dtype=save_dtype, accuracy=right)
     stage.log(f"accuracy {right:.3f} on {len(held_out)} pairs")
     return {"loss": loss, "accuracy": right}

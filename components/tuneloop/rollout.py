@@ -11,9 +11,8 @@ from pydantic import AfterValidator, Field
 
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.seeds import derive
-from tuneloop.episodes import EnvironmentArgs, EnvironmentName, KeepReasoning, MaxTurns, Play
 from tuneloop.formats import rollouts
-from tuneloop.generation import (
+from tuneloop.inference.generate import (
     CanaryTolerance,
     Endpoint,
     EngineArgs,
@@ -26,6 +25,7 @@ from tuneloop.generation import (
     identity,
     open_engine,
 )
+from tuneloop.inference.multi_turn import EnvironmentArgs, EnvironmentName, KeepReasoning, MaxTurns, Play
 
 
 def _uncut(off: float) -> AfterValidator:

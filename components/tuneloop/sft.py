@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from tuneloop import checkpoint, steps
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Corpus
-from tuneloop.publication import Weights, publish_checkpoint
+from tuneloop.training import checkpoint, epochs
+from tuneloop.weights.publication import Weights, publish_checkpoint
 
 if TYPE_CHECKING:
     from tuneloop.formats.token_files import Document
-    from tuneloop.trainers.fsdp import Trainer
+    from tuneloop.training.fsdp import Trainer
 
 COLUMNS = ("id", "prompt", "chat", "completion")
 
@@ -31,31 +31,31 @@ def sft(
     policy: Input,
     prompts: Input,
     *,
-    max_steps: steps.MaxSteps = 250,
+    max_steps: epochs.MaxSteps = 250,
     per_device_train_batch_size: Annotated[int, Field(ge=1, description="demonstrations in a micro-batch")] = 64,
     gradient_accumulation_steps: Annotated[
         int, Field(ge=1, description="a step is batch x accumulation x processes demonstrations")
     ] = 1,
-    learning_rate: steps.LearningRate = 1e-3,
-    lr_scheduler_type: steps.Scheduler = "constant",
-    warmup_steps: steps.WarmupSteps = 20,
-    weight_decay: steps.NotNegative = 0.0,
-    adam_beta1: steps.Beta = 0.9,
-    adam_beta2: steps.Beta = 0.95,
-    max_grad_norm: steps.MaxGradNorm = 1.0,
-    max_length: steps.MaxLength = 256,
-    packing: steps.Packing = "auto",
-    gradient_checkpointing: steps.GradientCheckpointing = False,
-    lora: steps.LoraOption = None,
-    cpu_offload: steps.CpuOffload = False,
-    torch_compile: steps.TorchCompile = False,
-    use_liger_kernel: steps.UseLigerKernel = False,
-    dtype: steps.Dtype = "float32",
-    attn_implementation: steps.Attention = "auto",
-    save_dtype: steps.SaveDtype = "auto",
-    save_steps: steps.SaveSteps = 0,
-    device: steps.Device = "auto",
-    expected_world_size: steps.WorldSize = None,
+    learning_rate: epochs.LearningRate = 1e-3,
+    lr_scheduler_type: epochs.Scheduler = "constant",
+    warmup_steps: epochs.WarmupSteps = 20,
+    weight_decay: epochs.NotNegative = 0.0,
+    adam_beta1: epochs.Beta = 0.9,
+    adam_beta2: epochs.Beta = 0.95,
+    max_grad_norm: epochs.MaxGradNorm = 1.0,
+    max_length: epochs.MaxLength = 256,
+    packing: epochs.Packing = "auto",
+    gradient_checkpointing: epochs.GradientCheckpointing = False,
+    lora: epochs.LoraOption = None,
+    cpu_offload: epochs.CpuOffload = False,
+    torch_compile: epochs.TorchCompile = False,
+    use_liger_kernel: epochs.UseLigerKernel = False,
+    dtype: epochs.Dtype = "float32",
+    attn_implementation: epochs.Attention = "auto",
+    save_dtype: epochs.SaveDtype = "auto",
+    save_steps: epochs.SaveSteps = 0,
+    device: epochs.Device = "auto",
+    expected_world_size: epochs.WorldSize = None,
     weights: Weights = None,
     seed: int = 0,
 ) -> Results:
@@ -69,14 +69,14 @@ def sft(
         UserError: no demonstrations, a missing column, one that is longer than `max_length` or the model's context.
         Interrupted: after SIGTERM, once a resume point is committed.
     """
-    from tuneloop.trainers.fsdp import Trainer
+    from tuneloop.training.fsdp import Trainer
 
     ranks = checkpoint.open_ranks(stage, device, expected_world_size)
     with stage.timed("data"):
         documents = read_demonstrations(prompts, checkpoint.model_dir(policy), max_length)
     with stage.timed("load"):
-        trainer = steps.open_trainer(stage, Trainer, policy, ranks)
-        steps.check_fits({name: [document] for name, document in documents.extremes.items()}, trainer, max_length)
+        trainer = epochs.open_trainer(stage, Trainer, policy, ranks)
+        epochs.check_fits({name: [document] for name, document in documents.extremes.items()}, trainer, max_length)
     stage.log(f"{len(documents)} demonstrations, {trainer.chosen()}")
     batch = per_device_train_batch_size * gradient_accumulation_steps * ranks.world
 
@@ -87,8 +87,8 @@ def sft(
         measures = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "targets": targets}
         return measures, sum(len(document.ids) for document in picked)
 
-    loss = steps.train(stage, trainer, len(documents), batch, max_steps, save_steps, step)
-    version = checkpoint.write(stage, trainer, policy, steps.saved_dtype(stage))
+    loss = epochs.train(stage, trainer, len(documents), batch, max_steps, save_steps, step)
+    version = checkpoint.write(stage, trainer, policy, epochs.saved_dtype(stage))
     return {"loss": loss, "version": version}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from tests.cluster.conftest import ROOT, kubectl
 from tests.cluster.volumes import apply
 from tuneloop.argo.pod_fields import RESTRICTED
-from tuneloop.fleet.graph import GROUP, KIND, PLURAL, POD_LABEL
+from tuneloop.inference.fleet.graph import GROUP, KIND, PLURAL, POD_LABEL
 from tuneloop.kube.connection import Connection
 
 IMAGE = os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev").format(image="base")

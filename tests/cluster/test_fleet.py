@@ -15,15 +15,15 @@ from tuneloop.argo import cluster as argo
 from tuneloop.argo.pod_fields import RESTRICTED
 from tuneloop.cli import invoke
 from tuneloop.core.errors import UserError
-from tuneloop.fleet import graph as graphs
-from tuneloop.fleet import open_fleet
+from tuneloop.inference.fleet import graph as graphs
+from tuneloop.inference.fleet import open_fleet
 from tuneloop.kube.connection import Connection
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 REFIT = """
-from tuneloop.fleet import open_fleet
-from tuneloop.fleet.refit import Target, refit
+from tuneloop.inference.fleet import open_fleet
+from tuneloop.inference.fleet.refit import Target, refit
 wanted = Target("7@xxh3-128:0123", "/store/v7/model")
 first = refit(open_fleet("dynamo://GRAPH.NAMESPACE"), wanted).workers
 again = refit(open_fleet("dns://GRAPH-worker.NAMESPACE:8081"), wanted).workers

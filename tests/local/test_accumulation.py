@@ -18,8 +18,8 @@ import collections, json, os, sys
 from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
 from tests.unit.trainers.test_fsdp import ADAM
-from tuneloop.trainers._batch import Document
-from tuneloop.trainers.fsdp import Ranks, Trainer
+from tuneloop.training.batching import Document
+from tuneloop.training.fsdp import Ranks, Trainer
 
 trainer = Trainer(Path(sys.argv[1]), Ranks("cpu", 2), ADAM)
 documents = [Document([i + 1, 2, 3, 4], [False, True, True, True]) for i in range(8)]

@@ -15,10 +15,10 @@ from tuneloop.algorithms._objective import Completions, Tokens
 from tuneloop.algorithms._preference import Judged
 from tuneloop.algorithms._terms import soft_overlong
 from tuneloop.formats.token_files import Document
-from tuneloop.pairs import Mismatched, Pair, sums
 from tuneloop.reward_model import bradley_terry
-from tuneloop.trainers.fsdp import Policy, Ranks
-from tuneloop.trainers.scorer import Scorer
+from tuneloop.training.fsdp import Policy, Ranks
+from tuneloop.training.pairs import Mismatched, Pair, sums
+from tuneloop.training.scorer import Scorer
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 COMMON = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": [], "disable_dropout": True}

@@ -26,16 +26,16 @@ from tests.policies import commit_policy
 from tests.waiting import LIMIT_S, free_port, until
 from tests.warm import python
 from tuneloop import weights
-from tuneloop.conformance import Probe, check
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.delivery import deliveries
-from tuneloop.engines import Sampling
-from tuneloop.engines._client import Client
-from tuneloop.engines._loop import EngineLoop
-from tuneloop.engines.endpoint import create
 from tuneloop.formats.canary import write_canary
 from tuneloop.formats.rollouts import Request
-from tuneloop.generation import prove
+from tuneloop.inference.conformance import Probe, check
+from tuneloop.inference.engines import Sampling
+from tuneloop.inference.engines._client import Client
+from tuneloop.inference.engines._loop import EngineLoop
+from tuneloop.inference.engines.endpoint import create
+from tuneloop.inference.generate import prove
 from tuneloop.runs import Run
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
@@ -308,7 +308,7 @@ def test_a_fleet_loses_one_and_gets_another(
 
 
 def replica(root: Path, port: int) -> subprocess.Popen[bytes]:
-    line = [python(), "-m", "tuneloop.serve", "--weights", str(root), "--host", "127.0.0.1"]
+    line = [python(), "-m", "tuneloop.inference.server", "--weights", str(root), "--host", "127.0.0.1"]
     line += ["--port", str(port), "--engine-args", json.dumps(ARGS)]
     return subprocess.Popen(line, stderr=subprocess.DEVNULL)
 

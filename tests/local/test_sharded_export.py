@@ -16,9 +16,9 @@ from tests.waiting import LIMIT_S
 from tests.warm import python
 from tuneloop import weights
 from tuneloop.core.artifacts import scan
-from tuneloop.trainers import _export
-from tuneloop.trainers.fsdp import Optimization, Ranks, Trainer, open_model
-from tuneloop.trainers.lora import Lora
+from tuneloop.training import export_weights
+from tuneloop.training.fsdp import Optimization, Ranks, Trainer, open_model
+from tuneloop.training.lora import Lora
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 ADAM = Optimization(1e-2, "constant", 0, 0, 0.01, 0.9, 0.95, 1.0)
@@ -31,7 +31,7 @@ CASES = {"rows": "qwen3", "files": "llama", "apart": "qwen3", "lora": "llama"}
 def test_the_files_are_those_of_one_process(tmp_path: Path) -> None:
     for how, arch in CASES.items():
         tiny_model(tmp_path / how / "source", arch, tie=how != "files")
-    words = [python(), "-m", "tuneloop.torchrun", "--standalone", "--nproc-per-node=2", "-m", __name__]
+    words = [python(), "-m", "tuneloop.training.torchrun", "--standalone", "--nproc-per-node=2", "-m", __name__]
     subprocess.run([*words, str(tmp_path)], check=True, timeout=10 * LIMIT_S)
     for how in CASES:
         ours, theirs = tmp_path / how / "ours", tmp_path / how / "theirs"
@@ -48,7 +48,7 @@ def test_the_files_are_those_of_one_process(tmp_path: Path) -> None:
 def export(how: str, work: Path, ranks: Ranks) -> None:
     """What a rank does: one export each way."""
     source, target = work / "source", work / "ours"
-    _export.FILE_SIZE = "20KB" if how == "files" else "50GB"
+    export_weights.FILE_SIZE = "20KB" if how == "files" else "50GB"
     trainer = Trainer(source, ranks, ADAM, lora=Lora(r=2) if how == "lora" else None)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def export(how: str, work: Path, ranks: Ranks) -> None:
     if ranks.rank == 0:
         one = open_model(source, torch.bfloat16, "sdpa")
         one.load_state_dict(whole)
-        one.save_pretrained(work / "theirs", max_shard_size=_export.FILE_SIZE)
+        one.save_pretrained(work / "theirs", max_shard_size=export_weights.FILE_SIZE)
         for name, value in one.state_dict().items():
             assert torch.equal(value, written.state_dict()[name])
     else:

@@ -28,8 +28,8 @@ from tuneloop.core.errors import Interrupted
 from tuneloop.formats.token_files import Document
 from tuneloop.policy_update import policy_update
 from tuneloop.sft import sft
-from tuneloop.trainers.fsdp import Optimization, Ranks, Trainer
-from tuneloop.trainers.lora import Lora
+from tuneloop.training.fsdp import Optimization, Ranks, Trainer
+from tuneloop.training.lora import Lora
 
 pytestmark = pytest.mark.local
 

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.making import tiny_model
 from tests.waiting import LIMIT_S
 from tuneloop.argo.trainjob import run_here
-from tuneloop.backends.trl import Trl
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.data_prep import data_prep
-from tuneloop.fetch import fetch
+from tuneloop.training.backends.trl import Trl
+from tuneloop.training.fetch import fetch
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 TEMPLATE = (
@@ -30,7 +30,7 @@ TINY = {
     **{"save_strategy": "no", "log_level": "info"},
 }
 GRPO = {
-    "reward_funcs": ["tuneloop.backends.trl.score", "think_format_reward", "tests.local.test_trl.digits"],
+    "reward_funcs": ["tuneloop.training.backends.trl.score", "think_format_reward", "tests.local.test_trl.digits"],
     **{"num_generations": 4, "max_completion_length": 8},
 }
 
@@ -96,5 +96,5 @@ def test_a_script_in_two_processes(
 def test_a_rank_ends_whatever_its_threads_still_hold(tmp_path: Path) -> None:
     (tmp_path / "dropping.py").write_text(DROPPING)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words += ["-m", "tuneloop.rank", "dropping", str(tmp_path / "store")]
+    words += ["-m", "tuneloop.training.rank", "dropping", str(tmp_path / "store")]
     assert subprocess.run(words, env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=10 * LIMIT_S).returncode == 0

@@ -23,17 +23,17 @@ from tests.waiting import LIMIT_S, until
 from tests.warm import forked, python
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.engines import Sampling
-from tuneloop.engines import vllm as vllm_engine
-from tuneloop.engines._client import Client
-from tuneloop.engines.transformers import Transformers
-from tuneloop.engines.vllm import Vllm
-from tuneloop.episodes import Play, play
-from tuneloop.fleet import open_fleet
-from tuneloop.fleet.refit import refit, target
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.formats.tokens import load_tokenizer
-from tuneloop.generation import StaleWeights, prove
+from tuneloop.inference.engines import Sampling
+from tuneloop.inference.engines import vllm as vllm_engine
+from tuneloop.inference.engines._client import Client
+from tuneloop.inference.engines.transformers import Transformers
+from tuneloop.inference.engines.vllm import Vllm
+from tuneloop.inference.fleet import open_fleet
+from tuneloop.inference.fleet.refit import refit, target
+from tuneloop.inference.generate import StaleWeights, prove
+from tuneloop.inference.multi_turn import Play, play
 from tuneloop.rollout import rollout
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
@@ -189,7 +189,7 @@ class Running:
 
 def launch(*options: str) -> Running:
     """A server of the policy or weights that `options` name, once it answers; the last option of a kind counts."""
-    line = [python(), "-m", "tuneloop.serve", "--host", "127.0.0.1", "--port", "0"]
+    line = [python(), "-m", "tuneloop.inference.server", "--host", "127.0.0.1", "--port", "0"]
     process = subprocess.Popen([*line, "--engine-args", json.dumps(ARGS), *options], stderr=subprocess.PIPE, text=True)
     said = []
     for text in process.stderr or ():
@@ -235,7 +235,17 @@ def test_a_device_that_can_not_be_had_by_turns(server: Running, versions: list[A
         client.load(versions[0])
     with pytest.raises(UserError, match="answers 400: sleep: 'cpu': vLLM's sleep mode gives back memory of CUDA"):
         client.close()
-    line = [python(), "-m", "tuneloop.serve", "--policy", versions[0].ref, "--host", "127.0.0.1", "--port", "0"]
+    line = [
+        python(),
+        "-m",
+        "tuneloop.inference.server",
+        "--policy",
+        versions[0].ref,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+    ]
     asked = [*line, "--engine-args", json.dumps({**ARGS, "enable_sleep_mode": True})]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and "Sleep mode" in done.stderr.splitlines()[-1], done.stderr[-2000:]
@@ -399,7 +409,17 @@ def test_a_worker_of_a_fleet_is_refitted(
 @once
 def test_the_port_is_taken(server: Running, versions: list[Artifact]) -> None:
     port = server.url.rpartition(":")[2]
-    line = [python(), "-m", "tuneloop.serve", "--policy", versions[0].ref, "--host", "127.0.0.1", "--port", port]
+    line = [
+        python(),
+        "-m",
+        "tuneloop.inference.server",
+        "--policy",
+        versions[0].ref,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+    ]
     done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stderr.strip()) == (
         2, f"error: --port: {port}: is taken; stop what listens there, or choose another"

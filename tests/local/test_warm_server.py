@@ -25,7 +25,17 @@ def test_a_server_is_a_fork_with_vllm_imported_that_looks_at_no_model_in_a_fresh
     policy = commit_policy(tmp_path / "policy")
     launcher = Launcher(environment, ["server"])
     try:
-        command = ["python", "-m", "tuneloop.serve", "--policy", policy.ref, "--port", str(port), "--engine-args", args]
+        command = [
+            "python",
+            "-m",
+            "tuneloop.inference.server",
+            "--policy",
+            policy.ref,
+            "--port",
+            str(port),
+            "--engine-args",
+            args,
+        ]
         server = launcher.start(command, environment, tmp_path, log, log, patient=True)
         assert launcher._warm["server"].failure is None
         until(lambda: server.ended.is_set() or answers(port))

@@ -5,11 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.making import checkpoint_artifact, commit, prompts_artifact
-from tuneloop import checkpoint
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import canary_logprobs
 from tuneloop.sft import sft
+from tuneloop.training import checkpoint
 
 
 @pytest.fixture(scope="module")

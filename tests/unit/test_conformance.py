@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit.engines.peer import VOCABULARY, Model, Peer, serving
 from tuneloop.cli import invoke
-from tuneloop.conformance import Probe, check
 from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.inference.conformance import Probe, check
 
 FAULTS = {
     "another version echoed": "weights",

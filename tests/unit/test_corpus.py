@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import pytest
 
 from tuneloop.formats.token_files import Corpus, Document
-from tuneloop.pairs import Mismatched, Pair, Pairs, follow
+from tuneloop.training.pairs import Mismatched, Pair, Pairs, follow
 
 
 def made(count: int, length: int) -> Iterator[tuple[str, Document]]:

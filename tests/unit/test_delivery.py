@@ -18,18 +18,18 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.store import Store
 from tuneloop.delivery import NUMBERS, Delivery, deliveries, delivery, numbers
-from tuneloop.fleet import open_fleet
-from tuneloop.fleet.refit import refit, target
-from tuneloop.publication import published
+from tuneloop.inference.fleet import open_fleet
+from tuneloop.inference.fleet.refit import refit, target
 from tuneloop.runs import Run
 from tuneloop.weights import live
+from tuneloop.weights.publication import published
 
 TOOK = {"fetch_s": 0.25, "apply_s": 0.5, "drain_s": 4.0, "pause_s": 0.125, "tensors": 6}
 
 
 @component("rollouts", image="rollout", results={})
 def rollout(stage: Stage, policy: Input, *, facts: dict[str, Any]) -> Results:
-    """What `tuneloop.generation.generate` leaves in a stage."""
+    """What `tuneloop.inference.generate.generate` leaves in a stage."""
     stage.timings.update(load=0.5, canary=1.0)
     stage.facts.update(facts, version=policy.manifest.facts["version"], staleness={"max": 1, "mean": 0.25, "bound": 1})
     (stage.out / "rollouts").touch()

@@ -104,7 +104,7 @@ def test_flags_ranks_and_accelerators_are_those_of_the_container() -> None:
         "name": "t",
         "container": {
             "image": "i",
-            "command": ["python", "-m", "tuneloop.torchrun", "--nproc-per-node=4", "-m", "tuneloop.sft"],
+            "command": ["python", "-m", "tuneloop.training.torchrun", "--nproc-per-node=4", "-m", "tuneloop.sft"],
             "args": ["--learning-rate", "1e-3", "--out={{inputs.parameters.out}}"],
             "resources": {"limits": {"cpu": "2", "nvidia.com/gpu": "4"}},
         },
@@ -176,7 +176,7 @@ def test_every_grain_that_a_plan_lists_can_be_chosen(iterations: int, part: int)
 
 
 def test_the_trainers_own_bound_of_logits_is_counted() -> None:
-    fsdp = pytest.importorskip("tuneloop.trainers.fsdp")
+    fsdp = pytest.importorskip("tuneloop.training.fsdp")
     assert memory_estimate.AT_ONCE == fsdp.LOGITS
 
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from tests.unit.weights import exports
-from tuneloop import publication, weights
+from tuneloop import weights
 from tuneloop.core.artifacts import Artifact, Manifest
 from tuneloop.core.component import OptionalInput, Results, Stage, component
 from tuneloop.core.errors import Corrupt
 from tuneloop.kfp import stage as kfp_stage
-from tuneloop.publication import Weights, publish_checkpoint, published
+from tuneloop.weights import publication
+from tuneloop.weights.publication import Weights, publish_checkpoint, published
 
 
 def publish_late(stage: Stage, manifest: Manifest) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.reward import reward, summarize
-from tuneloop.scoring import Outcome
+from tuneloop.rewards.scoring import Outcome
 
 BY_NAME = {"tests.unit.rewards.bad:by_name": 1.0}
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.waiting import until
 from tuneloop.core.errors import UserError
-from tuneloop.scoring import Outcome, find_reward, full_marks, parse_spec, score_all
+from tuneloop.rewards.scoring import Outcome, find_reward, full_marks, parse_spec, score_all
 
 BAD = "tests.unit.rewards.bad"
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.waiting import LIMIT_S, until
-from tuneloop.serve import _parse
+from tuneloop.inference.server import _parse
 
 SERVE = """
 from tuneloop import serve
@@ -43,7 +43,7 @@ def test_a_server_that_is_told_to_end_right_before_it_serves_ends(program: str) 
 FAILING = """
 import os
 from tuneloop import serve
-from tuneloop.engines.vllm import Vllm
+from tuneloop.inference.engines.vllm import Vllm
 def begin(self, args):
     self.args, self.context, self.version, self.digest = {}, 64, 0, "xxh3-128:00"
 def step(self):

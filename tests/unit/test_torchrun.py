@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tuneloop.torchrun import exit_code, main
+from tuneloop.training.torchrun import exit_code, main
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from tuneloop import generation
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.grain import unfolded
 from tuneloop.argo.schedule import LABEL, TEMPLATES, template_spec
@@ -20,6 +19,7 @@ from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import flag
 from tuneloop.core.store import normalize
+from tuneloop.inference import generate
 from tuneloop.kube.connection import Connection
 from tuneloop.runs import differences
 
@@ -98,8 +98,8 @@ def _tracked(container: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(component, Component) and component.__module__ == module:
             untracked = {*map(flag, component.untracked)}
             flags = {name: value for name, value in flags.items() if name not in untracked}
-            if component.identity is generation.identity and "engine-args" in flags:
-                asked = generation.identity(SimpleNamespace(engine_args=json.loads(flags["engine-args"])))
+            if component.identity is generate.identity and "engine-args" in flags:
+                asked = generate.identity(SimpleNamespace(engine_args=json.loads(flags["engine-args"])))
                 flags["engine-args"] = canonical(asked)
     return flags
 

@@ -82,7 +82,7 @@ def jobset_steps(
 
     result.name = f"{component.template}-result"
     name = "{{workflow.name}}-%s" % component.template + ("-{{inputs.parameters.iteration}}" if numbered else "")
-    command = ["python", "-m", "tuneloop.torchrun", *component.command()[1:]]
+    command = ["python", "-m", "tuneloop.training.torchrun", *component.command()[1:]]
     args: Any = result.args
     ranks = ranks_env(name, nodes, processes)
     manifest = jobset(

@@ -27,7 +27,7 @@ from tuneloop.argo.watch import follow_pod
 from tuneloop.core.errors import Interrupted, Retryable, UserError, failed
 from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
 from tuneloop.kube.connection import NAMESPACE, Connection, connect
-from tuneloop.torchrun import exit_code
+from tuneloop.training.torchrun import exit_code
 
 Object = Mapping[str, Any]
 

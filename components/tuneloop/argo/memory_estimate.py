@@ -27,7 +27,7 @@ TRAINED = ("sft", "policy_update", "preference", "reward_model")
 PAIRED = ("preference", "reward_model")
 """Stages whose batch counts pairs of sequences."""
 AT_ONCE = 1 << 25
-"""Logits that the trainer holds at a time: `tuneloop.trainers.fsdp.LOGITS`, which needs torch to be read."""
+"""Logits that the trainer holds at a time: `tuneloop.training.fsdp.LOGITS`, which needs torch to be read."""
 SAMPLED = ("rollout", "evaluate")
 HELD = ("base_model", "reference_logprobs", "model_reward")
 """Stages that hold a model's weights, and little else."""
@@ -135,7 +135,7 @@ def _linears(hidden: int, queries: int, keys: int, inner: int) -> dict[str, tupl
 def adapters(stage: Stage, model: Model) -> int | None:
     """Parameters of a stage's LoRA adapters: ``r × (inputs + outputs)`` each. 0 without; None where it is not known
     which layers have some."""
-    from tuneloop.trainers.lora import Lora
+    from tuneloop.training.lora import Lora
 
     given = json.loads(stage.flags.get("lora") or "null")
     if given is None:

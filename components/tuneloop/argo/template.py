@@ -147,7 +147,7 @@ def server_template(
         name="serve",
         daemon=True,
         inputs=[] if weights else [Parameter(name="policy")],
-        command=["python", "-m", "tuneloop.serve"],
+        command=["python", "-m", "tuneloop.inference.server"],
         args=[
             *(("--weights", weights) if weights else ("--policy", "{{inputs.parameters.policy}}")),
             *("--host", "$(POD_IP)", "--port", str(port)),

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.jobset import RENDEZVOUS, jobset, pod_spec, ranks_env, written
-from tuneloop.backends import LLMBackend, stage_flags
 from tuneloop.core.ends import RETRY_STEP
 from tuneloop.core.errors import UserError
+from tuneloop.training.backends import LLMBackend, stage_flags
 from tuneloop.workflow.settings import RUN_LABEL, Cluster
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def trainjob(
 
     Args:
         dataset, model: what the runtime's initializers bring to ``/workspace/dataset`` and ``/workspace/model``;
-            see `tuneloop.fetch`.
+            see `tuneloop.training.fetch`.
         runtime: name of the runtime; default: ``tuneloop-<framework>``.
         run: name of the run that it belongs to.
 
@@ -111,7 +111,15 @@ def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = ""
     """As a RayJob: a Ray cluster of as many pods, one rank group on each, gone when the job ends; see `rayjob`."""
     backend.validate()
     gpus = ["--gpus", str(cluster.gpus)] if cluster.gpus else []
-    driver = ["python", "-m", "tuneloop.rayrun", "--nodes", str(backend.nodes), "--processes", str(backend.processes)]
+    driver = [
+        "python",
+        "-m",
+        "tuneloop.training.ray_driver",
+        "--nodes",
+        str(backend.nodes),
+        "--processes",
+        str(backend.processes),
+    ]
     entry = [*driver, *gpus, "--", *backend.to_command(), *backend.to_args()]
     return rayjob(entry, name, cluster, backend.nodes, accelerator=True, run=run)
 

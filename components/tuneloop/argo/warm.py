@@ -39,7 +39,7 @@ from typing import Literal, NoReturn, cast
 from tuneloop.argo.spawn import adopt_orphans, die_with, end_all, serve
 from tuneloop.core.processor import find_answer
 from tuneloop.core.provenance import code_digest
-from tuneloop.engines.vllm import quiet_vllm
+from tuneloop.inference.engines.vllm import quiet_vllm
 
 Kind = Literal["stages", "server"]
 
@@ -55,19 +55,19 @@ STAGES = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.llama.modeling_llama",
     "tuneloop.algorithms.grpo",
-    "tuneloop.engines._client",
-    "tuneloop.engines.vllm",
-    "tuneloop.generation",
-    "tuneloop.objective",
+    "tuneloop.inference.engines._client",
+    "tuneloop.inference.engines.vllm",
+    "tuneloop.inference.generate",
+    "tuneloop.training.policy_gradient",
     "tuneloop.rewards.exact",
-    "tuneloop.scoring",
-    "tuneloop.steps",
-    "tuneloop.trainers.fsdp",
+    "tuneloop.rewards.scoring",
+    "tuneloop.training.epochs",
+    "tuneloop.training.fsdp",
 )
 SERVER = (
     "tuneloop.core.component",
-    "tuneloop.engines._follow",
-    "tuneloop.engines._loop",
+    "tuneloop.inference.engines._follow",
+    "tuneloop.inference.engines._loop",
     "uvicorn",
     "starlette.applications",
     "torch",

@@ -22,7 +22,7 @@ def preflight(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str
         UserError: the workflow does not pass the lint, or needs a cluster; the store cannot be written; a port is
             taken; vLLM is asked for and not installed, or has no such option.
     """
-    from tuneloop.engines import vllm
+    from tuneloop.inference.engines import vllm
     from tuneloop.workflow import manifest
 
     if problems := lint_problems(workflow):

@@ -53,7 +53,7 @@ def submit(
     from tuneloop.argo.preflight import notices, problems
     from tuneloop.cli.verdict import tell
     from tuneloop.config import find
-    from tuneloop.fleet.graph import served
+    from tuneloop.inference.fleet.graph import served
     from tuneloop.kube.api_errors import retry_until_available
     from tuneloop.kube.connection import connect
 
@@ -94,7 +94,7 @@ def submit(
 def _graph(manifest: Path, run: str, namespace: str) -> dict[str, Any]:
     """The Dynamo graph of a manifest, labelled as the run's."""
     from tuneloop.cli.fleet import documents
-    from tuneloop.fleet.graph import render
+    from tuneloop.inference.fleet.graph import render
     from tuneloop.workflow.settings import RUN_LABEL
 
     return render(documents(manifest), namespace=namespace, labels={RUN_LABEL: run})
@@ -109,7 +109,7 @@ def _rolled_out_by(graph: dict[str, Any] | None) -> list[str]:
 
 def _start(there: Connection, made: dict[str, Any], run: str, graph: dict[str, Any] | None) -> str:
     from tuneloop.argo import cluster as argo
-    from tuneloop.fleet.graph import bring_up
+    from tuneloop.inference.fleet.graph import bring_up
 
     if graph is None:
         return argo.create(there, made, run)

@@ -30,10 +30,10 @@ def check(
     from rich.console import Console
     from rich.table import Table
 
-    from tuneloop.conformance import Probe, check
     from tuneloop.core.artifacts import Artifact
     from tuneloop.core.errors import UserError
-    from tuneloop.engines.endpoint import check_url
+    from tuneloop.inference.conformance import Probe, check
+    from tuneloop.inference.engines.endpoint import check_url
 
     parts = urlsplit(check_url(url))
     try:

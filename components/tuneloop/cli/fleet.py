@@ -39,7 +39,7 @@ def status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) -> in
     """
     import os
 
-    from tuneloop.fleet import named
+    from tuneloop.inference.fleet import named
 
     if fleet.startswith("dynamo:") and "KUBERNETES_SERVICE_HOST" not in os.environ:
         name, namespace, port = named(fleet)
@@ -50,7 +50,7 @@ def status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) -> in
 def _workers(fleet: str, timeout: float) -> int:
     from tuneloop.cli.tables import show
     from tuneloop.core.errors import Retryable
-    from tuneloop.fleet import open_fleet
+    from tuneloop.inference.fleet import open_fleet
 
     rows: list[tuple[str, str, str]] = []
     served: set[str] = set()
@@ -69,8 +69,8 @@ def _workers(fleet: str, timeout: float) -> int:
 
 def _gates(name: str, namespace: str, port: int | None, context: str | None) -> int:
     from tuneloop.cli.tables import show
-    from tuneloop.fleet.dynamo import FRONTEND_PORT
-    from tuneloop.fleet.graph import gates
+    from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
+    from tuneloop.inference.fleet.graph import gates
     from tuneloop.kube.connection import connect
 
     found = gates(connect(namespace, context), name, port or FRONTEND_PORT)
@@ -88,8 +88,8 @@ def refit(
 ) -> None:
     """Bring every worker of a fleet to a checkpoint: pause, update, flush, resume, until nobody is new."""
     from tuneloop.core.artifacts import Artifact
-    from tuneloop.fleet import open_fleet
-    from tuneloop.fleet.refit import refit, target
+    from tuneloop.inference.fleet import open_fleet
+    from tuneloop.inference.fleet.refit import refit, target
 
     wanted = target(Artifact(policy))
     done = refit(open_fleet(fleet), wanted, timeout_s=timeout, force=force)
@@ -113,7 +113,7 @@ def up(
 
     It stays until `tuneloop fleet down`. `tuneloop submit --fleet MANIFEST` makes one that goes with its run.
     """
-    from tuneloop.fleet.graph import bring_up, render
+    from tuneloop.inference.fleet.graph import bring_up, render
     from tuneloop.kube.connection import connect
 
     graph = render(documents(manifest), name=name, namespace=namespace, image=image, sets=sets or ())
@@ -130,7 +130,7 @@ def down(
     context: CONTEXT = None,
 ) -> int:
     """Delete a graph of Dynamo, and with it its pods. Exit code 1 where there was none."""
-    from tuneloop.fleet import graph
+    from tuneloop.inference.fleet import graph
     from tuneloop.kube.connection import connect
 
     there = graph.down(connect(namespace, context), name)

@@ -96,7 +96,15 @@ class Component:
         module = f"tuneloop.{self.name}" if self.__module__ == "__main__" else self.__module__
         if processes == 1:
             return ["python", "-m", module]
-        return ["python", "-m", "tuneloop.torchrun", "--standalone", f"--nproc-per-node={processes}", "-m", module]
+        return [
+            "python",
+            "-m",
+            "tuneloop.training.torchrun",
+            "--standalone",
+            f"--nproc-per-node={processes}",
+            "-m",
+            module,
+        ]
 
     def __call__(self, *, out: str, **arguments: Any) -> Manifest:
         """Run the stage in this process: references and parameters in, the committed manifest out.

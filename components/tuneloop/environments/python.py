@@ -1,6 +1,6 @@
 """Python as a tool: ``<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>``.
 
-A call is a program of its own, shut in as the reward ``code`` shuts programs in (`tuneloop.sandbox`): nothing is left
+A call is a program of its own, shut in as the reward ``code`` shuts programs in (`tuneloop.rewards.sandbox`): nothing is left
 of the calls before it. The policy reads what it printed. A turn without a call is the final answer; the rewards of the
 row judge it.
 """
@@ -14,7 +14,7 @@ from pydantic import Field
 
 from tuneloop.core.errors import Retryable
 from tuneloop.environments import Call, Environment, Reply, tool_calls
-from tuneloop.sandbox import Limits, check_kernel, run
+from tuneloop.rewards.sandbox import Limits, check_kernel, run
 
 
 def create(

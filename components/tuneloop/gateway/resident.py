@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from tuneloop import checkpoint
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.component import Params
 from tuneloop.core.context import Stage
 from tuneloop.core.errors import UserError
 from tuneloop.core.provenance import provenance
-from tuneloop.engines import Sampling
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.gateway import losses
 from tuneloop.gateway.wire import Datum
+from tuneloop.inference.engines import Sampling
+from tuneloop.training import checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tuneloop.formats.token_files import Document
-    from tuneloop.trainers.fsdp import Policy, Ranks, Trainer
-    from tuneloop.trainers.lora import Lora
+    from tuneloop.training.fsdp import Policy, Ranks, Trainer
+    from tuneloop.training.lora import Lora
 
 STAGE = "session"
 """What the manifest of a checkpoint says made it."""
@@ -204,7 +204,7 @@ class Resident:
     def _open(self, policy: Artifact, optimizer: bool) -> None:
         import torch
 
-        from tuneloop.trainers.fsdp import Trainer
+        from tuneloop.training.fsdp import Trainer
 
         state = checkpoint.trainer_state(policy)
         if optimizer and state is None:
@@ -227,7 +227,7 @@ class Sampler:
     """Samples from snapshots; one is ready at a time, and is changed for another when that is asked for."""
 
     def __init__(self) -> None:
-        from tuneloop.engines.transformers import Transformers
+        from tuneloop.inference.engines.transformers import Transformers
 
         self.engine = Transformers()
         self._ready: Snapshot | None = None
@@ -259,7 +259,7 @@ class Sampler:
         self.engine.close()
 
     def _change(self, snapshot: Snapshot) -> None:
-        from tuneloop.trainers.fsdp import open_model
+        from tuneloop.training.fsdp import open_model
 
         if self._ready is snapshot:
             return
@@ -302,14 +302,14 @@ def _document(datum: Datum, needed: Sequence[str], policy: Policy) -> Document:
 
 
 def _adapters(policy: Artifact) -> Lora | None:
-    from tuneloop.trainers.lora import Lora
+    from tuneloop.training.lora import Lora
 
     state = checkpoint.trainer_state(policy) or {}
     return Lora.model_validate(state["lora"]) if state.get("lora") else None
 
 
 def _optimization(adam: AdamParams) -> Any:
-    from tuneloop.trainers.fsdp import Optimization
+    from tuneloop.training.fsdp import Optimization
 
     return Optimization(
         learning_rate=adam.learning_rate,

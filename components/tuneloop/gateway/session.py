@@ -17,20 +17,20 @@ from urllib.parse import unquote, urlparse
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from tuneloop import checkpoint
 from tuneloop.core.artifacts import Artifact, canonical, find
 from tuneloop.core.errors import UserError
 from tuneloop.core.seeds import derive
 from tuneloop.core.store import local_path, normalize
-from tuneloop.engines import Sampling
 from tuneloop.formats.rollouts import Request
 from tuneloop.gateway import wire
 from tuneloop.gateway.ledger import Entry, Gone, Ledger
 from tuneloop.gateway.resident import AdamParams, Resident, Sampler, Snapshot
+from tuneloop.inference.engines import Sampling
+from tuneloop.training import checkpoint
 
 if TYPE_CHECKING:
-    from tuneloop.trainers.fsdp import Ranks
-    from tuneloop.trainers.lora import Lora
+    from tuneloop.training.fsdp import Ranks
+    from tuneloop.training.lora import Lora
 
 SCHEME = "tinker://"
 SNAPSHOTS = 2
@@ -61,7 +61,7 @@ class LoraConfig(Body):
         Raises:
             UserError: a choice of layers that is not had here.
         """
-        from tuneloop.trainers.lora import Lora
+        from tuneloop.training.lora import Lora
 
         if not self.rank:
             return None

@@ -75,7 +75,7 @@ def launch(stage: Component, task: Task, *, nodes: int, processes: int, cluster:
         return 0
     wanted = Cluster(**cluster)
     name = f"{stage.template}-{xxhash.xxh3_64_hexdigest(url.encode())}"
-    command = ["python", "-m", "tuneloop.torchrun", *stage.command()[1:]]
+    command = ["python", "-m", "tuneloop.training.torchrun", *stage.command()[1:]]
     env = ranks_env(name, nodes, processes)
     pod = pod_spec(stage.image, stage.accelerator, command, flags(stage, task), wanted, env)
     queue = wanted.queue_labels if stage.accelerator else {}

@@ -20,8 +20,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from tuneloop.sandbox import Ending, Limits, check_kernel, run
-from tuneloop.scoring import Escape
+from tuneloop.rewards.sandbox import Ending, Limits, check_kernel, run
+from tuneloop.rewards.scoring import Escape
 
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 LIMITS = {"seconds": 4.0, "memory_mb": 256, "output_kb": 64}

@@ -59,7 +59,7 @@ def read_stage(template: Mapping[str, Any]) -> Stage:
             key, equals, value = word[2:].partition("=")
             following = words[index + 1] if index + 1 < len(words) else ""
             flags[key.replace("-", "_")] = value if equals else following
-    module = next((w for w in words if w.startswith("tuneloop.") and w != "tuneloop.torchrun"), None)
+    module = next((w for w in words if w.startswith("tuneloop.") and w != "tuneloop.training.torchrun"), None)
     resources = body.get("resources", {})
     accelerators = sum(int(count) for name, count in resources.get("limits", {}).items() if "/" in name)
     env = {item["name"]: item.get("value") for item in body.get("env", ())}

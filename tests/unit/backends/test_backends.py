@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tuneloop.argo.trainjob import as_job, as_jobset, as_rayjob, prepare_rayjob, run_here, trainjob
-from tuneloop.backends import LLMBackend, backend, register, registered
-from tuneloop.backends.native import Native
-from tuneloop.backends.torchtune import Torchtune
-from tuneloop.backends.trl import Trl, score
 from tuneloop.core.errors import UserError
+from tuneloop.training.backends import LLMBackend, backend, register, registered
+from tuneloop.training.backends.native import Native
+from tuneloop.training.backends.torchtune import Torchtune
+from tuneloop.training.backends.trl import Trl, score
 from tuneloop.workflow.settings import Cluster
 
 FULL = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o"}
@@ -46,16 +46,16 @@ def test_built_in_and_registered_ones_are_found_and_duplicates_refused(
     with pytest.raises(UserError, match="known: native, torchtune, trl"):
         backend("nothing")
     # a third party's package, installed
-    (tmp_path / "theirs.py").write_text("from tuneloop.backends.trl import Trl\nclass Theirs(Trl): ...\n")
+    (tmp_path / "theirs.py").write_text("from tuneloop.training.backends.trl import Trl\nclass Theirs(Trl): ...\n")
     info = tmp_path / "theirs-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
     entry = info / "entry_points.txt"
-    entry.write_text("[tuneloop.backends]\ntheirs = theirs:Theirs\n")
+    entry.write_text("[tuneloop.training.backends]\ntheirs = theirs:Theirs\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert backend("theirs").__qualname__ == "Theirs"
     assert backend("theirs:Theirs").__qualname__ == "Theirs"
-    entry.write_text("[tuneloop.backends]\nnative = theirs:Theirs\n")
+    entry.write_text("[tuneloop.training.backends]\nnative = theirs:Theirs\n")
     with pytest.raises(UserError, match="already"):
         registered()
 
@@ -65,7 +65,14 @@ def test_trl_argv() -> None:
         trainer="grpo", args={**FULL, "bf16": False, "learning_rate": 1e-5, "reward_funcs": ["a.b", "c.d"], "x": None}
     )
     made.validate()
-    assert made.to_command() == ["python", "-m", "tuneloop.torchrun", "-m", "tuneloop.rank", "trl.scripts.grpo"]
+    assert made.to_command() == [
+        "python",
+        "-m",
+        "tuneloop.training.torchrun",
+        "-m",
+        "tuneloop.training.rank",
+        "trl.scripts.grpo",
+    ]
     assert made.to_args() == [
         *("--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o"),
         *("--bf16", "false", "--learning_rate", "1e-05", "--reward_funcs", "a.b", "c.d"),
@@ -85,7 +92,11 @@ def test_trl_judges_rows_by_their_own_rewards() -> None:
         ({"prompt": "[]", "chat": True}, "a.b", "holds chats as text, which TRL takes for words; bring it by"),
         ({"prompt": "2 + 2 =", "chat": False}, "think_format_reward", "reads messages, and prompts in .* are plain"),
         ({"prompt": [{"role": "user", "content": "?"}]}, "accuracy_reward", "reads the column solution, which"),
-        ({"prompt": "2 + 2 =", "chat": False}, "tuneloop.backends.trl.score", "reads the column answer, which"),
+        (
+            {"prompt": "2 + 2 =", "chat": False},
+            "tuneloop.training.backends.trl.score",
+            "reads the column answer, which",
+        ),
     ],
 )
 def test_rows_that_trl_would_stumble_over(tmp_path: Path, row: dict[str, object], function: str, told: str) -> None:
@@ -95,7 +106,7 @@ def test_rows_that_trl_would_stumble_over(tmp_path: Path, row: dict[str, object]
         Trl(trainer="grpo", args={**args, "reward_funcs": function}).validate()
     kept = {**row, "chat": False, "answer": "4", "reward": "{}", "metadata": "{}"}
     pq.write_table(pa.Table.from_pylist([kept]), tmp_path / "train.parquet")
-    Trl(trainer="grpo", args={**args, "reward_funcs": "tuneloop.backends.trl.score"}).validate()
+    Trl(trainer="grpo", args={**args, "reward_funcs": "tuneloop.training.backends.trl.score"}).validate()
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from tests.policies import commit_policy, commit_prompts
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Interrupted, Retryable, UserError
-from tuneloop.engines import Remote, Sampling
-from tuneloop.engines._client import LOSSES, Client, Lost
-from tuneloop.episodes import Play, play
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.formats.tokens import load_tokenizer
+from tuneloop.inference.engines import Remote, Sampling
+from tuneloop.inference.engines._client import LOSSES, Client, Lost
+from tuneloop.inference.multi_turn import Play, play
 from tuneloop.rollout import rollout
 
 REQUESTS = [Request("a", [1, 2], [0]), Request("b", [3], [1])]
@@ -113,7 +113,7 @@ def test_who_loses_all_attempts_names_the_cause(answer: Callable[..., None], sai
     ("answer", "said"),
     [
         (lambda h, _: reply(h, 503, {"error": "no version is loaded whole"}), "no version is loaded whole"),
-        (lambda h, _: None, "is `python -m tuneloop.serve` running there?"),
+        (lambda h, _: None, "is `python -m tuneloop.inference.server` running there?"),
     ],
     ids=["poisoned", "hangs up"],
 )

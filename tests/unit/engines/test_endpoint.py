@@ -16,9 +16,9 @@ from tests.unit.engines.peer import Peer, serving
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.engines import Sampling
-from tuneloop.engines.endpoint import Endpoint, create
 from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.inference.engines import Sampling
+from tuneloop.inference.engines.endpoint import Endpoint, create
 
 SAMPLED = Sampling(1.0, 6, ())
 REQUESTS = [Request(f"r{i}", [3 + i, 4, 5], [i, i + 100]) for i in range(5)]

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from tests.making import checkpoint_artifact
 from tests.waiting import LIMIT_S, until
 from tuneloop import weights
-from tuneloop.engines._follow import Follower, prove
-from tuneloop.engines._loop import EngineLoop
-from tuneloop.engines.vllm import Vllm
+from tuneloop.inference.engines._follow import Follower, prove
+from tuneloop.inference.engines._loop import EngineLoop
+from tuneloop.inference.engines.vllm import Vllm
 
 
 def test_whatever_goes_wrong_is_told_and_tried_again(tmp_path: Path) -> None:
@@ -32,7 +32,17 @@ def test_whatever_goes_wrong_is_told_and_tried_again(tmp_path: Path) -> None:
 
 def test_a_server_that_waits_for_a_version_ends_when_told_to(tmp_path: Path) -> None:
     """As the first process of a container it would else ignore SIGTERM until it is killed."""
-    line = [sys.executable, "-m", "tuneloop.serve", "--weights", str(tmp_path), "--host", "127.0.0.1", "--port", "0"]
+    line = [
+        sys.executable,
+        "-m",
+        "tuneloop.inference.server",
+        "--weights",
+        str(tmp_path),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+    ]
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
         assert "waits for a version" in (process.stderr or sys.stdin).readline()
         process.send_signal(signal.SIGTERM)

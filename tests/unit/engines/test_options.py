@@ -9,12 +9,12 @@ import pytest
 from tuneloop.config import find
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
-from tuneloop.engines import vllm
+from tuneloop.inference.engines import vllm
 
 LIGHT = """
 import sys
 from tuneloop import plugins
-from tuneloop.engines import check_args
+from tuneloop.inference.engines import check_args
 for name in plugins.shipped("engines"):
     check_args(name, {}, "")
 sys.exit(str(heavy) if (heavy := {"torch", "transformers", "vllm"} & sys.modules.keys()) else 0)

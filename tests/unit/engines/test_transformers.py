@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaCon
 from tests.policies import commit_policy, model
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
-from tuneloop.engines import Sampling
-from tuneloop.engines.transformers import Transformers, create
 from tuneloop.formats.rollouts import Request
+from tuneloop.inference.engines import Sampling
+from tuneloop.inference.engines.transformers import Transformers, create
 
 PROMPTS = [[7, 8, 9], [11] * 9, [20, 21, 22, 23, 24], [30]]
 REQUESTS = [Request(f"r{i}", prompt, [100 * i + s for s in range(3)]) for i, prompt in enumerate(PROMPTS)]

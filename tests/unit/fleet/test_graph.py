@@ -12,7 +12,7 @@ from kubernetes.client import ApiException
 
 from tuneloop.cli import invoke
 from tuneloop.core.errors import UserError
-from tuneloop.fleet.graph import PLURAL, _own, drift, frontend_gate, operator_gate, pods_gate, render
+from tuneloop.inference.fleet.graph import PLURAL, _own, drift, frontend_gate, operator_gate, pods_gate, render
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.settings import RUN_LABEL
 

@@ -12,8 +12,8 @@ from tests.making import checkpoint_artifact
 from tests.unit.fleet.crew import Crew
 from tuneloop.cli import invoke
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.fleet import Worker, dns, dynamo, open_fleet, urls
-from tuneloop.fleet.refit import Target, refit, target
+from tuneloop.inference.fleet import Worker, dns, dynamo, open_fleet, urls
+from tuneloop.inference.fleet.refit import Target, refit, target
 
 NEW = Target("7@xxh3-128:0123", "/store/v7/model")
 CHANGED = [

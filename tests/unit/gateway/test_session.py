@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.making import checkpoint_artifact
-from tuneloop.checkpoint import trainer_state
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.gateway import losses
@@ -25,7 +24,8 @@ from tuneloop.gateway.session import (
     Session,
 )
 from tuneloop.gateway.wire import Datum, ForwardBackward
-from tuneloop.trainers.fsdp import Ranks
+from tuneloop.training.checkpoint import trainer_state
+from tuneloop.training.fsdp import Ranks
 
 ID = "local.session-0123456789"
 MODEL = f"{ID}:train:0"

@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tuneloop import sandbox
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
 from tuneloop.data_prep import data_prep
 from tuneloop.reward import reward
-from tuneloop.samples import read_samples
-from tuneloop.scoring import Outcome, score_all
+from tuneloop.rewards import sandbox
+from tuneloop.rewards.scoring import Outcome, score_all
+from tuneloop.training.samples import read_samples
 
 ADD = "def add(a, b):\n    return a + b\n"
 CALL = {"call": "add(1, 2)", "returns": 3}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tuneloop.scoring import Outcome, score_all
+from tuneloop.rewards.scoring import Outcome, score_all
 
 
 def judge(name: str, completion: str, answer: str = "", **metadata: Any) -> Outcome:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuneloop.formats.token_files import Document
-from tuneloop.trainers._batch import FORWARD_COST, collate, cut, pack, plan, size
+from tuneloop.training.batching import FORWARD_COST, collate, cut, pack, plan, size
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=24)
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from tests.making import tiny_model
 from tuneloop.core.artifacts import scan
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document
-from tuneloop.trainers import fsdp
-from tuneloop.trainers.fsdp import Optimization, Policy, Ranks, Trainer
+from tuneloop.training import fsdp
+from tuneloop.training.fsdp import Optimization, Policy, Ranks, Trainer
 
 ADAM = Optimization(1e-2, "constant", 0, 0, 0.01, 0.9, 0.95, 1.0)
 

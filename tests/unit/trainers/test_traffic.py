@@ -1,6 +1,6 @@
 import pytest
 
-from tuneloop.trainers._traffic import covered
+from tuneloop.training.traffic import covered
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,146 @@
+"""Rows on their way through `data_prep`: table by table, examined here or by Ray, into Parquet."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.rewards.scoring import Outcome, full_marks, parse_spec, score_all
+
+Examine = Callable[..., pa.Table]
+Preparation = Literal["here", "ray"]
+ROWS = 1024
+"""In a table, and in a row group of Parquet: how many are in memory at once."""
+WINDOW = 64
+"""Tables that Ray is given at once."""
+TEXTS = ("id", "prompt", "answer", "reward", "metadata", "solution", "completion", "chosen", "rejected")
+SCHEMA = pa.schema([*((name, pa.string()) for name in TEXTS), ("chat", pa.bool_())])
+EXAMINED = pa.schema([*SCHEMA, ("trouble", pa.string()), ("host", pa.string())])
+
+
+def tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[pa.Table]:
+    """`rows` in tables of `SCHEMA`."""
+    rows = iter(rows)
+    while part := list(itertools.islice(rows, ROWS)):
+        yield pa.Table.from_pylist(part, schema=SCHEMA)
+
+
+def examine(
+    table: pa.Table, rewards: Mapping[str, float], timeout_s: float, progress: Callable[[int], None] | None = None
+) -> pa.Table:
+    """`table` with what is wrong with gold answers: ``trouble``, null where one earns full marks or there is none.
+
+    Args:
+        rewards: that judge them; may be none.
+        progress: see `score_all`.
+    """
+    rows = table.to_pylist()
+    found: list[str | None] = [None] * len(rows)
+    asked = [i for i, row in enumerate(rows) if row["answer"] is not None and rewards]
+    if asked:
+        text = json.dumps(rewards, sort_keys=True)
+        best = full_marks(parse_spec(text))
+        golden = [{**rows[i], "completion": rows[i]["solution"], "reward_spec": text} for i in asked]
+        for i, outcome in zip(asked, score_all(golden, timeout_s=timeout_s, progress=progress)):
+            if outcome.score is None or not math.isclose(outcome.score, best):
+                found[i] = _describe(rows[i], outcome)
+    hosts = [socket.gethostname()] * len(rows)
+    added = {"trouble": pa.array(found, pa.string()), "host": pa.array(hosts, pa.string())}
+    return pa.table({**{name: table[name] for name in SCHEMA.names}, **added}, schema=EXAMINED)
+
+
+def _describe(row: Mapping[str, Any], outcome: Outcome) -> str:
+    got = outcome.score if outcome.outcome == "score" else outcome.outcome
+    return f"{row['id']}: answer {row['answer'][:60]!r} scored {got} {outcome.breakdown}"
+
+
+@contextmanager
+def ray_data() -> Iterator[Callable[[Iterable[pa.Table], Examine], Iterator[pa.Table]]]:
+    """A `map` of tables, in their order, by Ray Data: on the cluster that ``RAY_ADDRESS`` names (in a RayJob, its own),
+    else by the cores of this machine.
+
+    Raises:
+        UserError: Ray is not installed.
+        Retryable: the cluster does not answer, or falls apart.
+    """
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise UserError("data_prep.preparation", "ray", f"needs {error.name}; pip install 'tuneloop[ray]'") from error
+    address = os.environ.get("RAY_ADDRESS", "local")
+    heard = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        ray.init(address, log_to_driver=False, include_dashboard=False if address == "local" else None)
+    except ConnectionError as error:
+        raise Retryable(f"data_prep: Ray at {address} does not answer ({error})") from error
+    except Exception as error:
+        if type(error) is not Exception:  # which is what Ray raises where its own processes are not up after 30 s
+            raise
+        raise Retryable(f"data_prep: Ray did not start ({error})") from error
+    with suppress(ValueError):  # not the main thread: Ray did not take them
+        for number, handler in heard.items():
+            signal.signal(number, handler)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+
+    def mapped(given: Iterable[pa.Table], function: Examine) -> Iterator[pa.Table]:
+        given = iter(given)
+        while window := list(itertools.islice(given, WINDOW)):
+            data = ray.data.from_arrow(window).map_batches(function, batch_size=None, batch_format="pyarrow")
+            yield from data.iter_batches(batch_size=None, batch_format="pyarrow")
+
+    try:
+        yield mapped
+    except ray.exceptions.RayTaskError:  # what the function raised
+        raise
+    except ray.exceptions.RayError as error:
+        raise Retryable(f"data_prep: Ray: {str(error).splitlines()[0]}") from error
+    finally:
+        ray.shutdown()
+
+
+class Writer:
+    """A Parquet file of row groups of `ROWS`, whatever the tables were; no file without a row, if `optional`."""
+
+    def __init__(self, path: Path, schema: pa.Schema, optional: bool) -> None:
+        self.path, self.schema = path, schema
+        self._file = None if optional else pq.ParquetWriter(path, schema)
+        self._left: pa.Table = schema.empty_table()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def write(self, table: pa.Table) -> None:
+        """Append rows that have the columns of the schema, and others."""
+        if self._file is None and table.num_rows:
+            self._file = pq.ParquetWriter(self.path, self.schema)
+        self._left = pa.concat_tables([self._left, table.select(self.schema.names).cast(self.schema)])
+        while self._left.num_rows >= ROWS:
+            self._group(ROWS)
+
+    def _group(self, count: int) -> None:
+        assert self._file is not None
+        self._file.write_table(self._left.slice(0, count).combine_chunks())
+        self._left = self._left.slice(count)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self._file is not None:
+            if kind is None and self._left.num_rows:
+                self._group(self._left.num_rows)
+            self._file.close()

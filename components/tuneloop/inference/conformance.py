@@ -1,0 +1,339 @@
+"""The protocol's tests, for any rollout endpoint: ours, another engine's, a gateway before a fleet.
+
+``tuneloop endpoint check URL`` runs `CHECKS` in order. Only ``POST <url>/generate`` is used. Without a reference, an
+endpoint is held against itself: what it samples against what it scores, one temperature against another, a prompt
+against its own continuation. With a checkpoint (``--policy``) it is held against the trainer's log-probabilities, too.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from tuneloop.core.artifacts import Artifact
+from tuneloop.inference.engines.endpoint import check_url
+from tuneloop.inference.generate import read_canary
+
+FAR = 1_000_000
+"""A version that nobody has reached."""
+
+
+class Failed(AssertionError):
+    """The endpoint does not keep to the protocol; the message says where."""
+
+
+class Skipped(RuntimeError):
+    """The check needs something that was not given."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one check: ``ok``, ``failed`` or ``skipped``, and why."""
+
+    name: str
+    result: str
+    why: str
+    seconds: float
+
+
+@dataclass
+class Probe:
+    """An endpoint under test.
+
+    Attributes:
+        url: without ``/generate``.
+        policy: the checkpoint that it should serve.
+        vocabulary: ids below this are sent.
+        tolerance: mean absolute difference of log-probabilities that still counts as equal.
+        timeout_s: seconds without a byte.
+    """
+
+    url: str
+    policy: Artifact | None = None
+    vocabulary: int = 256
+    tolerance: float = 0.05
+    timeout_s: float = 60.0
+
+    def prompt(self, seed: int, length: int = 12) -> list[int]:
+        """Random ids, which no tokenizer would make of a text."""
+        return random.Random(seed).choices(range(3, self.vocabulary), k=length)
+
+    def lines(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The lines of an answer; closing the iterator hangs up.
+
+        Raises:
+            Failed: the status is not 200, or a line is no JSON object.
+        """
+        connection, reply = self._send(body)
+        try:
+            if reply.status != 200:
+                raise Failed(f"answers {reply.status}: {reply.read(300).decode(errors='replace')}")
+            while line := reply.readline():
+                if line.strip():
+                    said = json.loads(line)
+                    expect(isinstance(said, dict), f"sends a line that is no object: {line[:80]!r}")
+                    expect("error" not in said, f"breaks off: {said.get('error')}")
+                    yield said
+        except json.JSONDecodeError as error:
+            raise Failed(f"sends a line that is no JSON: {error}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise Failed(f"{type(error).__name__}: {error}") from error
+        finally:
+            hang_up(connection, reply)
+
+    def status(self, body: dict[str, Any]) -> int:
+        """The status of an answer."""
+        connection, reply = self._send(body)
+        hang_up(connection, reply)
+        return reply.status
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] = (0,), **body: Any) -> list[list[Any]]:
+        """Completions of each prompt, for each seed; every index answered once."""
+        found: dict[int, list[Any]] = {}
+        for said in self.lines(ask(prompts, seeds, **body)):
+            if "completions" in said:
+                expect(said.get("index") not in found, f"answers request {said.get('index')} twice")
+                found[said["index"]] = said["completions"]
+        expect(sorted(found) == list(range(len(prompts))), f"answers requests {sorted(found)} of {len(prompts)}")
+        for made in found.values():
+            expect(len(made) == len(seeds), f"gives {len(made)} completions for {len(seeds)} seeds")
+        return [found[i] for i in range(len(prompts))]
+
+    def one(self, prompt: Sequence[int], seed: int = 0, **body: Any) -> Any:
+        """One completion."""
+        return self.generate([prompt], [seed], **body)[0][0]
+
+    def scores(self, ids: Sequence[int], **body: Any) -> list[float]:
+        """Log-probability at temperature 1 of each id but the first."""
+        said = self.one(ids, prompt_logprobs=True, temperature=0.0, max_tokens=1, **body)
+        found: list[float] | None = said.get("prompt_logprobs")
+        expect(found is not None, "gives no prompt_logprobs where they are asked for")
+        length = len(found or [])
+        expect(length == len(ids) - 1, f"scores {length + 1} ids of a prompt of {len(ids)}: it is not taken as it is")
+        return found or []
+
+    def _send(self, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        parts = urlsplit(self.url)
+        connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = connect(parts.hostname or "", parts.port, timeout=self.timeout_s)
+        try:
+            connection.request("POST", f"{parts.path}/generate", json.dumps(body), {"Content-Type": "application/json"})
+            return connection, connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise Failed(f"{type(error).__name__}: {error}") from error
+
+
+def hang_up(connection: http.client.HTTPConnection, reply: http.client.HTTPResponse) -> None:
+    """Close the socket, which belongs to both."""
+    connection.close()
+    reply.close()
+
+
+def ask(prompts: Sequence[Sequence[int]], seeds: Sequence[int], **body: Any) -> dict[str, Any]:
+    """The body of a request; sampling parameters and others by name."""
+    sampling = {"temperature": 1.0, "max_tokens": 8, "stop_token_ids": []}
+    sampling |= {name: body.pop(name) for name in list(body) if name in sampling}
+    requests = [{"id": f"check-{i}", "prompt_ids": list(p), "seeds": list(seeds)} for i, p in enumerate(prompts)]
+    return {"requests": requests, "sampling": sampling, **body}
+
+
+def expect(holds: bool, why: str) -> None:
+    """Raise `Failed` unless it holds."""
+    if not holds:
+        raise Failed(why)
+
+
+def form(probe: Probe) -> None:
+    """completions have ids, logprobs, finish_reason, start_version, end_version"""
+    for said in probe.generate([probe.prompt(0), probe.prompt(1)], [1, 2, 3])[0]:
+        for name, kind in (("ids", list), ("logprobs", list), ("finish_reason", str), ("start_version", int)):
+            expect(isinstance(said.get(name), kind), f"gives {name} {said.get(name)!r}")
+        expect(len(said["ids"]) == len(said["logprobs"]), f"{len(said['ids'])} ids, {len(said['logprobs'])} logprobs")
+        expect(all(isinstance(i, int) for i in said["ids"]), "gives ids that are no integers")
+        expect(all(math.isfinite(p) and p <= 1e-3 for p in said["logprobs"]), "gives logprobs above 0 or not finite")
+        expect(said["finish_reason"] in ("stop", "length"), f"ends with {said['finish_reason']!r}")
+
+
+def lengths(probe: Probe) -> None:
+    """max_tokens is kept to the token"""
+    for limit in (1, 5):
+        said = probe.one(probe.prompt(2), max_tokens=limit)
+        expect(len(said["ids"]) == limit, f"gives {len(said['ids'])} tokens where max_tokens is {limit}")
+        expect(said["finish_reason"] == "length", f"says {said['finish_reason']!r} at max_tokens")
+
+
+def stops(probe: Probe) -> None:
+    """a completion ends with the first stop token, and contains it"""
+    free = probe.one(probe.prompt(3), 5, max_tokens=8)["ids"]
+    at = free.index(free[4])
+    said = probe.one(probe.prompt(3), 5, max_tokens=8, stop_token_ids=[free[4]])
+    expect(said["ids"] == free[: at + 1], f"gives {said['ids']}, not {free[: at + 1]}, with stop token {free[4]}")
+    expect(said["finish_reason"] == "stop", f"says {said['finish_reason']!r} at a stop token")
+
+
+def seeds(probe: Probe) -> None:
+    """the same seed gives the same tokens, another seed others"""
+    (first,) = probe.generate([probe.prompt(4)], range(8))
+    (again,) = probe.generate([probe.prompt(4)], range(8))
+    expect([s["ids"] for s in first] == [s["ids"] for s in again], "gives other tokens for the same seeds")
+    expect(len({tuple(s["ids"]) for s in first}) > 1, "gives the same tokens for eight seeds at temperature 1")
+
+
+def apart(probe: Probe) -> None:
+    """requests at the same time get their own answers"""
+    prompts = [probe.prompt(10 + i, 6 + i) for i in range(6)]
+    alone = [probe.one(p, temperature=0.0) for p in prompts]
+    (together) = [group[0] for group in probe.generate(prompts, temperature=0.0)]
+    with ThreadPoolExecutor(6) as pool:
+        parallel = list(pool.map(lambda p: probe.one(p, temperature=0.0), prompts))
+    for how, answers in (("in one request", together), ("at the same time", parallel)):
+        for own, other in zip(alone, answers):
+            near = abs(own["logprobs"][0] - other["logprobs"][0]) <= probe.tolerance
+            expect(near, f"answers otherwise where several are asked {how}")
+
+
+def as_given(probe: Probe) -> None:
+    """prompt ids are taken as they are: a prompt's continuation is that of its own tokens"""
+    for seed in range(20, 24):
+        prompt = probe.prompt(seed)
+        whole = probe.one(prompt, temperature=0.0, max_tokens=6)
+        rest = probe.one(prompt + whole["ids"][:3], temperature=0.0, max_tokens=3)
+        difference = max(abs(a - b) for a, b in zip(whole["logprobs"][3:], rest["logprobs"]))
+        expect(difference <= probe.tolerance, f"goes on otherwise from its own tokens (by {difference:.3f} nats)")
+        probe.scores(prompt)
+
+
+def scored(probe: Probe) -> None:
+    """log-probabilities of sampled tokens are those of the whole, uncut distribution at temperature 1"""
+    worst = 0.0
+    for seed in range(30, 33):
+        prompt = probe.prompt(seed)
+        said = probe.one(prompt, seed, max_tokens=8)
+        theirs = probe.scores(prompt + said["ids"])[len(prompt) - 1 :]
+        worst = max(worst, sum(abs(a - b) for a, b in zip(said["logprobs"], theirs)) / len(theirs))
+    expect(worst <= probe.tolerance, f"samples with other log-probabilities than it scores (by {worst:.3f} nats)")
+
+
+def heat(probe: Probe) -> None:
+    """log-probabilities are of the sampled distribution: differences between tokens double at half the temperature"""
+    prompt = probe.prompt(5)
+    warm, cool = (
+        {s["ids"][0]: s["logprobs"][0] for s in probe.generate([prompt], range(192), max_tokens=1, temperature=t)[0]}
+        for t in (1.0, 0.5)
+    )
+    common = sorted(warm.keys() & cool.keys(), key=lambda token: warm[token])
+    if len(common) < 2 or warm[common[-1]] - warm[common[0]] < 4 * probe.tolerance:
+        raise Skipped("the same tokens were not seen at both temperatures; the model is too flat or too sure")
+    low, high = common[0], common[-1]
+    ratio = (cool[high] - cool[low]) / (warm[high] - warm[low])
+    expect(abs(ratio - 2) < 0.2, f"the difference grows {ratio:.2f} times; the temperature is not applied, or twice")
+    mass = sum(math.exp(p) for p in cool.values())
+    expect(mass <= 1 + probe.tolerance, f"the tokens seen at temperature 0.5 have probability {mass:.2f} together")
+
+
+def versions(probe: Probe) -> None:
+    """every completion says one version from start to end, or one for each token"""
+    for said in probe.generate([probe.prompt(6)], [0, 1])[0]:
+        start, end = said.get("start_version"), said.get("end_version")
+        expect(isinstance(start, int) and isinstance(end, int) and 0 <= start <= end, f"says versions {start}, {end}")
+        each = said.get("versions") or []
+        expect(start == end or len(each) == len(said["ids"]), "changed version and does not say at which token")
+
+
+def exact(probe: Probe) -> None:
+    """a demanded version is the one that answers, and 409 where it is not served"""
+    served = probe.one(probe.prompt(7))["end_version"]
+    said = probe.one(probe.prompt(7), version=served)
+    expect(said["start_version"] == said["end_version"] == served, f"answers with {said['start_version']}")
+    for wrong in (served + FAR, max(served - 1, 0) if served else FAR):
+        status = probe.status(ask([probe.prompt(7)], [0], version=wrong))
+        expect(status == 409, f"serves version {served}, and answers {status} where version {wrong} is demanded")
+
+
+def least(probe: Probe) -> None:
+    """a demanded minimum is kept to: 409 until it is served"""
+    served = probe.one(probe.prompt(7))["end_version"]
+    expect(probe.one(probe.prompt(7), min_version=served)["start_version"] >= served, "answers with an older version")
+    status = probe.status(ask([probe.prompt(7)], [0], min_version=served + FAR))
+    expect(status == 409, f"serves version {served}, and answers {status} where {served + FAR} or later is demanded")
+
+
+def refuses(probe: Probe) -> None:
+    """ids that are not in the vocabulary are refused with 400, and do no harm"""
+    for ids in ([5, FAR * 1000], [5, -1], []):
+        status = probe.status(ask([ids], [0]))
+        expect(status == 400, f"answers {status} to prompt ids {ids}")
+    probe.one(probe.prompt(8))
+
+
+def streams(probe: Probe) -> None:
+    """streamed tokens are those of the completion, each with its version"""
+    parts: dict[int, list[tuple[int, float]]] = {}
+    whole: list[Any] = []
+    for said in probe.lines(ask([probe.prompt(9)], [3, 4], max_tokens=12, stream=True)):
+        if "sample" in said:
+            expect(isinstance(said.get("version"), int), "streams tokens without their version")
+            parts.setdefault(said["sample"], []).extend(zip(said["ids"], said["logprobs"]))
+        elif "completions" in said:
+            whole = said["completions"]
+    expect(bool(parts), "streams nothing where stream is asked for")
+    for j, said in enumerate(whole):
+        expect(parts.get(j) == list(zip(said["ids"], said["logprobs"])), "streams other tokens than the completion has")
+
+
+def aborts(probe: Probe) -> None:
+    """who hangs up is dropped: what was asked does not keep others waiting"""
+    clock = time.perf_counter()
+    probe.one(probe.prompt(40), max_tokens=4)
+    usual = time.perf_counter() - clock
+    flood = ask([probe.prompt(41 + i, 6) for i in range(8)], range(64), max_tokens=200)
+    hang_up(*probe._send(flood))
+    clock = time.perf_counter()
+    probe.one(probe.prompt(40), max_tokens=4)
+    waited = time.perf_counter() - clock
+    expect(waited < 10 * usual + 2, f"answers in {waited:.1f} s after a caller hung up, {usual:.2f} s before")
+
+
+def weights(probe: Probe) -> None:
+    """it serves the checkpoint: its version, and the trainer's log-probabilities of the canary"""
+    if probe.policy is None:
+        raise Skipped("give --policy, the checkpoint that should be served")
+    want, canary = probe.policy.manifest.facts["version"], read_canary(probe.policy.path)
+    served = probe.one(probe.prompt(7))["end_version"]
+    expect(served == want, f"says version {served}, the checkpoint is version {want}")
+    ours, theirs = canary["logprobs"], probe.scores(canary["ids"])
+    mean = sum(abs(a - b) for a, b in zip(ours, theirs)) / len(ours)
+    expect(mean <= probe.tolerance, f"scores the canary {mean:.3f} nats from the trainer: other weights, or other ids")
+
+
+CHECKS: tuple[Callable[[Probe], None], ...] = (
+    *(form, lengths, stops, seeds, apart, as_given, scored, heat),
+    *(versions, exact, least, refuses, streams, aborts, weights),
+)
+
+
+def check(probe: Probe) -> Iterator[Outcome]:
+    """Run all checks, one after the other."""
+    check_url(probe.url)
+    for each in CHECKS:
+        clock = time.perf_counter()
+        what = (each.__doc__ or "").strip()
+        result, why = "ok", what
+        try:
+            each(probe)
+        except Failed as failed:
+            result, why = "failed", f"{what}: {failed}"
+        except Skipped as skipped:
+            result, why = "skipped", f"{what}: {skipped}"
+        except (KeyError, TypeError, IndexError, AttributeError) as error:  # an answer of a form that nobody expects
+            result, why = "failed", f"{what}: answers in another form ({type(error).__name__}: {error})"
+        yield Outcome(each.__name__, result, why, time.perf_counter() - clock)

@@ -1,0 +1,334 @@
+"""The client of `tuneloop.inference.server`: an `Engine` at the other end of HTTP.
+
+Requests are sent grouped, one POST a batch; the reply is a stream of JSON lines, one a finished request, with
+empty lines in between while nothing has finished, so that a dead server is told from a slow one. Closing the
+connection makes the server drop what it still runs.
+
+A server that is lost in between costs what it had not finished: the client keeps the completions that it has, waits
+until the address answers again, has the policy loaded there (a server that is started anew boots with its own
+``--policy``), has it proved anew, and asks for the other requests only.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import io
+import ipaddress
+import json
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import Retryable, Unavailable, UserError
+from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.inference.engines import Sampling
+
+Value = TypeVar("Value")
+LOSSES = 3
+"""The server may be lost so many times in a row without one request finished in between; then the caller gives up."""
+IN_WORKFLOW = "TUNELOOP_NODE_NAME"
+"""Set in every pod, on a cluster and on this machine."""
+HERE_S = 1800.0
+"""How long the server of a workflow that runs on this machine may be away: the executor starts it again at the same
+address, which takes the minutes that loading a large model takes."""
+ELSEWHERE_S = 30.0
+"""How long another one may be: on a cluster a pod that is started again has another address, which only another attempt
+of the stage is told."""
+CONNECT_S = 10.0
+"""Seconds after which an address that does not answer at all, as that of a pod that is gone, counts as lost."""
+POLL_S = 0.2
+
+
+class Lost(Unavailable):
+    """The server can not be reached, broke off, or can not answer now."""
+
+
+class Client:
+    """`Remote` over a running server.
+
+    Args:
+        endpoint: ``http://host:port``.
+        timeout_s: seconds without a byte after which the server counts as dead; also how long to wait for it to
+            load a version.
+        sleeps: it has its device by turns: it is woken to load, and put to sleep on `close`, where it drops its weights
+            (vLLM's level 2): there are others by the time it is woken. Not run: there was no GPU.
+        patience_s: seconds that the server may be away; default: `HERE_S` or `ELSEWHERE_S`; outside a workflow an
+            address that never answered is given up at once.
+
+    Attributes:
+        pulled: where the server follows published versions, what the last pull took.
+
+    Every call waits while the server is away, and raises `Retryable` where that takes too long, or where it is lost
+    again and again (`LOSSES`) or not ready in time, and `UserError` where it refuses what was asked.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self, endpoint: str, timeout_s: float, *, sleeps: bool = False, patience_s: float | None = None
+    ) -> None:
+        parts = urlsplit(endpoint)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError("--endpoint", endpoint, "must be an absolute URL: http://host:port")
+        self.endpoint, self.timeout_s, self._parts, self.sleeps = endpoint.rstrip("/"), timeout_s, parts, sleeps
+        self._patience_s, self._met = patience_s, False
+        self.context, self.version, self.digest = 0, -1, ""
+        self.pulled: dict[str, Any] = {}
+        self.check: Callable[[], None] = _nothing
+        self.prove: Callable[[], None] = _nothing
+        self._policy: Artifact | None = None
+        self._renewing = False
+        self._given_up = False
+
+    def load(self, policy: Artifact, *, force: bool = False) -> None:
+        self._persist(lambda: self._load(policy, force))
+        self._policy = policy
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
+    ) -> list[list[Completion]]:
+        results: dict[int, list[Completion]] = {}
+
+        def attempt() -> None:
+            left = [i for i in range(len(requests)) if i not in results]
+            asked = [asdict(requests[i]) for i in left]
+            body = {"requests": asked, "sampling": asdict(sampling), "version": self.version}
+            with self._open("POST", "/generate", body) as reply:
+                while len(results) < len(requests):
+                    if said := self._read_line(reply, len(results), len(requests)):
+                        results[left[said["index"]]] = [Completion(**c) for c in said["completions"]]
+                    done(len(results))
+
+        self._persist(attempt, self._renew, lambda: len(results), len(requests))
+        return [results[i] for i in range(len(requests))]
+
+    def score(self, ids: Sequence[int]) -> list[float]:
+        body = {"ids": list(ids), "version": self.version}
+        scored: list[float] = self._persist(lambda: self._json("POST", "/score", body), self._renew)["logprobs"]
+        return scored
+
+    def close(self) -> None:
+        """Give the device back, if it is had by turns; connections live as long as a call."""
+        if self.sleeps and not self._given_up:
+            self._persist(lambda: self._json("POST", "/sleep", {"level": 2}))
+
+    # A server that is lost
+
+    def _persist(
+        self,
+        attempt: Callable[[], Value],
+        renew: Callable[[], None] = lambda: None,
+        finished: Callable[[], int] = lambda: 0,
+        total: int = 0,
+    ) -> Value:
+        """What `attempt` returns; each time that the server is lost another one, on the one that comes after it.
+
+        Args:
+            renew: makes a server that was away ready for `attempt`.
+            finished: counts the requests that are finished, of `total`.
+        """
+        if self._renewing:  # who renews counts this loss
+            return attempt()
+        losses, before, renewed = 0, 0, True
+        while True:
+            try:
+                if not renewed:
+                    renew()
+                    renewed = True
+                return attempt()
+            except Lost as lost:
+                now, renewed = finished(), False
+                losses, before = (1 if now > before else losses + 1), now
+                if losses == LOSSES:
+                    self._given_up = True
+                    raise Retryable(f"{lost}; lost {losses} times in a row without a request finished") from lost
+                self._await_return(lost, now, total)
+
+    def _renew(self) -> None:
+        """Have the policy served, and proved, by a process of which neither is known."""
+        if self._policy is None:
+            return
+        self._renewing = True
+        try:
+            self._load(self._policy, False)
+            self.prove()
+        finally:
+            self._renewing = False
+
+    def _await_return(self, lost: Lost, finished: int, total: int) -> None:
+        """Wait until the server answers again, whatever it serves.
+
+        Raises:
+            Lost: that takes too long.
+        """
+        kept = f"; {finished} of {total} requests are finished, and kept" if total else ""
+        _say(f"lost the server ({lost}){kept}; waits for it")
+        begun = time.monotonic()
+        while True:
+            self.check()
+            time.sleep(POLL_S)
+            try:
+                self._json("GET", "/version")
+                break
+            except Lost as still:
+                if (seconds := time.monotonic() - begun) > self._patience():
+                    self._given_up = True
+                    raise Lost(f"{still}; it has been away for {seconds:.0f} s") from lost
+        left = f"; asks it for the {total - finished} requests that are left" if total else ""
+        _say(f"{self.endpoint} answers again after {time.monotonic() - begun:.1f} s{left}")
+
+    def _patience(self) -> float:
+        if self._patience_s is not None:
+            return self._patience_s
+        if IN_WORKFLOW in os.environ:
+            return HERE_S if _is_loopback(self._parts.hostname or "") else ELSEWHERE_S
+        return ELSEWHERE_S if self._met else 0.0
+
+    # What is asked
+
+    def _load(self, policy: Artifact, force: bool) -> None:
+        if self.sleeps:
+            self._json("POST", "/wake_up", {})
+        served = self._json("GET", "/version")
+        about = policy.manifest.facts["version"], policy.manifest.digest
+        if force or (served["version"], served["digest"]) != about:
+            asked = {"ref": policy.ref, "version": policy.manifest.facts["version"], "force": force}
+            served = self._json("POST", "/load", asked)
+        self.context, self.version, self.digest = served["context"], served["version"], served["digest"]
+        self.pulled = served.get("pulled") or {}
+
+    def _json(self, method: str, path: str, body: Any = None) -> Any:
+        with self._open(method, path, body) as reply, self._faults():
+            return json.loads(reply.read())
+
+    def _read_line(self, reply: http.client.HTTPResponse, finished: int, total: int) -> dict[str, Any] | None:
+        """A finished request; None where the server only says that it is alive."""
+        with self._faults():
+            line = reply.readline()
+            said: dict[str, Any] | None = json.loads(line) if line.strip() else None
+        if not line:
+            raise Lost(f"{self.endpoint}: broke off after {finished} of {total} requests")
+        if said and "error" in said:
+            raise Lost(f"{self.endpoint}: {said['error']}")
+        return said
+
+    @contextmanager
+    def _open(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
+        """An answered request with status 200; asked again while the server is loading (409)."""
+        deadline = time.monotonic() + self.timeout_s
+        connection = self._connection()
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            while True:
+                with self._faults():
+                    if connection.sock is None:
+                        self._connect(connection)
+                    connection.request(
+                        method, self._parts.path.rstrip("/") + path, data, {"Content-Type": "application/json"}
+                    )
+                    reply = connection.getresponse()
+                    self._met = True
+                    said = b"" if reply.status == 200 else reply.read()
+                if reply.status == 200:
+                    yield reply
+                    return
+                self._refused(reply.status, said, path, time.monotonic() > deadline)
+                self.check()
+                time.sleep(POLL_S)
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host, port, connect_s = self._parts.hostname or "", self._parts.port, min(CONNECT_S, self.timeout_s)
+        if self._parts.scheme == "https":
+            return http.client.HTTPSConnection(host, port, timeout=connect_s)
+        connection = http.client.HTTPConnection(host, port, timeout=connect_s)
+        made: Any = functools.partial(_Reply, timeout_s=self.timeout_s, check=lambda: self.check())
+        connection.response_class = made
+        return connection
+
+    def _connect(self, connection: http.client.HTTPConnection) -> None:
+        connection.connect()
+        held: Any = connection.sock
+        held.settimeout(self.timeout_s)  # until here it was the shorter one
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise Lost(f"{self.endpoint}: {reason}; is `python -m tuneloop.inference.server` running there?") from error
+
+    def _refused(self, status: int, said: bytes, path: str, late: bool) -> None:
+        """Raise what the answer means; return where asking again may help."""
+        text = said.decode(errors="replace")
+        try:
+            text = json.loads(text)["error"]
+        except (ValueError, KeyError, TypeError):
+            text = text[:300]
+        if status < 500 and status != 409:
+            raise UserError("--endpoint", self.endpoint, f"answers {status}: {text}")
+        # Of a server that had the policy, 409 says that it is another process by now, or had another one loaded.
+        changed = self._policy is not None and path != "/load"
+        if status != 409 or changed:
+            raise Lost(f"{self.endpoint}: answers {status}: {text}")
+        if late:
+            raise Retryable(f"{self.endpoint}: answers {status}: {text}")
+
+
+class _Reply(http.client.HTTPResponse):
+    """A response that calls `check` while there is nothing to read."""
+
+    def __init__(
+        self, sock: socket.socket, *args: Any, timeout_s: float, check: Callable[[], None], **more: Any
+    ) -> None:
+        super().__init__(sock, *args, **more)
+        made: Any = self.fp  # what `socket.makefile` makes, whose raw stream holds the socket
+        self.fp = io.BufferedReader(_Watched(made.detach(), timeout_s, check))
+
+
+class _Watched(io.RawIOBase):
+    """The bytes of `raw`, a socket's stream; the signal that stops a stage is heard while there are none."""
+
+    def __init__(self, raw: Any, timeout_s: float, check: Callable[[], None]) -> None:
+        self._raw, self._timeout_s, self._check = raw, timeout_s, check
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        deadline = time.monotonic() + self._timeout_s
+        while not select.select([self._raw], [], [], min(POLL_S, self._timeout_s))[0]:
+            self._check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"silent for {self._timeout_s:g} s")
+        count: int | None = self._raw.readinto(buffer)
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _nothing() -> None: ...
+
+
+def _say(line: str) -> None:
+    print(f"engine: {line}", file=sys.stderr, flush=True)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

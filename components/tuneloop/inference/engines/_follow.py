@@ -1,0 +1,187 @@
+"""A replica follows a root of weight versions (docs/weights.md): pulls while it serves, proves before it changes.
+
+The pointer is polled, or asked at once when somebody wants a version that is not there yet. A version is fetched,
+its lineage checked and its bytes proved in a directory beside the engine; only then does the engine pause, change in
+place and, once what it holds has been read back, go on. Whatever fails before that leaves the old version served; what
+fails in the change poisons the engine, and the directory is then made anew from a full version. What is served is said
+below the root, so that nobody drops it (`tuneloop.weights.live`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.store import Store
+from tuneloop.inference.engines._loop import EngineLoop, Mode, Refused
+from tuneloop.inference.engines._readback import Readback, read_back
+from tuneloop.inference.engines.vllm import Vllm
+from tuneloop.weights import Materialized, live, materialize, pointer
+from tuneloop.weights.materialize import MARKER
+from tuneloop.weights.versions import Chain
+
+PROBE = 16
+"""After each change, one column in so many of layers that are packed is read back."""
+
+
+class Follower(threading.Thread):
+    """Keeps an engine at the latest version below a root.
+
+    Args:
+        root: URL of the weights.
+        directory: where versions are assembled; emptied by nobody, so that a restart has to fetch deltas only.
+        poll_s: seconds between looks at the pointer.
+        mode: what becomes of running requests when weights change.
+
+    Attributes:
+        trouble: why the latest version is not served; empty where all is well.
+        pulled: what the last pull took: seconds, bytes, and how many tensors the engine was found to hold.
+    """
+
+    def __init__(self, loop: EngineLoop, root: str, directory: Path, poll_s: float = 1.0, mode: Mode = "wait") -> None:
+        super().__init__(name="follower", daemon=True)
+        self.loop, self.store, self.directory, self.poll_s, self.mode = loop, Store(root), directory, poll_s, mode
+        self.trouble = ""
+        self.pulled: dict[str, Any] = {}
+        self._wake = threading.Event()
+        self._one = threading.RLock()
+        self._seen = ""
+        self._stopping = False
+        self._name = f"{socket.gethostname()}-{os.getpid()}"
+        self._said: tuple[int, float] = (-1, 0.0)
+
+    def run(self) -> None:
+        while not self._stopping:
+            try:
+                self._look()
+                self.trouble = ""
+            except Exception as error:  # whatever it is: a follower that has died would serve old weights for ever
+                expected = isinstance(error, (UserError, Retryable, Refused))
+                said = str(error) if expected else f"{type(error).__name__}: {error}"
+                if said != self.trouble:
+                    print(f"serve: {said}", file=sys.stderr, flush=True)
+                self.trouble = said
+            self._announce()
+            self._wake.wait(self.poll_s)
+            self._wake.clear()
+
+    def wake(self) -> None:
+        """Look at the pointer now."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End after the pull at hand, and say so."""
+        self._stopping = True
+        self.wake()
+        if self._said[0] >= 0:
+            with suppress(UserError, Retryable):  # a lease that stays runs out
+                live.withdraw(self.store, self._name)
+
+    def reach(self, version: int, digest: str, *, force: bool = False) -> None:
+        """Serve `version`, published from the checkpoint `digest`, before returning.
+
+        Raises:
+            Refused: 409 where it is not published yet.
+            UserError: another checkpoint was published under this number.
+        """
+        chain = Chain(self.store)
+        if version not in chain.versions:
+            raise Refused(409, f"version {version} is not published below {self.store.url} yet")
+        entry = chain.entry(version)
+        if entry.index.tuneloop.source not in (None, digest):
+            where = f"of {self.store.url} was published from {entry.index.tuneloop.source}, not {digest}"
+            raise UserError("version", version, f"{where}; follow the root of this run")
+        self._pull(version, force=force)
+
+    def verify(self) -> tuple[int, Readback]:
+        """The version that is served, and all that the engine holds compared with its files."""
+        with self._one:
+            asked = self.loop.call(lambda engine: (engine.version, read_back(engine.engine, self.directory)))
+            return asked.result()  # type: ignore[no-any-return]
+
+    def _look(self) -> None:
+        latest = pointer.read(self.store)
+        with self._one:  # in a change at hand the engine is neither here nor there
+            lost = self.loop.trouble and not self.loop.broken and not self.loop.asleep
+            if latest is not None and (latest.ref != self._seen or lost):
+                self._pull(latest.version)
+                self._seen = latest.ref
+
+    def _announce(self) -> None:
+        """Say what is served where that is new, or was said a while ago."""
+        version, now = self.loop.engine.version, time.monotonic()
+        if version < 0 or self._stopping or (version == self._said[0] and now - self._said[1] < live.RENEW_S):
+            return
+        self._said = version, now
+        try:
+            live.announce(self.store, self._name, version)
+        except (UserError, Retryable) as error:
+            remedy = f"pin version {version} where versions are dropped (tuneloop weights gc --pin)"
+            print(f"serve: can not say what it serves ({error}); {remedy}", file=sys.stderr, flush=True)
+
+    def _pull(self, version: int, *, force: bool = False) -> None:
+        with self._one:
+            if force:
+                (self.directory / MARKER).unlink(missing_ok=True)  # from a full version, whatever is held
+            done = materialize(self.store, version, self.directory)
+            digest = done.source or done.ref
+            if (self.loop.engine.version, self.loop.engine.digest) == (version, digest) and not force:
+                return  # a step that changed nothing gives another version the same digest
+            self.pulled = {}
+            held: list[Readback] = []
+            change = self.loop.change(
+                self.directory, version, digest, self.mode, lambda e: held.append(prove(e, self.directory))
+            )
+            try:
+                took = change.result()
+            except Refused:
+                (self.directory / MARKER).unlink(missing_ok=True)
+                raise
+            self.trouble, self.pulled = "", _about(done, took, held[0])
+            self._record()
+
+    def _record(self) -> None:
+        """For people and reports (`tuneloop.delivery`): nobody needs it, so a store that refuses is passed over."""
+        with suppress(UserError, Retryable):
+            live.record(self.store, self._name, self.pulled)
+
+    def converged_s(self) -> float | None:
+        """Seconds from the publication of the version last pulled until it was served; None where nobody said when."""
+        record = self.store.get(f"published/{self.pulled['version']:06d}.json") if self.pulled else None
+        return None if record is None else max(0.0, self.pulled["served_at"] - json.loads(record)["at"])
+
+
+def prove(engine: Vllm, model: Path) -> Readback:
+    """What the engine holds is what lies in `model`: every tensor of it, or nothing is served.
+
+    Raises:
+        RuntimeError: it is not, or for some tensors nobody can tell.
+    """
+    held = read_back(engine.engine, model, PROBE)
+    for names, what in ((held.different, "differ"), (held.unread, "can not be read back from this engine")):
+        if names:
+            raise RuntimeError(f"{len(names)} of {held.tensors} tensors {what}, {names[0]} among them")
+    return held
+
+
+def _about(done: Materialized, took: dict[str, float], held: Readback) -> dict[str, Any]:
+    return {
+        "version": done.version,
+        "deltas": done.deltas,
+        "full": done.full,
+        "read_bytes": done.read_bytes,
+        **{f"{name}_s": seconds for name, seconds in done.timings.items()},
+        **{f"{name}_s": seconds for name, seconds in took.items()},
+        "pause_s": took["change"] + took["check"],
+        "tensors": held.tensors,
+        "identical": held.identical,
+        "served_at": time.time(),
+    }

@@ -1,0 +1,286 @@
+"""The one thread that owns a vLLM engine in a server: requests that come at the same time share its batches.
+
+Commands run in the order they came. A change of weights happens between two steps: it finishes what runs first
+(``wait``) or lets it go on with the new weights afterwards (``keep``). Nothing is admitted or stepped meanwhile,
+because the thread that does so is the one that changes them; whatever becomes of the change, it then goes on with
+the commands that waited: there is no pause that could be forgotten, but the one that somebody outside asked for
+(`EngineLoop.pause`, of a fleet that is refitted). An idle loop sleeps.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+from tuneloop.core.errors import UserError
+from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.inference.engines import Sampling
+from tuneloop.inference.engines.vllm import Answer, Tokens, Vllm
+
+Mode = Literal["wait", "keep"]
+"""What becomes of running requests when weights change, in vLLM's words."""
+
+
+class Refused(RuntimeError):
+    """The server can not do this, or not now: `status` as HTTP has it."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        self.status = status
+        super().__init__(reason)
+
+
+@dataclass
+class Ticket:
+    """An admitted group of requests.
+
+    Attributes:
+        emit: called on the engine's thread with (index of a request, its completions), with (index, (number of a
+            completion, `Tokens`)) for what is streamed, or with (-1, what went wrong).
+    """
+
+    number: int
+    emit: Callable[[int, Any], None]
+    waiting: dict[int, list[Completion | None]] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> list[str]:
+        return [f"{self.number}-{i}-{j}" for i, group in self.waiting.items() for j in range(len(group))]
+
+
+class EngineLoop(threading.Thread):
+    """Serves an engine to many callers; all methods but `run` may be called from any thread.
+
+    Attributes:
+        failed: called once the engine has failed: nothing is served by this process any more.
+    """
+
+    def __init__(self, engine: Vllm) -> None:
+        super().__init__(name="engine", daemon=True)
+        self.engine = engine
+        self.failed: Callable[[], None] = lambda: None
+        self.broken = ""
+        self.asleep = False
+        self.paused = False
+        self._held: list[Callable[[], None]] = []
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._cancelled: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
+        self._tickets: dict[int, Ticket] = {}
+        self._numbers = count()
+        self._stopping = False
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be served; empty where all is well."""
+        if self.broken:
+            return f"the engine failed ({self.broken}); restart the server"
+        if self.asleep:
+            return "the engine sleeps; POST /wake_up"
+        return "" if self.engine.digest else "no version is loaded whole; load one"
+
+    def change(
+        self, model: Path, version: int, digest: str, mode: Mode = "wait", check: Callable[[Vllm], None] | None = None
+    ) -> Future[dict[str, float]]:
+        """Change to the weights of a model directory.
+
+        Args:
+            check: runs after the change, before a request sees the new weights; what it raises poisons the engine
+                until a later change succeeds.
+
+        The future holds seconds: ``drain``, in which what ran finished and nothing was admitted; then ``change`` and
+        ``check``, in which nothing was stepped: the pause.
+        """
+        return self._command(lambda: self._change(model, version, digest, mode, check))
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        version: int | None,
+        min_version: int | None,
+        emit: Callable[[int, Any], None],
+        *,
+        prompt_logprobs: bool = False,
+        stream: bool = False,
+    ) -> Future[Ticket]:
+        """Admit requests, if the version that is served then satisfies the caller.
+
+        The future raises `Refused`: 409 for another version, 503 where nothing is served, 400 for bad requests.
+        """
+        how = {"prompt_logprobs": prompt_logprobs, "stream": stream}
+        return self._command(lambda: self._admit(requests, sampling, version, min_version, emit, how), held=True)
+
+    def pause(self, mode: Mode) -> Future[None]:
+        """Generate nothing until `resume`: what runs finishes first (``wait``) or stays where it is (``keep``); who
+        comes meanwhile waits."""
+        return self._command(lambda: self._pause(mode))
+
+    def resume(self) -> Future[None]:
+        """Go on after `pause`, or do nothing."""
+        return self._command(self._resume)
+
+    def sleep(self, level: int) -> Future[None]:
+        """Give back the device's memory once all that runs has finished, as `Vllm.sleep` says."""
+        return self._command(lambda: self._sleep(level))
+
+    def wake_up(self) -> Future[None]:
+        """Take the device's memory again; where the weights are gone, nothing is served until they are loaded."""
+        return self._command(self._wake_up)
+
+    def call(self, work: Callable[[Vllm], Any]) -> Future[Any]:
+        """Run `work` on the engine's thread, between two steps."""
+        return self._command(lambda: work(self.engine))
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Nobody waits for these any more: drop what is still running."""
+        self._cancelled.put(ticket)
+        self._inbox.put(lambda: None)  # wake up
+
+    def stop(self) -> None:
+        """End the thread after the step at hand."""
+        self._stopping = True
+        self._inbox.put(lambda: None)
+
+    def run(self) -> None:
+        while not self._stopping:
+            if self.paused or not self._busy:
+                self._inbox.get()()
+            while not self._inbox.empty():
+                self._inbox.get()()
+            if not self.paused:
+                self._step()
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._tickets)
+
+    def _command(self, work: Callable[[], Any], *, held: bool = False) -> Future[Any]:
+        """Run `work` on this thread, in its turn; while the loop is paused not, if it is to be held."""
+        answer: Future[Any] = Future()
+
+        def execute() -> None:
+            if held and self.paused:
+                self._held.append(execute)
+                return
+            try:
+                answer.set_result(work())
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._inbox.put(execute)
+        return answer
+
+    def _change(
+        self, model: Path, version: int, digest: str, mode: Mode, check: Callable[[Vllm], None] | None
+    ) -> dict[str, float]:
+        begun = time.perf_counter()
+        if mode == "wait" and not self.paused:
+            self._drain()
+        if self.broken:
+            raise Refused(503, self.trouble)
+        drained = time.perf_counter()
+        try:
+            self.engine.change(model, version, digest)
+            changed = time.perf_counter()
+            if check is not None:
+                check(self.engine)
+        except UserError:
+            raise
+        except Exception as error:
+            self.engine.poison()
+            raise Refused(503, f"loading version {version} failed ({error}); load a version again") from error
+        return {"drain": drained - begun, "change": changed - drained, "check": time.perf_counter() - changed}
+
+    def _drain(self) -> None:
+        while self._busy:
+            self._step()
+
+    def _pause(self, mode: Mode) -> None:
+        if mode == "wait" and not self.paused:
+            self._drain()
+        self.paused = True
+
+    def _resume(self) -> None:
+        self.paused, held, self._held = False, self._held, []
+        for execute in held:
+            execute()
+
+    def _sleep(self, level: int) -> None:
+        self._drain()
+        self.engine.sleep(level)
+        self.asleep = True
+
+    def _wake_up(self) -> None:
+        self.engine.wake_up()
+        self.asleep = False
+
+    def _admit(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        version: int | None,
+        min_version: int | None,
+        emit: Callable[[int, Any], None],
+        how: dict[str, bool],
+    ) -> Ticket:
+        self._check(version, min_version)
+        ticket = Ticket(next(self._numbers), emit)
+        try:
+            for i, request in enumerate(requests):
+                ticket.waiting[i] = [None] * len(request.seeds)
+                for j, seed in enumerate(request.seeds):
+                    self.engine.submit(f"{ticket.number}-{i}-{j}", request.prompt_ids, seed, sampling, **how)
+        except ValueError as error:
+            self.engine.abort(ticket.keys)
+            raise Refused(400, f"request {i}: {error}") from error
+        self._tickets[ticket.number] = ticket
+        return ticket
+
+    def _check(self, version: int | None, min_version: int | None) -> None:
+        served = self.engine.version
+        if self.trouble:
+            raise Refused(503, self.trouble)
+        if version not in (None, served) or (min_version is not None and served < min_version):
+            asked = f"version {version}" if version is not None else f"version {min_version} or later"
+            raise Refused(409, f"serves version {served}, {asked} was asked for; load it first")
+
+    def _step(self) -> None:
+        """Drop what was cancelled, run one step of the engine, hand out what it finished."""
+        while not self._cancelled.empty():
+            ticket = self._cancelled.get()
+            if self._tickets.pop(ticket.number, None):
+                self.engine.abort(ticket.keys)
+        if not self._busy:
+            return
+        try:
+            for key, answer in self.engine.step():
+                self._finish(key, answer)
+        except Exception as error:
+            self._fail(error)
+
+    def _finish(self, key: str, answer: Answer) -> None:
+        number, i, j = map(int, key.split("-"))
+        ticket = self._tickets[number]
+        if isinstance(answer, Tokens):
+            ticket.emit(i, (j, answer))
+            return
+        group = ticket.waiting[i]
+        group[j] = answer
+        if all(group):
+            ticket.emit(i, ticket.waiting.pop(i))
+        if not ticket.waiting:
+            del self._tickets[number]
+
+    def _fail(self, error: Exception) -> None:
+        """An engine that raised is not trusted again: everybody who waits is told, and later callers too."""
+        self.broken = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        for ticket in self._tickets.values():
+            ticket.emit(-1, self.trouble)
+        self._tickets.clear()
+        self.failed()

@@ -1,0 +1,389 @@
+"""An endpoint that somebody else owns: nothing but ``POST <url>/generate`` is used, and what it answers is checked.
+
+The fleet behind it pulls published weights (docs/weights.md), or is brought to each version (`tuneloop.inference.fleet`), and may
+grow, shrink and lose replicas as it likes. Each prompt is a request of its own, so that whatever balances there can;
+where nothing does, several URLs take turns. A request demands a version no older than the policy's by `max_staleness`,
+waits while no replica has it (409), is sent again, to the next URL, when a replica is lost, and is aborted by hanging
+up. Every completion says which version made it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import math
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tuneloop.core import plugins
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import from_validation
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.seeds import derive
+from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.inference.engines import Engine, Sampling
+from tuneloop.inference.fleet import Fleet, open_fleet
+from tuneloop.inference.fleet.refit import Refitted, refit, target
+
+Result = TypeVar("Result")
+LATER = (408, 409, 425, 429, 500, 502, 503, 504)
+"""Answers after which asking again may help."""
+
+
+class Options(BaseModel):
+    """``engine_args`` of the engine `endpoint`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    max_staleness: int = Field(0, ge=0, description="versions that a token may be older than the policy")
+    partial_rollout: bool = Field(
+        False, description="stream tokens, and where a replica is lost let another go on from them"
+    )
+    concurrency: int = Field(64, ge=1, description="requests at the same time")
+    max_retries: int = Field(60, ge=0, description="of one request")
+    retry_sleep: float = Field(1.0, ge=0, description="seconds between them, at most")
+    max_model_len: int = Field(1 << 30, ge=1, description="the most tokens that it takes, prompt and completion")
+    fleet: str | None = Field(
+        None, description="URL of the workers to bring to each version (`tuneloop fleet --help`); none: they pull"
+    )
+    hook: str | None = Field(
+        None,
+        description="pkg.mod:function, called before each request with {url, payload, headers, max_retries, "
+        "retry_sleep}; returns the same, changed or not",
+    )
+
+
+def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
+    """The engine behind a URL.
+
+    Args:
+        endpoint: absolute, ``/generate`` is appended; several have commas between. None: the fleet's, or its workers'.
+        args: `Options`.
+        timeout_s: seconds without a byte after which a replica counts as lost.
+
+    Raises:
+        UserError: no URL, or not one; an unknown option.
+    """
+    options = check(args)
+    fleet = open_fleet(options.fleet) if options.fleet else None
+    where = endpoint or (fleet and fleet.endpoint)
+    if not (where or fleet):
+        raise UserError("--endpoint", endpoint, "the engine endpoint needs the URL of one")
+    return Endpoint(check_urls(where) if where else (), options, timeout_s, fleet)
+
+
+def check(args: Mapping[str, Any], prefix: str = "engine_args.") -> Options:
+    """`args` as options.
+
+    Raises:
+        UserError: an unknown or impossible one, with `prefix` and its name as the field.
+    """
+    try:
+        return Options(**args)
+    except ValidationError as error:
+        raise from_validation(error, prefix) from None
+
+
+def check_url(url: str) -> str:
+    """`url` without a trailing slash.
+
+    Raises:
+        UserError: it is no absolute http or https URL.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise UserError("rollout_endpoint_url", url, "must be an absolute URL: http://host:port or https://host/path")
+    return url.rstrip("/")
+
+
+def check_urls(text: str) -> list[str]:
+    """The URLs in `text`, which commas separate.
+
+    Raises:
+        UserError: one of them is none.
+    """
+    return [check_url(url.strip()) for url in text.split(",")]
+
+
+class Lost(RuntimeError):
+    """This attempt came to nothing; another may not. `about` is what was sent, as the hook left it."""
+
+    about: Mapping[str, Any] | None = None
+
+
+@dataclass
+class Partial:
+    """What is known of one completion so far; `versions` has one a token."""
+
+    seed: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    done: Completion | None = None
+
+
+class Endpoint:
+    """`Engine` over an opaque endpoint, which may have several URLs.
+
+    Attributes:
+        max_staleness: versions that a token may be older than the policy.
+        requests, retries: sent so far.
+        refitted: what the last refit took, where the engine has a fleet.
+    """
+
+    name = "endpoint"
+
+    def __init__(self, urls: Sequence[str], options: Options, timeout_s: float, fleet: Fleet | None = None) -> None:
+        self.urls, self.options, self.timeout_s, self.fleet = urls, options, timeout_s, fleet
+        self.refitted: Refitted | None = None
+        self._given = urls
+        self.context, self.max_staleness = options.max_model_len, options.max_staleness
+        self.version, self.digest = -1, ""
+        self.requests = self.retries = 0
+        self._hook = plugins.load("engines", options.hook) if options.hook else None
+        self._turns = itertools.count()
+        self._open: set[socket.socket | None] = set()
+        self._stopping = threading.Event()
+
+    def load(self, policy: Artifact, *, force: bool = False) -> None:
+        """Requests demand this version from now on; a fleet that does not pull is brought to it."""
+        if self.fleet:
+            self.refitted = refit(self.fleet, target(policy), timeout_s=self.timeout_s, force=force)
+            self.urls = self._given or self.refitted.urls
+        self.version, self.digest = policy.manifest.facts["version"], policy.manifest.digest
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
+    ) -> list[list[Completion]]:
+        self._stopping.clear()
+        pool = ThreadPoolExecutor(min(self.options.concurrency, max(len(requests), 1)))
+        asked: list[Future[list[Completion]]] = []
+        try:
+            asked = [pool.submit(self._complete, request, sampling) for request in requests]
+            left: set[Future[list[Completion]]] = set(asked)
+            while left:
+                ended, left = wait(left, timeout=0.2, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    future.result()
+                done(len(asked) - len(left))
+            return [future.result() for future in asked]
+        finally:
+            self._hang_up()
+            pool.shutdown(cancel_futures=True)
+
+    def score(self, ids: Sequence[int]) -> list[float]:
+        """As `Engine.score`, by the very version of the policy: waits until a replica has it."""
+        self._stopping.clear()
+        request, sampling = Request("canary", list(ids), [0]), Sampling(0.0, 1, ())
+        body = {"sampling": asdict(sampling), "version": self.version, "prompt_logprobs": True}
+        (said,) = self._retry(lambda url: self._whole(url, request, body, sampling))
+        if said.start_version != self.version:
+            raise self._wrong(f"answers with version {said.start_version} where {self.version} was demanded")
+        if said.prompt_logprobs is None or len(said.prompt_logprobs) != len(ids) - 1:
+            raise self._wrong("gives no prompt_logprobs, one for each id but the first")
+        return said.prompt_logprobs
+
+    def close(self) -> None:
+        self._hang_up()
+
+    def _complete(self, request: Request, sampling: Sampling) -> list[Completion]:
+        """One prompt's completions, over as many attempts as it takes."""
+        body = {"sampling": asdict(sampling), **self._demand()}
+        if not self.options.partial_rollout:
+            return self._retry(lambda url: self._whole(url, request, body, sampling))
+        parts = [Partial(seed) for seed in request.seeds]
+        self._retry(lambda url: self._go_on(url, request, body, sampling, parts))
+        return [part.done for part in parts if part.done]
+
+    def _demand(self) -> dict[str, int]:
+        if self.max_staleness == 0:
+            return {"version": self.version}
+        return {"min_version": self.version - self.max_staleness}
+
+    def _retry(self, attempt: Callable[[str], Result]) -> Result:
+        """What `attempt` of a URL returns. Each goes to the next URL; the wait doubles once all had their turn."""
+        turn, tries = next(self._turns), 0
+        while True:
+            url = self.urls[(turn + tries) % len(self.urls)]
+            try:
+                return attempt(url)
+            except Lost as lost:
+                about = lost.about or self.options.model_dump()
+                if tries >= about["max_retries"] or self._stopping.is_set():
+                    raise Retryable(f"{url}: {lost}, after {tries} retries") from lost
+                self._stopping.wait(min(about["retry_sleep"], 0.02 * 2.0 ** min(tries // len(self.urls), 20)))
+                tries += 1
+                self.retries += 1
+
+    def _whole(self, url: str, request: Request, body: Mapping[str, Any], sampling: Sampling) -> list[Completion]:
+        """All completions of one prompt from one answer."""
+        with self._ask(url, {"requests": [asdict(request)], **body}) as lines:
+            for said in lines:
+                if "completions" in said:
+                    made = [self._read(c, sampling.max_tokens) for c in said["completions"]]
+                    if len(made) != len(request.seeds):
+                        raise self._wrong(f"gives {len(made)} completions where {len(request.seeds)} were asked for")
+                    if any(c.finish_reason == "abort" for c in made):
+                        raise Lost("a completion was aborted")
+                    return made
+            raise Lost("broke off before the end")
+
+    def _go_on(
+        self, url: str, request: Request, body: Mapping[str, Any], sampling: Sampling, parts: Sequence[Partial]
+    ) -> None:
+        """Stream what is not done yet; tokens that arrive before a loss are kept, with their versions."""
+        for part in parts:
+            if part.done is None and (reason := _ended(part, sampling)):  # only the word that it ended was lost
+                part.done = self._finish(part, {"ids": [], "finish_reason": reason}, sampling)
+        lengths = {len(part.ids) for part in parts if part.done is None}
+        for length in sorted(lengths):  # all 0 at first; after a loss each is where it was
+            some = [part for part in parts if part.done is None and len(part.ids) == length]
+            asked = [Request(request.id, request.prompt_ids + part.ids, [_seed(part)]) for part in some]
+            left = replace(sampling, max_tokens=sampling.max_tokens - length)
+            payload = {"requests": [asdict(r) for r in asked], **body, "sampling": asdict(left), "stream": True}
+            with self._ask(url, payload) as lines:
+                for said in lines:
+                    if "sample" in said:
+                        self._extend(some[said["index"]], said)
+                    elif "completions" in said:
+                        part = some[said["index"]]
+                        part.done = self._finish(part, said["completions"][0], sampling)
+                if any(part.done is None for part in some):
+                    raise Lost("broke off before the end")
+
+    def _extend(self, part: Partial, said: Mapping[str, Any]) -> None:
+        self._check_version(said["version"])
+        part.ids += said["ids"]
+        part.logprobs += said["logprobs"]
+        part.versions += [said["version"]] * len(said["ids"])
+
+    def _finish(self, part: Partial, said: Mapping[str, Any], sampling: Sampling) -> Completion:
+        if said["finish_reason"] == "abort":
+            raise Lost("a completion was aborted")
+        if not part.ids or part.ids[len(part.ids) - len(said["ids"]) :] != said["ids"]:
+            raise self._wrong("streams other tokens than it says that a completion has")
+        mixed = part.versions if len(set(part.versions)) > 1 else []
+        whole = {**said, "ids": part.ids, "logprobs": part.logprobs, "versions": mixed}
+        return self._read(
+            {**whole, "start_version": part.versions[0], "end_version": part.versions[-1]}, sampling.max_tokens
+        )
+
+    def _read(self, said: Mapping[str, Any], max_tokens: int) -> Completion:
+        """A completion, if it can be one."""
+        try:
+            made = Completion(**said)
+        except TypeError as error:
+            raise self._wrong(f"gives completions of another form ({error})") from error
+        if made.start_version != made.end_version and not made.versions:
+            raise self._wrong("gives two versions, and not which of them made which token")
+        versions = made.versions or [made.start_version]
+        if not 0 < len(made.ids) <= max_tokens or len(made.logprobs) != len(made.ids):
+            raise self._wrong(f"gives {len(made.ids)} ids and {len(made.logprobs)} log-probabilities of {max_tokens}")
+        if not all(math.isfinite(p) and p <= 1e-3 for p in made.logprobs):
+            raise self._wrong("gives log-probabilities that are above 0 or not finite")
+        if made.versions and len(made.versions) != len(made.ids):
+            raise self._wrong("gives another number of versions than of ids")
+        for version in versions:
+            self._check_version(version)
+        return made
+
+    def _check_version(self, version: int) -> None:
+        if not self.version - self.max_staleness <= version <= self.version:
+            bound = f"{self.version - self.max_staleness} to {self.version}" if self.max_staleness else self.version
+            raise self._wrong(f"answers with version {version} where {bound} was demanded")
+
+    def _wrong(self, what: str) -> UserError:
+        return UserError(
+            "--endpoint", ", ".join(self.urls), f"{what}; `tuneloop endpoint check` shows what it does not keep to"
+        )
+
+    @contextmanager
+    def _ask(self, url: str, payload: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
+        """The lines of one answer."""
+        about = self._prepare(url, payload)
+        parts = urlsplit(about["url"])
+        connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = connect(parts.hostname or "", parts.port, timeout=self.timeout_s)
+        held: socket.socket | None = None
+        reply: http.client.HTTPResponse | None = None
+        try:
+            connection.connect()
+            held = connection.sock
+            self._open.add(held)
+            if self._stopping.is_set():  # who hangs up may not have seen this one
+                raise Lost("stopped")
+            self.requests += 1
+            connection.request("POST", parts.path, json.dumps(about["payload"]), about["headers"])
+            reply = connection.getresponse()
+            if reply.status != 200:
+                self._refused(reply)
+            yield _lines(reply)
+        except Lost as lost:
+            lost.about = about
+            raise
+        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+            broken = Lost(f"{type(error).__name__}: {error}")
+            broken.about = about
+            raise broken from error
+        finally:
+            self._open.discard(held)
+            connection.close()
+            if reply is not None:
+                reply.close()  # the socket belongs to both
+
+    def _prepare(self, url: str, payload: dict[str, Any]) -> dict[str, Any]:
+        about: dict[str, Any] = {
+            "url": f"{url}/generate",
+            "payload": payload,
+            "headers": {"Content-Type": "application/json"},
+            "max_retries": self.options.max_retries,
+            "retry_sleep": self.options.retry_sleep,
+        }
+        if self._hook is None:
+            return about
+        changed = self._hook(about)
+        if not isinstance(changed, dict):
+            raise TypeError(f"the hook {self.options.hook} must return a dict, not {type(changed).__name__}")
+        return {**about, **changed}
+
+    def _refused(self, reply: http.client.HTTPResponse) -> None:
+        text = " ".join(reply.read(2000).decode(errors="replace").split())[:300]
+        if reply.status in LATER:
+            raise Lost(f"answers {reply.status}: {text}")
+        raise UserError("--endpoint", ", ".join(self.urls), f"answers {reply.status}: {text}")
+
+    def _hang_up(self) -> None:
+        """Whoever still waits stops; the endpoint sees the connections close, and drops what it runs."""
+        self._stopping.set()
+        for held in list(self._open):
+            with suppress(OSError, AttributeError):  # it is closed already
+                held.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+
+
+def _ended(part: Partial, sampling: Sampling) -> str:
+    """The finish reason of a completion that needs no further token, else nothing."""
+    if part.ids and part.ids[-1] in sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(part.ids) >= sampling.max_tokens else ""
+
+
+def _seed(part: Partial) -> int:
+    """Of the request that goes on from what is there: the stream of the first would repeat itself."""
+    return derive(part.seed, "continue", len(part.ids)) if part.ids else part.seed
+
+
+def _lines(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    while line := reply.readline():
+        if line.strip():
+            said = json.loads(line)
+            if "error" in said:
+                raise Lost(str(said["error"]))
+            yield said

@@ -1,0 +1,406 @@
+"""vLLM: in process, or a server of `tuneloop.inference.server` by its URL.
+
+In process the engine core runs in the calling process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): it starts ten times
+faster, uses all cores, and is the one that a loop restarts each iteration. vllm itself is imported only when
+weights are loaded here; the client of a server does not need it.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import UserError
+from tuneloop.core.processor import check_processor
+from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.inference.engines import Engine, Sampling
+from tuneloop.inference.engines._client import Client
+
+OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
+"""Engine arguments that tuneloop sets: another value would break what a rollout promises."""
+VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
+INSTALL = "vLLM is not installed; pip install 'tuneloop[rollout]' (without a GPU: docs/install.md), or use transformers"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The newest tokens of a request that is streamed, and the version that made them."""
+
+    ids: list[int]
+    logprobs: list[float]
+    version: int
+
+
+Answer = Completion | Tokens
+"""What a step yields of a request: the completion at its end, and before it, where it is streamed, new tokens."""
+
+
+def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
+    """A client where there is an endpoint, else an engine in this process.
+
+    Args:
+        endpoint: URL of a running `tuneloop.inference.server`.
+        args: vLLM's ``EngineArgs`` by their own names; a server has its own, they are not sent. With
+            ``enable_sleep_mode`` a server has its device by turns, see `Client`.
+        timeout_s: how long a client waits for a server that says nothing.
+
+    Raises:
+        UserError: an argument that tuneloop sets itself.
+    """
+    return Client(endpoint, timeout_s, sleeps=bool(args.get("enable_sleep_mode"))) if endpoint else Vllm(args)
+
+
+def check(args: Mapping[str, Any], prefix: str = "--engine-args ") -> None:
+    """Refuse what tuneloop sets itself.
+
+    Raises:
+        UserError: with `prefix` and the argument's name as the field.
+    """
+    for name in args.keys() & set(OURS):
+        raise UserError(f"{prefix}{name}", args[name], "is set by tuneloop; leave it out")
+
+
+def check_here(args: Mapping[str, Any], prefix: str) -> None:
+    """Refuse what the vLLM that is installed here does not know: by its source, for importing it takes seconds.
+
+    Raises:
+        UserError: as `check`.
+    """
+    found = importlib.util.find_spec("vllm")
+    if not args or found is None or found.origin is None:
+        return
+    path = Path(found.origin).with_name("engine") / "arg_utils.py"
+    classes = [n for n in ast.parse(path.read_bytes()).body if isinstance(n, ast.ClassDef) and n.name == "EngineArgs"]
+    known = [ast.unparse(n.target) for each in classes for n in each.body if isinstance(n, ast.AnnAssign)]
+    for name in args.keys() - set(known):
+        near = difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "see its EngineArgs"
+        raise UserError(f"{prefix}{name}", args[name], f"vLLM has no such option; {remedy}")
+
+
+class Vllm:
+    """`Engine` over vLLM's engine in this process.
+
+    `generate` and `score` are for one caller; a server drives `submit`, `step` and `abort` from the one thread that
+    owns the engine.
+    """
+
+    name = "vllm"
+
+    def __init__(self, args: Mapping[str, Any]) -> None:
+        check(args)
+        self.args = dict(args)
+        self.engine: Any = None
+        self.context, self.version, self.digest = 0, -1, ""
+        self._spans: dict[str, list[int]] = {}
+        self._streamed: dict[str, Tokens] = {}
+
+    def load(self, policy: Artifact, *, force: bool = False) -> None:
+        """Start on, or change in place to, the weights of `policy`.
+
+        Raises:
+            UserError: vLLM is absent, refuses an argument, or runs a model of another shape.
+        """
+        about = policy.manifest.facts["version"], policy.manifest.digest
+        if (self.version, self.digest) != about or force:
+            self.change(policy.path / "model", *about)
+
+    def change(self, model: Path, version: int, digest: str) -> None:
+        """Start on, or change in place to, the weights in a model directory.
+
+        Requests that run go on with the new weights: what they have cached is computed again, and their completions
+        say which version made which token.
+
+        Raises:
+            UserError: it is a model of another shape.
+        """
+        shape = _shape(model)
+        if self.engine is None:
+            self.engine = _start(model, self.args)
+            self.shape, self.context = shape, self.engine.model_config.max_model_len
+        elif shape != self.shape:
+            raise UserError("policy", str(model), "is a model of another shape; start another engine for it")
+        else:
+            before, self.version, self.digest = self.version, -1, ""  # neither the old nor the new, until all is done
+            self._note_versions(before)
+            apply(self.engine, model)
+        self.version, self.digest = version, digest
+
+    def _note_versions(self, version: int) -> None:
+        """Remember how many tokens of each running request `version` made, with those before it."""
+        for state in self.engine.output_processor.request_states.values():
+            spans = self._spans.setdefault(state.external_req_id, [])
+            spans += [version] * (state.detokenizer.num_output_tokens() - len(spans))
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
+    ) -> list[list[Completion]]:
+        keys = [[f"{i}-{j}" for j in range(len(r.seeds))] for i, r in enumerate(requests)]
+        completions: dict[str, Completion] = {}
+        left = [len(names) for names in keys]
+        try:
+            for request, names in zip(requests, keys):
+                for key, seed in zip(names, request.seeds):
+                    self.submit(key, request.prompt_ids, seed, sampling)
+            while len(completions) < sum(map(len, keys)):
+                for key, completion in self.step():
+                    completions[key] = cast(Completion, completion)
+                    left[int(key.partition("-")[0])] -= 1
+                done(left.count(0))
+        finally:
+            self.abort([key for names in keys for key in names if key not in completions])
+        return [[completions[key] for key in names] for names in keys]
+
+    def score(self, ids: Sequence[int]) -> list[float]:
+        self.submit("score", ids, 0, Sampling(0.0, 1, ()), prompt_logprobs=True)
+        while not (finished := list(self.step())):
+            pass
+        return cast(Completion, finished[0][1]).prompt_logprobs or []
+
+    def close(self) -> None:
+        """End the engine, and with it what vLLM keeps once a process: other engines in it end, too."""
+        if self.engine is not None:
+            self.engine.engine_core.shutdown()
+        self.engine, self.version, self.digest = None, -1, ""
+
+    def flush(self) -> None:
+        """Drop all cached keys and values; requests that run compute theirs again."""
+        if self.engine is not None and not self.engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not drop its prefix cache")
+
+    def poison(self) -> None:
+        """Nothing is served until the next change succeeds."""
+        self.version, self.digest = -1, ""
+
+    def sleep(self, level: int) -> None:
+        """Give back the device's memory; no request may be running. Level 1 keeps weights on the host, 2 drops them.
+
+        Raises:
+            UserError: the device can not, or the engine was not started for it.
+        """
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_sleep_mode_available():
+            remedy = "vLLM's sleep mode gives back memory of CUDA and ROCm devices only; stop the server instead"
+            raise UserError("sleep", current_platform.device_type, remedy)
+        if not self.engine.model_config.enable_sleep_mode:
+            raise UserError("sleep", level, "start the engine with --engine-args '{\"enable_sleep_mode\": true}'")
+        self.engine.sleep(level)
+        if level > 1:
+            self.poison()
+
+    def wake_up(self) -> None:
+        """Undo `sleep`. After level 2 weights have to be loaded again. Raises as `sleep`."""
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_sleep_mode_available():
+            raise UserError("wake_up", current_platform.device_type, "nothing sleeps on this device")
+        self.engine.wake_up()
+
+    def submit(
+        self,
+        key: str,
+        prompt_ids: Sequence[int],
+        seed: int,
+        sampling: Sampling,
+        *,
+        prompt_logprobs: bool = False,
+        stream: bool = False,
+    ) -> None:
+        """Queue one completion under a name of the caller's.
+
+        Args:
+            prompt_logprobs: score the prompt, too; these never come from the prefix cache, but from the weights.
+            stream: yield tokens as they are made.
+
+        Raises:
+            ValueError: vLLM refuses it (too long), or an id is not in the vocabulary.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # what ends a completion is said above, and not in a file beside the weights
+            seed=seed,
+            logprobs=0,
+            prompt_logprobs=0 if prompt_logprobs else None,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+        )
+        self._add(key, prompt_ids, params)
+        if stream:
+            self._streamed[key] = Tokens([], [], self.version)
+
+    def step(self) -> Iterator[tuple[str, Answer]]:
+        """One forward of all that is queued; names and answers of what it finished, and of what is streamed."""
+        for out in self.engine.step():
+            key, said = out.request_id, out.outputs[0]
+            new = Tokens(list(said.token_ids), list(map(float, said.logprobs.logprobs)), self.version)
+            if key in self._streamed:
+                whole = self._streamed[key]
+                whole.ids.extend(new.ids)
+                whole.logprobs.extend(new.logprobs)
+                yield key, new
+                new = whole
+            if out.finished:
+                yield key, self._completion(key, out, new)
+
+    def abort(self, keys: Sequence[str]) -> None:
+        """Drop what was queued under these names; unknown ones are passed over."""
+        if keys and self.engine is not None:
+            self.engine.abort_request(list(keys))
+        for key in keys:
+            self._forget(key)
+
+    def _completion(self, key: str, out: Any, made: Tokens) -> Completion:
+        versions = self._spans.get(key, [])
+        versions = [*versions, *[self.version] * (len(made.ids) - len(versions))]
+        scored = None if out.prompt_logprobs is None else list(map(float, out.prompt_logprobs.logprobs))
+        self._forget(key)
+        return Completion(
+            made.ids,
+            made.logprobs,
+            out.outputs[0].finish_reason or "abort",
+            versions[0],
+            versions[-1],
+            versions if versions[0] != versions[-1] else [],
+            scored,
+        )
+
+    def _forget(self, key: str) -> None:
+        self._spans.pop(key, None)
+        self._streamed.pop(key, None)
+
+    def _add(self, key: str, ids: Sequence[int], params: Any) -> None:
+        vocabulary = self.engine.model_config.get_vocab_size()
+        if not ids or min(ids) < 0 or max(ids) >= vocabulary:  # vLLM, without a tokenizer, would crash on it
+            raise ValueError(f"prompt ids must be at least one, from 0 to {vocabulary - 1}")
+        from vllm.exceptions import VLLMClientError
+
+        try:
+            (prompt,) = self.engine.renderer.render_cmpl([{"prompt_token_ids": list(ids)}])
+            self.engine.add_request(key, prompt, params)
+        except VLLMClientError as error:
+            raise ValueError(str(error)) from error
+
+
+def apply(engine: Any, model: Path) -> None:
+    """Change a running vLLM engine to the weights below `model`, in place, between two of its steps.
+
+    vLLM's own reload leaves the prefix cache, which holds keys and values of the old weights: it is dropped, and
+    requests that run are computed again from their tokens.
+    """
+    engine.collective_rpc(reload, args=(str(model),))
+    if not engine.reset_prefix_cache(reset_running_requests=True):
+        raise RuntimeError("vLLM did not drop its prefix cache")
+
+
+def reload(worker: Any, model: str) -> None:
+    """vLLM's reload in place, and what it leaves undone on a CPU, where layers multiply by packed weights. Runs in
+    vLLM's worker."""
+    forget_packed_experts(worker)
+    worker.reload_weights(weights_path=model)
+    repack(worker)
+
+
+def forget_packed_experts(worker: Any) -> None:
+    """Let experts be packed as if for the first time: vLLM's reload puts them unpacked where its kernel wants them
+    packed, wherever it finds a kernel made."""
+    for module in worker.get_model().modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if hasattr(getattr(kernel, "fused_experts", None), "isa"):
+            module.quant_method.moe_kernel = None
+
+
+def repack(worker: Any) -> None:
+    """Renew the packed copy that an output head tied to the embedding multiplies by: vLLM's reload passes it over."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in worker.get_model().modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def quiet_vllm() -> None:
+    """Before vLLM is imported: its core in this process, and its log for errors, unless somebody said otherwise."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def _start(model: Path, args: Mapping[str, Any]) -> Any:
+    """A vLLM engine on `model`, its core in this process."""
+    quiet_vllm()
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
+    except ImportError as error:
+        raise UserError("engine", "vllm", f"{INSTALL} ({error})") from error
+    if current_platform.is_cpu():
+        check_processor()
+        inspect_here(model)
+        args = {**_cpu_defaults(), **args}
+    if args.get("enforce_eager"):  # vLLM would compile parts of its sampler even so, for seconds
+        import torch._dynamo
+
+        torch._dynamo.config.disable = True
+    fixed = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
+    given = {"disable_log_stats": True, "use_tqdm_on_load": False, **args, **fixed}
+    try:
+        # The context only chooses defaults: those of vLLM's own offline class, which are for throughput.
+        made = EngineArgs(model=str(model), **given)
+        config = made.create_engine_config(UsageContext.LLM_CLASS)
+        return LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=made.disable_log_stats)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise UserError("--engine-args", dict(args), _first_line(error)) from error
+
+
+def inspect_here(model: Path) -> None:
+    """Let vLLM look at the class of a model in this process, and not in a fresh one that imports all of vLLM again.
+
+    It does that, for 15 seconds of computing, where no file below ``VLLM_CACHE_ROOT`` tells it of the class yet: so
+    that CUDA is not initialised here, which it can not be on a CPU.
+    """
+    from vllm import ModelRegistry
+
+    for name in json.loads((model / "config.json").read_text()).get("architectures") or ():
+        known = ModelRegistry.models.get(name)
+        if hasattr(known, "load_model_cls") and hasattr(known, "module_name"):  # not loaded yet
+            ModelRegistry.register_model(name, known.load_model_cls())
+
+
+def _cpu_defaults() -> dict[str, Any]:
+    """Engine arguments for a machine without GPU, where vLLM's own are for a big one.
+
+    Its cache would take most of the memory, compiling takes longer than a small loop, and bfloat16 without
+    instructions for it was measured at less than half of float32's speed.
+    """
+    import torch
+
+    native = {"avx512_bf16", "amx_bf16", "bf16"} & {k for k, has in torch.cpu.get_capabilities().items() if has}
+    space = {} if os.environ.get("VLLM_CPU_KVCACHE_SPACE") else {"kv_cache_memory_bytes": 1 << 30}
+    return {"enforce_eager": True, "dtype": "auto" if native else "float32", **space}
+
+
+def _shape(model: Path) -> dict[str, Any]:
+    """The model's configuration without what may differ between versions of one policy."""
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return {key: value for key, value in config.items() if key not in VOLATILE}
+
+
+def _first_line(error: Exception) -> str:
+    return f"vLLM refuses: {' '.join(str(error).split())[:300]}"

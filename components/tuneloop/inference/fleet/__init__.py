@@ -1,0 +1,159 @@
+"""Fleets of rollout workers that are brought to each version from outside, because they pull nothing by themselves.
+
+The seam is one question: `Fleet.discover` says which workers there are now. Everything else is the same for all:
+`refit.refit` asks, brings each worker to a version, and asks again until nobody is new. A backend is one file, found by
+the scheme of the URL that names a fleet:
+
+=============================  =========================================================================================
+``http://a:8000,http://b:8000``  the workers themselves (`urls`)
+``dns://name:8000``            every address of a name: a headless Service, seen from a pod without any rights (`dns`)
+``service://name.namespace``   the ready endpoints of a Kubernetes Service, from its EndpointSlices (`service`)
+``dynamo://name.namespace``    the workers of a DynamoGraphDeployment, from its frontend's RL listener (`dynamo`)
+=============================  =========================================================================================
+
+A third party's is an entry point in the group ``tuneloop.inference.fleet`` under its scheme: ``open_fleet(url) -> Fleet``.
+
+A worker answers ``POST <url>/engine/<route>`` with JSON whose ``status`` is ``ok``. The five routes are those of
+Dynamo's vLLM workers, and `tuneloop.inference.server` has them, too:
+
+============================  ==========================================================================================
+``get_weight_version``        ``{}`` → ``{"version"}``, the label that the last update gave
+``pause_generation``          ``{"mode", "clear_cache"}``: nothing is generated from now on
+``update_weights_from_disk``  ``{"model_path", "weight_version"}``: answers once it is done
+``flush_cache``               ``{}``: what was cached belongs to the old weights
+``resume_generation``         ``{}``
+============================  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from tuneloop.core import plugins
+from tuneloop.core.errors import Retryable, UserError
+
+ROUTES = (
+    "get_weight_version",
+    "pause_generation",
+    "update_weights_from_disk",
+    "flush_cache",
+    "resume_generation",
+)
+BACKENDS = {"http": "urls", "https": "urls", "dns": "dns", "service": "service", "dynamo": "dynamo"}
+"""Scheme → module."""
+
+
+class Unreachable(Retryable):
+    """A worker does not answer: it may be gone, which the next look at the fleet tells."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker.
+
+    Attributes:
+        id: names the process: one that starts in its place has another, where the backend can tell.
+        url: of its administration, without ``/engine``.
+        routes: that it has.
+    """
+
+    id: str
+    url: str
+    routes: tuple[str, ...] = ROUTES
+
+    def call(self, route: str, timeout_s: float, **body: Any) -> dict[str, Any]:
+        """What the worker answers on one of its routes.
+
+        Raises:
+            Unreachable: nobody answers, or breaks off.
+            Retryable: the worker refuses or fails.
+        """
+        parts = urlsplit(self.url)
+        connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = connect(parts.hostname or "", parts.port, timeout=timeout_s)
+        path, headers = f"{parts.path.rstrip('/')}/engine/{route}", {"Content-Type": "application/json"}
+        try:
+            connection.request("POST", path, json.dumps(body), headers)
+            reply = connection.getresponse()
+            status, text = reply.status, reply.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise Unreachable(f"worker {self}: {route}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        said = _object(text)
+        if status != 200 or said.get("status") != "ok":
+            raise Retryable(f"worker {self}: {route}: answers {status}: {' '.join(text.split())[:300]}")
+        return said
+
+    def version(self, timeout_s: float = 10.0) -> str:
+        """The label of the weights that it serves; raises as `call`."""
+        return str(self.call("get_weight_version", timeout_s).get("version", ""))
+
+    def __str__(self) -> str:
+        return self.url if self.id == self.url else f"{self.id} at {self.url}"
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        said = json.loads(text)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+class Fleet(Protocol):
+    """Where workers are."""
+
+    @property
+    def endpoint(self) -> str | None:
+        """Where the fleet as a whole answers ``/generate``; None: only its workers do."""
+
+    def discover(self) -> Sequence[Worker]:
+        """The workers that there are now, each once.
+
+        Raises:
+            UserError: there is no such fleet.
+            Retryable: whoever knows does not answer.
+        """
+
+
+def open_fleet(url: str) -> Fleet:
+    """The fleet that `url` names; nothing is asked yet.
+
+    Raises:
+        UserError: an unknown scheme, or a URL that the backend does not understand.
+    """
+    scheme, there, _ = url.partition("://")
+    known = sorted({*BACKENDS, *(set(plugins.names("fleet")) - set(plugins.shipped("fleet")))})
+    if not there or scheme not in known:
+        remedy = "must be a URL: http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace"
+        raise UserError("fleet", url, f"{remedy}; schemes: {', '.join(known)}")
+    fleet: Fleet = plugins.load("fleet", BACKENDS.get(scheme, scheme), "open_fleet")(url)
+    return fleet
+
+
+def port_of(url: str) -> int | None:
+    """The port in `url`: None where there is none, 0 where it can not be one."""
+    try:
+        return urlsplit(url).port
+    except ValueError:
+        return 0
+
+
+def named(url: str) -> tuple[str, str, int | None]:
+    """Name, namespace and port of ``scheme://name.namespace:port``.
+
+    Raises:
+        UserError: something of another form.
+    """
+    parts = urlsplit(url)
+    name, _, namespace = (parts.hostname or "").partition(".")
+    port = port_of(url)
+    if not name or port == 0 or not namespace or "." in namespace or parts.path not in ("", "/"):
+        raise UserError("fleet", url, f"must be {parts.scheme}://name.namespace, with :port where it needs one")
+    return name, namespace, port

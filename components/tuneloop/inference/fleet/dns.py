@@ -1,0 +1,39 @@
+"""A fleet behind a name with several addresses: ``dns://tuneloop-rollout-workers.tuneloop.svc:8000``.
+
+A headless Service has such a name: one address a pod that is ready. Pods find it without a token, which is why it is
+what rollouts on a cluster use. An address is all that tells two workers apart.
+"""
+
+from __future__ import annotations
+
+import socket
+from urllib.parse import urlsplit
+
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.inference.fleet import Fleet, Worker, port_of
+
+
+class Dns:
+    """See the module."""
+
+    endpoint = None
+
+    def __init__(self, name: str, port: int) -> None:
+        self.name, self.port = name, port
+
+    def discover(self) -> list[Worker]:
+        try:
+            found = socket.getaddrinfo(self.name, self.port, type=socket.SOCK_STREAM)
+        except OSError as error:  # a Service whose pods are all gone has no address either
+            raise Retryable(f"fleet dns://{self.name}:{self.port}: {error}") from error
+        places = sorted({f"[{a[0]}]" if family == socket.AF_INET6 else str(a[0]) for family, _, _, _, a in found})
+        return [Worker(place, f"http://{place}:{self.port}") for place in places]
+
+
+def open_fleet(url: str) -> Fleet:
+    """The fleet of ``dns://name:port``."""
+    parts = urlsplit(url)
+    port = port_of(url)
+    if not parts.hostname or not port or parts.path not in ("", "/"):
+        raise UserError("fleet", url, "must be dns://name:port")
+    return Dns(parts.hostname, port)

@@ -1,0 +1,86 @@
+"""The workers of a DynamoGraphDeployment: ``dynamo://name.namespace``, with ``:port`` where the frontend's is not 8000.
+
+The operator gives the graph's frontend a Service ``<name>-frontend``; with ``DYN_ENABLE_RL=true`` and
+``DYN_RL_PORT=8001`` the frontend lists its workers there, each with the URL and the routes of its administration
+(``GET /v1/rl/workers``, protocol version 1). These names resolve inside the cluster.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+from typing import Any
+
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.inference.fleet import ROUTES, Fleet, Worker, named
+
+FRONTEND_PORT = 8000
+RL_PORT = 8001
+NEEDED = {name for name in ROUTES if name != "flush_cache"}
+"""A worker that does not say that it can flush drops its cache as it pauses."""
+
+
+class Dynamo:
+    """See the module."""
+
+    def __init__(self, name: str, namespace: str, port: int | None) -> None:
+        self.name, self.namespace, self.port = name, namespace, port or FRONTEND_PORT
+
+    @property
+    def host(self) -> str:
+        """The frontend's.
+
+        Raises:
+            UserError: asked outside a cluster.
+        """
+        if "KUBERNETES_SERVICE_HOST" not in os.environ:
+            remedy = "a graph is found by its name in pods only; give rollout_endpoint_url and the workers' URLs here"
+            raise UserError("fleet", f"dynamo://{self.name}.{self.namespace}", remedy)
+        return f"{self.name}-frontend.{self.namespace}"
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def discover(self) -> list[Worker]:
+        connection = http.client.HTTPConnection(self.host, RL_PORT, timeout=30)
+        try:
+            connection.request("GET", "/v1/rl/workers")
+            reply = connection.getresponse()
+            said = json.loads(reply.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            remedy = "does its frontend run with DYN_ENABLE_RL=true and DYN_RL_PORT=8001?"
+            raise Retryable(f"http://{self.host}:{RL_PORT}/v1/rl/workers: {error}; {remedy}") from error
+        finally:
+            connection.close()
+        return read_workers(said)
+
+
+def read_workers(said: dict[str, Any]) -> list[Worker]:
+    """The workers of an answer of ``/v1/rl/workers``, each instance once.
+
+    Raises:
+        UserError: another protocol, or a worker that can not be brought to a version.
+        Retryable: the frontend could not ask one of them.
+    """
+    if said.get("protocol_version") != 1:
+        remedy = "of /v1/rl/workers is not 1; this tuneloop knows no other"
+        raise UserError("protocol_version", said.get("protocol_version"), remedy)
+    found: dict[str, Worker] = {}
+    for each in said.get("workers", ()):
+        name = f"{each.get('component')}/{each['instance_id']}"
+        if each.get("error"):
+            raise Retryable(f"worker {name}: {each['error']}")
+        routes = tuple(each.get("routes") or ())
+        missing = sorted(NEEDED - set(routes)) + ([] if each.get("system_url") else ["system_url"])
+        if missing:
+            remedy = f"lacks {', '.join(missing)}; start it with --enable-rl and DYN_SYSTEM_PORT"
+            raise UserError("worker", name, remedy)
+        found[name] = Worker(name, each["system_url"].rstrip("/"), routes)
+    return list(found.values())
+
+
+def open_fleet(url: str) -> Fleet:
+    """The fleet of ``dynamo://name.namespace``."""
+    return Dynamo(*named(url))

@@ -1,0 +1,383 @@
+"""A DynamoGraphDeployment as a managed fleet: brought up before the training job, tied to it, gone with it.
+
+The operator of Dynamo turns the object into pods; here it is only written, watched and deleted. It is ready when three
+gates are open at once: the operator says so, every pod is ready, and the frontend answers HTTP. A graph that this call
+made and that does not become ready, or whose job can not be started, is deleted again; one that stood before is used
+as it is. Only one that was made for a run is owned by its workflow: the owner reference is patched on once the
+workflow exists. Service accounts are the operator's: a manifest's own stays, and none is ever set.
+"""
+
+from __future__ import annotations
+
+import copy
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
+from tuneloop.kube.api_errors import read_api_message, translate_api_errors
+from tuneloop.kube.connection import IN_CLUSTER, WORKFLOWS, Connection
+from tuneloop.workflow.settings import RUN_LABEL
+
+GROUP, KIND, PLURAL = "nvidia.com", "DynamoGraphDeployment", "dynamographdeployments"
+VERSIONS = ("v1beta1", "v1alpha1")
+POD_LABEL = "nvidia.com/dynamo-graph-deployment-name"
+DOWN = (502, 503, 504)
+"""What a proxy answers for a server that is not there; any other answer is the server's own."""
+
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One condition of readiness; `why` says what is found."""
+
+    name: str
+    open: bool
+    why: str
+
+
+def render(
+    documents: Iterable[Object | None],
+    *,
+    name: str | None = None,
+    namespace: str | None = None,
+    labels: Mapping[str, str] | None = None,
+    image: str | None = None,
+    sets: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The graph among the documents of a manifest, changed.
+
+    Args:
+        labels: added to the object's own.
+        image: of the components that name none.
+        sets: ``path=value`` below the object, values in YAML; an item of a list is found by its ``name``.
+
+    Raises:
+        UserError: no graph or several; a path that leads nowhere.
+    """
+    import yaml
+
+    graphs = [document for document in documents if document and document.get("kind") == KIND]
+    if len(graphs) != 1:
+        raise UserError("manifest", f"{len(graphs)} of kind {KIND}", "must be one")
+    made: dict[str, Any] = copy.deepcopy(dict(graphs[0]))
+    metadata = made.setdefault("metadata", {})
+    metadata.update({key: value for key, value in (("name", name), ("namespace", namespace)) if value})
+    if labels:
+        metadata["labels"] = {**metadata.get("labels", {}), **labels}
+    for item in sets:
+        path, equals, text = item.partition("=")
+        if not equals:
+            raise UserError("--set", item, "write path=value")
+        _put(made, path.split("."), yaml.safe_load(text), item)
+    if image:
+        for container in _containers(made):
+            container.setdefault("image", image)
+    if not metadata.get("name"):
+        raise UserError("manifest", None, "the graph has no name; give it one")
+    return made
+
+
+def _put(place: Any, path: Sequence[str], value: Any, item: str) -> None:
+    for key in path[:-1]:
+        place = place.setdefault(key, {}) if isinstance(place, dict) else _item(place, key, item)
+    if not isinstance(place, dict):
+        raise UserError("--set", item, f"{path[-1]} is below no mapping")
+    place[path[-1]] = value
+
+
+def _item(place: Any, name: str, item: str) -> Any:
+    for each in place if isinstance(place, list) else ():
+        if isinstance(each, dict) and each.get("name") == name:
+            return each
+    raise UserError("--set", item, f"the manifest has nothing named {name} there")
+
+
+def _containers(graph: dict[str, Any]) -> list[dict[str, Any]]:
+    """The main container of each component, as ``v1alpha1`` (services) and ``v1beta1`` (components) have it."""
+    spec, found = graph.setdefault("spec", {}), []
+    for service in (spec.get("services") or {}).values():
+        found.append(service.setdefault("extraPodSpec", {}).setdefault("mainContainer", {}))
+    for component in spec.get("components") or ():
+        containers = component.setdefault("podTemplate", {}).setdefault("spec", {}).setdefault("containers", [])
+        main = next((c for c in containers if c.get("name") == "main"), None)
+        if main is None:
+            containers.append(main := {"name": "main"})
+        found.append(main)
+    return found
+
+
+def served(cluster: Connection) -> str:
+    """The newest version of the API that the cluster has. Where the account may not ask (403), it counts as there.
+
+    Raises:
+        UserError: the operator's definitions are not installed.
+    """
+    from kubernetes.client import ApiException
+
+    for version in VERSIONS:
+        with translate_api_errors(cluster):
+            try:
+                found = cluster.custom.get_api_resources(GROUP, version)
+            except ApiException as error:
+                if error.status == 403:
+                    return version
+                if error.status != 404:
+                    raise
+                continue
+        if any(resource.name == PLURAL for resource in found.resources):
+            return version
+    raise UserError("cluster", cluster.context, f"has no {KIND} ({PLURAL}.{GROUP}); install Dynamo's operator first")
+
+
+def find(cluster: Connection, name: str, version: str | None = None) -> dict[str, Any] | None:
+    """The graph as it is now, in the newest or a given version of the API, or None."""
+    from kubernetes.client import ApiException
+
+    version = version or served(cluster)
+    with translate_api_errors(cluster):
+        try:
+            return cluster.get(GROUP, version, PLURAL, name)
+        except ApiException as error:
+            if error.status == 404:
+                return None
+            raise
+
+
+def bring_up(
+    cluster: Connection,
+    graph: Object,
+    start: Callable[[], str] | None = None,
+    *,
+    recreate: bool = False,
+    timeout: float = 1800.0,
+    poll: float = 2.0,
+    tell: Callable[[str], object] = print,
+) -> str | None:
+    """Have `graph` ready, then start what needs it, then tie the graph to that.
+
+    Args:
+        start: creates a workflow in the same namespace, and returns its name.
+        recreate: replace a graph that differs from `graph`; else it is used as it is, and `tell` says where it differs.
+        timeout: seconds until the three gates are open.
+
+    Returns:
+        what `start` did.
+
+    Raises:
+        UserError: the operator gave up; what `start` raises. What this call made is deleted.
+        Retryable: it was not ready in time; as above.
+    """
+    name = str(graph["metadata"]["name"])
+    made, started = _ensure(cluster, graph, recreate, tell), None
+    try:
+        _wait(cluster, name, timeout, poll, tell)
+        if start is not None:
+            started = start()
+            _own(cluster, graph, started, tell)
+        return started
+    except BaseException:
+        if started is not None:
+            _delete(cluster, *WORKFLOWS, started)
+        if made:
+            down(cluster, name)
+            tell(f"{name}: taken down again")
+        raise
+
+
+def _ensure(cluster: Connection, graph: Object, recreate: bool, tell: Callable[[str], object]) -> bool:
+    """Create the graph unless it stands; whether it did."""
+    name, (group, _, version) = str(graph["metadata"]["name"]), str(graph["apiVersion"]).partition("/")
+    served(cluster)
+    live = find(cluster, name, version)
+    if live is not None and live["metadata"].get("deletionTimestamp"):
+        _gone(cluster, name)
+        live = None
+    if live is not None:
+        changed = drift(graph.get("spec", {}), live.get("spec", {}), "spec")
+        if not (changed and recreate):
+            tell(f"{name}: stands already" + (f", and differs: {', '.join(changed)}" if changed else ""))
+            return False
+        down(cluster, name)
+        _gone(cluster, name)
+    with translate_api_errors(cluster):
+        cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, PLURAL, graph)
+    tell(f"{name}: created")
+    return True
+
+
+def drift(wanted: Any, live: Any, at: str) -> list[str]:
+    """Paths at which `live` lacks or changes what is `wanted`; what it has beyond that is the operator's."""
+    if isinstance(wanted, Mapping):
+        there = live if isinstance(live, Mapping) else {}
+        return [path for key in wanted for path in drift(wanted[key], there.get(key), f"{at}.{key}")]
+    if isinstance(wanted, list) and isinstance(live, list) and len(wanted) == len(live):
+        return [path for i, item in enumerate(wanted) for path in drift(item, live[i], f"{at}[{i}]")]
+    return [] if wanted == live else [at]
+
+
+def _wait(cluster: Connection, name: str, timeout: float, poll: float, tell: Callable[[str], object]) -> None:
+    deadline, told = time.monotonic() + timeout, ""
+    while True:
+        found = gates(cluster, name)
+        shut = "; ".join(f"{gate.name}: {gate.why}" for gate in found if not gate.open)
+        if not shut:
+            break
+        if found[0].why == "failed":
+            raise UserError("graph", name, f"its operator gave up: {_condition(cluster, name)}")
+        if time.monotonic() > deadline:
+            raise Retryable(f"{name}: not ready after {timeout:g} s ({shut})")
+        if shut != told:
+            tell(f"{name}: {shut}")
+            told = shut
+        time.sleep(poll)
+    tell(f"{name}: ready")
+
+
+def _condition(cluster: Connection, name: str) -> str:
+    conditions = ((find(cluster, name) or {}).get("status") or {}).get("conditions") or ()
+    return "; ".join(c["message"] for c in conditions if c.get("status") == "False" and c.get("message")) or "failed"
+
+
+def gates(cluster: Connection, name: str, port: int = FRONTEND_PORT) -> list[Gate]:
+    """The three gates of a graph as they are now.
+
+    Raises:
+        UserError: there is no such graph.
+    """
+    graph = find(cluster, name)
+    if graph is None:
+        raise UserError("graph", name, f"is not in namespace {cluster.namespace} of {cluster.context}")
+    with translate_api_errors(cluster):
+        pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{POD_LABEL}={name}").items
+    return [operator_gate(graph), pods_gate(pods), frontend_gate(*_probe(cluster, f"{name}-frontend", port))]
+
+
+def operator_gate(graph: Object) -> Gate:
+    """Its state is ``successful``, and of this generation."""
+    status = graph.get("status") or {}
+    state, seen = str(status.get("state") or "not seen"), status.get("observedGeneration")
+    if seen is not None and seen < graph["metadata"].get("generation", 0):
+        return Gate("operator", False, f"{state}, of an earlier generation")
+    return Gate("operator", state == "successful", state)
+
+
+def pods_gate(pods: Sequence[Any]) -> Gate:
+    """All pods are ready, and there is one."""
+    live = [pod for pod in pods if not pod.metadata.deletion_timestamp]
+    ready = [pod for pod in live if any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or ())]
+    return Gate("pods", 0 < len(live) == len(ready), f"{len(ready)} of {len(live)} ready")
+
+
+def frontend_gate(status: int, told: str = "") -> Gate:
+    """Something answers there, if only with 404. `status` is 0 where nobody does."""
+    return Gate("frontend", status not in (0, *DOWN), f"answers {status}" if status else told or "does not answer")
+
+
+def _probe(cluster: Connection, service: str, port: int) -> tuple[int, str]:
+    """The HTTP status of a Service, and what was said in its place: from a pod by its name, else through the API."""
+    if cluster.context == IN_CLUSTER:
+        connection = http.client.HTTPConnection(f"{service}.{cluster.namespace}", port, timeout=10)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status, ""
+        except (OSError, http.client.HTTPException) as error:
+            return 0, f"{type(error).__name__}: {error}"
+        finally:
+            connection.close()
+    from kubernetes.client import ApiException
+
+    proxy = cluster.core.connect_get_namespaced_service_proxy_with_path
+    with translate_api_errors(cluster):
+        try:
+            proxy(f"{service}:{port}", cluster.namespace, "health", _request_timeout=30)
+            return 200, ""
+        except ApiException as error:
+            if error.status == 403:
+                raise
+            return (0, read_api_message(error)) if _of_the_api(error) else (error.status, "")
+
+
+def _of_the_api(error: Any) -> bool:
+    """Whether the API server itself answered, for want of the Service."""
+    try:
+        said = json.loads(error.body)
+        return bool(said["kind"] == "Status" and said["details"]["kind"] == "services")
+    except (TypeError, ValueError, KeyError):
+        return False
+
+
+def _own(cluster: Connection, graph: Object, workflow: str, tell: Callable[[str], object]) -> None:
+    """Have the graph go when the workflow goes, if it was made for that run."""
+    name = str(graph["metadata"]["name"])
+    with translate_api_errors(cluster):
+        owner = cluster.get(*WORKFLOWS, workflow)
+    run = owner["metadata"].get("labels", {}).get(RUN_LABEL)
+    reference = {
+        "apiVersion": owner["apiVersion"],
+        "kind": owner["kind"],
+        "name": workflow,
+        "uid": owner["metadata"]["uid"],
+        "controller": False,
+        "blockOwnerDeletion": False,
+    }
+    while True:
+        live = find(cluster, name)
+        if live is None:
+            raise Retryable(f"{name}: was deleted while its run was started")
+        if run is None or live["metadata"].get("labels", {}).get(RUN_LABEL) != run:
+            tell(f"{name}: was not made for this run, and stays when it ends")
+            return
+        if _refer(cluster, live["metadata"], reference):
+            return
+
+
+def _refer(cluster: Connection, metadata: Object, reference: Object) -> bool:
+    """Add an owner; False where somebody, as the operator does, changed the object meanwhile."""
+    from kubernetes.client import ApiException
+
+    others = [each for each in metadata.get("ownerReferences", ()) if each["uid"] != reference["uid"]]
+    patch = {"resourceVersion": metadata["resourceVersion"], "ownerReferences": [*others, reference]}
+    with translate_api_errors(cluster):
+        try:
+            cluster.custom.patch_namespaced_custom_object(
+                GROUP, served(cluster), cluster.namespace, PLURAL, metadata["name"], {"metadata": patch}
+            )
+            return True
+        except ApiException as error:
+            if error.status == 409:
+                return False
+            raise
+
+
+def down(cluster: Connection, name: str) -> bool:
+    """Delete a graph, and with it what its operator made; whether there was one."""
+    return _delete(cluster, GROUP, served(cluster), PLURAL, name)
+
+
+def _delete(cluster: Connection, group: str, version: str, plural: str, name: str) -> bool:
+    from kubernetes.client import ApiException
+
+    with translate_api_errors(cluster):
+        try:
+            cluster.custom.delete_namespaced_custom_object(
+                group, version, cluster.namespace, plural, name, propagation_policy="Background"
+            )
+            return True
+        except ApiException as error:
+            if error.status == 404:
+                return False
+            raise
+
+
+def _gone(cluster: Connection, name: str, timeout: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout
+    while find(cluster, name) is not None:
+        if time.monotonic() > deadline:
+            raise Retryable(f"{name}: is still being deleted after {timeout:g} s")
+        time.sleep(0.5)

@@ -1,0 +1,132 @@
+"""Bring every worker of a fleet to one version: discover, pause, update, flush, resume, and look again until all are.
+
+Workers of one pass are changed at the same time, each paused for its own update only. `resume_generation` is called
+whatever became of the update: a worker whose update failed must refuse by itself, and the failure is raised here, so
+that no rollout counts. A fleet that keeps changing is given up after five passes. Doing it again is harmless: who has
+the version is left alone, and who was left paused by a refit that was killed is resumed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import Retryable
+from tuneloop.core.store import local_path
+from tuneloop.inference.fleet import Fleet, Unreachable, Worker
+
+PASSES = 5
+
+
+@dataclass(frozen=True)
+class Target:
+    """What workers are to serve.
+
+    Attributes:
+        label: what they say of it afterwards: ``<version>@<digest of the checkpoint>``.
+        model: where they read it: a directory that they see under the same path, or the checkpoint's reference.
+    """
+
+    label: str
+    model: str
+
+
+@dataclass
+class Refitted:
+    """What a refit took.
+
+    Attributes:
+        workers: id → seconds for which it was paused; 0 for one that had the version.
+        updates: id → seconds of these that ``update_weights_from_disk`` took, of those that were changed.
+        urls: of the workers.
+        passes: looks at the fleet.
+        seconds: in all.
+    """
+
+    workers: dict[str, float] = field(default_factory=dict)
+    updates: dict[str, float] = field(default_factory=dict)
+    urls: list[str] = field(default_factory=list)
+    passes: int = 0
+    seconds: float = 0.0
+
+
+def target(policy: Artifact) -> Target:
+    """A checkpoint as workers are told of it: by its directory where the store is a volume, else by its reference."""
+    version, digest = policy.manifest.facts["version"], policy.manifest.digest
+    held = local_path(policy.url)
+    model = f"{held}/{policy.manifest.root}/model" if held else f"{policy.url}@{digest}"
+    return Target(f"{version}@{digest}", model)
+
+
+def refit(
+    fleet: Fleet, wanted: Target, *, passes: int = PASSES, timeout_s: float = 600.0, force: bool = False
+) -> Refitted:
+    """Bring all workers to `wanted`.
+
+    Args:
+        passes: looks at the fleet, at most; the last one has to find nobody new.
+        timeout_s: seconds without an answer after which a worker counts as gone.
+        force: update workers that say they have it, too.
+
+    Raises:
+        Retryable: a worker refused or failed; there is none; the fleet did not come to rest.
+        UserError: as `Fleet.discover`.
+    """
+    done, start = Refitted(), time.monotonic()
+    lost: Mapping[str, Unreachable] = {}
+    while done.passes < passes:
+        if done.passes and not done.workers and not lost:
+            time.sleep(1.0)  # nobody so far: they may be starting
+        done.passes += 1
+        found = {worker.id: worker for worker in fleet.discover()}
+        new = [worker for name, worker in found.items() if name not in done.workers]
+        if found and not new:
+            done.workers = {name: done.workers[name] for name in found}
+            done.urls = [worker.url for worker in found.values()]
+            done.seconds = time.monotonic() - start
+            return done
+        lost = _pass(new, wanted, timeout_s, force, done)
+    if lost:
+        raise next(iter(lost.values()))
+    what = f"{len(done.workers)} workers, and others still" if done.workers else "no worker"
+    raise Retryable(f"fleet: {passes} looks found {what}; wait until it rests, then run it again")
+
+
+def _pass(
+    workers: list[Worker], wanted: Target, timeout_s: float, force: bool, done: Refitted
+) -> Mapping[str, Unreachable]:
+    """Change `workers` at the same time, add those that have the version to `done`, and return those that are gone."""
+    lost: dict[str, Unreachable] = {}
+    with ThreadPoolExecutor(max(len(workers), 1)) as pool:
+        asked = {worker.id: pool.submit(_change, worker, wanted, timeout_s, force) for worker in workers}
+    for name, future in asked.items():
+        try:
+            done.workers[name], updating = future.result()
+            done.updates |= {name: updating} if updating else {}
+        except Unreachable as error:
+            lost[name] = error
+    return lost
+
+
+def _change(worker: Worker, wanted: Target, timeout_s: float, force: bool) -> tuple[float, float]:
+    """Bring one worker to the version; the seconds for which it was paused, and for which of these it updated."""
+    if not force and worker.version(timeout_s) == wanted.label:
+        worker.call("resume_generation", timeout_s)  # a refit that was killed may have left it paused
+        return 0.0, 0.0
+    start = time.monotonic()
+    try:
+        worker.call("pause_generation", timeout_s, mode="wait", clear_cache=True)
+        still = time.monotonic()
+        worker.call("update_weights_from_disk", timeout_s, model_path=wanted.model, weight_version=wanted.label)
+        updating = time.monotonic() - still
+        if "flush_cache" in worker.routes:
+            worker.call("flush_cache", timeout_s)
+    finally:
+        worker.call("resume_generation", timeout_s)
+    paused = time.monotonic() - start
+    if (served := worker.version(timeout_s)) != wanted.label:
+        raise Retryable(f"worker {worker}: serves {served or 'nothing'} after an update to {wanted.label}")
+    return paused, updating

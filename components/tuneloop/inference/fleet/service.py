@@ -1,0 +1,52 @@
+"""A fleet behind a Kubernetes Service: ``service://name.namespace:port``, from its EndpointSlices.
+
+Who asks needs the right to list EndpointSlices (the role tuneloop-user has it); a stage's pod has none: it uses `dns`.
+A worker is a pod, by its uid: one that was replaced under the same address is a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tuneloop.core.errors import UserError
+from tuneloop.inference.fleet import Fleet, Worker, named
+from tuneloop.kube.api_errors import translate_api_errors
+from tuneloop.kube.connection import connect
+
+SLICES = ("discovery.k8s.io", "v1", "endpointslices")
+
+
+class Service:
+    """See the module. `port` is the pods'; None: the only one that they have."""
+
+    endpoint = None
+
+    def __init__(self, name: str, namespace: str, port: int | None) -> None:
+        self.name, self.namespace, self.port = name, namespace, port
+
+    def discover(self) -> list[Worker]:
+        cluster = connect(self.namespace)
+        with translate_api_errors(cluster):
+            slices = cluster.list(*SLICES, selector=f"kubernetes.io/service-name={self.name}")
+        if not slices:
+            remedy = f"namespace {self.namespace} of {cluster.context} has no such Service with a selector"
+            raise UserError("fleet", f"service://{self.name}.{self.namespace}", remedy)
+        return list({worker.id: worker for each in slices for worker in self._workers(each)}.values())
+
+    def _workers(self, each: dict[str, Any]) -> Iterator[Worker]:
+        ports = sorted({p["port"] for p in each.get("ports") or ()})
+        if self.port is None and len(ports) > 1:
+            where = f"service://{self.name}.{self.namespace}"
+            raise UserError("fleet", where, f"has the ports {ports}; add the one of the workers' administration")
+        for endpoint in each.get("endpoints") or ():
+            if endpoint.get("conditions", {}).get("ready") is not False:  # absent means ready
+                address = endpoint["addresses"][0]
+                host = f"[{address}]" if each["addressType"] == "IPv6" else address
+                uid = endpoint.get("targetRef", {}).get("uid", address)
+                yield Worker(uid, f"http://{host}:{self.port or ports[0]}")
+
+
+def open_fleet(url: str) -> Fleet:
+    """The fleet of ``service://name.namespace:port``."""
+    return Service(*named(url))

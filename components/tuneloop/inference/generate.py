@@ -1,0 +1,259 @@
+"""What `rollout` and `evaluate` share: from prompts and a policy to completions that provably came from it."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pyarrow.parquet as pq
+from pydantic import Field
+
+from tuneloop.core import plugins
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import UNTRACKED, Stage
+from tuneloop.core.errors import UserError
+from tuneloop.formats.rollouts import Completion, Request, mask, request_id
+from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
+from tuneloop.inference.engines import Engine, Remote, Sampling
+from tuneloop.inference.multi_turn import Play, play
+
+COLUMNS = ("id", "prompt", "chat", "answer", "reward", "metadata")
+
+EngineName = Annotated[str, Field(description="vllm, transformers, or a dotted path")]
+Endpoint = Annotated[
+    str | None,
+    Field(
+        description="URL of a running `python -m tuneloop.inference.server`; none: in process",
+        json_schema_extra=UNTRACKED,
+    ),
+]
+EngineArgs = Annotated[
+    dict[str, Any], Field(description="the engine's own arguments (max_model_len, dtype, …) where it runs in process")
+]
+MaxTokens = Annotated[int, Field(ge=1, description="most tokens of a completion")]
+CanaryTolerance = Annotated[
+    float, Field(gt=0, description="mean absolute log-probability difference between engine and trainer on the canary")
+]
+TimeoutS = Annotated[
+    float,
+    Field(gt=0, description="seconds of silence after which a server counts as dead", json_schema_extra=UNTRACKED),
+]
+
+
+def identity(params: Any) -> dict[str, Any]:
+    """What tells the outputs of two calls apart: not where the fleet is, which is an address like `endpoint`."""
+    return {"engine_args": {name: value for name, value in params.engine_args.items() if name != "fleet"}}
+
+
+class StaleWeights(RuntimeError):
+    """The engine does not serve the weights that it should, also after loading them once more."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Completions to make: one request a row of prompts, `n` seeds a request; episodes where there is `play`."""
+
+    rows: Sequence[Mapping[str, Any]]
+    groups: Sequence[str]
+    n: int
+    temperature: float
+    max_tokens: int
+    play: Play | None = None
+
+
+class Prompts:
+    """``<name>.parquet``, read where rows are asked for: it may be larger than memory.
+
+    Raises:
+        UserError: no such file, a missing column, or no rows.
+    """
+
+    def __init__(self, prompts: Artifact, name: str) -> None:
+        path = prompts.path / f"{name}.parquet"
+        if not path.is_file():
+            raise UserError("--prompts", prompts.url, f"has no {path.name}; give it what data_prep made")
+        self._file = pq.ParquetFile(path)
+        for column in COLUMNS:
+            if column not in self._file.schema_arrow.names:
+                remedy = f"has no column {column}; run data_prep again"
+                raise UserError("--prompts", f"{prompts.url}/{path.name}", remedy)
+        if not len(self):
+            raise UserError("--prompts", f"{prompts.url}/{path.name}", "has no rows; give data_prep more data")
+
+    def __len__(self) -> int:
+        return int(self._file.metadata.num_rows)
+
+    def rows(self, places: Sequence[int]) -> list[dict[str, Any]]:
+        """Those at `places`, with the columns `COLUMNS`; at most a row group in memory."""
+        about = self._file.metadata
+        ends = list(itertools.accumulate(about.row_group(k).num_rows for k in range(about.num_row_groups)))
+        groups: dict[int, list[int]] = {}
+        for place in places:
+            groups.setdefault(bisect.bisect_right(ends, place), []).append(place)
+        found: dict[int, dict[str, Any]] = {}
+        for k, wanted in groups.items():
+            start = ends[k] - about.row_group(k).num_rows
+            part = self._file.read_row_group(k, columns=list(COLUMNS)).take([place - start for place in wanted])
+            found |= zip(wanted, part.to_pylist())
+        return [found[place] for place in places]
+
+
+def generate(
+    stage: Stage, policy: Artifact, job: Job, engine: Engine, tolerance: float
+) -> tuple[Any, list[Request], Sequence[Sequence[Completion]]]:
+    """Run `job` on the weights of `policy`, proved; leaves facts and timings in the stage.
+
+    Returns:
+        the policy's tokenizer, the requests, and for each its completions.
+
+    Raises:
+        UserError: a prompt that can not be encoded or leaves too little room in the context.
+        StaleWeights: the engine serves other weights.
+    """
+    model = policy.path / "model"
+    tokenizer = load_tokenizer(model)
+    requests = [_request(stage, tokenizer, job, i) for i in range(len(job.rows))]
+    proofs: list[dict[str, float]] = []
+    if isinstance(engine, Remote):
+        engine.check = stage.check_stop
+    with stage.timed("load"):
+        engine.load(policy)
+    _check_room(job, requests, engine)
+    with stage.timed("canary"):
+        proofs.append(prove(engine, policy, tolerance))
+    if isinstance(engine, Remote):  # a proof is of one process
+        engine.prove = lambda: proofs.append(prove(engine, policy, tolerance))
+    sampling = Sampling(job.temperature, job.max_tokens, stop_ids(tokenizer, model))
+    bar = stage.progress(len(requests), "prompts")
+
+    def done(count: int) -> None:
+        stage.check_stop()
+        bar.update(count)
+
+    with stage.timed("generate"):
+        completions: Sequence[Sequence[Completion]]
+        if job.play is None:
+            completions = engine.generate(requests, sampling, done)
+        else:
+            seed = functools.partial(stage.seed, "sample")
+            completions = play(job.play, engine, job.rows, requests, sampling, tokenizer, seed, done)
+    stage.facts["staleness"] = staleness(policy, completions, getattr(engine, "max_staleness", 0))
+    if pulled := getattr(engine, "pulled", None):
+        stage.facts["pulled"] = pulled
+    if refitted := getattr(engine, "refitted", None):
+        stage.facts["refitted"] = asdict(refitted)
+    tokens = sum(sum(mask(c)) for group in completions for c in group)
+    stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
+    stage.facts.update(
+        version=policy.manifest.facts["version"],
+        digest=policy.manifest.digest,
+        engine=engine.name,
+        sampling={"temperature": job.temperature, "max_tokens": job.max_tokens, "n": job.n, "top_p": 1.0, "top_k": -1},
+        canary=max(proofs, key=lambda proof: proof["mean_abs_diff"]),
+    )
+    return tokenizer, requests, completions
+
+
+def open_engine(name: str, endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
+    """An engine of the family by name.
+
+    Raises:
+        UserError: unknown, or arguments that it does not take.
+    """
+    engine: Engine = plugins.load("engines", name, "create")(endpoint, args, timeout_s)
+    return engine
+
+
+def prove(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float]:
+    """Evidence that `engine` serves `policy`: its echo, and the canary's log-probabilities; one reload is tried.
+
+    Returns:
+        ``mean_abs_diff`` and ``max_abs_diff`` between engine and trainer (nats), and the `tolerance` of the mean.
+
+    Raises:
+        StaleWeights: they differ still.
+    """
+    found = _doubt(engine, policy, tolerance)
+    if isinstance(found, str):
+        engine.load(policy, force=True)
+        found = _doubt(engine, policy, tolerance)
+    if isinstance(found, str):
+        raise StaleWeights(
+            f"{found}, also after loading it once more; restart the engine, and if it stays so, compare its dtype "
+            f"with the policy's (canary_tolerance is {tolerance})"
+        )
+    return found
+
+
+def _doubt(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float] | str:
+    """The measured differences, or what is wrong."""
+    want, served = (policy.manifest.facts["version"], policy.manifest.digest), (engine.version, engine.digest)
+    if served != want:
+        return f"engine {engine.name} serves version {served[0]} ({served[1]}) instead of {want[0]} ({want[1]})"
+    canary = read_canary(policy.path)
+    answers = engine.score(canary["ids"])
+    differences = [abs(ours - theirs) for ours, theirs in zip(answers, canary["logprobs"], strict=True)]
+    mean, most = sum(differences) / len(differences), max(differences)
+    if not mean <= tolerance:  # NaN fails, too
+        return (
+            f"engine {engine.name} says it serves version {want[0]}, but its log-probabilities of the canary differ "
+            f"from the trainer's by {mean:.4f} in the mean (tolerance {tolerance}): its weights are stale or wrong"
+        )
+    return {"mean_abs_diff": mean, "max_abs_diff": most, "tolerance": tolerance}
+
+
+def read_canary(checkpoint: Path) -> dict[str, Any]:
+    """``canary.json`` of a checkpoint.
+
+    Raises:
+        UserError: it has none.
+    """
+    path = checkpoint / "canary.json"
+    if not path.is_file():
+        raise UserError(
+            "--policy", str(checkpoint), "has no canary.json; make it with base_model, sft or policy_update"
+        )
+    canary: dict[str, Any] = json.loads(path.read_text())
+    return canary
+
+
+def _request(stage: Stage, tokenizer: Any, job: Job, index: int) -> Request:
+    row, group = job.rows[index], job.groups[index]
+    try:
+        ids = encode_prompt(tokenizer, row["prompt"], row["chat"])
+    except UserError as error:
+        raise UserError(f"prompts row {row['id']}: {error.field}", error.value, error.remedy) from error
+    return Request(group, ids, [stage.seed("sample", request_id(group, sample)) for sample in range(job.n)])
+
+
+def _check_room(job: Job, requests: Sequence[Request], engine: Engine) -> None:
+    for row, request in zip(job.rows, requests):
+        length = len(request.prompt_ids)
+        if length + job.max_tokens > engine.context:
+            remedy = (
+                f"tokens of prompt and {job.max_tokens} of completion exceed the context of {engine.context}; shorten "
+                "or drop the prompt, lower max_tokens, or raise the engine's max_model_len if the model allows it"
+            )
+            raise UserError(f"prompts row {row['id']}", length, remedy)
+
+
+def staleness(policy: Artifact, completions: Sequence[Sequence[Completion]], bound: int) -> dict[str, float]:
+    """How many versions the tokens are older than the policy: ``max``, ``mean``, and the `bound`.
+
+    Raises:
+        StaleWeights: some are older than the bound, or newer than the policy.
+    """
+    want = policy.manifest.facts["version"]
+    each = [v for group in completions for c in group for v in c.versions or [c.start_version] * len(c.ids)]
+    if not each or not want - bound <= min(each) <= max(each) <= want:
+        raise StaleWeights(
+            f"completions were made by versions {sorted(set(each))} instead of {want}: the weights changed during the "
+            "batch; let one loop at a time use the server"
+        )
+    return {"max": want - min(each), "mean": want - sum(each) / len(each), "bound": bound}

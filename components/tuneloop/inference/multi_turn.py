@@ -1,0 +1,184 @@
+"""Completions of several turns: the policy speaks, an environment replies, and so on, in one growing list of ids.
+
+The prompt of each turn is, id by id, what the engine was given and what it made in the turns before, and the encoded
+reply: nothing that was sampled is ever tokenized again. So one pass over the whole list gives every turn's
+log-probabilities, and `policy_update` needs to know no more than which tokens were sampled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, validate_call
+
+from tuneloop.core import plugins
+from tuneloop.core.component import from_validation
+from tuneloop.environments import Environment
+from tuneloop.formats.rollouts import Completion, Episode, Request
+from tuneloop.formats.tokens import decode, encode_reply
+from tuneloop.inference.engines import Engine, Sampling
+
+EnvironmentName = Annotated[
+    Annotated[str, plugins.variant("environments")] | None,
+    Field(description="what answers the policy: calculator, python, guess, or pkg.mod:attr; none: one turn"),
+]
+
+
+def _check_args(args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    """What is installed only where the stage runs is looked at there."""
+    name = info.data.get("environment", "")  # empty: refused already
+    if args and name is None:
+        raise ValueError("goes with environment: set both, or neither")
+    if name in plugins.shipped("environments"):
+        _find(name, args)
+    return args
+
+
+def _find(name: str, args: Mapping[str, Any], prefix: str = "") -> Callable[..., Environment]:
+    """What makes the environment `name`, which takes arguments of these names.
+
+    Raises:
+        UserError: it does not, with `prefix` and the argument's name as the field.
+    """
+    found = plugins.load("environments", name)
+    create: Callable[..., Environment] = found if callable(found) else found.create
+    plugins.parameters(name, create, args, first=1, prefix=prefix)
+    return create
+
+
+EnvironmentArgs = Annotated[
+    dict[str, Any], AfterValidator(_check_args), Field(description="the environment's own arguments")
+]
+MaxTurns = Annotated[int, Field(ge=1, description="of the policy, with an environment")]
+KeepReasoning = Annotated[
+    bool, Field(description="go on with a chat template that would strip earlier turns' reasoning; ours keeps it")
+]
+
+
+@dataclass(frozen=True)
+class Play:
+    """How episodes go: see the parameters of the stage `rollout`."""
+
+    name: str
+    args: Mapping[str, Any]
+    max_turns: int
+    keep_reasoning: bool
+
+    @classmethod
+    def of(cls, name: str | None, args: Mapping[str, Any], max_turns: int, keep_reasoning: bool) -> Play | None:
+        """None where there is no environment."""
+        return None if name is None else cls(name, args, max_turns, keep_reasoning)
+
+    def open(self, row: Mapping[str, Any]) -> Environment:
+        """A new episode's environment.
+
+        Raises:
+            UserError: an argument that it does not take, or a row that it can not use.
+        """
+        create = _find(self.name, self.args, "environment_args.")
+        try:
+            made: Environment = validate_call(create)(row, **self.args)
+        except ValidationError as error:
+            raise from_validation(error, "environment_args.") from None
+        return made
+
+
+@dataclass
+class _Live:
+    """An episode that goes on."""
+
+    id: str
+    prompt: list[int]
+    environment: Environment
+    chat: bool
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
+    turns: int = 0
+    finish_reason: str = ""
+    reward: float | None = None
+    escape: str = ""
+
+    def hear(self, said: Completion) -> None:
+        """Take a turn of the policy."""
+        self.versions += said.versions or [said.start_version] * len(said.ids)
+        self.extend(said.ids, said.logprobs, sampled=True)
+        self.last, self.turns, self.finish_reason = said.ids, self.turns + 1, said.finish_reason
+
+    def extend(self, ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
+        self.ids += ids
+        self.logprobs += logprobs
+        self.mask += [sampled] * len(ids)
+
+    def episode(self) -> Episode:
+        about = {"turns": self.turns, "reward": self.reward, **({"escape": self.escape} if self.escape else {})}
+        start, end = self.versions[0], self.versions[-1]
+        return Episode(
+            self.ids, self.logprobs, self.finish_reason, start, end, self.versions, None, self.mask, self.last, about
+        )
+
+
+def play(
+    how: Play,
+    engine: Engine,
+    rows: Sequence[Mapping[str, Any]],
+    requests: Sequence[Request],
+    sampling: Sampling,
+    tokenizer: Any,
+    seed: Callable[[str, int], int],
+    done: Callable[[int], None],
+) -> list[list[Episode]]:
+    """Episodes in the order of `requests` and their seeds.
+
+    All that are alive take their turns together, and the environment hears every turn. An episode ends when it says
+    so; with the finish reason ``length`` where a turn meets `sampling.max_tokens`, after `how.max_turns` turns, and
+    where the reply and another turn would not fit the engine's context (the reply is left out then).
+
+    Args:
+        rows: of prompts, one a request.
+        seed: of an episode's name and the number of a turn, from the second turn on.
+        done: called with the number of requests whose episodes are over.
+    """
+    everyone = [
+        [_Live(f"{r.id}-s{s:02d}", r.prompt_ids, how.open(row), row["chat"]) for s in range(len(r.seeds))]
+        for row, r in zip(rows, requests)
+    ]
+    for group, said in zip(everyone, engine.generate(requests, sampling, functools.partial(_beat, done, 0))):
+        for one, completion in zip(group, said, strict=True):
+            one.hear(completion)
+    alive = [one for group in everyone for one in group]
+    while alive := list(_still(alive, how, engine, sampling, tokenizer)):
+        names = {one.id for one in alive}
+        over = sum(all(one.id not in names for one in group) for group in everyone)
+        beat = functools.partial(_beat, done, over)
+        asked = [Request(one.id, one.prompt + one.ids, [seed(one.id, one.turns)]) for one in alive]
+        for one, (completion,) in zip(alive, engine.generate(asked, sampling, beat)):
+            one.hear(completion)
+    done(len(requests))
+    return [[one.episode() for one in group] for group in everyone]
+
+
+def _beat(done: Callable[[int], None], over: int, _: int) -> None:
+    done(over)
+
+
+def _still(alive: Sequence[_Live], how: Play, engine: Engine, sampling: Sampling, tokenizer: Any) -> Iterator[_Live]:
+    """Let the environments reply; the episodes in which the policy has another turn."""
+    for one in alive:
+        reply = one.environment.step(decode(tokenizer, one.last))
+        one.reward, one.escape = reply.reward, reply.escape
+        if reply.done or reply.escape or one.finish_reason != "stop":
+            continue
+        ids = encode_reply(tokenizer, reply.text, one.chat, reply.role, sampling.stop_token_ids, how.keep_reasoning)
+        room = engine.context - len(one.prompt) - len(one.ids) - len(ids)
+        if one.turns == how.max_turns or room < sampling.max_tokens:
+            one.finish_reason = "length"
+            continue
+        one.versions += one.versions[-1:] * len(ids)
+        one.extend(ids, [0.0] * len(ids), sampled=False)
+        yield one

@@ -1,0 +1,139 @@
+"""Programs that train: ours and others', each as a command that every way of launching it can take.
+
+A backend is one file here, or an entry point in the group ``tuneloop.training.backends``::
+
+    @register("mine")
+    @dataclass(frozen=True, kw_only=True)
+    class Mine(LLMBackend): ...
+
+What starts several ranks reads torchrun's own environment (``PET_NNODES``, ``PET_NPROC_PER_NODE``, ``PET_NODE_RANK``,
+``PET_MASTER_ADDR``, ``PET_MASTER_PORT``), which Kubeflow Trainer sets in a TrainJob's pods and `tuneloop.argo.trainjob`
+in all others. So a command names no places, and is the same in a TrainJob, a JobSet, a pod and here.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from tuneloop.core import plugins
+from tuneloop.core.errors import UserError
+
+_known: dict[str, type[LLMBackend]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMBackend(ABC):
+    """How to run one trainer.
+
+    Attributes:
+        nodes: pods.
+        processes: ranks in each.
+        args: the trainer's own options, under their own names.
+    """
+
+    nodes: int = 1
+    processes: int = 1
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @abstractmethod
+    def framework(self) -> str:
+        """Value of the label ``trainer.kubeflow.org/framework`` of the runtime that fits."""
+
+    @abstractmethod
+    def to_command(self) -> list[str]:
+        """The program."""
+
+    @abstractmethod
+    def to_args(self) -> list[str]:
+        """Its arguments, all of them."""
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Find what is known to fail before anything is started.
+
+        Raises:
+            UserError: an option that is missing or impossible.
+        """
+
+    def to_runtime_args(self) -> list[str]:
+        """Its arguments in a TrainJob, where the Trainer's plugin for the framework may add some itself."""
+        return self.to_args()
+
+    def require(self, *names: str) -> None:
+        """Raises UserError for the first of `names` that `args` leaves out."""
+        for name in names:
+            if self.args.get(name) in (None, ""):
+                raise UserError(f"args.{name}", None, f"is required by {type(self).__name__}")
+
+
+Backend = TypeVar("Backend", bound=type[LLMBackend])
+
+
+def register(name: str) -> Callable[[Backend], Backend]:
+    """Make a backend known under `name`.
+
+    Raises:
+        UserError: another one is known by it.
+    """
+
+    def add(made: Backend) -> Backend:
+        standing = _known.setdefault(name, made)
+        if (standing.__module__, standing.__qualname__) != (made.__module__, made.__qualname__):
+            where = f"{standing.__module__}.{standing.__qualname__}"
+            raise UserError("backend", name, f"is {where} already; register {made.__qualname__} under another name")
+        return made
+
+    return add
+
+
+def backend(name: str) -> type[LLMBackend]:
+    """The backend known as `name`, or at a dotted path ``package.module:Class``.
+
+    Raises:
+        UserError: there is none, or two have one name.
+    """
+    if ":" in name:
+        found: type[LLMBackend] = plugins.load("backends", name)
+        return found
+    return registered()[name] if name in registered() else plugins.load("backends", name)
+
+
+def registered() -> Mapping[str, type[LLMBackend]]:
+    """All backends by name: those that ship with tuneloop, and those of entry points.
+
+    Raises:
+        UserError: two have one name.
+    """
+    import importlib
+    import pkgutil
+
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    for entry in entry_points(group="tuneloop.training.backends"):
+        register(entry.name)(entry.load())
+    return dict(sorted(_known.items()))
+
+
+def flags(args: Mapping[str, Any]) -> list[str]:
+    """``{"a_b": 1, "c": [1, 2]}`` → ``["--a_b", "1", "--c", "1", "2"]``, as transformers' HfArgumentParser reads it."""
+    words: list[str] = []
+    for name, value in args.items():
+        if value is None:
+            continue
+        words.append(f"--{name}")
+        words += [_word(item) for item in value] if isinstance(value, (list, tuple)) else [_word(value)]
+    return words
+
+
+def stage_flags(args: Mapping[str, Any]) -> list[str]:
+    """``{"a_b": 1, "c": [1, 2]}`` → ``["--a-b", "1", "--c", "[1, 2]"]``, as our stages read it."""
+    return [word for k, v in args.items() if v is not None for word in (f"--{k.replace('_', '-')}", _word(v))]
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

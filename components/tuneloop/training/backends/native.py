@@ -1,0 +1,43 @@
+"""tuneloop's own stages that train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tuneloop.core import plugins
+from tuneloop.core.errors import UserError
+from tuneloop.training.backends import LLMBackend, register, stage_flags
+
+if TYPE_CHECKING:
+    from tuneloop.core.component import Component
+
+
+@register("native")
+@dataclass(frozen=True, kw_only=True)
+class Native(LLMBackend):
+    """A stage under torchrun, with FSDP2.
+
+    Attributes:
+        stage: its name.
+        args: its input references, the URL of its output, and its parameters, in snake_case.
+    """
+
+    stage: str = "sft"
+
+    def framework(self) -> str:
+        return "torch"
+
+    def to_command(self) -> list[str]:
+        return ["python", "-m", "tuneloop.training.torchrun", "-m", f"tuneloop.{self.stage}"]
+
+    def to_args(self) -> list[str]:
+        return stage_flags({**self.args, "expected_world_size": self.nodes * self.processes})
+
+    def validate(self) -> None:
+        component: Component = plugins.load("stages", f"tuneloop.{self.stage}:{self.stage}")
+        if "expected_world_size" not in component.Params.model_fields:
+            raise UserError("stage", self.stage, "is none that trains, as sft does")
+        self.require(*(name for name, required in component.inputs.items() if required), component.output)
+        artifacts = {*component.inputs, component.output}
+        component.validate({k: v for k, v in self.args.items() if k not in artifacts})

@@ -1,0 +1,60 @@
+"""torchtune's recipes, chosen as Kubeflow Trainer does (``pkg/runtime/framework/plugins/torch/torchtune.go``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tuneloop.core.errors import UserError
+from tuneloop.training.backends import LLMBackend, _word, register
+
+RUNTIMES = ("llama3_2/1B", "llama3_2/3B", "llama3_3/70B", "qwen2_5/1.5B")
+"""Configurations that the Trainer takes; the one of 70B alone on several nodes."""
+LORA, QUANTIZED, DORA = "model.lora_attn_modules", "model.quantize_base", "model.use_dora"
+
+
+@register("torchtune")
+@dataclass(frozen=True, kw_only=True)
+class Torchtune(LLMBackend):
+    """``tune run``, which is torchrun.
+
+    Attributes:
+        model: family and size as in torchtune's configurations: ``llama3_2/1B``.
+        args: overrides of the configuration, by their dotted names.
+    """
+
+    model: str = "llama3_2/1B"
+
+    def framework(self) -> str:
+        return "torchtune"
+
+    def to_command(self) -> list[str]:
+        return ["tune", "run"]
+
+    def to_args(self) -> list[str]:
+        """In a TrainJob the Trainer adds all but the overrides; the rendezvous of others comes from ``PET_*``."""
+        recipe, config = self.recipe()
+        return [recipe, "--config", config, *self.to_runtime_args()]
+
+    def to_runtime_args(self) -> list[str]:
+        return [f"{name}={_word(value)}" for name, value in self.args.items() if value is not None]
+
+    def recipe(self) -> tuple[str, str]:
+        """Recipe and configuration: by nodes and ranks, and by what the overrides say of LoRA. DoRA is no QLoRA."""
+        quantized, lora = QUANTIZED in self.args and DORA not in self.args, LORA in self.args
+        if self.nodes > 1:
+            return "full_finetune_distributed", f"{self.model}_full_multinode"
+        kind, name = ("lora", "qlora") if quantized else ("lora", "lora") if lora else ("full", "full")
+        if self.processes == 1:
+            return f"{kind}_finetune_single_device", f"{self.model}_{name}_single_device"
+        return f"{kind}_finetune_distributed", f"{self.model}_{name}"
+
+    def validate(self) -> None:
+        if self.model not in RUNTIMES:
+            raise UserError("model", self.model, f"has no torchtune runtime; known: {', '.join(RUNTIMES)}")
+        if self.nodes > 1 and self.model != "llama3_3/70B":
+            raise UserError("nodes", self.nodes, f"must be 1 for {self.model}")
+        config = self.recipe()[1]
+        if config.endswith("_qlora") and self.model in ("llama3_2/1B", "llama3_2/3B"):
+            raise UserError("processes", self.processes, f"must be 1 for {self.model} with {QUANTIZED}")
+        if "_qlora" in config and self.model == "qwen2_5/1.5B":
+            raise UserError(f"args.{QUANTIZED}", self.args[QUANTIZED], f"is not supported for {self.model}")

@@ -1,0 +1,124 @@
+"""TRL's trainers, by the modules behind its command line.
+
+``trl sft`` starts ranks by accelerate, which knows nothing of torchrun's ``PET_*`` variables: in a TrainJob every pod
+would train alone, at world size 1, and say nothing (kubeflow/trainer#3930). torchrun with the script's module does not.
+`tuneloop.training.rank` runs that module in each rank, and sees to it that the rank ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from tuneloop.core.errors import UserError
+from tuneloop.rewards.scoring import score_all
+from tuneloop.training.backends import LLMBackend, flags, register
+
+TRAINERS = {"sft": (), "dpo": (), "kto": (), "grpo": ("reward_funcs",)}
+"""Trainer → options it needs beside those that all do."""
+MESSAGES = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+"""Reward functions of TRL's that read messages: on plain prompts they end in "string indices must be integers"."""
+OTHERS = ("get_soft_overlong_punishment",)
+COLUMNS = {
+    "accuracy_reward": ("solution",),
+    "reasoning_accuracy_reward": ("solution",),
+    "tuneloop.training.backends.trl.score": ("answer", "reward", "metadata"),
+}
+"""Reward function → the columns that it reads."""
+
+
+@register("trl")
+@dataclass(frozen=True, kw_only=True)
+class Trl(LLMBackend):
+    """A TRL script under torchrun.
+
+    Attributes:
+        trainer: ``sft``, ``dpo``, ``kto`` or ``grpo``.
+        args: of its script, ModelConfig and trainer's config, by their own names. ``dataset_name`` may be a directory
+            of Parquet files. ``reward_funcs`` are names of TRL's, or functions by dotted path; that of what `data_prep`
+            makes is ``tuneloop.training.backends.trl.score``.
+    """
+
+    trainer: str = "sft"
+
+    def framework(self) -> str:
+        return "trl"
+
+    def to_command(self) -> list[str]:
+        return [
+            "python",
+            "-m",
+            "tuneloop.training.torchrun",
+            "-m",
+            "tuneloop.training.rank",
+            f"trl.scripts.{self.trainer}",
+        ]
+
+    def to_args(self) -> list[str]:
+        return flags(self.args)
+
+    def validate(self) -> None:
+        if self.trainer not in TRAINERS:
+            raise UserError("trainer", self.trainer, f"is none of TRL's scripts known here: {', '.join(TRAINERS)}")
+        self.require("model_name_or_path", "dataset_name", "output_dir", *TRAINERS[self.trainer])
+        functions = self._functions()
+        here = Path(self.args["dataset_name"])  # where it lies on this machine; of several files TRL reads "train"
+        for path in sorted(here.glob("train*.parquet")) or sorted(here.glob("*.parquet")):
+            _check(path, functions)
+
+    def _functions(self) -> list[str]:
+        given = self.args.get("reward_funcs") or []
+        names: list[str] = [given] if isinstance(given, str) else list(given)
+        for name in names:
+            if name not in MESSAGES + OTHERS and ("." not in name or ":" in name):
+                remedy = f"is neither one of {', '.join(MESSAGES + OTHERS)} nor a dotted path: package.module.function"
+                raise UserError("args.reward_funcs", name, remedy)
+        return names
+
+
+def score(
+    completions: Sequence[str | list[dict[str, str]]],
+    answer: Sequence[str],
+    reward: Sequence[str],
+    metadata: Sequence[str],
+    **_: Any,
+) -> list[float | None]:
+    """A reward function of TRL's GRPO for the rows of `data_prep`: each judged by its own rewards, as the stage
+    `reward` does; None, which TRL leaves out of baselines and loss, for what has no score.
+
+    Args:
+        completions: text, or in a chat the assistant's message in a list.
+        answer, reward, metadata: the columns of ``train.parquet``.
+    """
+    said = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    columns = zip(said, answer, reward, metadata, strict=True)
+    names = ("completion", "answer", "reward_spec", "metadata")
+    return [outcome.score for outcome in score_all([dict(zip(names, row)) for row in columns], timeout_s=5.0)]
+
+
+def _check(path: Path, functions: Sequence[str]) -> None:
+    """Whether TRL reads the rows of a file as what they are, and the reward functions find what they need.
+
+    Raises:
+        UserError: no.
+    """
+    table = pq.ParquetFile(path)
+    schema = table.schema_arrow
+    plain = "prompt" in schema.names and pa.types.is_string(schema.field("prompt").type)
+    marked = plain and "chat" in schema.names and pa.types.is_boolean(schema.field("chat").type)
+    chats = table.iter_batches(columns=["chat"]) if marked else ()
+    if any(pc.any(batch["chat"]).as_py() for batch in chats):
+        remedy = "holds chats as text, which TRL takes for words; bring it by `tuneloop.training.fetch --messages`"
+        raise UserError("args.dataset_name", str(path), remedy)
+    for name in functions:
+        if plain and name in MESSAGES:
+            raise UserError("args.reward_funcs", name, f"reads messages, and prompts in {path} are plain text")
+        for column in COLUMNS.get(name, ()):
+            if column not in schema.names:
+                raise UserError("args.reward_funcs", name, f"reads the column {column}, which {path} has not")

@@ -1,0 +1,138 @@
+"""Checkpoints: open one to train it, write the next version.
+
+``model/`` is what is served: Hugging Face layout, in `save_dtype`. ``trainer/`` is what training goes on from: float32
+parameters and AdamW's moments in DCP, and ``state.json`` with the stage that wrote it, the optimizer steps behind it
+and its betas. With LoRA ``model/`` has the adapters merged in, ``trainer/`` holds them and their moments alone, and the
+frozen parameters are those of a checkpoint whose digest is ``base`` in ``state.json``, whose URL is ``facts.base``, and
+which is not written again. ``canary.json`` repeats the ids of the input's. Equal tensors give equal files.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuneloop.core.artifacts import Artifact, canonical
+from tuneloop.core.component import Stage
+from tuneloop.core.errors import UserError
+from tuneloop.formats.canary import canary_ids, canary_logprobs
+
+if TYPE_CHECKING:
+    from tuneloop.training.fsdp import Policy, Ranks, Trainer
+
+
+def model_dir(policy: Artifact) -> Path:
+    """The directory ``model/`` of a checkpoint.
+
+    Raises:
+        UserError: `policy` is not one.
+    """
+    if "model/config.json" not in policy.manifest.files or "version" not in policy.manifest.facts:
+        raise UserError("checkpoint", policy.url, "holds no model/config.json and version; give it a checkpoint")
+    return policy.path / "model"
+
+
+def trainer_state(policy: Artifact) -> dict[str, Any] | None:
+    """``trainer/state.json``, or None where nothing has been trained yet."""
+    if "trainer/state.json" not in policy.manifest.files:
+        return None
+    state: dict[str, Any] = json.loads((policy.path / "trainer" / "state.json").read_text())
+    return state
+
+
+def open_ranks(stage: Stage, device: Any, expected_world_size: int | None) -> Ranks:
+    """The processes that train; says where, and loudly when a CPU stands in for a GPU.
+
+    Raises:
+        UserError: another device or number of processes than was asked for.
+    """
+    from tuneloop.training.fsdp import Ranks
+
+    ranks = Ranks(device, expected_world_size)
+    stage.barrier = ranks.barrier
+    stage.facts.update(device=ranks.device.type, world_size=ranks.world)
+    if device == "auto" and ranks.device.type == "cpu":
+        stage.facts["device_fallback"] = "no CUDA device: the CPU stands in"
+        stage.log("no CUDA device here: training on the CPU")
+    return ranks
+
+
+def check_stop(stage: Stage, policy: Policy) -> None:
+    """Leave the stage on all ranks if any was told to: one that left alone would leave the others waiting.
+
+    Raises:
+        Interrupted: SIGTERM has arrived somewhere.
+    """
+    (stop,) = policy.ranks.max([float(stage.stopping)])
+    if stop:  # a signal that came since then is for the next look
+        stage.stopping = True
+        stage.check_stop()
+
+
+def load_masters(target: Policy, policy: Artifact) -> None:
+    """Put the float32 parameters behind a checkpoint in place of those of its ``model/``, if it has been trained whole;
+    where adapters were, ``model/`` with them merged in is all there is."""
+    state = trainer_state(policy)
+    if state is not None and "lora" not in state:
+        target.load_masters(policy.path / "trainer")
+
+
+def lora_base(policy: Artifact) -> Artifact:
+    """The checkpoint that the adapters in ``trainer/`` belong to.
+
+    Raises:
+        UserError: it is gone.
+    """
+    state, url = trainer_state(policy), policy.manifest.facts["base"]
+    assert state is not None
+    try:
+        return Artifact(f"{url}@{state['base']}")
+    except UserError as error:
+        remedy = "the checkpoint under the adapters is gone; bring it back, or begin new ones: --reset-optimizer true"
+        raise UserError("lora", url, remedy) from error
+
+
+def write(stage: Stage, trainer: Trainer, policy: Artifact, save_dtype: str, version: int | None = None) -> int:
+    """Write all of a checkpoint but its metrics to ``stage.out``; called by all ranks.
+
+    Args:
+        policy: the checkpoint that was trained: the tokenizer and all other files beside the weights are its.
+        version: of what is written; None: the one after `policy`'s.
+
+    Returns:
+        The version.
+    """
+    source = model_dir(policy)
+    version = int(policy.manifest.facts["version"]) + 1 if version is None else version
+    with stage.timed("save"):
+        if stage.leader:
+            weights = shutil.ignore_patterns("*.safetensors*", "*.bin*")
+            shutil.copytree(source, stage.out / "model", ignore=weights, dirs_exist_ok=True)
+        written = trainer.export(source, stage.out / "model", save_dtype)
+        trainer.save(stage.out / "trainer")
+        if stage.leader:
+            betas = [trainer.optimization.adam_beta1, trainer.optimization.adam_beta2]
+            state: dict[str, Any] = {"format": 1, "stage": stage.name, "step": trainer.step, "betas": betas}
+            if trainer.lora:
+                state |= {"lora": trainer.lora.model_dump(mode="json"), "base": trainer.base.manifest.digest}
+                stage.facts["base"] = trainer.base.url
+            (stage.out / "trainer" / "state.json").write_text(canonical(state))
+    if stage.leader:
+        with stage.timed("canary"):
+            ids = _canary_ids(policy, trainer.vocab_size)
+            about = {"ids": ids, "logprobs": canary_logprobs(written, ids)}
+            (stage.out / "canary.json").write_text(json.dumps(about))
+    stage.facts.update(version=version, step=trainer.step, save_dtype=save_dtype)
+    kept = ("model", "architecture", "parameters", "vocab_size")
+    stage.facts.update({key: policy.manifest.facts[key] for key in kept if key in policy.manifest.facts})
+    return version
+
+
+def _canary_ids(policy: Artifact, vocab_size: int) -> list[int]:
+    """The input's, which keep to tokens that its tokenizer knows."""
+    if "canary.json" not in policy.manifest.files:
+        return canary_ids(vocab_size)
+    ids: list[int] = json.loads((policy.path / "canary.json").read_text())["ids"]
+    return ids

@@ -1,0 +1,287 @@
+"""Training on examples in epochs: what `sft`, `preference` and `reward_model` share; and the parameters of all that
+train."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo
+
+from tuneloop.core import plugins
+from tuneloop.core.artifacts import Artifact, canonical
+from tuneloop.core.component import UNTRACKED, Stage, from_validation
+from tuneloop.core.errors import UserError
+from tuneloop.training import checkpoint
+from tuneloop.training.lora import Lora
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tuneloop.formats.token_files import Document
+    from tuneloop.training.fsdp import Optimization, Policy, Ranks
+
+MaxSteps = Annotated[int, Field(ge=1, description="optimizer steps")]
+BatchSize = Annotated[int, Field(ge=1, description="pairs in a micro-batch")]
+Accumulation = Annotated[int, Field(ge=1, description="a step is batch x accumulation x processes pairs")]
+LearningRate = Annotated[float, Field(gt=0)]
+Scheduler = Literal["constant", "linear", "cosine"]
+WarmupSteps = Annotated[int, Field(ge=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+MaxGradNorm = Annotated[float, Field(ge=0, description="0: no clipping")]
+MaxLength = Annotated[int, Field(ge=2, description="tokens of prompt and completion; longer is an error")]
+Packing = Annotated[Literal["auto", "packed", "padded"], Field(description="auto: packed on CUDA, padded on CPU")]
+GradientCheckpointing = Annotated[bool, Field(description="compute activations twice, in place of keeping them")]
+Dtype = Annotated[Literal["float32", "bfloat16"], Field(description="of the computation; parameters stay float32")]
+SaveDtype = Annotated[
+    Literal["auto", "bfloat16", "float16", "float32"],
+    Field(description="of model/, which is what samples; auto: dtype, so that no rounding parts the two"),
+]
+Attention = Annotated[
+    str, Field(description="transformers' name; auto: FlashAttention 2 where it is installed, else sdpa")
+]
+SaveSteps = Annotated[int, Field(ge=0, description="a resume point each so many steps; 0: on SIGTERM only")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA where there is some")]
+WorldSize = Annotated[int | None, Field(ge=1, description="refuse to train with another", json_schema_extra=UNTRACKED)]
+
+CpuOffload = Annotated[bool, Field(description="FSDP shards and optimizer in the host's memory; several GPUs only")]
+TorchCompile = Annotated[bool, Field(description="compile layers; resuming is then exact to float tolerance only")]
+UseLigerKernel = Annotated[bool, Field(description="liger-kernel's Triton kernels; GPUs only")]
+LoraOption = Annotated[Lora | None, Field(description="adapters by peft in place of all parameters; its names")]
+
+Kind = Literal["PolicyGradient", "Preference"]
+KINDS: dict[Kind, tuple[str, str]] = {
+    "PolicyGradient": (
+        "tuneloop.algorithms._objective",
+        "is no policy gradient; preferences are for the stage preference",
+    ),
+    "Preference": (
+        "tuneloop.algorithms._preference",
+        "learns from rewards, not from pairs; that is for the stage policy_update",
+    ),
+}
+"""Of algorithms: where the class is, and what to say of one that is not of it."""
+
+TRAINER_OPTIONS = (
+    "dtype",
+    "attn_implementation",
+    "packing",
+    "max_length",
+    "gradient_checkpointing",
+    "lora",
+    "cpu_offload",
+    "torch_compile",
+    "use_liger_kernel",
+)
+
+Step = Callable[[list[int]], tuple[dict[str, float], int]]
+"""Takes one optimizer step on the examples of these indices; its measures, `loss` first of all, and its tokens."""
+
+
+def asked(stage: Stage) -> tuple[Optimization, dict[str, Any]]:
+    """What the stage's parameters say to a trainer: the optimization, and those of `TRAINER_OPTIONS` that it has."""
+    from tuneloop.training.fsdp import Optimization
+
+    given = stage.params.__dict__
+    optimization = Optimization(**{field.name: given[field.name] for field in fields(Optimization)})
+    return optimization, {name: given[name] for name in TRAINER_OPTIONS if name in given}
+
+
+def saved_dtype(stage: Stage) -> str:
+    """What `SaveDtype` comes to."""
+    given = stage.params.__dict__
+    return str(given["dtype"] if given["save_dtype"] == "auto" else given["save_dtype"])
+
+
+def find_algorithm(name: str, kind: Kind) -> Any:
+    """The class of the algorithm called `name`.
+
+    Raises:
+        UserError: unknown, or of another kind.
+    """
+    module, remedy = KINDS[kind]
+    found = plugins.load("algorithms", name, "Algorithm")
+    if not (isinstance(found, type) and issubclass(found, getattr(importlib.import_module(module), kind))):
+        raise UserError("algorithm", name, remedy)
+    return found
+
+
+def open_algorithm(name: str, options: dict[str, Any], kind: Kind, prefix: str = "algorithm_args.") -> Any:
+    """The algorithm called `name`, with its own options: a model of class `kind`; `prefix` begins their fields.
+
+    Raises:
+        UserError: unknown, of another kind, or an option that is unknown or impossible.
+    """
+    found = find_algorithm(name, kind)
+    try:
+        return found(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "extra_forbidden":
+            remedy = f"{name} has no such option; it has {', '.join(found.model_fields)}"
+            raise UserError(f"{prefix}{first['loc'][0]}", first["input"], remedy) from None
+        raise from_validation(error, prefix) from None
+
+
+def algorithm_of(kind: Kind) -> AfterValidator:
+    """Marks a parameter that names an algorithm: one that ships with tuneloop and is of another kind is refused before
+    anything runs. What else there is may be installed only where the stage runs."""
+
+    def check(name: str) -> str:
+        if name in plugins.shipped("algorithms"):
+            try:
+                find_algorithm(name, kind)
+            except UserError as error:
+                raise ValueError(error.remedy) from None
+        return name
+
+    return AfterValidator(check)
+
+
+def options_of(kind: Kind) -> AfterValidator:
+    """Marks the parameter with the options of the algorithm that the parameter ``algorithm`` before it names."""
+
+    def check(options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        name = info.data.get("algorithm")  # None: refused already
+        if name in plugins.shipped("algorithms"):
+            open_algorithm(name, options, kind, "")
+        return options
+
+    return AfterValidator(check)
+
+
+def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: Ranks) -> Any:
+    """A trainer with the stage's parameters.
+
+    Args:
+        stage: has a parameter for every field of `Optimization`.
+        kind: the class.
+        policy: whose model is trained, from its float32 masters where it has some.
+        ranks: who trains.
+    """
+    optimization, about = asked(stage)
+    trainer = new_trainer(stage, kind, policy, ranks, optimization, about)
+    checkpoint.load_masters(trainer, policy)
+    stage.facts.update(trainer.chosen(), optimizer="fresh")
+    return trainer
+
+
+def new_trainer(
+    stage: Stage, kind: Any, policy: Artifact, ranks: Ranks, optimization: Optimization, about: Mapping[str, Any]
+) -> Any:
+    """A trainer of the model in `policy`, before its masters are read; adapters begin the same on all ranks."""
+    import torch
+
+    torch.manual_seed(stage.seed("adapters"))
+    trainer = kind(checkpoint.model_dir(policy), ranks, optimization, **about)
+    trainer.base = policy
+    return trainer
+
+
+def train(stage: Stage, trainer: Any, count: int, batch: int, max_steps: int, save_steps: int, step: Step) -> float:
+    """Steps up to `max_steps`, from where an earlier attempt stopped; the last loss.
+
+    Examples come in epochs, each in a random order that is a function of (seed, epoch): resuming must know the step
+    and the batch alone. A resumed run keeps the batch it began with, whatever its number of processes: steps stay the
+    same to float tolerance, and the same to the byte with as many processes as before.
+
+    Args:
+        stage: gets metrics, resume points, and ``timings.tokens_per_s``.
+        trainer: of `trainers.fsdp`.
+        count: of examples.
+        batch: examples in a step, over all processes.
+        max_steps: optimizer steps in all.
+        save_steps: a resume point each so many steps; 0: on SIGTERM only.
+        step: see `Step`.
+
+    Raises:
+        Interrupted: after SIGTERM, once a resume point is committed.
+    """
+    batch = _resume(stage, trainer, batch)
+    bar = stage.progress(max_steps, "steps", trainer.step)
+    loss, seen, began = float("nan"), 0, time.perf_counter()
+    second = min(trainer.step + 1, max_steps - 1)  # the first one warms up
+    with stage.timed("train"):
+        while trainer.step < max_steps:
+            with trainer.watched() if trainer.step == second else nullcontext():
+                measures, tokens = step(draw(stage, count, trainer.step * batch, batch))
+            (stop,) = trainer.ranks.max([float(stage.stopping)])  # together, or one rank waits for another for ever
+            stage.metric(trainer.step, **measures)
+            loss, seen = measures["loss"], seen + tokens
+            bar.update(trainer.step, loss=loss)
+            due = save_steps and trainer.step % save_steps == 0
+            if (stop or due) and trainer.step < max_steps:
+                stage.save_resume(trainer.step, lambda path: _write_resume(stage, trainer, batch, path))
+                if stop:  # a signal that came while saving is for the next step: no rank leaves alone, none is lost
+                    stage.stopping = True
+                    stage.check_stop()
+    stage.timings["tokens_per_s"] = seen / (time.perf_counter() - began)
+    stage.facts["efficiency"] = trainer.efficiency(stage.timings["tokens_per_s"])
+    return loss
+
+
+def draw(stage: Stage, count: int, start: int, batch: int) -> list[int]:
+    """Places `start` … `start + batch - 1` of the endless stream of epochs over `count` examples."""
+    chosen: list[int] = []
+    while len(chosen) < batch:
+        epoch, offset = divmod(start + len(chosen), count)
+        order = _shuffled(count, stage.seed("order", epoch))
+        chosen += order[offset : offset + batch - len(chosen)].tolist()
+    return chosen
+
+
+@functools.lru_cache(2)
+def _shuffled(count: int, seed: int) -> Tensor:
+    """0 … count - 1 in random order, int64; kept, for every step of an epoch asks for the same one."""
+    import torch
+
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+def check_fits(documents: dict[str, Sequence[Document]], policy: Policy, max_length: int) -> None:
+    """Whether a model can take all documents of all examples.
+
+    Raises:
+        UserError: one is longer than `max_length` or the model's context, or its tokens are beyond the vocabulary.
+    """
+    for name, parts in documents.items():
+        for document in parts:
+            if len(document.ids) > min(max_length, policy.context):
+                limit = f"max_length {max_length}" if max_length <= policy.context else f"context of {policy.context}"
+                remedy = f"tokens are over the {limit}; drop it"
+                raise UserError(f"prompt of {name}", len(document.ids), remedy)
+            if max(document.ids) >= policy.vocab_size:
+                remedy = f"its tokenizer goes beyond its vocabulary of {policy.vocab_size}"
+                raise UserError("--policy", max(document.ids), remedy)
+
+
+def _resume(stage: Stage, trainer: Any, batch: int) -> int:
+    """Go on from where an earlier attempt was interrupted; the batch that it had."""
+    point = stage.latest_resume()
+    if point is None:
+        return batch
+    about = checkpoint.trainer_state(point)
+    assert about is not None
+    trainer.load(point.path / "trainer", about["step"])
+    if stage.leader:
+        (stage.out / "metrics.jsonl").write_bytes((point.path / "metrics.jsonl").read_bytes())
+    stage.facts.update(resumed_from=about["step"])
+    if about["world_size"] != trainer.ranks.world:
+        stage.facts["resumed_world_size"] = about["world_size"]
+    stage.log(f"resumed after step {about['step']}, {about['world_size']} → {trainer.ranks.world} processes")
+    return int(about["batch"])
+
+
+def _write_resume(stage: Stage, trainer: Any, batch: int, path: Path) -> None:
+    trainer.save(path / "trainer")
+    if stage.leader:
+        about = {"step": trainer.step, "world_size": trainer.ranks.world, "batch": batch}
+        (path / "trainer" / "state.json").write_text(canonical(about))
+        (path / "metrics.jsonl").write_bytes((stage.out / "metrics.jsonl").read_bytes())

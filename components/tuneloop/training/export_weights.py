@@ -1,0 +1,144 @@
+"""A sharded model as the files that transformers would write, each rank its own rows: no tensor is gathered.
+
+FSDP2 gives each rank a run of rows of every parameter, which is a run of bytes in a safetensors file. The first rank
+lays the files out, with all headers and no data; every rank then fills in what it holds, and the bytes are those of
+`save_pretrained`. Machines that share no directory send their rows to the first, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from tuneloop.weights import layout
+
+if TYPE_CHECKING:
+    from tuneloop.training.fsdp import Ranks
+
+FILE_SIZE = "50GB"
+"""At most so much in a file: the default of `save_pretrained`."""
+
+
+def write(model: Any, state: Iterable[tuple[str, Tensor]], dtype: torch.dtype, target: Path, ranks: Ranks) -> bool:
+    """Write `model` with floating parameters in `dtype`; called by all ranks.
+
+    Args:
+        model: of transformers, under `fully_shard` on one mesh dimension.
+        state: its names and values, sharded or (buffers) whole; tied ones are left out.
+
+    Returns:
+        False, and nothing is written, where transformers does more than write what the model holds (it turns experts
+        that it fused on loading into those of the checkpoint again, or keeps modules in float32).
+    """
+    if getattr(model, "_weight_conversions", True) or getattr(model, "_keep_in_fp32_modules", None):
+        return False
+    plan = _Plan(model, dtype, target)
+    if ranks.rank == 0:
+        plan.lay_out()
+    ranks.barrier()
+    shared = ranks.sum([float(plan.is_laid_out())])[0] == ranks.world
+    if shared or ranks.rank == 0:
+        plan.open()
+    for name, value in state:
+        if name in plan.wanted:
+            part, row = _own_rows(value, ranks) if shared else (whole(value), 0)
+            if ranks.rank == 0 or (shared and isinstance(value, DTensor)):
+                plan.fill(name, part, row)
+    ranks.barrier()
+    return True
+
+
+def _own_rows(value: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
+    """The rows of this rank, and which of all is the first; all rows of what is not sharded."""
+    if not isinstance(value, DTensor):
+        return value, 0
+    local = value.redistribute(placements=[Shard(0)]).to_local()
+    first = min(ranks.rank * -(-len(value) // ranks.world), len(value))  # as torch.chunk cuts
+    assert len(local) == min(-(-len(value) // ranks.world), len(value) - first)
+    return local, first
+
+
+def whole(value: Tensor) -> Tensor:
+    """A sharded tensor gathered on every rank; any other as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+class _Plan:
+    """Which tensors go where: known to every rank from the model's configuration alone.
+
+    Attributes:
+        wanted: name → a tensor without data, of the shape and dtype that is written.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype, target: Path) -> None:
+        import copy
+
+        from huggingface_hub import split_torch_state_dict_into_shards
+        from transformers.core_model_loading import revert_weight_conversion
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+        kind: Any = next(k for k in type(model).__mro__ if not issubclass(k, FSDPModule))
+        with torch.device("meta"):
+            self.empty = kind._from_config(copy.deepcopy(model.config), dtype=dtype)
+        self.generation_config, self.target = model.generation_config, target
+        wanted = {n: v for n, v in self.empty.state_dict().items() if n not in (kind._keys_to_ignore_on_save or ())}
+        self.empty._weight_conversions = []  # as in `model`; it still sorts the names
+        wanted = remove_tied_weights_from_state_dict(wanted, self.empty)
+        self.wanted: dict[str, Tensor] = revert_weight_conversion(self.empty, wanted)
+        self.split = split_torch_state_dict_into_shards(
+            self.wanted, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_SIZE
+        )
+        self.files = {name: target / file for name, file in self.split.tensor_to_filename.items()}
+        self.places: dict[str, layout.Tensor] = {}
+
+    def lay_out(self) -> None:
+        """All of the directory but the tensors' bytes."""
+        self.target.mkdir(parents=True, exist_ok=True)
+        config = self.empty.config
+        config.dtype, config.architectures = str(self.empty.dtype).removeprefix("torch."), [type(self.empty).__name__]
+        config.save_pretrained(self.target)
+        self.generation_config.save_pretrained(self.target)
+        if self.split.is_sharded:
+            about = {"total_parameters": self.empty.num_parameters(), **self.split.metadata}
+            index = {"metadata": about, "weight_map": self.split.tensor_to_filename}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (self.target / "model.safetensors.index.json").write_text(text)
+        for file, names in self.split.filename_to_tensors.items():
+            tensors = {name: self.wanted[name] for name in names}
+            entries = {n: (_DTYPES[v.dtype], tuple(v.shape), v.numel() * v.element_size()) for n, v in tensors.items()}
+            layout.create(self.target / file, entries, {"format": "pt"})
+
+    def is_laid_out(self) -> bool:
+        """Whether this rank sees what the first one made."""
+        return all(path.is_file() for path in self.files.values())
+
+    def open(self) -> None:
+        """Read where in the files the tensors begin."""
+        for path in set(self.files.values()):
+            self.places |= layout.read_header(path).tensors
+
+    def fill(self, name: str, part: Tensor, row: int) -> None:
+        """Write rows of a tensor, the first of which is number `row`."""
+        want = self.wanted[name]
+        width = want[:1].numel() * want.element_size() if want.ndim else want.element_size()
+        data = part.detach().to("cpu", want.dtype).contiguous().flatten().view(torch.uint8).numpy()
+        layout.fill(self.files[name], self.places[name].start + row * width, data)
+
+
+_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+}

@@ -1,0 +1,78 @@
+"""Bring an artifact, or a part of it, to a directory: what the initializers of a TrainJob run.
+
+    python -m tuneloop.training.fetch --into /workspace/model s3://bucket/runs/demo/base-model@xxh3-128:…#model
+
+Behind ``#`` stands a file or a directory of the artifact; without it all of it is taken. The reference may come as
+``STORAGE_URI``, as Kubeflow Trainer passes it. Every byte is verified; what stands there already, whole, stays.
+With ``--messages`` chats in Parquet files come as lists of messages: see `tuneloop.formats.chat`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import Retryable, UserError, failed
+from tuneloop.formats.chat import rewrite
+
+
+def fetch(source: str, into: Path, *, messages: bool = False) -> None:
+    """Copy `source` to the directory `into`, under a temporary name first; what an earlier call put there goes.
+
+    Raises:
+        UserError: nothing is committed there, the artifact has no such part, or rows that `messages` can not be;
+            `into` holds something that no earlier call put there.
+    """
+    into = into.resolve()
+    mark, said = into.with_name(f".{into.name}.fetched"), f"{source} --messages" if messages else source
+    if into.is_dir() and mark.is_file() and mark.read_text() == said:
+        return
+    if into.exists() and not (into.is_dir() and (mark.is_file() or not any(into.iterdir()))):
+        raise UserError(
+            "--into", str(into), "holds what tuneloop.training.fetch did not put there; choose another directory"
+        )
+    ref, _, part = source.partition("#")
+    path = Artifact(ref).path / part
+    if not path.exists():
+        raise UserError("storageUri", source, f"{ref} holds no {part}")
+    staged = into.with_name(f".{into.name}.{os.urandom(4).hex()}")
+    try:
+        if path.is_dir():
+            shutil.copytree(path, staged, copy_function=shutil.copyfile)
+        else:
+            staged.mkdir(parents=True)
+            shutil.copyfile(path, staged / path.name)
+        for file in staged.glob("*.parquet") if messages else ():
+            rewrite(file)
+        mark.write_text("")  # from here on `into` is ours, and nothing whole
+        shutil.rmtree(into, ignore_errors=True)
+        staged.rename(into)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    mark.write_text(said)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run as a program."""
+    parser = argparse.ArgumentParser(prog="tuneloop.training.fetch")
+    parser.add_argument("source", nargs="?", default=os.environ.get("STORAGE_URI"), metavar="REF")
+    parser.add_argument("--into", type=Path, required=True)
+    parser.add_argument("--messages", action="store_true", help="chats as lists of messages, as TRL reads them")
+    given = parser.parse_args(argv)
+    try:
+        if not given.source:
+            raise UserError("storageUri", given.source, "is required: the reference of an artifact")
+        fetch(given.source, given.into, messages=given.messages)
+    except (UserError, Retryable) as error:
+        return failed(error)
+    print(f"fetch: {given.source} is at {given.into}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

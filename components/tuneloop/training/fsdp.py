@@ -1,0 +1,516 @@
+"""Train a causal language model of transformers, sharded by FSDP2 over the ranks of torchrun, or whole on one.
+
+Parameters are float32 masters. With ``dtype="bfloat16"`` the forward and backward pass runs in bfloat16: autocast in
+one process, FSDP's `MixedPrecisionPolicy` in several. A single process makes no process group: there is nothing to
+shard, and start-up is faster. Gradients are *summed* over micro-batches and ranks, so a loss has to be divided by what
+the whole batch counts; then every way of cutting a batch gives the same step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib.util
+import math
+import os
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import UserError
+from tuneloop.core.processor import check_processor
+from tuneloop.formats.token_files import Document
+from tuneloop.training import distributed_checkpoint, export_weights, hardware_options, lora, traffic
+from tuneloop.training.batching import Batch, collate, plan
+from tuneloop.training.lora import Lora
+from tuneloop.training.sleep import Bed, Moved
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
+Packing = Literal["auto", "packed", "padded"]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """AdamW, its schedule and clipping. Names and meanings are those of transformers' TrainingArguments.
+
+    `max_steps` is where ``linear`` and ``cosine`` reach zero. Step 1 of a warm-up already has a rate above zero.
+    """
+
+    learning_rate: float
+    lr_scheduler_type: Schedule
+    warmup_steps: int
+    max_steps: int
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    max_grad_norm: float
+
+    def rate(self, step: int) -> float:
+        """The learning rate of `step`, counted from 1."""
+        if step <= self.warmup_steps:
+            return self.learning_rate * step / self.warmup_steps
+        if self.lr_scheduler_type == "constant":
+            return self.learning_rate
+        done = min(1.0, (step - 1 - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps))
+        return self.learning_rate * (
+            1 - done if self.lr_scheduler_type == "linear" else (1 + math.cos(math.pi * done)) / 2
+        )
+
+
+class Ranks:
+    """The processes that train together, and the device of this one.
+
+    Args:
+        device: ``auto`` takes CUDA where there is some.
+        expected: how many processes there must be; asserted by counting them, not by reading the environment.
+
+    Raises:
+        UserError: no CUDA, or another number of processes.
+    """
+
+    def __init__(self, device: Device = "auto", expected: int | None = None) -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UserError(
+                "--device", device, "torch sees no CUDA device here; give the pod a GPU, or say cpu or auto"
+            )
+        kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+        if kind == "cpu":
+            check_processor()
+        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) if kind == "cuda" else None)
+        self.mesh: DeviceMesh | None = None
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        if kind == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.world > 1:
+            if not dist.is_initialized():
+                dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")  # gloo: of offloaded shards
+                atexit.register(dist.destroy_process_group)
+            self.mesh = init_device_mesh(kind, (self.world,))
+        present = round(self.sum([1.0])[0])
+        if expected is not None and present != expected:
+            raise UserError("--expected-world-size", expected, f"{present} processes are training; mend the launcher")
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums of `values` over the ranks."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """The maxima of `values` over the ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def merge(self, own: dict[int, list[float]]) -> dict[int, list[float]]:
+        """What all ranks hold, together."""
+        parts: list[Any] = [own]
+        if self.world > 1:
+            parts = [None] * self.world
+            dist.all_gather_object(parts, own)
+        return {key: value for part in parts for key, value in part.items()}
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def _reduce(self, values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.world == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, how)
+        return tensor.tolist()
+
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
+"""Dense bfloat16 operations a second, from the vendor's data sheets."""
+LOGITS = 1 << 25
+"""At most so many logits at once, 128 MiB in float32: 1024 tokens of a vocabulary of 32768."""
+
+
+def predict(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Float32 ``[targets]`` each: log-probability of each label, with gradient, and the entropy, without."""
+    logits = logits.float() / temperature
+    norm = logits.logsumexp(-1)
+    with torch.no_grad():
+        entropy = norm - ((logits - norm[:, None]).exp() * logits).sum(-1)
+    return logits.gather(-1, labels[:, None])[:, 0] - norm, entropy
+
+
+class Policy:
+    """A language model that gives the log-probabilities of target tokens.
+
+    Args:
+        model: a Hugging Face model directory.
+        ranks: who shares the work.
+        dtype: of the computation; parameters are float32.
+        attn_implementation: transformers' name, or ``auto``: FlashAttention 2 on CUDA if installed, else sdpa.
+        packing: how documents are laid out. ``auto``: packed on CUDA; padded on CPU, which has no kernel for
+            sequences of varying length, so that a block-diagonal mask costs more than padding cut by length.
+        max_length: tokens in a packed row.
+        gradient_checkpointing: compute each layer's activations again on the way back, in place of keeping them.
+        lora: adapters to train in place of the model, which is frozen; the layers under them then lie in `dtype`.
+        cpu_offload: keep shards and optimizer in the host's memory (FSDP2's `CPUOffloadPolicy`).
+        torch_compile: compile each layer, for sequences of any length.
+        use_liger_kernel: Triton kernels of liger-kernel in place of norms, rotary embedding and MLP.
+
+    Attributes:
+        attention, packed: what was chosen.
+        context: the longest sequence its positions reach.
+        vocab_size: ids stay below it.
+
+    Raises:
+        UserError: the model can not be loaded, or there is not what an option needs.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        ranks: Ranks,
+        *,
+        dtype: Dtype = "float32",
+        attn_implementation: str = "auto",
+        packing: Packing = "auto",
+        max_length: int = 1024,
+        gradient_checkpointing: bool = False,
+        lora: Lora | None = None,
+        cpu_offload: bool = False,
+        torch_compile: bool = False,
+        use_liger_kernel: bool = False,
+    ) -> None:
+        hardware_options.check(ranks.device.type, ranks.world, cpu_offload, torch_compile, use_liger_kernel)
+        self.ranks, self.dtype, self.lora, self._liger = ranks, getattr(torch, dtype), lora, use_liger_kernel
+        cuda = ranks.device.type == "cuda"
+        flash = cuda and importlib.util.find_spec("flash_attn") is not None
+        self.attention = (
+            ("flash_attention_2" if flash else "sdpa") if attn_implementation == "auto" else attn_implementation
+        )
+        self.packed = cuda if packing == "auto" else packing == "packed"
+        self.max_length = max_length
+        self.model = self._open(model)
+        text = self.model.config.get_text_config()
+        self.context, self.vocab_size = int(getattr(text, "max_position_embeddings", 1 << 30)), int(text.vocab_size)
+        self._index: Tensor | None = None
+        self._predict: tuple[Tensor, float] | None = None
+        self._written: Any = None  # by `export`; making one anew costs more than filling it
+        head = self.model.get_output_embeddings()
+        head.register_forward_pre_hook(self._only_targets)
+        self._scaled = any(getattr(text, name, None) for name in ("final_logit_softcapping", "logit_scale"))
+        if not self._scaled:
+            head.forward = self._head(head.forward)
+        if gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if torch_compile:
+            for block in self._blocks():
+                block.compile(dynamic=True)  # else the second length that it meets compiles it again, to other bits
+        self.model.train()
+        self._place(CPUOffloadPolicy() if cpu_offload else OffloadPolicy())
+
+    def _open(self, directory: Path) -> Any:
+        return self._adapt(open_model(directory, torch.float32, self.attention))
+
+    def _adapt(self, model: Any) -> Any:
+        """`model` of transformers with what is to be put into it."""
+        if self._liger:
+            hardware_options.use_liger_kernel(model)
+        if self.lora:
+            self.lora.inject(model)
+            for name, parameter in model.named_parameters():
+                if lora.BASE in name:  # autocast would make the same of them, at twice the memory
+                    parameter.data = parameter.data.to(self.dtype)
+        return model
+
+    def _blocks(self) -> list[torch.nn.Module]:
+        """The layers, as transformers names those that are not to be parted."""
+        names = set(self.model._no_split_modules or ())
+        return [module for module in self.model.modules() if type(module).__name__ in names]
+
+    def _place(self, offload: OffloadPolicy) -> None:
+        if self.ranks.mesh is None:
+            self.model.to(self.ranks.device)
+            return
+        low = self.dtype if self.dtype != torch.float32 else None
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
+        for module in [*self._blocks(), self.model]:
+            fully_shard(module, mesh=self.ranks.mesh, mp_policy=policy, offload_policy=offload)
+            module.set_gradient_divide_factor(1.0)  # a sum, not a mean: the loss is divided by the global count
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+
+    def _only_targets(self, head: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Before the output layer: logits of any other position would be thrown away."""
+        return inputs if self._index is None else (inputs[0].flatten(0, -2)[self._index].unsqueeze(0),)
+
+    def chosen(self) -> dict[str, Any]:
+        """What ``auto`` came to, for people."""
+        form = "packed" if self.packed else "padded"
+        return {"attention": self.attention, "packing": form, "dtype": str(self.dtype).removeprefix("torch.")}
+
+    def plan(self, documents: Sequence[Document], limit: int) -> list[list[int]]:
+        """This rank's micro-batches of `documents`, at most `limit` in each, as indices; see `_batch.plan`."""
+        return plan([len(d.ids) for d in documents], limit, self.ranks.world, self.packed)[self.ranks.rank]
+
+    def logprobs(self, documents: Sequence[Document], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """One forward pass.
+
+        Returns:
+            Float32 ``[targets]`` each, document by document: the log-probability of each target under
+            ``softmax(logits / temperature)``, with gradient; and that distribution's entropy in nats, without.
+        """
+        batch = self.collate(documents)
+        if self._scaled:  # something follows the output layer
+            return predict(self._logits(batch), batch.labels, temperature)
+        self._predict = batch.labels, temperature
+        try:
+            found = self._logits(batch)
+        finally:
+            self._predict = None
+        return found[:, 0], found[:, 1].detach()
+
+    def _head(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """The output layer, which inside of `logprobs` gives ``[1, targets, 2]``, never all logits at once.
+
+        It is here that a sharded model's parameters are whole. On the way back each chunk's logits are made again.
+        """
+
+        def chunk(hidden: Tensor, labels: Tensor, temperature: float) -> Tensor:
+            return torch.stack(predict(forward(hidden), labels, temperature), -1)
+
+        def chunked(hidden: Tensor) -> Tensor:
+            if self._predict is None:
+                return forward(hidden)
+            labels, temperature = self._predict
+            size = max(1, LOGITS // self.vocab_size)
+            if len(labels) <= size:
+                return chunk(hidden[0], labels, temperature).unsqueeze(0)
+            parts = zip(hidden[0].split(size), labels.split(size))
+            again = functools.partial(checkpoint, chunk, use_reentrant=False)
+            return torch.cat([again(part, wanted, temperature) for part, wanted in parts]).unsqueeze(0)
+
+        return chunked
+
+    def collate(self, documents: Sequence[Document]) -> Batch:
+        """The documents in this policy's layout."""
+        return collate(documents, self.ranks.device, self.max_length if self.packed else None)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        single = self.ranks.mesh is None
+        low = torch.autocast(self.ranks.device.type, self.dtype, enabled=single and self.dtype != torch.float32)
+        self._index = batch.index
+        try:
+            with low:
+                output = self.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+        finally:
+            self._index = None
+        return output.logits[0]
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """No gradients, no dropout."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train()
+
+    def masters(self) -> dict[str, Tensor]:
+        """The parameters of the model by name, adapters left out; tied ones once."""
+        named = self.model.named_parameters()
+        return {f"model.{lora.plain(name)}": value.detach() for name, value in named if lora.ADAPTER not in name}
+
+    def load_masters(self, directory: Path) -> None:
+        """Take the parameters that `Trainer.save` wrote."""
+        distributed_checkpoint.load(self.masters(), directory)
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """The model's own state, adapters merged in, gathered on the first rank; called by all."""
+        if self.lora:
+            gathered = ((name, export_weights.whole(value)) for name, value in lora.merged(self.model))
+            return {name: value.cpu() for name, value in gathered if self.ranks.rank == 0}
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_model_state_dict(self.model, options=whole) if self.ranks.mesh else self.model.state_dict()
+
+    def export(self, source: Path, target: Path, dtype: str) -> Any:
+        """Write ``target`` in Hugging Face layout with parameters in `dtype`; called by all ranks.
+
+        Every other file of the directory `source`, tokenizer first of all, is taken from there by the caller.
+
+        Returns:
+            The model as written, on the CPU; None on all ranks but the first.
+        """
+        kind = getattr(torch, dtype)
+        if self.ranks.mesh is not None:
+            state = lora.merged(self.model) if self.lora else self.model.state_dict().items()
+            if export_weights.write(self.model, state, kind, target, self.ranks):
+                return open_model(target, kind, "sdpa") if self.ranks.rank == 0 else None
+        weights = self.whole_state()
+        if self.ranks.rank != 0:
+            return None
+        if self._written is None or self._written.dtype != getattr(torch, dtype):
+            self._written = open_model(source, getattr(torch, dtype), "sdpa")
+        self._written.load_state_dict(weights)
+        self._written.save_pretrained(target)
+        return self._written
+
+
+class Trainer(Policy):
+    """A policy and its optimizer.
+
+    Attributes:
+        step: optimizer steps taken, also by those whose state was loaded.
+        trainable: the parameters that it changes, by name: all, or those of adapters.
+        base: the checkpoint that the frozen parameters under adapters are of, for who opened it to say.
+    """
+
+    base: Artifact
+
+    def __init__(self, model: Path, ranks: Ranks, optimization: Optimization, **about: Any) -> None:
+        super().__init__(model, ranks, **about)
+        self.optimization, self.step = optimization, 0
+        self._traffic: dict[str, float] = {}
+        self._bed: Bed | None = None
+        self.trainable = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+        self.optimizer = torch.optim.AdamW(
+            self.trainable.values(),
+            lr=optimization.learning_rate,
+            betas=(optimization.adam_beta1, optimization.adam_beta2),
+            weight_decay=optimization.weight_decay,
+            fused=True,
+        )
+
+    def count(self) -> int:
+        """Parameters that are trained."""
+        return sum(parameter.numel() for parameter in self.trainable.values())
+
+    def chosen(self) -> dict[str, Any]:
+        return super().chosen() | ({"trainable_parameters": self.count()} if self.lora else {})
+
+    def accumulate(self, micro_batches: Sequence[list[int]]) -> Iterator[list[int]]:
+        """`micro_batches` one after the other; gradients cross between ranks in the last one's backward pass alone."""
+        for number, micro in enumerate(micro_batches, start=1):
+            if self.ranks.mesh is not None:
+                self.model.set_requires_gradient_sync(number == len(micro_batches))
+            yield micro
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Measure for `efficiency` what part of a step goes by in collectives; nothing where one process trains."""
+        with traffic.watched(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext():
+            yield
+
+    def efficiency(self, tokens_per_s: float) -> dict[str, float | None]:
+        """What `tokens_per_s`, over all ranks, means.
+
+        Returns:
+            ``flops_per_s``: 4 a parameter and token, 2 more for each that is trained, attention left out; ``mfu``, None
+            where the device's peak is not known, as on a CPU; ``peak_memory_bytes``, the most of any rank; and with
+            several ranks ``communication_s`` of ``step_s``: of the step that was `watched`, the most of any rank.
+        """
+        everything = sum(parameter.numel() for parameter in self.model.parameters())
+        flops = tokens_per_s * (4.0 * everything + 2.0 * self.count())
+        found: dict[str, float | None] = {"flops_per_s": flops, "mfu": None}
+        if self.ranks.device.type == "cuda":
+            name = torch.cuda.get_device_name()
+            peaks = [peak for known, peak in PEAK_FLOPS.items() if known in name and self.dtype == torch.bfloat16]
+            found |= {"mfu": flops / (peaks[0] * self.ranks.world)} if peaks else {}
+            memory = float(torch.cuda.max_memory_allocated())
+        else:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # of the process, on Linux
+        names, values = zip(("peak_memory_bytes", memory), *self._traffic.items())
+        return found | dict(zip(names, self.ranks.max(values)))
+
+    def update(self) -> tuple[float, float]:
+        """Clip the gradients that have been summed up, and take one step.
+
+        Returns:
+            The norm of the whole gradient before clipping, and the learning rate.
+        """
+        self._be_awake()
+        self.step += 1
+        rate = self.optimization.rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        limit = self.optimization.max_grad_norm or math.inf
+        whole = float(export_weights.whole(torch.nn.utils.clip_grad_norm_(self.trainable.values(), limit)))
+        if not math.isfinite(whole):
+            raise ArithmeticError(f"step {self.step}: the gradient's norm is {whole}; lower the learning rate")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return whole, rate
+
+    def sleep(self) -> Moved:
+        """Move parameters, gradients and the optimizer's state to the host's memory, for others to use the device."""
+        if self._bed is not None:
+            raise RuntimeError("the trainer sleeps already")
+        self._bed = Bed(self.model, self.optimizer, self.ranks.device)
+        return self._bed.take()
+
+    def wake(self) -> Moved:
+        """Undo `sleep`: every tensor is back on its own device, with the same bits."""
+        if self._bed is None:
+            raise RuntimeError("the trainer does not sleep")
+        moved, self._bed = self._bed.give(), None
+        return moved
+
+    def _logits(self, batch: Batch) -> Tensor:
+        self._be_awake()
+        return super()._logits(batch)
+
+    def _be_awake(self) -> None:
+        if self._bed is not None:
+            raise RuntimeError("the trainer sleeps: wake it first")
+
+    def save(self, directory: Path) -> None:
+        """Write what is trained, and its moments; `step` is the caller's to keep. Called by all ranks."""
+        distributed_checkpoint.save(self._state(), directory)
+
+    def load(self, directory: Path, step: int) -> None:
+        """Go on from what `save` wrote after `step`, with any number of ranks."""
+        distributed_checkpoint.load(self._state(), directory)
+        self.step = step
+        for parameter in self.trainable.values():
+            self.optimizer.state[parameter]["step"].fill_(step)
+
+    def _state(self) -> dict[str, Tensor]:
+        """Every tensor that training changes. Moments that no step has made yet are zeros."""
+        state = {f"model.{name}": parameter.detach() for name, parameter in self.trainable.items()}
+        for name, parameter in self.trainable.items():
+            own = self.optimizer.state[parameter]
+            if not own:
+                place = parameter.device if parameter.device.type == "cuda" else None
+                own["step"] = torch.tensor(float(self.step), device=place)
+                own["exp_avg"], own["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state |= {f"{moment}.{name}": own[moment] for moment in ("exp_avg", "exp_avg_sq")}
+        return state
+
+
+def open_model(directory: Path, dtype: torch.dtype, attention: str) -> Any:
+    """A causal language model of transformers.
+
+    Raises:
+        UserError: the directory's model, or this way of attention, is none that can be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation=attention, local_files_only=True
+        )
+    except (ImportError, OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError("policy", str(directory), f"can not be loaded with {attention} attention ({reason})") from error

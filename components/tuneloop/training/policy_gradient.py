@@ -1,0 +1,135 @@
+"""Steps on samples: the log-probabilities of micro-batches, an algorithm's loss on them, and what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from tuneloop.core.component import Stage
+from tuneloop.training import checkpoint
+from tuneloop.training.samples import Sample, floats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tuneloop.algorithms._objective import PolicyGradient
+    from tuneloop.training.fsdp import Policy, Ranks, Trainer
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: an algorithm's loss, over at most `limit` rollouts at once."""
+
+    stage: Stage
+    algorithm: PolicyGradient
+    temperature: float
+    limit: int
+
+    def score(self, policy: Policy, samples: Sequence[Sample], name: Literal["old", "reference"]) -> None:
+        """Set `name` of all samples to the log-probabilities under `policy`, on every rank."""
+        found: dict[int, list[float]] = {}
+        with policy.frozen():
+            for micro in policy.plan([s.document for s in samples], self.limit):
+                checkpoint.check_stop(self.stage, policy)
+                values, _ = policy.logprobs([samples[i].document for i in micro], self.temperature)
+                parts = values.split([samples[i].document.target_count for i in micro])
+                found |= {i: part.tolist() for i, part in zip(micro, parts)}
+        for i, logprobs in policy.ranks.merge(found).items():
+            setattr(samples[i], name, floats(logprobs))
+
+    def step(self, trainer: Trainer, batch: Sequence[Sample]) -> float:
+        """One optimizer step on a mini-batch; its loss. Measures go to the stage's metrics."""
+        import torch
+
+        counted = [sample for sample in batch if sample.counted]
+        used = [sample for sample in counted if sample.used]
+        weights = self.algorithm.token_weights(torch.tensor([s.document.target_count for s in counted]))
+        weight = {sample.id: value for sample, value in zip(counted, weights.tolist())}
+        torch.manual_seed(self.stage.seed("dropout", trainer.step, self.stage.rank))
+        tally = Tally(trainer.ranks)
+        for micro in trainer.accumulate(trainer.plan([s.document for s in used], self.limit)):
+            checkpoint.check_stop(self.stage, trainer)
+            loss, measures = self._forward(trainer, [used[i] for i in micro], weight)
+            loss.sum().backward()
+            tally.add(loss=loss.detach(), **measures)
+        norm, rate = trainer.update()
+        measured = tally.result()
+        loss = measured.pop("loss") * tally.count
+        self.stage.metric(
+            trainer.step,
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            tokens=sum(sample.document.target_count for sample in counted),
+            used=len(used) / len(batch),
+            mean_reward=sum(s.score or 0.0 for s in batch) / len(batch),
+            age=sum(s.age for s in batch) / len(batch),
+            **measured,
+        )
+        return loss
+
+    def _forward(
+        self, trainer: Trainer, samples: Sequence[Sample], weight: dict[str, float]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighed loss of each target token, and measures."""
+        import torch
+
+        from tuneloop.algorithms._objective import Tokens
+
+        def column(name: str) -> Tensor:
+            values = [value for sample in samples for value in getattr(sample, name)]
+            return torch.tensor(values, dtype=torch.float32, device=trainer.ranks.device)
+
+        logprobs, entropy = trainer.logprobs([s.document for s in samples], self.temperature)
+        # A rank without samples of its own keeps step with the others: then there is nothing to tell the type by.
+        counts = torch.tensor(
+            [s.document.target_count for s in samples], dtype=torch.int64, device=trainer.ranks.device
+        )
+        several = any(sample.old for sample in samples)
+        tokens = Tokens(
+            logprobs,
+            old=column("old") if several else logprobs.detach(),
+            advantages=column("advantages"),
+            sequence=torch.arange(len(samples), device=trainer.ranks.device).repeat_interleave(counts),
+            engine=column("engine"),
+            reference=column("reference") if self.algorithm.beta else None,
+        )
+        loss, measures = self.algorithm.loss(tokens)
+        each = torch.tensor([weight[s.id] for s in samples], dtype=torch.float32, device=trainer.ranks.device)
+        return loss * each.repeat_interleave(counts), {**measures, "entropy": entropy}
+
+
+class Tally:
+    """Gathers measures of tokens over micro-batches and ranks.
+
+    Attributes:
+        count: tokens, once `result` was called.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.count = ranks, 0
+        self.parts: dict[str, list[Tensor]] = {}
+
+    def add(self, **measures: Tensor) -> None:
+        """One value a token."""
+        for name, values in measures.items():
+            self.parts.setdefault(name, []).append(values.double().cpu())
+
+    def result(self) -> dict[str, float]:
+        """The mean of each, ``logprob_gap_max``, and ``importance_ess``: effective sample size over token count.
+
+        That is ``(Σw)² / (n Σw²)`` (Kish).
+        """
+        import torch
+
+        whole = {name: torch.cat(parts) for name, parts in self.parts.items()}
+        count, *sums = self.ranks.sum([float(len(whole["loss"])), *(float(values.sum()) for values in whole.values())])
+        self.count = round(count)
+        result = {name: total / count for name, total in zip(whole, sums)}
+        if "logprob_gap" in whole:
+            gap, weight = whole["logprob_gap"], whole["importance_weight"]
+            (result["logprob_gap_max"],) = self.ranks.max([float(gap.max()) if len(gap) else 0.0])
+            (squares,) = self.ranks.sum([float(weight.square().sum())])
+            result["importance_ess"] = (result["importance_weight"] * count) ** 2 / (count * squares)
+        return result

@@ -1,0 +1,39 @@
+"""One rank of somebody else's trainer, that ends when it is done.
+
+``python -m tuneloop.training.rank trl.scripts.sft …`` is ``python -m trl.scripts.sft …``, but for this: with torch 2.13 and gloo
+that hangs now and then, mostly on a busy machine, after the model was saved. A script destroys the process group, and
+then drops its model. `DistributedDataParallel` holds the group last; its destructor waits for the group's threads
+with Python's lock held, and one of them waits for that lock, to drop the last tensor that it sent (pytorch/pytorch
+issue 56297 has the kind). Where Python itself holds the group last, the lock is released: so it does here.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tuneloop.core.processor import check_processor
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the module named first, with the other arguments, as a program."""
+    import torch.distributed as dist
+
+    check_processor()
+    kept: list[Any] = []
+    destroy = dist.destroy_process_group
+
+    def keep(group: Any = None) -> None:
+        kept.append(dist.group.WORLD)
+        destroy(group)
+
+    dist.destroy_process_group = keep
+    sys.argv = list(argv)
+    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+    kept.clear()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

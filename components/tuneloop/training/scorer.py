@@ -1,0 +1,89 @@
+"""A reward model: a language model whose head gives one number at the end of a document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tuneloop.core.errors import UserError
+from tuneloop.formats.token_files import Document
+from tuneloop.training import distributed_checkpoint
+from tuneloop.training.fsdp import Policy, Trainer
+
+
+class _Scoring(torch.nn.Module):
+    """The parts of ``…ForSequenceClassification`` under their names; that class itself pools by padding, and knows no
+    packed rows."""
+
+    def __init__(self, body: torch.nn.Module, score: torch.nn.Linear, config: Any) -> None:
+        super().__init__()
+        self.model, self.score, self.config = body, score, config
+        self._no_split_modules = body._no_split_modules
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.score
+
+    def gradient_checkpointing_enable(self, options: dict[str, Any]) -> None:
+        self.model.gradient_checkpointing_enable(options)
+
+    def forward(self, **inputs: Any) -> Any:
+        from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+
+        return SequenceClassifierOutputWithPast(logits=self.score(self.model(**inputs).last_hidden_state))
+
+
+class Scorer(Policy):
+    """Gives documents scores. A language model's directory opens with a new head, of zeros: every score is 0."""
+
+    def _open(self, directory: Path) -> Any:
+        made = self._adapt(_open(directory, torch.float32, self.attention))
+        made.score.requires_grad_(True)  # it is new: adapters beside it would be nothing to it
+        return _Scoring(made.model, made.score, made.config)
+
+    def scores(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Float32 ``[sequences]`` with gradient: the head's number at each one's last token; one forward pass."""
+        # The position that predicts a target is the one before it: a target after the end gives the end.
+        documents = [Document([*ids, 0], [False] * len(ids) + [True]) for ids in sequences]
+        return self._logits(self.collate(documents)).float()[:, 0]
+
+    def load_masters(self, directory: Path) -> None:
+        """Those of a language model; they have no such head."""
+        distributed_checkpoint.load(
+            {name: value for name, value in self.masters().items() if name != "model.score.weight"}, directory
+        )
+
+    def export(self, source: Path, target: Path, dtype: str) -> Any:
+        weights = self.whole_state()
+        if self.ranks.rank != 0:
+            return None
+        written = _open(source, getattr(torch, dtype), "sdpa")
+        written.load_state_dict(weights)
+        written.save_pretrained(target)
+        return written
+
+
+class ScoreTrainer(Scorer, Trainer):
+    """A reward model and its optimizer."""
+
+
+def _open(directory: Path, dtype: torch.dtype, attention: str) -> Any:
+    from transformers import AutoConfig, AutoModelForSequenceClassification, logging
+
+    said = logging.get_verbosity()
+    logging.set_verbosity_error()  # that a language model has no such head is why it gets one here
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, num_labels=1)
+        about = {"dtype": dtype, "attn_implementation": attention, "local_files_only": True}
+        made = AutoModelForSequenceClassification.from_pretrained(directory, config=config, **about)
+    except (ImportError, OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError("policy", str(directory), f"can not be loaded as a reward model ({reason})") from error
+    finally:
+        logging.set_verbosity(said)
+    if not any("SequenceClassification" in name for name in config.architectures or ()):
+        torch.nn.init.zeros_(made.score.weight)
+    return made

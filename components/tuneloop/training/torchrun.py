@@ -1,0 +1,53 @@
+"""torchrun, whose exit code says what its ranks' did: 2 the user's mistake, 75 run it again, others a bug.
+
+``python -m tuneloop.training.torchrun`` takes torchrun's own arguments. torchrun itself ends with 1 whatever happened to a rank,
+which a workflow engine has to take for a bug; and it kills ranks 30 s after it was told to stop, which is short for
+committing a resume point: ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` is a day here, the pod's grace period is the limit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+
+from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, INTERRUPTED, UNAVAILABLE, say
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run torchrun and return the exit code for all ranks of this node."""
+    # As torchrun sets it for several ranks of one node: results depend on the world, not on how it is spread.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "86400")
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import parse_args, run
+
+    try:
+        run(parse_args(list(argv)))
+    except SignalException as error:  # the ranks have ended by now
+        return say(f"{INTERRUPTED}: torchrun: {signal.Signals(error.sigval).name}", EXIT_RETRY)
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        print(f"torchrun: ranks ended with {codes}", file=sys.stderr, flush=True)
+        return exit_code(codes.values())
+    except (DistError, RendezvousError) as error:
+        return say(f"{UNAVAILABLE}: torchrun: another node is not there: {error}", EXIT_RETRY)
+    return 0
+
+
+def exit_code(codes: Iterable[int]) -> int:
+    """The exit code that explains those of several ranks; a negative one is a signal's.
+
+    What a rank did by itself comes before what its end does to the others: they lose a peer (75), or get SIGTERM.
+    """
+    own = [code for code in codes if code not in (0, EXIT_RETRY, -signal.SIGTERM)]
+    first = min(own, key=lambda code: (code != EXIT_USER, code < 0), default=EXIT_RETRY)
+    return 128 - first if first < 0 else first
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
