@@ -37,8 +37,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=3)
     flags = parser.parse_args()
-    from tuneloop.base_model import base_model
-    from tuneloop.data_prep import data_prep
+    from tuneloop.stages.base_model import base_model
+    from tuneloop.stages.data_prep import data_prep
 
     with tempfile.TemporaryDirectory() as work:
         data_prep(out=f"{work}/prompts", train=512, eval=8, sft=64)
@@ -92,7 +92,7 @@ class Bare:
 
 def stage_rates(work: str, url: str, out: str, size: int, n: int, max_tokens: int, turn: int) -> tuple[float, float]:
     """Tokens per second of one rollout: inside generation, and of the whole stage."""
-    from tuneloop.rollout import rollout
+    from tuneloop.stages.rollout import rollout
 
     asked = {"prompts_per_iteration": size, "n": n, "max_tokens": max_tokens, "iteration": turn}
     began = time.perf_counter()

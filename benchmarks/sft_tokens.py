@@ -64,7 +64,7 @@ def ours(model: Path, dtype: str, data: list[tuple[list[int], int]]) -> Callable
     """One step on batch `k`, through the code of the stage; returns its tokens."""
     from tuneloop.core.component import Params, Stage
     from tuneloop.formats.token_files import Document
-    from tuneloop.sft import train_step
+    from tuneloop.stages.sft import train_step
     from tuneloop.training.fsdp import Optimization, Ranks, Trainer
 
     adam = Optimization(1e-3, "constant", 0, 0, 0.0, 0.9, 0.95, 1.0)

@@ -23,19 +23,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tuneloop.base_model import base_model
+from tuneloop.stages.base_model import base_model
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
-from tuneloop.data_prep import data_prep
-from tuneloop.evaluate import evaluate
-from tuneloop.export import export
+from tuneloop.stages.data_prep import data_prep
+from tuneloop.stages.evaluate import evaluate
+from tuneloop.stages.export import export
 from tuneloop.inference.engines import check_args
 from tuneloop.inference.engines.endpoint import check_urls
 from tuneloop.inference.fleet import open_fleet
 from tuneloop.kfp.settings import Kfp
-from tuneloop.policy_update import policy_update
-from tuneloop.reward import reward
-from tuneloop.rollout import rollout
+from tuneloop.stages.policy_update import policy_update
+from tuneloop.stages.reward import reward
+from tuneloop.stages.rollout import rollout
 from tuneloop.workflow.settings import Cluster
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.config import load_pipeline
-from tuneloop.sft import sft
+from tuneloop.stages.sft import sft
 
 if TYPE_CHECKING:
     from hera.workflows import Workflow

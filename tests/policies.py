@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
-from tuneloop.base_model import train_tokenizer
+from tuneloop.stages.base_model import train_tokenizer
 from tuneloop.core.artifacts import Artifact, Draft
-from tuneloop.data_prep import DEMONSTRATIONS, PROMPTS
+from tuneloop.stages.data_prep import DEMONSTRATIONS, PROMPTS
 from tuneloop.formats.canary import write_canary
 
 disable_progress_bar()

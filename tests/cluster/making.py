@@ -13,7 +13,7 @@ from tuneloop.argo.pod_fields import pod_fields, retry_fields
 from tuneloop.argo.state import Node
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.core.artifacts import split_ref
-from tuneloop.data_prep import data_prep
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.workflow.settings import Cluster
 
 SMALL = Cluster(cpu="50m", memory="256Mi", queue="")

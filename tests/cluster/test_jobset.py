@@ -13,11 +13,11 @@ from tuneloop.argo import cluster as argo
 from tuneloop.argo.lint import lint
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.argo.watch import logs, nodes
-from tuneloop.base_model import base_model
+from tuneloop.stages.base_model import base_model
 from tuneloop.config import find
-from tuneloop.data_prep import data_prep
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.kube.connection import Connection
-from tuneloop.sft import sft
+from tuneloop.stages.sft import sft
 from tuneloop.workflow.settings import Cluster
 
 pytestmark = pytest.mark.cluster

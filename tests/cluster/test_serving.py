@@ -13,9 +13,9 @@ from tests.cluster.volumes import apply
 from tuneloop.argo import cluster as argo
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.argo.watch import nodes
-from tuneloop.base_model import base_model
-from tuneloop.data_prep import data_prep
-from tuneloop.export import export
+from tuneloop.stages.base_model import base_model
+from tuneloop.stages.data_prep import data_prep
+from tuneloop.stages.export import export
 from tuneloop.kube.connection import Connection
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -19,7 +19,7 @@ from tuneloop.argo.pod_fields import pod_fields, retry_fields
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.argo.watch import logs, status
 from tuneloop.core.errors import UserError
-from tuneloop.data_prep import data_prep
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.workflow.settings import GROUP_LABEL, RUN_LABEL, Cluster, Share
 

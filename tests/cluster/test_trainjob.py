@@ -14,8 +14,8 @@ from tuneloop.argo.launch import delete, launch
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.argo.trainjob import as_job, as_rayjob, trainjob
 from tuneloop.argo.watch import nodes
-from tuneloop.base_model import base_model
-from tuneloop.data_prep import data_prep
+from tuneloop.stages.base_model import base_model
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.kube.connection import Connection
 from tuneloop.training.backends.native import Native
 from tuneloop.training.backends.trl import Trl

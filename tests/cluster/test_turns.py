@@ -18,7 +18,7 @@ from tuneloop.argo.pod_fields import pod_fields, retry_fields
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.argo.turn import take_turns
 from tuneloop.cli import invoke
-from tuneloop.data_prep import data_prep
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.kube.connection import Connection
 from tuneloop.sharing.turns import Document, open_turns
 from tuneloop.workflow.settings import Share

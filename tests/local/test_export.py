@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tuneloop.base_model import base_model
+from tuneloop.stages.base_model import base_model
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable
-from tuneloop.data_prep import data_prep
-from tuneloop.export import export
+from tuneloop.stages.data_prep import data_prep
+from tuneloop.stages.export import export
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 

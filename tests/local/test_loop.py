@@ -14,7 +14,7 @@ from tests.waiting import LIMIT_S, free_port, until
 from tuneloop import weights
 from tuneloop.argo import state
 from tuneloop.core.artifacts import Artifact
-from tuneloop.sft import sft
+from tuneloop.stages.sft import sft
 
 pytestmark = pytest.mark.local
 

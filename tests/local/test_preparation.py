@@ -9,7 +9,7 @@ import pytest
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable
-from tuneloop.data_prep import data_prep
+from tuneloop.stages.data_prep import data_prep
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 

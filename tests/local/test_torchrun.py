@@ -10,7 +10,7 @@ import pytest
 from tests.making import checkpoint_artifact, prompts_artifact
 from tests.waiting import LIMIT_S, until
 from tests.warm import forked, python
-from tuneloop.sft import sft
+from tuneloop.stages.sft import sft
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 

@@ -26,8 +26,8 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Component
 from tuneloop.core.errors import Interrupted
 from tuneloop.formats.token_files import Document
-from tuneloop.policy_update import policy_update
-from tuneloop.sft import sft
+from tuneloop.stages.policy_update import policy_update
+from tuneloop.stages.sft import sft
 from tuneloop.training.fsdp import Optimization, Ranks, Trainer
 from tuneloop.training.lora import Lora
 

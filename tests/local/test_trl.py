@@ -15,7 +15,7 @@ from tests.waiting import LIMIT_S
 from tuneloop.argo.trainjob import run_here
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
-from tuneloop.data_prep import data_prep
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends.trl import Trl
 from tuneloop.training.fetch import fetch
 

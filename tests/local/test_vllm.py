@@ -34,7 +34,7 @@ from tuneloop.inference.fleet import open_fleet
 from tuneloop.inference.fleet.refit import refit, target
 from tuneloop.inference.generate import StaleWeights, prove
 from tuneloop.inference.multi_turn import Play, play
-from tuneloop.rollout import rollout
+from tuneloop.stages.rollout import rollout
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 

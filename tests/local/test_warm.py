@@ -49,7 +49,7 @@ def test_a_stage_that_fails_says_so(tmp_path: Path) -> None:
     document = {"metadata": {"name": "w"}, "spec": {"entrypoint": "main", "templates": [template, main]}}
     outcome = execute(document, workdir=tmp_path)
     assert outcome.exit_code == 2
-    assert "error: python -m tuneloop.sft" in outcome.message
+    assert "error: python -m tuneloop.stages.sft" in outcome.message
 
 
 def test_without_a_warm_process_stages_run_all_the_same(

@@ -8,7 +8,7 @@ from tests.making import checkpoint_artifact, commit, prompts_artifact
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import canary_logprobs
-from tuneloop.sft import sft
+from tuneloop.stages.sft import sft
 from tuneloop.training import checkpoint
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.data import Example, Splits
-from tuneloop.data_prep import data_prep
+from tuneloop.stages.data_prep import data_prep
 
 
 def prepare(path: Path, **params: Any) -> dict[str, list[dict[str, Any]]]:
@@ -217,7 +217,7 @@ def test_gold_answers_are_counted_over_all_tables(tmp_path: Path) -> None:
 
 MEASURED = """
 import resource, sys
-from tuneloop.data_prep import data_prep
+from tuneloop.stages.data_prep import data_prep
 data_prep(out=sys.argv[2], source="jsonl", source_args={"train": sys.argv[1]}, train=1000000, eval=10, sft=10)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """

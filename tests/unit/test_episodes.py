@@ -13,18 +13,18 @@ from transformers import AutoModelForCausalLM
 from tests.policies import commit_policy, commit_prompts, tokenizer
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
-from tuneloop.data_prep import data_prep
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.environments import Reply, tool_calls
 from tuneloop.environments.calculator import Calculator, calculate
 from tuneloop.environments.guess import Guess
 from tuneloop.environments.python import create as create_python
-from tuneloop.evaluate import evaluate
+from tuneloop.stages.evaluate import evaluate
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.formats.tokens import encode_reply, load_tokenizer
 from tuneloop.inference.engines.transformers import Transformers
-from tuneloop.policy_update import policy_update
-from tuneloop.reward import reward
-from tuneloop.rollout import rollout
+from tuneloop.stages.policy_update import policy_update
+from tuneloop.stages.reward import reward
+from tuneloop.stages.rollout import rollout
 from tuneloop.training.samples import read_samples
 
 SMALL = {"engine": "transformers", "prompts_per_iteration": 3, "n": 2, "max_tokens": 24, "temperature": 0.8}

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tuneloop.core.artifacts import Artifact, Draft, scan
 from tuneloop.core.errors import UserError
-from tuneloop.export import count_parameters, export
+from tuneloop.stages.export import count_parameters, export
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from tests.making import checkpoint_artifact, prompts_artifact, rewards_artifact
 from tuneloop.algorithms import _terms, dapo
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Interrupted, UserError
-from tuneloop.policy_update import policy_update
-from tuneloop.sft import sft
+from tuneloop.stages.policy_update import policy_update
+from tuneloop.stages.sft import sft
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])

@@ -16,11 +16,11 @@ from tuneloop.algorithms._preference import Judged
 from tuneloop.algorithms.dpo import Algorithm as Dpo
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Interrupted, UserError
-from tuneloop.data_prep import data_prep
-from tuneloop.model_reward import model_reward
-from tuneloop.preference import Learner, preference
-from tuneloop.reference_logprobs import reference_logprobs
-from tuneloop.reward_model import reward_model
+from tuneloop.stages.data_prep import data_prep
+from tuneloop.stages.model_reward import model_reward
+from tuneloop.stages.preference import Learner, preference
+from tuneloop.stages.reference_logprobs import reference_logprobs
+from tuneloop.stages.reward_model import reward_model
 
 
 @pytest.fixture(scope="module")

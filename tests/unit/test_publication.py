@@ -113,9 +113,9 @@ def test_a_damaged_checkpoint_is_not_published(tmp_path: Path) -> None:
 
 
 def test_the_stages_publish() -> None:
-    from tuneloop.base_model import base_model
-    from tuneloop.policy_update import policy_update
-    from tuneloop.sft import sft
+    from tuneloop.stages.base_model import base_model
+    from tuneloop.stages.policy_update import policy_update
+    from tuneloop.stages.sft import sft
 
     for stage in (base_model, sft, policy_update):
         assert stage.after is publish_checkpoint and "weights" in stage.Params.model_fields

@@ -11,7 +11,7 @@ import pytest
 
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.reward import reward, summarize
+from tuneloop.stages.reward import reward, summarize
 from tuneloop.rewards.scoring import Outcome
 
 BY_NAME = {"tests.unit.rewards.bad:by_name": 1.0}
@@ -35,7 +35,7 @@ def rollouts(path: Path, completions: list[str], spec: dict[str, float] | None =
 
 
 def test_scores_facts_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuneloop.reward.ROWS", 3)
+    monkeypatch.setattr("tuneloop.stages.reward.ROWS", 3)
     given = rollouts(tmp_path / "r", ["42", "41", " 42", "", "1", "2", "3", "4"])
     manifest = reward(out=str(tmp_path / "w"), rollouts=given)
     root = Artifact(str(tmp_path / "w")).path

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.making import checkpoint_artifact, commit, demonstrations, prompts_artifact, sigterm_while_training
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
-from tuneloop.sft import read_demonstrations, sft
+from tuneloop.stages.sft import read_demonstrations, sft
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])

@@ -68,7 +68,7 @@ class Model:
 
 def model_of(stages: list[Stage]) -> Model | str:
     """The model that the stage `base_model` brings; or why it is not known."""
-    from tuneloop.base_model import TINY, TINY_SHAPE
+    from tuneloop.stages.base_model import TINY, TINY_SHAPE
 
     base = next((stage for stage in stages if stage.stage == "base_model"), None)
     if base is None:
@@ -90,7 +90,7 @@ def model_of(stages: list[Stage]) -> Model | str:
 
 def base_default(name: str) -> Any:
     """The default of a parameter of `base_model`."""
-    from tuneloop.base_model import base_model
+    from tuneloop.stages.base_model import base_model
 
     return base_model.Params.model_fields[name].default
 

@@ -28,7 +28,7 @@ from tuneloop.workflow.manifest import seconds
 if TYPE_CHECKING:
     from tuneloop.argo.executor import Session
 
-LIGHT = ("tuneloop.data_prep", "tuneloop.reward", "tuneloop.export")
+LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
 """Stages that import no torch: they do not wait for the warm process."""
 
 

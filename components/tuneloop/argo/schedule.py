@@ -138,7 +138,7 @@ def looking(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The spec of the workflow that looks for new data, with the settings of `workflow`."""
     spec = copy.deepcopy(workflow["spec"])
     data = next(
-        (t for t in spec["templates"] if "tuneloop.data_prep" in t.get("container", {}).get("command", ())), None
+        (t for t in spec["templates"] if "tuneloop.stages.data_prep" in t.get("container", {}).get("command", ())), None
     )
     if data is None:
         raise UserError("pipeline", name, "has no stage data_prep, whose prompts say whether there is new data")

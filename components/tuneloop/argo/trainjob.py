@@ -178,7 +178,7 @@ def prepare_rayjob(
     Raises:
         UserError: a parameter that it does not take, or no URL.
     """
-    from tuneloop.data_prep import data_prep
+    from tuneloop.stages.data_prep import data_prep
 
     given = {**arguments, "preparation": "ray"}
     if not given.get(data_prep.output):

@@ -8,7 +8,7 @@
     if __name__ == "__main__":
         rollout.main()
 
-Run as ``python -m tuneloop.rollout --policy REF --prompts REF --rollouts URL --temperature 1.0``. The function
+Run as ``python -m tuneloop.stages.rollout --policy REF --prompts REF --rollouts URL --temperature 1.0``. The function
 writes files below ``stage.out``; when it returns, they are committed under a manifest, and its results are
 written one file each to ``$TUNELOOP_OUTPUTS`` for the workflow engine. A stage whose output is committed
 already, from the same inputs and parameters, ends at once with the same results.

@@ -18,7 +18,7 @@ from tuneloop.argo.schedule import looking
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.config import find
 from tuneloop.core.errors import UserError
-from tuneloop.data_prep import data_prep
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.plan import draw
 from tuneloop.workflow.settings import QUEUE_LABEL, Cluster, Share
 

@@ -346,14 +346,14 @@ def test_a_shared_warm_process_that_is_not_there_is_named(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("argv", "kinds"),
     [
-        (["python", "-m", "tuneloop.sft", "--lr", "1"], ["stages"]),
-        ([sys.executable, "-m", "tuneloop.sft"], ["stages"]),
+        (["python", "-m", "tuneloop.stages.sft", "--lr", "1"], ["stages"]),
+        ([sys.executable, "-m", "tuneloop.stages.sft"], ["stages"]),
         (["python", "-m", "tuneloop.inference.server", "--port", "1"], ["server"]),
-        (["python", "-m", "tuneloop.training.torchrun", "-m", "tuneloop.sft"], []),
+        (["python", "-m", "tuneloop.training.torchrun", "-m", "tuneloop.stages.sft"], []),
         (["python", "-m", "tuneloop.argo.warm"], []),
         (["python", "-m", "tuneloop"], []),
         (["sh", "-c", "python -m tuneloop.inference.server"], []),
-        (["sh", "-c", "python -m tuneloop.sft"], []),
+        (["sh", "-c", "python -m tuneloop.stages.sft"], []),
         ([], []),
     ],
 )

@@ -13,7 +13,7 @@ from tuneloop.argo.pod_fields import pod_fields
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.argo.turn import take_turns
 from tuneloop.core.errors import UserError
-from tuneloop.rollout import rollout
+from tuneloop.stages.rollout import rollout
 from tuneloop.sharing.turns import open_turns
 from tuneloop.workflow.settings import Cluster, Share
 

@@ -21,7 +21,7 @@ from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.inference.engines import Remote, Sampling
 from tuneloop.inference.engines._client import LOSSES, Client, Lost
 from tuneloop.inference.multi_turn import Play, play
-from tuneloop.rollout import rollout
+from tuneloop.stages.rollout import rollout
 
 REQUESTS = [Request("a", [1, 2], [0]), Request("b", [3], [1])]
 SAID = {"ids": [5], "logprobs": [-0.5], "finish_reason": "stop", "start_version": 4, "end_version": 4}
