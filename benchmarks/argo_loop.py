@@ -20,11 +20,11 @@ from typing import Any
 from hera.workflows import DAG, Container, Parameter, Workflow
 from hera.workflows.models import ValueFrom
 
-from tuneloop.argo import cluster as argo
 from tuneloop.argo.continuation import proceed_template
-from tuneloop.argo.grain import segment_template
+from tuneloop.argo.multi_stage_pod import segment_template
 from tuneloop.argo.pod_fields import OUTPUTS, pod_fields, retry_fields
 from tuneloop.argo.template import workflow
+from tuneloop.cluster import submit as argo
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect
 from tuneloop.workflow.settings import Cluster
 

@@ -28,8 +28,8 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from tuneloop import weights
-from tuneloop.stages.base_model import base_model
 from tuneloop.core.artifacts import Artifact
+from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 
 ARGS = {"max_model_len": 256, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 28, "dtype": "bfloat16"}

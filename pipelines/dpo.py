@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tuneloop.kfp.settings import Kfp
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.evaluate import evaluate
 from tuneloop.stages.export import export
-from tuneloop.kfp.settings import Kfp
 from tuneloop.stages.preference import preference
 from tuneloop.stages.reference_logprobs import reference_logprobs
 from tuneloop.stages.sft import sft

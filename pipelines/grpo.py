@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tuneloop.stages.base_model import base_model
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
-from tuneloop.stages.data_prep import data_prep
-from tuneloop.stages.evaluate import evaluate
-from tuneloop.stages.export import export
 from tuneloop.inference.engines import check_args
 from tuneloop.inference.engines.endpoint import check_urls
 from tuneloop.inference.fleet import open_fleet
 from tuneloop.kfp.settings import Kfp
+from tuneloop.stages.base_model import base_model
+from tuneloop.stages.data_prep import data_prep
+from tuneloop.stages.evaluate import evaluate
+from tuneloop.stages.export import export
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.reward import reward
 from tuneloop.stages.rollout import rollout
@@ -460,7 +460,7 @@ def build_pods(config: Config, graph: Workflow) -> DAG:
     from hera.workflows import DAG, Parameter
     from hera.workflows.models import ValueFrom
 
-    from tuneloop.argo.grain import segment_template
+    from tuneloop.argo.multi_stage_pod import segment_template
 
     inputs, outputs = ("iteration", "policy", *CARRIED, "endpoint"), ("iteration", "policy", "mean-reward")
     fixed = {name: f"{{{{workflow.parameters.{name}}}}}" for name in ("run", "store", "iterations", "target-reward")}

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
-from tuneloop.stages.base_model import train_tokenizer
 from tuneloop.core.artifacts import Artifact, Draft
-from tuneloop.stages.data_prep import DEMONSTRATIONS, PROMPTS
 from tuneloop.formats.canary import write_canary
+from tuneloop.stages.base_model import train_tokenizer
+from tuneloop.stages.data_prep import DEMONSTRATIONS, PROMPTS
 
 disable_progress_bar()
 TEXTS = [f"reverse {i} =" for i in range(1000, 1200)]

@@ -1,6 +1,6 @@
 """One warm process for a whole run of the tests: ``pytest -p tests.warm``, as the Makefile does.
 
-Every `tuneloop run` of the tests then forks its stages from that process (`tuneloop.argo.warm`). So does the program
+Every `tuneloop run` of the tests then forks its stages from that process (`tuneloop.local.warm`). So does the program
 that `python` names, which stands for Python where a test, kfp's local runner or torchrun starts one with ``-m``.
 Without the plugin all of them start afresh: slower, and the same.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import until
-from tuneloop.argo.processes import WARM, base_environment
-from tuneloop.argo.warm import READ_AT_IMPORT
+from tuneloop.local.processes import WARM, base_environment
+from tuneloop.local.warm import READ_AT_IMPORT
 
 MORE = ("peft", "torch.distributed.run", "uvicorn")
 """Imported besides what stages need."""
@@ -64,7 +64,7 @@ def _start(config: pytest.Config) -> None:
     os.environ.update(base_environment({}))  # what is not started by an executor is to find the same
     more = [*MORE, *VLLM] if config.getoption("--warm-vllm") else MORE
     warm = subprocess.Popen(
-        [sys.executable, "-m", "tuneloop.argo.warm", "stages", str(path), *more], stdin=subprocess.DEVNULL
+        [sys.executable, "-m", "tuneloop.local.warm", "stages", str(path), *more], stdin=subprocess.DEVNULL
     )
     until(path.exists, child=warm)
     os.environ[WARM] = str(path)

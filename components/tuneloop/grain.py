@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from tuneloop.argo.grain import ITERATION
+from tuneloop.argo.multi_stage_pod import ITERATION
 
 REQUEUE = 10.0
 """Seconds between two pods that follow one another."""

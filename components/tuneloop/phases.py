@@ -16,9 +16,9 @@ from importlib import import_module
 from itertools import pairwise
 
 from tuneloop.argo.claims import role_of
-from tuneloop.argo.state import Node
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
+from tuneloop.local.journal import Node
 from tuneloop.runs import Entry, Run
 from tuneloop.sharing.plans import in_turn, overlapped
 from tuneloop.sharing.simulate import LAST, Task

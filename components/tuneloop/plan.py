@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo import colocation
 from tuneloop.argo.claims import TAKE
-from tuneloop.argo.grain import ITERATION, unfolded
 from tuneloop.argo.memory_estimate import Model, asked, context_of, memory, model_of, whole
+from tuneloop.argo.multi_stage_pod import ITERATION, unfolded
 from tuneloop.grain import LOST, REQUEUE, compare, possible
 from tuneloop.summary import size
 from tuneloop.workflow.manifest import calls
@@ -91,7 +91,7 @@ def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:
     _count(workflow, templates, workflow["spec"]["entrypoint"], 1, (), counts)
     later = -(-_parameter(workflow, "iterations") // _parameter(workflow, "per-workflow")) - 1
     for name in counts:  # each workflow of a long run has a server, and each but the last starts the next
-        if "tuneloop.argo.proceed" in templates[name].get("container", {}).get("command", ()):
+        if "tuneloop.cluster.continue_run" in templates[name].get("container", {}).get("command", ()):
             counts[name] = later
         elif templates[name].get("daemon") or name == TAKE:
             counts[name] *= 1 + later

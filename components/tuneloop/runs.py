@@ -7,7 +7,7 @@ store if that is a directory, else ``./runs``::
     run.json        the record: pipeline, configuration, store; written once, before anything runs
     config.yaml     the configuration, whole
     workflow.yaml   the very workflow that is executed
-    nodes.jsonl …   the executor's state (`tuneloop.argo.state`)
+    nodes.jsonl …   the executor's state (`tuneloop.local.journal`)
     report.html
 """
 
@@ -30,10 +30,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 import tuneloop
-from tuneloop.argo import state
 from tuneloop.core.artifacts import MANIFEST, File, Manifest, canonical, file_digest, parse, split_ref
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Conflict, Store, local_path, normalize
+from tuneloop.local import journal
 
 ROOT = "runs"
 PLACE = re.compile(r"^(?:iterations/(?P<iteration>\d+)/)?(?P<stage>[a-z0-9][a-z0-9_-]*)/manifest\.json$")
@@ -190,9 +190,9 @@ class Run:
         return max((entry.iteration or 0 for entry in self.entries), default=0)
 
     @property
-    def state(self) -> state.State | None:
+    def state(self) -> journal.State | None:
         """What the local executor says, now."""
-        return state.read(self.directory) if self.directory.is_dir() else None
+        return journal.read(self.directory) if self.directory.is_dir() else None
 
     @property
     def phase(self) -> str:

@@ -14,7 +14,7 @@ from urllib.parse import urlparse
 
 import pytest
 
-from tuneloop.argo import cluster as argo
+from tuneloop.cluster import submit as argo
 from tuneloop.core.store import Store
 from tuneloop.kube.connection import Connection, connect
 

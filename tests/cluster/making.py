@@ -10,9 +10,9 @@ from benchmarks.argo_loop import build as empty_loop
 from tests.cluster.conftest import ROOT, kubectl
 from tests.unit import toy as toys
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
-from tuneloop.argo.state import Node
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.core.artifacts import split_ref
+from tuneloop.local.journal import Node
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.workflow.settings import Cluster
 

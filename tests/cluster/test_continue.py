@@ -11,12 +11,12 @@ from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import digests, empty_loop, toy
 from tests.cluster.test_queue import until
 from tests.unit.toy import make
-from tuneloop.argo import cluster as argo
-from tuneloop.argo.drift import run_drift, template_drift
-from tuneloop.argo.proceed import proceed
-from tuneloop.argo.state import Node
-from tuneloop.argo.watch import status
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.continue_run import proceed
+from tuneloop.cluster.drift import run_drift, template_drift
+from tuneloop.cluster.watch import status
 from tuneloop.kube.connection import NAMESPACE, WORKFLOWS, Connection
+from tuneloop.local.journal import Node
 
 pytestmark = pytest.mark.cluster
 

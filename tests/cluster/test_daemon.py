@@ -7,8 +7,8 @@ import pytest
 from tests.cluster.conftest import STORE
 from tests.cluster.making import digests
 from tests.waiting import until
-from tuneloop.argo import cluster as argo
-from tuneloop.argo.watch import status
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.watch import status
 from tuneloop.config import find
 from tuneloop.kube.connection import Connection
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.cluster.conftest import STORE
 from tests.cluster.test_queue import running, until
-from tuneloop.argo import cluster as argo
-from tuneloop.argo.watch import logs, status
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.watch import logs, status
 from tuneloop.core.ends import AWAY, EVICTED, KILL, MEMORY, SUCCEEDED, classify_end
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.settings import Cluster

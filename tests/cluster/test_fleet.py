@@ -11,9 +11,9 @@ from tests.cluster.conftest import STORE, kubectl, sleeper
 from tests.cluster.operator import IMAGE, operating
 from tests.cluster.test_queue import until
 from tests.cluster.volumes import apply
-from tuneloop.argo import cluster as argo
 from tuneloop.argo.pod_fields import RESTRICTED
 from tuneloop.cli import invoke
+from tuneloop.cluster import submit as argo
 from tuneloop.core.errors import UserError
 from tuneloop.inference.fleet import graph as graphs
 from tuneloop.inference.fleet import open_fleet

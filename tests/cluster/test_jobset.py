@@ -9,14 +9,14 @@ import pytest
 
 from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import digests
-from tuneloop.argo import cluster as argo
 from tuneloop.argo.lint import lint
 from tuneloop.argo.template import stage_template, workflow
-from tuneloop.argo.watch import logs, nodes
-from tuneloop.stages.base_model import base_model
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.watch import logs, nodes
 from tuneloop.config import find
-from tuneloop.stages.data_prep import data_prep
 from tuneloop.kube.connection import Connection
+from tuneloop.stages.base_model import base_model
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.sft import sft
 from tuneloop.workflow.settings import Cluster
 

@@ -11,11 +11,11 @@ import pytest
 from tests.cluster.conftest import STORE
 from tests.cluster.making import digests
 from tests.cluster.test_queue import until
-from tuneloop.argo import cluster as argo
-from tuneloop.argo.parts import execute_parts
-from tuneloop.argo.watch import logs, nodes, status
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.watch import logs, nodes, status
 from tuneloop.config import find
 from tuneloop.kube.connection import Connection
+from tuneloop.local.workflow_parts import execute_parts
 
 pytestmark = pytest.mark.cluster
 

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from tests.cluster.conftest import STORE, forwarded, kubectl, sleeper
-from tuneloop.argo import cluster as argo
-from tuneloop.argo.preflight import LISTED, problems
-from tuneloop.argo.watch import status
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.preflight import LISTED, problems
+from tuneloop.cluster.watch import status
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection, connect
 
@@ -118,7 +118,7 @@ def test_a_namespace_that_does_not_exist(cluster: Connection, run: str) -> None:
 
 
 def test_no_argo(cluster: Connection, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuneloop.argo.preflight.WORKFLOWS", ("argoproj.io", "v1alpha1", "nosuchworkflows"))
+    monkeypatch.setattr("tuneloop.cluster.preflight.WORKFLOWS", ("argoproj.io", "v1alpha1", "nosuchworkflows"))
     with pytest.raises(UserError, match="has no Argo Workflows"):
         argo.submit(cluster, sleeper(1), run=run, store=STORE)
 

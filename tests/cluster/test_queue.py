@@ -6,8 +6,8 @@ import pytest
 
 from tests import waiting
 from tests.cluster.conftest import STORE, sleeper
-from tuneloop.argo import cluster as argo
-from tuneloop.argo.watch import logs, status
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.watch import logs, status
 from tuneloop.kube.connection import Connection
 
 pytestmark = pytest.mark.cluster

@@ -12,9 +12,9 @@ import yaml
 from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import digits
 from tests.cluster.test_queue import until
-from tuneloop.argo import cluster as argo
-from tuneloop.argo.schedule import CRON, LABEL, schedule, unschedule
-from tuneloop.argo.watch import status
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.schedule import CRON, LABEL, schedule, unschedule
+from tuneloop.cluster.watch import status
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import WORKFLOWS, Connection
 

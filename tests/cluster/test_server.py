@@ -9,9 +9,9 @@ import yaml
 
 from tests.cluster.conftest import ROOT, STORE, forwarded
 from tests.cluster.test_queue import until
-from tuneloop.argo import cluster as argo
-from tuneloop.argo.server import Server
-from tuneloop.argo.watch import status
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.argo_server import Server
+from tuneloop.cluster.watch import status
 from tuneloop.config import find
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection

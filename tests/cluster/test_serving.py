@@ -10,13 +10,13 @@ import pytest
 from tests.cluster.conftest import ROOT, STORE, kubectl
 from tests.cluster.test_jobset import RUN, SMALL
 from tests.cluster.volumes import apply
-from tuneloop.argo import cluster as argo
 from tuneloop.argo.template import stage_template, workflow
-from tuneloop.argo.watch import nodes
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.watch import nodes
+from tuneloop.kube.connection import Connection
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.export import export
-from tuneloop.kube.connection import Connection
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -12,15 +12,15 @@ from hera.workflows import DAG, Container
 from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import RUN, digests
 from tests.cluster.test_queue import until
-from tuneloop.argo import cluster as argo
-from tuneloop.argo import seats
 from tuneloop.argo.continuation import proceed_template
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
 from tuneloop.argo.template import stage_template, workflow
-from tuneloop.argo.watch import logs, status
+from tuneloop.cluster import reservations
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.watch import logs, status
 from tuneloop.core.errors import UserError
-from tuneloop.stages.data_prep import data_prep
 from tuneloop.kube.connection import WORKFLOWS, Connection
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.workflow.settings import GROUP_LABEL, RUN_LABEL, Cluster, Share
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -41,8 +41,8 @@ def share(cluster: Connection, run: str) -> Iterator[Share]:
 
 def claims(cluster: Connection, share: Share) -> dict[str, list[str]]:
     """Claim → the runs on it."""
-    found = seats.claims(cluster, f"{GROUP_LABEL}={share.group}")
-    return {each["metadata"]["name"]: seats.runs(each) for each in found}
+    found = reservations.claims(cluster, f"{GROUP_LABEL}={share.group}")
+    return {each["metadata"]["name"]: reservations.runs(each) for each in found}
 
 
 def idle(cluster: Connection, share: Share, run: str, name: str) -> str:
@@ -58,7 +58,9 @@ def test_seats_are_taken_once_handed_on_and_given_back(cluster: Connection, shar
     """Six at once: two sit on each of three claims. A run's next workflow keeps the seat. What is deleted leaves it."""
     names = [idle(cluster, share, f"{share.group}-{i}", f"{share.group}-{i}") for i in range(6)]
     got: dict[str, str] = {}
-    threads = [threading.Thread(target=lambda n=n: got.update({n: seats.take(cluster, n, share)})) for n in names]
+    threads = [
+        threading.Thread(target=lambda n=n: got.update({n: reservations.take(cluster, n, share)})) for n in names
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -66,14 +68,14 @@ def test_seats_are_taken_once_handed_on_and_given_back(cluster: Connection, shar
     seated = claims(cluster, share)
     assert {name: len(runs) for name, runs in seated.items()} == {f"{share.group}-{i}": 2 for i in (1, 2, 3)}
     assert {run: name for name, runs in seated.items() for run in runs} == got
-    assert seats.take(cluster, names[0], share) == got[names[0]], "a repeated step gets another claim"
+    assert reservations.take(cluster, names[0], share) == got[names[0]], "a repeated step gets another claim"
 
     first, second = names[0], idle(cluster, share, names[0], f"{names[0]}-2")
-    seats.sweep(cluster, without=first)  # the exit handler of the first
+    reservations.sweep(cluster, without=first)  # the exit handler of the first
     assert claims(cluster, share) == seated
     owners = [
         owner["name"]
-        for each in seats.claims(cluster, f"{GROUP_LABEL}={share.group}")
+        for each in reservations.claims(cluster, f"{GROUP_LABEL}={share.group}")
         for owner in each["metadata"]["ownerReferences"]
     ]
     assert sorted(owners) == sorted([second, *names[1:]])
@@ -83,13 +85,13 @@ def test_seats_are_taken_once_handed_on_and_given_back(cluster: Connection, shar
     until(lambda: got[first] not in claims(cluster, share))  # by Kubernetes' garbage collector
     left = next(name for name in names if got[name] != got[first])
     kubectl("-n", cluster.namespace, "delete", "workflow", left, "--wait")
-    seats.sweep(cluster)
+    reservations.sweep(cluster)
     assert left not in claims(cluster, share)[got[left]]
 
     other = share.model_copy(update={"count": 2})
     survivor = next(name for name in names if name not in (first, left, *gone))
     with pytest.raises(UserError, match=r"cluster.share: .*count.*: 2.*ResourceClaim .* of the group has"):
-        seats.take(cluster, survivor, other)
+        reservations.take(cluster, survivor, other)
 
 
 def pipeline(share: Share) -> dict[str, Any]:

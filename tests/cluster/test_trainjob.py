@@ -9,14 +9,14 @@ import pytest
 from tests.cluster.conftest import ROOT, STORE, kubectl
 from tests.cluster.test_jobset import RUN, SMALL
 from tests.cluster.volumes import apply, volume
-from tuneloop.argo import cluster as argo
-from tuneloop.argo.launch import delete, launch
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.argo.trainjob import as_job, as_rayjob, trainjob
-from tuneloop.argo.watch import nodes
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.launch import delete, launch
+from tuneloop.cluster.watch import nodes
+from tuneloop.kube.connection import Connection
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
-from tuneloop.kube.connection import Connection
 from tuneloop.training.backends.native import Native
 from tuneloop.training.backends.trl import Trl
 

@@ -13,14 +13,14 @@ from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import RUN, SMALL
 from tests.cluster.test_queue import until
 from tests.waiting import LIMIT_S
-from tuneloop.argo import cluster as argo
+from tuneloop.argo.lease_sidecar import take_turns
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
 from tuneloop.argo.template import stage_template, workflow
-from tuneloop.argo.turn import take_turns
 from tuneloop.cli import invoke
-from tuneloop.stages.data_prep import data_prep
+from tuneloop.cluster import submit as argo
 from tuneloop.kube.connection import Connection
 from tuneloop.sharing.turns import Document, open_turns
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.workflow.settings import Share
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -10,8 +10,8 @@ import pytest
 from tests.cluster.conftest import ROOT, kubectl
 from tests.cluster.test_jobset import SMALL, twice
 from tests.cluster.volumes import apply, volume
-from tuneloop.argo import cluster as argo
-from tuneloop.argo.watch import nodes
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.watch import nodes
 from tuneloop.kube.connection import Connection
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

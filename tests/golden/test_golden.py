@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tuneloop.argo.cluster import as_template, template_name
 from tuneloop.cli import invoke
+from tuneloop.cluster.submit import as_template, template_name
 from tuneloop.config import dump, find
 
 HERE = Path(__file__).parent

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.waiting import LIMIT_S, until
-from tuneloop.argo import state
 from tuneloop.core.artifacts import Artifact
+from tuneloop.local import journal
 
 SMALL = {
     "engine.name": "transformers",
@@ -64,7 +64,7 @@ def phase(workdir: Path, node: str, child: "subprocess.Popen[bytes]") -> str | N
     """The node's phase in the session of `child`, once it has started there."""
     if child.poll() is not None:
         return "finished"
-    found = state.read(workdir)
+    found = journal.read(workdir)
     if found is None or not found.alive or found.workflow.phase != "Running" or node not in found.nodes:
         return None
     return found.nodes[node].phase

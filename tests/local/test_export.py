@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tuneloop.stages.base_model import base_model
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable
+from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.export import export
 

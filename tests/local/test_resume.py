@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.local.loops import command, digests, finish, kill_when
-from tuneloop.argo import state
 from tuneloop.core.artifacts import Artifact
+from tuneloop.local import journal
 
 pytestmark = pytest.mark.local
 ROOT = Path(__file__).parents[2]
@@ -24,15 +24,15 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
 """Of a stage that writes to `out`."""
 
 
-def pods(workdir: Path) -> list[state.Node]:
+def pods(workdir: Path) -> list[journal.Node]:
     """Those of a run that has ended, in the order they began."""
-    found = state.read(workdir)
+    found = journal.read(workdir)
     assert found is not None
     made = [node for node in found.nodes.values() if node.type == "Pod" and node.finished]
     return sorted(made, key=lambda pod: pod.started)
 
 
-def output(pod: state.Node, run: Path) -> Path:
+def output(pod: journal.Node, run: Path) -> Path:
     """Where below `run` its stage commits: the one URL among its inputs that names no digest."""
     (url,) = [value for value in pod.inputs.values() if value.startswith(f"file://{run}/") and "@" not in value]
     return Path(url.removeprefix("file://")).relative_to(run)

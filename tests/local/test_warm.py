@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tuneloop.argo.executor import Outcome, execute
-from tuneloop.argo.processes import WARM
+from tuneloop.local.executor import Outcome, execute
+from tuneloop.local.processes import WARM
 
 pytestmark = pytest.mark.local
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.policies import commit_policy
 from tests.waiting import LIMIT_S, free_port, until
-from tuneloop.argo.processes import WARM, Launcher, base_environment
+from tuneloop.local.processes import WARM, Launcher, base_environment
 
 pytestmark = pytest.mark.local
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tuneloop.stages.base_model import base_model, train_tokenizer
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
-from tuneloop.stages.data_prep import data_prep
 from tuneloop.formats.canary import LENGTH, canary_ids, canary_logprobs
+from tuneloop.stages.base_model import base_model, train_tokenizer
+from tuneloop.stages.data_prep import data_prep
 
 
 @pytest.fixture(scope="module")

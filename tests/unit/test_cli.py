@@ -16,12 +16,12 @@ from tests.objects import served
 from tests.unit import toy
 from tests.waiting import LIMIT_S, until
 from tuneloop import runs
-from tuneloop.argo import state
-from tuneloop.argo.state import Journal, Node, Workflow
 from tuneloop.cli import checks, invoke
 from tuneloop.cli.live import Display
 from tuneloop.config import find
 from tuneloop.core.errors import UserError
+from tuneloop.local import journal
+from tuneloop.local.journal import Journal, Node, Workflow
 from tuneloop.runs import Record
 from tuneloop.sharing.turns import open_turns
 
@@ -549,7 +549,7 @@ def test_stop_gives_back_the_turns_of_a_run_that_was_killed(call: Call, tmp_path
 
 def test_status_while_an_executor_holds_the_run(call: Call, tmp_path: Path) -> None:
     directory = left(tmp_path, pod("sft", "Running", progress="3/9"))
-    with state.hold(directory):
+    with journal.hold(directory):
         text = call("status", "r").out
     assert "r  toy_pipeline  running" in text
     assert "Running (3/9)" in text
@@ -564,7 +564,7 @@ def test_logs_are_prefixed_and_followed_to_the_end(call: Call, tmp_path: Path) -
     (directory / "logs" / "two.log").write_text("c\n")
     assert call("logs", "r").out == "rollout 3 | a\nrollout 3 | b\nsft | c\n"
     assert call("logs", "r", "sft").out == "sft | c\n"
-    with state.hold(directory):
+    with journal.hold(directory):
         child = program("logs", "r", "sft", "-f", cwd=tmp_path)
         assert child.stdout and child.stdout.readline() == "sft | c\n"
         with (directory / "logs" / "two.log").open("a") as file:

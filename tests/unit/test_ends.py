@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from tests.unit.argo.making import dag, named, run, shell, task
-from tuneloop.argo.pod import Result
-from tuneloop.argo.retries import _refusal
 from tuneloop.config import find
 from tuneloop.core.ends import (
     AWAY,
@@ -33,6 +31,8 @@ from tuneloop.core.ends import (
     format_table,
 )
 from tuneloop.core.errors import TERMINATION_LOG, write_termination_message
+from tuneloop.local.pod import Result
+from tuneloop.local.retries import _refusal
 from tuneloop.workflow import expressions
 
 DOCS = Path(__file__).parents[2] / "docs"

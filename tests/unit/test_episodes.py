@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM
 from tests.policies import commit_policy, commit_prompts, tokenizer
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
-from tuneloop.stages.data_prep import data_prep
 from tuneloop.environments import Reply, tool_calls
 from tuneloop.environments.calculator import Calculator, calculate
 from tuneloop.environments.guess import Guess
 from tuneloop.environments.python import create as create_python
-from tuneloop.stages.evaluate import evaluate
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.formats.tokens import encode_reply, load_tokenizer
 from tuneloop.inference.engines.transformers import Transformers
+from tuneloop.stages.data_prep import data_prep
+from tuneloop.stages.evaluate import evaluate
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.reward import reward
 from tuneloop.stages.rollout import rollout

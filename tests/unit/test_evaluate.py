@@ -10,11 +10,11 @@ import pytest
 from tests.policies import commit_policy, commit_prompts
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
-from tuneloop.stages.evaluate import SAMPLES, evaluate
 from tuneloop.formats.rollouts import Request
 from tuneloop.formats.tokens import load_tokenizer, stop_ids
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines.transformers import Transformers
+from tuneloop.stages.evaluate import SAMPLES, evaluate
 
 PROMPTS = [f"reverse {i} =" for i in range(10, 18)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tuneloop.argo.launch import KINDS, Kind
+from tuneloop.cluster.launch import KINDS, Kind
 from tuneloop.config import dump, find
 
 ROOT = Path(__file__).parents[2]

@@ -5,9 +5,9 @@ import pytest
 
 from tests.unit.test_cli import Call, call, refused  # noqa: F401 - `call` is a fixture
 from tuneloop import runs
-from tuneloop.argo.state import Journal, Node, Workflow
 from tuneloop.core.artifacts import Draft
 from tuneloop.core.errors import UserError
+from tuneloop.local.journal import Journal, Node, Workflow
 from tuneloop.phases import recorded, role
 from tuneloop.runs import Record, Run
 

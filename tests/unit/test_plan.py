@@ -104,7 +104,14 @@ def test_flags_ranks_and_accelerators_are_those_of_the_container() -> None:
         "name": "t",
         "container": {
             "image": "i",
-            "command": ["python", "-m", "tuneloop.training.torchrun", "--nproc-per-node=4", "-m", "tuneloop.stages.sft"],
+            "command": [
+                "python",
+                "-m",
+                "tuneloop.training.torchrun",
+                "--nproc-per-node=4",
+                "-m",
+                "tuneloop.stages.sft",
+            ],
             "args": ["--learning-rate", "1e-3", "--out={{inputs.parameters.out}}"],
             "resources": {"limits": {"cpu": "2", "nvidia.com/gpu": "4"}},
         },

@@ -11,8 +11,8 @@ import pytest
 
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.stages.reward import reward, summarize
 from tuneloop.rewards.scoring import Outcome
+from tuneloop.stages.reward import reward, summarize
 
 BY_NAME = {"tests.unit.rewards.bad:by_name": 1.0}
 

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from tests.policies import commit_policy, commit_prompts, model
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.stages.data_prep import data_prep
 from tuneloop.formats.rollouts import SCHEMA
 from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.inference.engines.transformers import Transformers
 from tuneloop.inference.generate import Prompts, StaleWeights
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.rollout import batch, rollout
 
 SMALL = {"engine": "transformers", "prompts_per_iteration": 3, "n": 2, "max_tokens": 5}

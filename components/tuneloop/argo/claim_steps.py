@@ -1,4 +1,4 @@
-"""The steps of a Workflow that reserve a claim's devices and give them back; `tuneloop.argo.seats` is what they run."""
+"""The steps of a Workflow that reserve a claim's devices and give them back; `tuneloop.cluster.reservations` is what they run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def seat_templates(cluster: Cluster) -> list[Container]:
         Container(
             name=name,
             outputs=outputs,
-            command=["python", "-m", "tuneloop.argo.seats", name],
+            command=["python", "-m", "tuneloop.cluster.reservations", name],
             args=["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}"],
             service_account_name="tuneloop-claims",
             automount_service_account_token=True,
@@ -66,6 +66,6 @@ def entries(workflow: Mapping[str, Any]) -> list[str]:
     found = [workflow["spec"]["entrypoint"]]
     for template in workflow["spec"]["templates"]:
         container = template.get("container") or {}
-        if "tuneloop.argo.proceed" in container.get("command", ()):
+        if "tuneloop.cluster.continue_run" in container.get("command", ()):
             found.append(container["args"][container["args"].index("--entrypoint") + 1])
     return list(dict.fromkeys(found))

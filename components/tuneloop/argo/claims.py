@@ -1,5 +1,5 @@
 """Devices that runs share, as part of a Workflow: which pods use a claim, where they are placed, and the steps that
-take a seat on it and give it back (`tuneloop.argo.seats`).
+take a seat on it and give it back (`tuneloop.cluster.reservations`).
 
 Argo 3.7 has no field for a pod's claims: they are written by ``podSpecPatch``. The claim's name is known once the
 first step has taken a seat, and reaches every template as a global output parameter of the workflow. So it makes no

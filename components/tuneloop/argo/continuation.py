@@ -1,4 +1,4 @@
-"""The step that starts the next workflow of a long run; `tuneloop.argo.proceed` is what it runs."""
+"""The step that starts the next workflow of a long run; `tuneloop.cluster.continue_run` is what it runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster
         name="continue",
         inputs=[Parameter(name=name) for name in arguments],
         outputs=[Parameter(name=NEXT, global_name=NEXT, value_from=ValueFrom(path=f"{OUTPUTS}/{NEXT}"))],
-        command=["python", "-m", "tuneloop.argo.proceed"],
+        command=["python", "-m", "tuneloop.cluster.continue_run"],
         args=[*own, *passed],
         service_account_name="tuneloop-continue",
         automount_service_account_token=True,

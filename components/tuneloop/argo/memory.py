@@ -15,9 +15,9 @@ import hera.workflows
 from tuneloop.argo.claim_steps import connect_seats
 from tuneloop.argo.claims import share_of
 from tuneloop.argo.colocation import number
-from tuneloop.argo.grain import ITERATION, unfolded
 from tuneloop.argo.jobset import written
 from tuneloop.argo.memory_estimate import Model, asked, context_of, memory, model_of, whole
+from tuneloop.argo.multi_stage_pod import ITERATION, unfolded
 from tuneloop.workflow.manifest import applied, labels_of
 from tuneloop.workflow.rendered_stages import container_of, read_stage
 from tuneloop.workflow.settings import GROUP_LABEL, UNKNOWN

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from tuneloop.argo import claims
 from tuneloop.argo.claim_steps import seat_templates
+from tuneloop.argo.lease_sidecar import take_turns
 from tuneloop.argo.pod_fields import NOBODY, OUTPUTS, RESTRICTED, retried_pod_fields
-from tuneloop.argo.turn import take_turns
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
 from tuneloop.core.program import flag

@@ -130,7 +130,7 @@ def rayjob(
     """A program that drives a Ray cluster of `nodes` pods, as a RayJob of KubeRay 1.5: `data_prep` with
     ``--preparation ray`` is one.
 
-    The head needs 1 GiB of memory beside the work. Ray has no field for exit codes: `tuneloop.argo.launch` reads the
+    The head needs 1 GiB of memory beside the work. Ray has no field for exit codes: `tuneloop.cluster.launch` reads the
     driver's from the job's message.
     """
 
@@ -212,7 +212,7 @@ RENDER: Mapping[str, Callable[..., dict[str, Any]]] = {
 
 
 def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> Container:
-    """A step that launches `job` and ends as it does, for a pipeline: see `tuneloop.argo.launch`.
+    """A step that launches `job` and ends as it does, for a pipeline: see `tuneloop.cluster.launch`.
 
     It waits for no quota itself: the job does.
     """
@@ -222,7 +222,7 @@ def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> Cont
 
     return Container(
         name=name,
-        command=["python", "-m", "tuneloop.argo.launch"],
+        command=["python", "-m", "tuneloop.cluster.launch"],
         args=["--namespace", "{{workflow.namespace}}", "--manifest", written(dict(job))],
         service_account_name="tuneloop-launcher",
         automount_service_account_token=True,

@@ -93,7 +93,7 @@ def render(
     ] = False,
 ) -> None:
     """Print the Argo Workflow as YAML. It is what `run` executes and a cluster takes; equal settings, equal bytes."""
-    from tuneloop.argo.cluster import as_template, template_name
+    from tuneloop.cluster.submit import as_template, template_name
     from tuneloop.config import dump, find
 
     found = find(pipeline)

@@ -15,8 +15,8 @@ from tuneloop.cli.inspect import JSON, print_json
 from tuneloop.core.errors import EXIT_USER, UserError
 
 if TYPE_CHECKING:
-    from tuneloop.argo.watch import Status
     from tuneloop.cli.show import Stage
+    from tuneloop.cluster.watch import Status
     from tuneloop.kube.connection import Connection
 
 NAMESPACE = Annotated[str, typer.Option("--namespace", "-n", help="Where the runs live.")]
@@ -49,9 +49,9 @@ def submit(
     context: CONTEXT = None,
 ) -> int:
     """Send a pipeline to a cluster, once everything it needs was found there."""
-    from tuneloop.argo import cluster as argo
-    from tuneloop.argo.preflight import notices, problems
     from tuneloop.cli.verdict import tell
+    from tuneloop.cluster import submit as argo
+    from tuneloop.cluster.preflight import notices, problems
     from tuneloop.config import find
     from tuneloop.inference.fleet.graph import served
     from tuneloop.kube.api_errors import retry_until_available
@@ -108,7 +108,7 @@ def _rolled_out_by(graph: dict[str, Any] | None) -> list[str]:
 
 
 def _start(there: Connection, made: dict[str, Any], run: str, graph: dict[str, Any] | None) -> str:
-    from tuneloop.argo import cluster as argo
+    from tuneloop.cluster import submit as argo
     from tuneloop.inference.fleet.graph import bring_up
 
     if graph is None:
@@ -118,8 +118,8 @@ def _start(there: Connection, made: dict[str, Any], run: str, graph: dict[str, A
 
 def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: bool) -> int:
     """Through an Argo server, which is asked for nothing else: there is no preflight, and no logs."""
-    from tuneloop.argo.server import Server
     from tuneloop.cli.verdict import tell
+    from tuneloop.cluster.argo_server import Server
 
     there, begun = Server(url, namespace), time.monotonic()
     name = there.submit(made, run)
@@ -136,8 +136,8 @@ def submit_pipeline(path: str, arguments: list[str]) -> int:
     Returns:
         the exit code.
     """
-    from tuneloop.argo.server import address
     from tuneloop.cli import invoke
+    from tuneloop.cluster.argo_server import address
 
     if {"-h", "--help"} & set(arguments):
         return invoke(["submit", "--help"])
@@ -163,7 +163,7 @@ def schedule(
     context: CONTEXT = None,
 ) -> None:
     """Run a pipeline whenever its data has changed. Looks by the clock; the same name again changes the schedule."""
-    from tuneloop.argo.schedule import schedule as create
+    from tuneloop.cluster.schedule import schedule as create
     from tuneloop.config import find
     from tuneloop.kube.connection import connect
 
@@ -186,8 +186,8 @@ def diff(
     context: CONTEXT = None,
 ) -> int:
     """Show how a cluster differs from what is rendered. Exits with 0: it does not; 1: it does; more: no answer."""
-    from tuneloop.argo.cluster import template_name
-    from tuneloop.argo.drift import run_drift, template_drift
+    from tuneloop.cluster.drift import run_drift, template_drift
+    from tuneloop.cluster.submit import template_name
     from tuneloop.config import find
     from tuneloop.kube.api_errors import translate_api_errors
     from tuneloop.kube.connection import connect
@@ -212,7 +212,7 @@ def unschedule(
     context: CONTEXT = None,
 ) -> None:
     """End a schedule; its runs stay."""
-    from tuneloop.argo.schedule import unschedule as delete
+    from tuneloop.cluster.schedule import unschedule as delete
     from tuneloop.kube.connection import connect
 
     delete(connect(namespace, context), name)
@@ -225,8 +225,8 @@ def status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloop", c
 
     What it has committed, also once its workflows are deleted: `tuneloop status RUN --store URL`.
     """
-    from tuneloop.argo.watch import status as read
     from tuneloop.cli.show import show_stages
+    from tuneloop.cluster.watch import status as read
     from tuneloop.kube.connection import connect
 
     seen = read(connect(namespace, context), run)
@@ -266,7 +266,7 @@ def stop(
     context: CONTEXT = None,
 ) -> None:
     """End a run and release what it holds; submitting it again goes on where it stopped."""
-    from tuneloop.argo import cluster as argo
+    from tuneloop.cluster import submit as argo
     from tuneloop.kube.connection import connect
 
     ended = argo.stop(connect(namespace, context), run, timeout=timeout)
@@ -276,7 +276,7 @@ def stop(
 @app.command()
 def claims(namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
     """Show the claims of shared devices, and who sits on them; frees the seats of runs that have ended."""
-    from tuneloop.argo.watch import claims as read
+    from tuneloop.cluster.watch import claims as read
     from tuneloop.kube.connection import connect
 
     found = read(connect(namespace, context))
@@ -290,7 +290,7 @@ def _print_logs(
     there: Connection, run: str, stage: str | None, follow: bool, since: str | None = None
 ) -> dict[str, str]:
     """Print what the pods write; the last words of each stage."""
-    from tuneloop.argo.watch import logs as read
+    from tuneloop.cluster.watch import logs as read
 
     said = {}
     for name, line in read(there, run, stage=stage, follow=follow, since=since):

@@ -172,10 +172,10 @@ def _carry_out(run: Run, parallelism: int | None, track: bool, warm: bool) -> in
     """Execute the run's own workflow.yaml, show it, and say how it ended."""
     import yaml
 
-    from tuneloop.argo.parts import execute_parts
     from tuneloop.cli.live import Display
     from tuneloop.cli.show import failure
     from tuneloop.cli.show import report as write_report
+    from tuneloop.local.workflow_parts import execute_parts
     from tuneloop.summary import summarize
     from tuneloop.tracking import follower
 

@@ -13,7 +13,7 @@ import typer
 from tuneloop.cli.execute import RUN, STORE
 
 if TYPE_CHECKING:
-    from tuneloop.argo.state import Node
+    from tuneloop.local.journal import Node
     from tuneloop.runs import Run, Score
 
 JSON = Annotated[bool, typer.Option("--json", help="For programs: nothing is cut; the keys are in docs/commands.md.")]

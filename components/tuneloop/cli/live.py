@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo.state import BROKEN, DONE, Node
+from tuneloop.local.journal import BROKEN, DONE, Node
 from tuneloop.summary import clock
 
 if TYPE_CHECKING:

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tuneloop.argo.state import BROKEN, Node
 from tuneloop.cli.live import iteration_of, label
 from tuneloop.cli.tables import show
 from tuneloop.core.errors import EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE
 from tuneloop.core.store import normalize
+from tuneloop.local.journal import BROKEN, Node
 from tuneloop.runs import Run
 from tuneloop.summary import clock, result_line, size
 
 if TYPE_CHECKING:
-    from tuneloop.argo.executor import Outcome
+    from tuneloop.local.executor import Outcome
 
 NAMED = tuple(f"{name}:" for name in ("error", "gave up", INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW))
 """How a last line begins that names the class of its end."""

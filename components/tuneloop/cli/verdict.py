@@ -7,12 +7,12 @@ from typing import Any
 
 import typer
 
-from tuneloop.argo import cluster as argo
-from tuneloop.argo.state import Node
-from tuneloop.argo.watch import nodes
 from tuneloop.cli.live import label
 from tuneloop.cli.show import blamed, culprit
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.watch import nodes
 from tuneloop.core.errors import EXIT_USER
+from tuneloop.local.journal import Node
 from tuneloop.summary import aligned
 
 

@@ -1,6 +1,6 @@
 """Several iterations in one task, as a step of a pipeline: what `tuneloop.kfp.segment` runs, written into its command.
 
-The twin of `tuneloop.argo.grain`, whose graph it takes; the seed, which there is fixed, is here the pipeline's to give.
+The twin of `tuneloop.argo.multi_stage_pod`, whose graph it takes; the seed, which there is fixed, is here the pipeline's to give.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kfp import dsl
 from kfp.dsl import HTML, ClassificationMetrics, Dataset, Input, Markdown, Metrics, Model, Output
 
-from tuneloop.argo.grain import as_text, part
+from tuneloop.argo.multi_stage_pod import as_text, part
 from tuneloop.kfp.segment import RESULTS
 from tuneloop.kfp.settings import Kfp
 from tuneloop.kfp.stage import TARGET

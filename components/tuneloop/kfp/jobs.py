@@ -17,7 +17,7 @@ from typing import Any
 from kfp import dsl
 from kfp.dsl import Dataset, Input
 
-from tuneloop.argo.grain import as_text
+from tuneloop.argo.multi_stage_pod import as_text
 from tuneloop.core.errors import UserError
 from tuneloop.kfp.settings import Kfp
 from tuneloop.kfp.template import LAUNCHER, REQUIRED, TYPES, Step, container, place

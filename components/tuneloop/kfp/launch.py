@@ -2,7 +2,7 @@
 
 The manifest is text with marks in it: ``@job_name@`` becomes a name made of that parameter of the task, the same for
 the same, so that a launcher that is started again finds the job that it has started; a mark with the name of another
-parameter becomes its value, one with the name of an input artifact its reference. Then `tuneloop.argo.launch` follows
+parameter becomes its value, one with the name of an input artifact its reference. Then `tuneloop.cluster.launch` follows
 the job, and this program ends as it did.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from tuneloop.argo.launch import main as follow
+from tuneloop.cluster.launch import main as follow
 from tuneloop.kfp.io import Task
 
 READABLE = 30

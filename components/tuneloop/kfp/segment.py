@@ -1,6 +1,6 @@
 """Several iterations in one task: ``python -m tuneloop.kfp.segment --graph JSON --executor-input …``
 
-The graph is that part of the Argo workflow which `tuneloop.segment` runs in one pod; `tuneloop.kfp.grain` wrote it into
+The graph is that part of the Argo workflow which `tuneloop.local.segment` runs in one pod; `tuneloop.kfp.grain` wrote it into
 the command. Each of its stages commits, and a task that is tried again finds what stands. What the task tells KFP is
 said of its last iteration, and its curves go over all that it ran.
 """
@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tuneloop import segment
 from tuneloop.core.artifacts import Manifest, find
 from tuneloop.core.errors import UserError, failed
 from tuneloop.core.program import flag
@@ -25,6 +24,7 @@ from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.stage import ended, hand_over, skip, text
+from tuneloop.local import segment
 
 RESULTS = {"last_iteration": int, "mean_reward": float}
 """Output parameters: the last iteration that was done, and what its rollouts earned."""

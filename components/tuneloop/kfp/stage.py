@@ -68,7 +68,7 @@ def launch(stage: Component, task: Task, *, nodes: int, processes: int, cluster:
     The job is named after its output, so that a launcher that was evicted finds the job that it has started.
     """
     from tuneloop.argo.jobset import jobset, pod_spec, ranks_env
-    from tuneloop.argo.launch import main as follow
+    from tuneloop.cluster.launch import main as follow
     from tuneloop.workflow.settings import Cluster
 
     if find(url := task.parameters[URL]) is not None:

@@ -267,14 +267,14 @@ def _report(stage: Stage, samples: Sequence[Sample], iteration: int, steps: int)
         "rollouts": len(samples),
         "scored": len(scored),
         "used": len(used),
-        "updates": epochs,
+        "updates": steps,
         "iteration": iteration,
     }
     stage.facts.update(about)
-    if not epochs:
+    if not steps:
         why = "no rollout has a score" if not scored else "in every group all rewards are equal"
         stage.facts["skipped"] = f"{why}: no step taken, same parameters"
-    stage.log(stage.facts.get("skipped") or f"{epochs} steps on {len(used)} of {len(samples)} rollouts")
+    stage.log(stage.facts.get("skipped") or f"{steps} steps on {len(used)} of {len(samples)} rollouts")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ _SIDECAR: Fields = {
     **dict.fromkeys(("image", "imagePullPolicy", "env", "resources", "restartPolicy"), IGNORED),
     **dict.fromkeys(("securityContext", "startupProbe", "volumeMounts"), IGNORED),
 }
-"""The one that holds the stage's turn, see `tuneloop.argo.turn`; it is not run, the executor does the same."""
+"""The one that holds the stage's turn, see `tuneloop.argo.lease_sidecar`; it is not run, the executor does the same."""
 _TASK: Fields = {
     **dict.fromkeys(("name", "template", "when", "onExit", "withItems", "withParam", "withSequence"), ANY),
     "templateRef": dict.fromkeys(("name", "template", "clusterScope"), ANY),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tuneloop.argo.watch import NODE_NAME
+from tuneloop.cluster.watch import NODE_NAME
 from tuneloop.kube.connection import Connection
 
 PLACE = re.compile(r"/apis/argoproj.io/v1alpha1/namespaces/[^/]+/(?P<plural>[^/]+)(/(?P<name>[^/]+))?$")

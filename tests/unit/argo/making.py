@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuneloop.argo.executor import Outcome, execute
-from tuneloop.argo.state import Node
+from tuneloop.local.executor import Outcome, execute
+from tuneloop.local.journal import Node
 
 Template = dict[str, Any]
 

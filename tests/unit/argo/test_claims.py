@@ -10,16 +10,16 @@ from hera.workflows import DAG
 
 from tuneloop.argo.claim_steps import entries
 from tuneloop.argo.claims import misplaced
-from tuneloop.argo.cluster import as_template, prepare
 from tuneloop.argo.jobset import pod_spec
 from tuneloop.argo.lint import lint
-from tuneloop.argo.parts import execute_parts
-from tuneloop.argo.schedule import looking
 from tuneloop.argo.template import stage_template, workflow
+from tuneloop.cluster.schedule import looking
+from tuneloop.cluster.submit import as_template, prepare
 from tuneloop.config import find
 from tuneloop.core.errors import UserError
-from tuneloop.stages.data_prep import data_prep
+from tuneloop.local.workflow_parts import execute_parts
 from tuneloop.plan import draw
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.workflow.settings import QUEUE_LABEL, Cluster, Share
 
 SHARED = ("cluster.share.group=demo", "cluster.share.device_class=gpu.example.com")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.unit.argo.api import kubeconfig, serving
-from tuneloop.argo import cluster as argo
-from tuneloop.argo.cluster import workflows
-from tuneloop.argo.preflight import notices
 from tuneloop.cli import invoke
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.preflight import notices
+from tuneloop.cluster.submit import workflows
 from tuneloop.config import find
 from tuneloop.core.errors import UserError
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.unit.argo.making import Template, dag, given, named, run, shell, task, workflow
-from tuneloop.argo import state
-from tuneloop.argo.executor import execute
-from tuneloop.argo.state import Node
 from tuneloop.config import find
 from tuneloop.core.errors import UserError
+from tuneloop.local import journal
+from tuneloop.local.executor import execute
+from tuneloop.local.journal import Node
 
 ECHO = shell("echo", "printf '%s' '{{inputs.parameters.x}}' > /tmp/out/y", inputs=("x",), outputs=("y",))
 OK = shell("ok", "true")
@@ -411,14 +411,14 @@ def test_templates_by_reference_and_defaults(tmp_path: Path) -> None:
 
 
 def test_state_can_be_read_while_it_runs_and_after(tmp_path: Path) -> None:
-    seen: list[state.State] = []
+    seen: list[journal.State] = []
     wait = f"for i in $(seq 600); do [ -e {tmp_path}/seen ] && exit; sleep 0.1; done; exit 1"
     slow = shell("slow", f"echo 1/4 > $ARGO_PROGRESS_FILE; echo a line; {wait}")
     lines: list[tuple[str, str]] = []
 
     def on_node(node: Node) -> None:
         if node.progress and not seen:
-            now = state.read(tmp_path)
+            now = journal.read(tmp_path)
             assert now is not None
             seen.append(now)
             (tmp_path / "seen").touch()
@@ -429,7 +429,7 @@ def test_state_can_be_read_while_it_runs_and_after(tmp_path: Path) -> None:
     assert seen[0].alive
     assert seen[0].workflow.phase == "Running"
     assert {node.progress for node in seen[0].nodes.values() if node.type == "Pod"} == {"1/4"}
-    after = state.read(tmp_path)
+    after = journal.read(tmp_path)
     assert after is not None
     assert not after.alive
     assert after.nodes == outcome.nodes
@@ -442,7 +442,7 @@ def test_a_second_session_starts_anew_and_keeps_the_logs(tmp_path: Path) -> None
     assert run(tmp_path, *templates, parameters={"code": "3"}).exit_code == 1
     outcome = run(tmp_path, *templates, parameters={"code": "0"})
     assert outcome.exit_code == 0
-    now = state.read(tmp_path)
+    now = journal.read(tmp_path)
     assert now is not None
     assert [node.phase for node in now.nodes.values()] == ["Succeeded", "Succeeded"]
     assert (tmp_path / named(outcome)["t"].log).read_text() == "once\nonce\n"
@@ -462,7 +462,7 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_one_executor_a_directory(tmp_path: Path) -> None:
-    with state.hold(tmp_path), pytest.raises(UserError, match="is running already"):
+    with journal.hold(tmp_path), pytest.raises(UserError, match="is running already"):
         run(tmp_path, OK, dag(task("t", "ok")))
 
 

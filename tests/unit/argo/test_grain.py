@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.waiting import LIMIT_S, until
-from tuneloop.argo.grain import as_text
+from tuneloop.argo.multi_stage_pod import as_text
 from tuneloop.argo.pod_fields import OUTPUTS
 from tuneloop.config import find
 
@@ -104,7 +104,7 @@ def start(tmp_path: Path, wait_s: float = 0.0, *, text: str = "", **environment:
         spec = importlib.util.spec_from_loader("tuneloop.toy", SourceFileLoader("tuneloop.toy", {str(tmp_path / "toy.py")!r}))
         sys.modules["tuneloop.toy"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["tuneloop.toy"])
-        from tuneloop.segment import main
+        from tuneloop.local.segment import main
         main()
     """  # noqa: E501
     env = {**os.environ, **environment, "SEEN": str(tmp_path / "seen"), "TUNELOOP_OUTPUTS": str(tmp_path / "outputs")}

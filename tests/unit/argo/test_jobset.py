@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tuneloop.argo.cluster import prepare, queued
 from tuneloop.argo.lint import lint
-from tuneloop.argo.preflight import requests
-from tuneloop.argo.schedule import schedule
+from tuneloop.cluster.preflight import requests
+from tuneloop.cluster.schedule import schedule
+from tuneloop.cluster.submit import prepare, queued
 from tuneloop.config import find
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.unit.argo.api import Answering, connected, kubeconfig
-from tuneloop.argo import proceed, schedule, seats
-from tuneloop.argo.cluster import workflows
-from tuneloop.argo.launch import launch
-from tuneloop.argo.schedule import unschedule
+from tuneloop.cluster import continue_run, reservations, schedule
+from tuneloop.cluster.launch import launch
+from tuneloop.cluster.schedule import unschedule
+from tuneloop.cluster.submit import workflows
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.api_errors import retry_until_available
 from tuneloop.kube.connection import IN_CLUSTER, Connection
@@ -142,13 +142,13 @@ def test_a_server_that_is_away(ask: Callable[[Connection, str], Any], context: s
 @pytest.mark.parametrize(
     ("program", "flags"),
     [
-        (proceed, ["--workflow", "demo", "--namespace", "tuneloop", "--entrypoint", "main"]),
+        (continue_run, ["--workflow", "demo", "--namespace", "tuneloop", "--entrypoint", "main"]),
         (
             schedule,
             ["--name", "nightly", "--namespace", "tuneloop", "--store", "s3://b", "--prompts", "s3://p@xxh3-128:0"],
         ),
         (
-            seats,
+            reservations,
             [
                 "take-claim",
                 "--workflow",

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from tests.unit.test_plan import PUBLISHED
-from tuneloop.argo.preflight import quantity
+from tuneloop.cluster.preflight import quantity
 from tuneloop.config import find
 
 GIB = 2**30

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tuneloop.argo.executor import execute
+from tuneloop.local.executor import execute
 
 RECORDED = sorted((Path(__file__).parent / "parity").glob("*.json"))
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.argo_loop import build
-from tuneloop.argo.executor import Outcome, execute
-from tuneloop.argo.parts import execute_parts
-from tuneloop.argo.proceed import following
-from tuneloop.argo.state import Node, read
+from tuneloop.cluster.continue_run import following
 from tuneloop.config import find
+from tuneloop.local.executor import Outcome, execute
+from tuneloop.local.journal import Node, read
+from tuneloop.local.workflow_parts import execute_parts
 from tuneloop.runs import Run
 from tuneloop.workflow.settings import LOCAL
 

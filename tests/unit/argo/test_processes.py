@@ -17,11 +17,11 @@ import pytest
 
 from tests.unit.argo.making import Template, dag, given, named, run, shell, task, workflow
 from tests.waiting import LIMIT_S, free_port, until
-from tuneloop.argo import state
-from tuneloop.argo.executor import _kinds
-from tuneloop.argo.processes import WARM, Launcher, Process, base_environment
-from tuneloop.argo.warm import compatible, serves, warmable
 from tuneloop.core.errors import UserError
+from tuneloop.local import journal
+from tuneloop.local.executor import _kinds
+from tuneloop.local.processes import WARM, Launcher, Process, base_environment
+from tuneloop.local.warm import compatible, serves, warmable
 
 OK = shell("ok", "true")
 ROOT = Path(__file__).parents[3]
@@ -158,7 +158,7 @@ def test_stages_end_at_once_where_their_server_has_died_for_good(tmp_path: Path)
     """A death that it is restarted after ends nobody; after the last one the run's reason is the server's."""
     said: list[str] = []
 
-    def on_node(node: state.Node) -> None:
+    def on_node(node: journal.Node) -> None:
         if node.display_name == "serve" and node.message:
             said.append(node.message)
         if (node.display_name, node.phase) == ("work(0)", "Running") or (
@@ -195,7 +195,7 @@ def test_stages_end_at_once_where_their_server_has_died_for_good(tmp_path: Path)
 def test_a_graph_does_not_wait_for_a_server_that_nobody_needs_any_more(tmp_path: Path) -> None:
     """It died, and would be started again in an hour."""
 
-    def on_node(node: state.Node) -> None:
+    def on_node(node: journal.Node) -> None:
         if (node.display_name, node.phase) == ("work", "Running"):
             (tmp_path / "die").touch()
         if (node.display_name, node.phase) == ("serve(0)", "Failed"):
@@ -218,7 +218,7 @@ def executor(tmp_path: Path, document: dict[str, Any]) -> Iterator[subprocess.Po
     (tmp_path / "w.json").write_text(json.dumps(document))
     code = f"""
         import json, pathlib, sys
-        from tuneloop.argo.executor import execute
+        from tuneloop.local.executor import execute
         document = json.load(open({str(tmp_path / "w.json")!r}))
         sys.exit(execute(document, workdir=pathlib.Path({str(tmp_path / "run")!r}), warm=False, grace=60).exit_code)
     """
@@ -248,7 +248,7 @@ def test_a_killed_executor_leaves_no_processes(tmp_path: Path) -> None:
         started = pids(tmp_path)
         process.kill()
         until(lambda: all(map(gone, started)))
-    now = state.read(tmp_path / "run")
+    now = journal.read(tmp_path / "run")
     assert now is not None
     assert (now.workflow.phase, now.alive) == ("Running", False)
 
@@ -260,7 +260,7 @@ def test_signals_end_the_pods_in_grace(tmp_path: Path, number: signal.Signals, c
         process.send_signal(number)
         assert process.wait(LIMIT_S) == code
         until(lambda: all(map(gone, started)))
-    now = state.read(tmp_path / "run")
+    now = journal.read(tmp_path / "run")
     assert now is not None
     assert (now.workflow.phase, now.workflow.message) == ("Failed", f"stopped by {number.name}")
     (pod,) = [node for node in now.nodes.values() if node.type == "Pod"]
@@ -314,7 +314,7 @@ def begin(launcher: Launcher, tmp_path: Path, name: str) -> tuple[Process, int]:
 
 def test_runs_share_a_warm_process(tmp_path: Path, shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets a fork of its own, which ends all that it started when the run ends; the others go on."""
-    monkeypatch.setattr("tuneloop.argo.processes.warmable", lambda argv: True)
+    monkeypatch.setattr("tuneloop.local.processes.warmable", lambda argv: True)
     one, two = (Launcher(base_environment({WARM: shared}), warm=["stages"]) for _ in range(2))
     first, mine = begin(one, tmp_path, "one")
     second, theirs = begin(two, tmp_path, "two")
@@ -328,7 +328,7 @@ def test_runs_share_a_warm_process(tmp_path: Path, shared: str, monkeypatch: pyt
 def test_a_shared_warm_process_of_another_environment_is_not_used(
     tmp_path: Path, shared: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tuneloop.argo.processes.warmable", lambda argv: True)
+    monkeypatch.setattr("tuneloop.local.processes.warmable", lambda argv: True)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     launcher = Launcher(base_environment({WARM: shared}), warm=["stages"])
     process, _ = begin(launcher, tmp_path, "one")
@@ -350,7 +350,7 @@ def test_a_shared_warm_process_that_is_not_there_is_named(tmp_path: Path) -> Non
         ([sys.executable, "-m", "tuneloop.stages.sft"], ["stages"]),
         (["python", "-m", "tuneloop.inference.server", "--port", "1"], ["server"]),
         (["python", "-m", "tuneloop.training.torchrun", "-m", "tuneloop.stages.sft"], []),
-        (["python", "-m", "tuneloop.argo.warm"], []),
+        (["python", "-m", "tuneloop.local.warm"], []),
         (["python", "-m", "tuneloop"], []),
         (["sh", "-c", "python -m tuneloop.inference.server"], []),
         (["sh", "-c", "python -m tuneloop.stages.sft"], []),

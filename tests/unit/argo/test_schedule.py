@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.argo_loop import build
 from tests.unit.argo.api import serving
-from tuneloop.argo import cluster as argo
-from tuneloop.argo.schedule import CRON, LABEL, check_cron, check_timezone, looking, schedule, unschedule
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.schedule import CRON, LABEL, check_cron, check_timezone, looking, schedule, unschedule
 from tuneloop.config import find
 from tuneloop.core.errors import UserError
 

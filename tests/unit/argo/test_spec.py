@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.unit.argo.making import dag, run, shell, task, workflow
-from tuneloop.argo.executor import execute
 from tuneloop.core.errors import UserError
+from tuneloop.local.executor import execute
 from tuneloop.workflow.manifest import merged, seconds
 
 OK = shell("ok", "true")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from hera.workflows import DAG, Container, Parameter
 
-from tuneloop.argo.executor import execute
+from tuneloop.argo.lease_sidecar import take_turns
 from tuneloop.argo.pod_fields import pod_fields
 from tuneloop.argo.template import stage_template, workflow
-from tuneloop.argo.turn import take_turns
 from tuneloop.core.errors import UserError
-from tuneloop.stages.rollout import rollout
+from tuneloop.local.executor import execute
 from tuneloop.sharing.turns import open_turns
+from tuneloop.stages.rollout import rollout
 from tuneloop.workflow.settings import Cluster, Share
 
 SHARED = Cluster(share=Share(group="g", patience=10))

@@ -185,7 +185,9 @@ def test_one_command_in_every_form(capfd: pytest.CaptureFixture[str]) -> None:
 def test_data_prep_as_a_rayjob() -> None:
     given = {"source_args": {"digits": 3}, "train": 9, "prompts": "s3://b/p"}
     spec = prepare_rayjob(given, "rows", Cluster(gpus=8, memory="3Gi"), nodes=3)["spec"]
-    assert spec["entrypoint"].startswith("python -m tuneloop.stages.data_prep --source-args '{\"digits\": 3}' --train 9 ")
+    assert spec["entrypoint"].startswith(
+        "python -m tuneloop.stages.data_prep --source-args '{\"digits\": 3}' --train 9 "
+    )
     assert spec["entrypoint"].endswith("--prompts s3://b/p --preparation ray")
     (workers,) = spec["rayClusterSpec"]["workerGroupSpecs"]
     assert workers["replicas"] == 2

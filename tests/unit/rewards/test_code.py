@@ -12,10 +12,10 @@ import pytest
 
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
-from tuneloop.stages.data_prep import data_prep
-from tuneloop.stages.reward import reward
 from tuneloop.rewards import sandbox
 from tuneloop.rewards.scoring import Outcome, score_all
+from tuneloop.stages.data_prep import data_prep
+from tuneloop.stages.reward import reward
 from tuneloop.training.samples import read_samples
 
 ADD = "def add(a, b):\n    return a + b\n"

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.argo.test_claims import grpo
 from tests.unit.argo.test_launch import Answering, connected
 from tests.unit.argo.test_turn import SHARED, build
-from tuneloop.argo.preflight import _turns
+from tuneloop.cluster.preflight import _turns
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import Connection
 from tuneloop.sharing.lease import Lease

@@ -6,16 +6,16 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo.turn import sidecar
+from tuneloop.argo.lease_sidecar import sidecar
 from tuneloop.core import fencing
 from tuneloop.sharing.file import STORED
 from tuneloop.sharing.turns import open_turns
 from tuneloop.turn import arguments
 
 if TYPE_CHECKING:
-    from tuneloop.argo.box import Box
-    from tuneloop.argo.executor import Session
-    from tuneloop.argo.state import Node
+    from tuneloop.local.executor import Session
+    from tuneloop.local.journal import Node
+    from tuneloop.local.pod_files import Box
 
 
 @contextlib.contextmanager

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from tuneloop.argo import cluster as argo
-from tuneloop.argo.grain import unfolded
-from tuneloop.argo.schedule import LABEL, TEMPLATES, template_spec
+from tuneloop.argo.multi_stage_pod import unfolded
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.schedule import LABEL, TEMPLATES, template_spec
 from tuneloop.config import dump
 from tuneloop.core.artifacts import canonical
 from tuneloop.core.component import Component
@@ -111,7 +111,7 @@ def _is_stage(template: Mapping[str, Any]) -> bool:
 
 
 def _has_made_a_version(workflow: Mapping[str, Any]) -> bool:
-    from tuneloop.argo.watch import nodes
+    from tuneloop.cluster.watch import nodes
 
     return any(n.template in ("policy-update", "segment") and n.phase == "Succeeded" for n in nodes(workflow).values())
 

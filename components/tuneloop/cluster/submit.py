@@ -137,7 +137,7 @@ def submit(
         UserError: something is missing on the cluster (what else is, stands in the notes), or the run is under way;
             nothing was created.
     """
-    from tuneloop.argo.preflight import problems
+    from tuneloop.cluster.preflight import problems
 
     made = prepare(workflow, run=run, store=store, namespace=cluster.namespace, priority=priority)
     if found := problems(cluster, made):
@@ -170,7 +170,7 @@ def after(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: st
     Raises:
         UserError: one of them is under way, or the run is of another pipeline, store or, once begun, other settings.
     """
-    from tuneloop.argo.drift import check_resumable
+    from tuneloop.cluster.drift import check_resumable
 
     if active := [w["metadata"]["name"] for w in earlier if phase(w) not in DONE]:
         remedy = f"is under way as workflow {active[0]}; `tuneloop cluster stop` it, or choose another name"
@@ -274,7 +274,7 @@ def stop(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
 
 def _leave_seats(cluster: Connection) -> None:
     """A run that was terminated has had no exit handler."""
-    from tuneloop.argo.seats import sweep
+    from tuneloop.cluster.reservations import sweep
 
     try:
         sweep(cluster)
@@ -287,7 +287,7 @@ def _delete_jobs(cluster: Connection, run: str) -> None:
     """Jobs of several pods outlive the step that started them: end them by name."""
     from kubernetes.client import ApiException
 
-    from tuneloop.argo.launch import KINDS
+    from tuneloop.cluster.launch import KINDS
 
     for kind in KINDS.values():
         with translate_api_errors(cluster):
@@ -334,7 +334,7 @@ def wait(cluster: Connection, run: str, *, poll: float = 2.0) -> int:
 
 def exit_code(workflow: Mapping[str, Any]) -> int:
     """What `tuneloop submit --wait` returns for a workflow that has ended."""
-    from tuneloop.argo.watch import nodes
+    from tuneloop.cluster.watch import nodes
 
     if phase(workflow) == "Succeeded":
         return 0

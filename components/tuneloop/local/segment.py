@@ -1,8 +1,8 @@
 """Several stages in one pod: the local executor, at work on a graph that the pod was given.
 
-    python -m tuneloop.segment --graph JSON --argument iteration=1 --argument policy=REF …
+    python -m tuneloop.local.segment --graph JSON --argument iteration=1 --argument policy=REF …
 
-The graph is a Workflow as `tuneloop.argo.grain` wrote it; its output parameters become the pod's. Its stages run one
+The graph is a Workflow as `tuneloop.argo.multi_stage_pod` wrote it; its output parameters become the pod's. Its stages run one
 after another in this process, each committed and resumable by itself: a pod that takes over finds what stands and goes
 on behind it. Exit codes are those of a stage.
 """
@@ -20,17 +20,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tuneloop.argo.executor import Outcome, execute
-from tuneloop.argo.resident import Resident
-from tuneloop.argo.state import Node
 from tuneloop.core.ends import strip_exit
 from tuneloop.core.errors import INTERRUPTED, UserError, failed, write_termination_message
 from tuneloop.core.program import write_outputs
+from tuneloop.local.executor import Outcome, execute
+from tuneloop.local.journal import Node
+from tuneloop.local.resident import Resident
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run as a program; never returns."""
-    parser = argparse.ArgumentParser(prog="python -m tuneloop.segment", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tuneloop.local.segment", description=__doc__)
     parser.add_argument("--graph", required=True, metavar="JSON", help="a Workflow")
     parser.add_argument("--argument", action="append", default=[], metavar="NAME=VALUE", help="of its entry template")
     flags = parser.parse_args(argv)

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from tuneloop.argo import cluster as argo
 from tuneloop.argo.pod_fields import SCRATCH
+from tuneloop.cluster import submit as argo
 from tuneloop.core.artifacts import split_ref
 from tuneloop.core.errors import Retryable, UserError, failed
 from tuneloop.kube.api_errors import translate_api_errors
@@ -61,7 +61,7 @@ def schedule(
             `preflight.problems` finds.
     """
     from tuneloop.argo.jobset import check_names
-    from tuneloop.argo.preflight import problems
+    from tuneloop.cluster.preflight import problems
     from tuneloop.runs import check_name
 
     check_name(name, "--name")
@@ -165,7 +165,7 @@ def _start(data: Mapping[str, Any]) -> dict[str, Any]:
     """The step that starts a run: a pod like that of `data`, with the right to create workflows."""
     own = ["--name", "{{workflow.labels.%s}}" % LABEL, "--namespace", "{{workflow.namespace}}"]
     store = ["--store", "{{workflow.parameters.store}}", "--prompts", "{{inputs.parameters.prompts}}"]
-    command = {"command": ["python", "-m", "tuneloop.argo.schedule"], "args": [*own, *store]}
+    command = {"command": ["python", "-m", "tuneloop.cluster.schedule"], "args": [*own, *store]}
     return {
         **{k: v for k, v in data.items() if k != "outputs"},
         "name": "start",
@@ -258,7 +258,7 @@ def _within(end: str, low: int, high: int) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     """Start a run for the data that the looking workflow has found."""
-    parser = argparse.ArgumentParser(prog="tuneloop.argo.schedule")
+    parser = argparse.ArgumentParser(prog="tuneloop.cluster.schedule")
     for flag in ("--name", "--namespace", "--store", "--prompts"):
         parser.add_argument(flag, required=True)
     given = parser.parse_args(argv)

@@ -2,7 +2,7 @@
 
     outcome = execute(workflow, arguments={"iterations": "3"}, workdir=Path("runs/a/local"), on_node=show)
 
-A pod is a process group. What a run leaves behind, and how to read it live: `tuneloop.argo.state`.
+A pod is a process group. What a run leaves behind, and how to read it live: `tuneloop.local.journal`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuneloop.argo import graph
-from tuneloop.argo.box import Box
-from tuneloop.argo.graph import Call
-from tuneloop.argo.pod import end
-from tuneloop.argo.processes import Launcher, Launches, Process, base_environment
-from tuneloop.argo.state import BROKEN, DONE, Journal, Node, Workflow, hold, outcome_code
-from tuneloop.argo.warm import Kind, serves, warmable
 from tuneloop.core.errors import UserError
+from tuneloop.local import graph
+from tuneloop.local.graph import Call
+from tuneloop.local.journal import BROKEN, DONE, Journal, Node, Workflow, hold, outcome_code
+from tuneloop.local.pod import end
+from tuneloop.local.pod_files import Box
+from tuneloop.local.processes import Launcher, Launches, Process, base_environment
+from tuneloop.local.warm import Kind, serves, warmable
 from tuneloop.workflow import manifest
 from tuneloop.workflow.expressions import text
 
@@ -83,12 +83,12 @@ def execute(
 
     Args:
         workflow: a Workflow, WorkflowTemplate or CronWorkflow, as loaded from YAML.
-        workdir: state and logs of this run; see `tuneloop.argo.state`.
+        workdir: state and logs of this run; see `tuneloop.local.journal`.
         arguments: values of workflow parameters, over those in the spec.
         templates: WorkflowTemplates that `templateRef` and `workflowTemplateRef` may name.
         entrypoint: another template to start at; its inputs are taken from `arguments`.
         parallelism: pods at a time, daemons apart; default: the spec's, else the number of cores, at least 4.
-        warm: start tuneloop's own stages as forks of a process that has imported torch (`tuneloop.argo.warm`).
+        warm: start tuneloop's own stages as forks of a process that has imported torch (`tuneloop.local.warm`).
         launcher: starts the processes of pods, in place of `warm`; closed at the end.
         env: added to every pod's environment (the container's own wins).
         cwd: of every pod; default: the current directory.

@@ -1,10 +1,10 @@
 """The step that ends one workflow of a long loop and starts the next: a run of any length in workflows of bounded size.
 
-    python -m tuneloop.argo.proceed --workflow demo --namespace tuneloop --entrypoint continued iteration=51 policy=…
+    python -m tuneloop.cluster.continue_run --workflow demo --namespace tuneloop --entrypoint continued iteration=51 policy=…
 
 On a cluster it creates a copy of its own workflow, numbered one further, that starts at another template with these
 arguments. The other workflow exists before this one ends, so that a run under way never looks finished. A repeated
-attempt finds what the first has created. On one machine (`tuneloop.argo.parts`) it only says what follows.
+attempt finds what the first has created. On one machine (`tuneloop.local.workflow_parts`) it only says what follows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo import cluster as argo
+from tuneloop.cluster import submit as argo
 from tuneloop.core.errors import Retryable, UserError, failed
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Start the next workflow, or say on this machine what it is."""
-    parser = argparse.ArgumentParser(prog="tuneloop.argo.proceed")
+    parser = argparse.ArgumentParser(prog="tuneloop.cluster.continue_run")
     for flag in ("--workflow", "--namespace", "--entrypoint"):
         parser.add_argument(flag, required=True)
     parser.add_argument("arguments", nargs="*", metavar="NAME=VALUE")

@@ -1,4 +1,4 @@
-"""Several stages in one pod, as a Hera template: what `tuneloop.segment` runs, written into its command."""
+"""Several stages in one pod, as a Hera template: what `tuneloop.local.segment` runs, written into its command."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tuneloop.argo.lease_sidecar import take_turns
 from tuneloop.argo.pod_fields import OUTPUTS, retried_pod_fields
-from tuneloop.argo.turn import take_turns
 from tuneloop.workflow.manifest import calls
 from tuneloop.workflow.settings import Cluster
 
@@ -41,7 +41,7 @@ def segment_template(
         name="segment",
         inputs=[Parameter(name=name) for name in inputs],
         outputs=[Parameter(name=name, value_from=ValueFrom(path=f"{OUTPUTS}/{name}")) for name in outputs],
-        command=["python", "-m", "tuneloop.segment"],
+        command=["python", "-m", "tuneloop.local.segment"],
         args=[
             *("--graph", as_text(part(graph.to_dict(), entrypoint))),
             *(word for name, value in passed.items() for word in ("--argument", f"{name}={value}")),
@@ -93,7 +93,7 @@ def unfolded(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """The workflow with a pod a stage that does the same, and how many iterations a pod has (0: a pod a stage)."""
     spec = workflow["spec"]
     segment = next(
-        (t for t in spec["templates"] if "tuneloop.segment" in t.get("container", {}).get("command", ())), None
+        (t for t in spec["templates"] if "tuneloop.local.segment" in t.get("container", {}).get("command", ())), None
     )
     if segment is None:
         return dict(workflow), 0

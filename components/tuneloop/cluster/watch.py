@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from tuneloop.argo import seats
 from tuneloop.argo.claims import TAKE
-from tuneloop.argo.cluster import DONE, QUEUE_LABEL, RUN_LABEL, phase, workflows
-from tuneloop.argo.state import Node
+from tuneloop.cluster import reservations
+from tuneloop.cluster.submit import DONE, QUEUE_LABEL, RUN_LABEL, phase, workflows
 from tuneloop.core.errors import UserError
 from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
 from tuneloop.kube.connection import Connection
+from tuneloop.local.journal import Node
 
 NODE_NAME = "workflows.argoproj.io/node-name"
 WORKLOADS = ("kueue.x-k8s.io", "v1beta2", "workloads")
@@ -136,22 +136,22 @@ def claims(cluster: Connection) -> dict[str, str]:
     Raises:
         UserError: the cluster has no claims, or the account may not change them.
     """
-    seats.sweep(cluster)
+    reservations.sweep(cluster)
     return _claims(cluster)
 
 
 def _claims(cluster: Connection, run: str | None = None) -> dict[str, str]:
     with translate_api_errors(cluster):
-        found = seats.claims(cluster)
-    return {each["metadata"]["name"]: _seated(each) for each in found if run is None or run in seats.runs(each)}
+        found = reservations.claims(cluster)
+    return {each["metadata"]["name"]: _seated(each) for each in found if run is None or run in reservations.runs(each)}
 
 
 def _seated(claim: Mapping[str, Any]) -> str:
     """What a claim has, and whose it is."""
-    told = f"runs {', '.join(seats.runs(claim))}"
+    told = f"runs {', '.join(reservations.runs(claim))}"
     if claim["kind"] != "ResourceClaim":
         return f"a claim for each pod; {told}"
-    return f"{', '.join(seats.devices(claim)) or 'no device until a pod is scheduled'}; {told}"
+    return f"{', '.join(reservations.devices(claim)) or 'no device until a pod is scheduled'}; {told}"
 
 
 def _why(pod: Any, queued: Mapping[str, str]) -> str:

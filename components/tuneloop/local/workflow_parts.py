@@ -1,9 +1,9 @@
-"""A run of several workflows on this machine: what `tuneloop.argo.proceed` does on a cluster, by the local executor.
+"""A run of several workflows on this machine: what `tuneloop.cluster.continue_run` does on a cluster, by the local executor.
 
     outcome = execute_parts(workflow, workdir=Path("runs/a"), arguments={"run": "a", "store": "runs"})
 
 Each part is executed by itself, under the name it would have on a cluster; one work directory holds them all, and
-`tuneloop.argo.state.read` shows them as one run. A resumed run starts at the part that did not end well.
+`tuneloop.local.journal.read` shows them as one run. A resumed run starts at the part that did not end well.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuneloop.argo.executor import Outcome, execute
-from tuneloop.argo.state import read
+from tuneloop.local.executor import Outcome, execute
+from tuneloop.local.journal import read
 from tuneloop.workflow.settings import LOCAL, NEXT
 
 
@@ -29,7 +29,7 @@ def execute_parts(
     """Run `workflow`, and those that it goes on in, to the end.
 
     Args:
-        workdir, arguments, env, options: as `tuneloop.argo.executor.execute` takes them.
+        workdir, arguments, env, options: as `tuneloop.local.executor.execute` takes them.
 
     Returns:
         that of the last part.

@@ -4,12 +4,12 @@ A fresh interpreter needs 5 to 15 seconds for torch and transformers; a fork nee
 of its own all the same: own process group, environment, working directory, log, and ``__main__``. The server's process
 imports vLLM, which no stage needs, beside the first stages; so the server has only its engine left to start.
 
-Run as ``python -m tuneloop.argo.warm stages FD``, or ``server FD``, by `tuneloop.argo.processes`; it speaks the
-protocol of `tuneloop.argo.spawn`. It says ``{"ready": true, "took": s}`` once it has imported `LIBRARIES`, or
+Run as ``python -m tuneloop.local.warm stages FD``, or ``server FD``, by `tuneloop.local.processes`; it speaks the
+protocol of `tuneloop.local.spawn`. It says ``{"ready": true, "took": s}`` once it has imported `LIBRARIES`, or
 ``{"failed": reason}``: a thread that lives before the fork (an OpenMP pool, a CUDA context) would be missing in the
 child, so none may.
 
-Run as ``python -m tuneloop.argo.warm stages PATH [MODULE …]`` it serves many runs, until the process that started it
+Run as ``python -m tuneloop.local.warm stages PATH [MODULE …]`` it serves many runs, until the process that started it
 ends: those with ``TUNELOOP_WARM=PATH`` in their environment connect to the socket PATH, and each gets a fork that is to
 it what a warm process of its own would have been. The further modules are imported too.
 """
@@ -36,10 +36,10 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Literal, NoReturn, cast
 
-from tuneloop.argo.spawn import adopt_orphans, die_with, end_all, serve
 from tuneloop.core.processor import find_answer
 from tuneloop.core.provenance import code_digest
 from tuneloop.inference.engines.vllm import quiet_vllm
+from tuneloop.local.spawn import adopt_orphans, die_with, end_all, serve
 
 Kind = Literal["stages", "server"]
 

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuneloop.argo.processes import Launcher, Process, base_environment
-from tuneloop.argo.warm import compatible, warmable
 from tuneloop.core.errors import EXIT_RETRY
+from tuneloop.local.processes import Launcher, Process, base_environment
+from tuneloop.local.warm import compatible, warmable
 
 DEFAULT_SEED = 67280421310721
 """Of torch's generators in a fresh process (c10/core/GeneratorImpl.h)."""

@@ -9,19 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo.pod import Result, Server
-from tuneloop.argo.state import Node
-from tuneloop.argo.values import Scope
 from tuneloop.core.attempts import BUDGET
 from tuneloop.core.ends import classify_end, describe_exit, name_signal
 from tuneloop.core.errors import EXIT_RETRY
+from tuneloop.local.journal import Node
+from tuneloop.local.pod import Result, Server
+from tuneloop.local.values import Scope
 from tuneloop.workflow import expressions
 from tuneloop.workflow.expressions import ExpressionError
 from tuneloop.workflow.manifest import seconds
 
 if TYPE_CHECKING:
-    from tuneloop.argo.executor import Session
-    from tuneloop.argo.graph import Call
+    from tuneloop.local.executor import Session
+    from tuneloop.local.graph import Call
 
 FIRST: Scope = {
     "lastRetry.exitCode": "0",

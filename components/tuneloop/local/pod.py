@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tuneloop.argo.box import Box
-from tuneloop.argo.local_turn import taken
-from tuneloop.argo.processes import Process
-from tuneloop.argo.state import BROKEN, Node
 from tuneloop.core.ends import NO_EXIT_CODE, describe_exit, name_signal
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, TERMINATION_LOG, Retryable, UserError, name_class
+from tuneloop.local.device_lease import taken
+from tuneloop.local.journal import BROKEN, Node
+from tuneloop.local.pod_files import Box
+from tuneloop.local.processes import Process
 from tuneloop.workflow.expressions import text
 from tuneloop.workflow.manifest import seconds
 
 if TYPE_CHECKING:
-    from tuneloop.argo.executor import Session
+    from tuneloop.local.executor import Session
 
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
 """Stages that import no torch: they do not wait for the warm process."""
@@ -37,7 +37,7 @@ class Result:
     """What a node came to.
 
     Attributes:
-        phase: one of `tuneloop.argo.state.DONE`, or ``Running`` for a daemon that is ready.
+        phase: one of `tuneloop.local.journal.DONE`, or ``Running`` for a daemon that is ready.
         parameters: output parameters; ``result`` is standard output, where a tag asks for it.
         artifacts: output artifacts: where they lie, or their text.
         everything: of a loop: all items' parameters, as a JSON list of maps.

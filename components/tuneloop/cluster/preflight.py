@@ -14,10 +14,10 @@ from decimal import Decimal
 from typing import Any
 
 from tuneloop.argo.claims import misplaced, share_of
-from tuneloop.argo.cluster import PRIORITY_LABEL, QUEUE_LABEL, queued
 from tuneloop.argo.colocation import check
-from tuneloop.argo.seats import API, KINDS, claims
-from tuneloop.argo.turn import sidecar
+from tuneloop.argo.lease_sidecar import sidecar
+from tuneloop.cluster.reservations import API, KINDS, claims
+from tuneloop.cluster.submit import PRIORITY_LABEL, QUEUE_LABEL, queued
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 from tuneloop.kube.api_errors import translate_api_errors

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo.pod import Result, Server, run_pod, suspend
-from tuneloop.argo.retries import retried
-from tuneloop.argo.state import Node
-from tuneloop.argo.values import Scope, arguments, inputs, items, label, outputs, results_scope
+from tuneloop.local.journal import Node
+from tuneloop.local.pod import Result, Server, run_pod, suspend
+from tuneloop.local.retries import retried
+from tuneloop.local.values import Scope, arguments, inputs, items, label, outputs, results_scope
 from tuneloop.workflow import expressions
 from tuneloop.workflow.expressions import ExpressionError, substitute, text
 from tuneloop.workflow.manifest import depends, used_template
 
 if TYPE_CHECKING:
-    from tuneloop.argo.executor import Session
+    from tuneloop.local.executor import Session
 
 MAX_DEPTH = 100
 """The controller's maxAllowedStackDepth: what would be this deep is an error."""

@@ -15,14 +15,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tuneloop.argo import spawn
-from tuneloop.argo.warm import Kind, compatible, serves, warmable
 from tuneloop.core.errors import UserError
 from tuneloop.core.provenance import code_digest
+from tuneloop.local import spawn
+from tuneloop.local.warm import Kind, compatible, serves, warmable
 
 log = logging.getLogger("tuneloop.argo")
 WARM = "TUNELOOP_WARM"
-"""Names the socket of a warm process that serves other runs too (`tuneloop.argo.warm`)."""
+"""Names the socket of a warm process that serves other runs too (`tuneloop.local.warm`)."""
 
 
 class Process:
@@ -48,7 +48,7 @@ class Process:
 
 
 class Server:
-    """One of the two programs that start processes for us: `tuneloop.argo.spawn` or `tuneloop.argo.warm`.
+    """One of the two programs that start processes for us: `tuneloop.local.spawn` or `tuneloop.local.warm`.
 
     Attributes:
         settled: set once the server is ready, or has failed.
@@ -146,7 +146,7 @@ class Server:
 
 
 class Launches(Protocol):
-    """What starts the processes of pods: `Launcher`, or `tuneloop.argo.resident.Resident`."""
+    """What starts the processes of pods: `Launcher`, or `tuneloop.local.resident.Resident`."""
 
     def start(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: Path, stderr: Path, patient: bool
@@ -166,7 +166,7 @@ class Launcher:
     """
 
     def __init__(self, env: Mapping[str, str], warm: Collection[Kind]) -> None:
-        command = [sys.executable, "-m", "tuneloop.argo.warm"]
+        command = [sys.executable, "-m", "tuneloop.local.warm"]
         self._warm = {kind: Server(env.get(WARM) or [*command, kind], env, ready=False) for kind in warm}
         self._spawner = Server([sys.executable, "-S", "-E", spawn.__file__], env, ready=True)
         self._told = False
@@ -206,7 +206,7 @@ def _connect(path: str) -> socket.socket:
         channel.connect(path)
     except OSError as error:
         remedy = (
-            f"no warm process listens there ({error}); start `python -m tuneloop.argo.warm stages {path}`, or unset it"
+            f"no warm process listens there ({error}); start `python -m tuneloop.local.warm stages {path}`, or unset it"
         )
         raise UserError(WARM, path, remedy) from error
     return channel

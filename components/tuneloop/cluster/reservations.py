@@ -1,7 +1,7 @@
 """Seats of runs on ResourceClaims (``resource.k8s.io/v1``): the first step of a workflow that shares devices takes
 them, its exit handler gives them back.
 
-    python -m tuneloop.argo.seats take-claim --workflow demo --namespace tuneloop --share '{"group": …}' --seats claim
+    python -m tuneloop.cluster.reservations take-claim --workflow demo --namespace tuneloop --share '{"group": …}' --seats claim
 
 Where each pod has a claim of its own, the same is done with the ResourceClaimTemplate that those are made from.
 
@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tuneloop.argo import cluster as argo
 from tuneloop.argo.claims import DEVICES, GIVE, TAKE
+from tuneloop.cluster import submit as argo
 from tuneloop.core.errors import Retryable, UserError, failed
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, connect
@@ -217,7 +217,7 @@ def _do(given: argparse.Namespace) -> dict[str, str]:
 
 def main(argv: Sequence[str]) -> int:
     """Take the seats of a workflow, and write the claims' names where its pods learn them; or give them back."""
-    parser = argparse.ArgumentParser(prog="tuneloop.argo.seats")
+    parser = argparse.ArgumentParser(prog="tuneloop.cluster.reservations")
     parser.add_argument("step", choices=[TAKE, GIVE])
     parser.add_argument("--workflow", required=True)
     parser.add_argument("--namespace", required=True)

@@ -12,7 +12,7 @@ from tuneloop.workflow import expressions
 from tuneloop.workflow.expressions import ExpressionError, substitute, text
 
 if TYPE_CHECKING:
-    from tuneloop.argo.pod import Result
+    from tuneloop.local.pod import Result
 
 Scope = dict[str, Any]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from tuneloop.argo import cluster as argo
+from tuneloop.cluster import submit as argo
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import NAMESPACE
 
@@ -41,7 +41,7 @@ class Server:
         self._service = WorkflowsService(host=url, token=token, verify_ssl=not skip, namespace=namespace)
 
     def submit(self, made: Mapping[str, Any], run: str) -> str:
-        """Create a workflow from `tuneloop.argo.cluster.prepare`; see `tuneloop.argo.cluster.create`.
+        """Create a workflow from `tuneloop.cluster.submit.prepare`; see `tuneloop.cluster.submit.create`.
 
         Raises:
             UserError: the server cannot be reached or refuses; the run is under way.
@@ -64,7 +64,7 @@ class Server:
         return sorted(items, key=lambda item: str(item["metadata"]["creationTimestamp"]))
 
     def wait(self, run: str, *, poll: float = 2.0) -> int:
-        """Wait for the newest workflow of a run to end; see `tuneloop.argo.cluster.wait`."""
+        """Wait for the newest workflow of a run to end; see `tuneloop.cluster.submit.wait`."""
         while argo.phase(newest := self.workflows(run)[-1]) not in argo.DONE:
             time.sleep(poll)
         return argo.exit_code(newest)

@@ -1,6 +1,6 @@
 """Start a job of several pods, follow it to its end, pass its logs and its exit status on.
 
-    python -m tuneloop.argo.launch job.yaml --namespace tuneloop
+    python -m tuneloop.cluster.launch job.yaml --namespace tuneloop
 
 It is what a workflow engine runs where it cannot read a job's state itself: for a TrainJob (Argo's conditions do not
 reach into its list of conditions), and for every kind of job from Kubeflow Pipelines. A job that stands already under
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuneloop.argo.watch import follow_pod
+from tuneloop.cluster.watch import follow_pod
 from tuneloop.core.errors import Interrupted, Retryable, UserError, failed
 from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
 from tuneloop.kube.connection import NAMESPACE, Connection, connect
@@ -213,7 +213,7 @@ def main(argv: Sequence[str]) -> int:
     """Launch the job of a YAML file (``-``: standard input)."""
     import yaml
 
-    parser = argparse.ArgumentParser(prog="tuneloop.argo.launch", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tuneloop.cluster.launch", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("file", nargs="?", help="of the job's manifest; -: standard input")
