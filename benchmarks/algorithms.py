@@ -59,7 +59,7 @@ def exported(store: Path, name: str) -> Path:
 
 
 def show(store: Path, name: str) -> None:
-    from tuneloop.runs import Run
+    from tuneloop.runs.run_record import Run
 
     found = Run.open(name, str(store))
     rewards = [score.value for score in found.training_rewards()]

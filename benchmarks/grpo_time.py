@@ -50,7 +50,7 @@ def main() -> None:
 def ours(work: Path, seed: int, loop: str, iterations: int) -> tuple[list[float], list[float], float]:
     """(mean reward, seconds since the loop began) of each iteration, and the start-up before it."""
     from tuneloop.local import journal
-    from tuneloop.runs import Run
+    from tuneloop.runs.run_record import Run
 
     began = time.time()
     settings = {"seed": seed, "loop.iterations": iterations, "loop.target_reward": 2, **LOOPS[loop]}

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def show(store: Path, run_name: str, name: str) -> None:
-    from tuneloop.runs import Run
+    from tuneloop.runs.run_record import Run
 
     found = Run.open(run_name, str(store))
     ends = [entry.finished for entry in found.of("policy_update")]

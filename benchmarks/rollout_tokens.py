@@ -1,9 +1,9 @@
 """Tokens per second of the rollout stage over its server, beside bare vLLM in process.
 
 The same requests: prompts of the digits task, a tiny model, one seed a completion, log-probabilities of the sampled
-tokens. Ours is `tuneloop.inference.server` in a process of its own and the stage `rollout` as its client: `generation` is what
-the stage spends in it, `whole stage` adds reading, tokenizing, canary, Parquet and commit. Bare is `vllm.LLM` in this
-process with the same arguments. The two take turns; medians.
+tokens. Ours is `tuneloop.inference.server` in a process of its own and the stage `rollout` as its client: `generation`
+is what the stage spends in it, `whole stage` adds reading, tokenizing, canary, Parquet and commit. Bare is `vllm.LLM`
+in this process with the same arguments. The two take turns; medians.
 
     python benchmarks/rollout_tokens.py [--batches 4 32] [--n 8] [--max-tokens 64] [--repeat 3]
 """

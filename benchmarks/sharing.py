@@ -101,7 +101,7 @@ def wait_through(tasks: Sequence[Task], turns: Any) -> None:
 def real_runs(store: Path, iterations: int, runs: int) -> None:
     """Seconds a step of each plan."""
     from tuneloop.cli.share import workloads
-    from tuneloop.runs import Run
+    from tuneloop.runs.run_record import Run
     from tuneloop.sharing.plans import ALONE, GROUP, OVERLAPPED, SHARED, compare
     from tuneloop.sharing.simulate import Rules
     from tuneloop.sharing.turns import POLICIES, pause
@@ -143,7 +143,7 @@ def simulated(schedule: Schedule) -> list[tuple[float, list[float]]]:
 
 def measured(store: Path, names: Sequence[str]) -> list[tuple[float, list[float]]]:
     """As `simulated`, of runs that were carried out."""
-    from tuneloop.runs import Run
+    from tuneloop.runs.run_record import Run
 
     found = [Run.open(name, str(store)) for name in names]
     return [(run.of("rollout")[0].started, [entry.finished for entry in run.of("policy_update")]) for run in found]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.config import load_pipeline
+from tuneloop.config.loading import load_pipeline
 from tuneloop.stages.sft import sft
 
 if TYPE_CHECKING:

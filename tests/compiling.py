@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tuneloop.config import find
+from tuneloop.config.loading import find
 from tuneloop.kfp.client import compile_to
 
 

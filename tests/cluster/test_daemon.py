@@ -9,7 +9,7 @@ from tests.cluster.making import digests
 from tests.waiting import until
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import status
-from tuneloop.config import find
+from tuneloop.config.loading import find
 from tuneloop.kube.connection import Connection
 
 pytestmark = pytest.mark.cluster

@@ -13,7 +13,7 @@ from tuneloop.argo.lint import lint
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import logs, nodes
-from tuneloop.config import find
+from tuneloop.config.loading import find
 from tuneloop.kube.connection import Connection
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep

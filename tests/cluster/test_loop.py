@@ -13,7 +13,7 @@ from tests.cluster.making import digests
 from tests.cluster.test_queue import until
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import logs, nodes, status
-from tuneloop.config import find
+from tuneloop.config.loading import find
 from tuneloop.kube.connection import Connection
 from tuneloop.local.workflow_parts import execute_parts
 

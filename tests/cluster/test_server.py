@@ -12,7 +12,7 @@ from tests.cluster.test_queue import until
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.argo_server import Server
 from tuneloop.cluster.watch import status
-from tuneloop.config import find
+from tuneloop.config.loading import find
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection
 

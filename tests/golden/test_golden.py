@@ -9,7 +9,7 @@ import yaml
 
 from tuneloop.cli import invoke
 from tuneloop.cluster.submit import as_template, template_name
-from tuneloop.config import dump, find
+from tuneloop.config.loading import dump, find
 
 HERE = Path(__file__).parent
 MANIFESTS = HERE.parents[1] / "manifests" / "components" / "pipelines"

@@ -11,7 +11,7 @@ from kfp.local import config as kfp_config
 
 from tests.local.loops import SMALL, command, digests, finish
 from tests.warm import python
-from tuneloop.config import find
+from tuneloop.config.loading import find
 from tuneloop.core.artifacts import Artifact
 from tuneloop.kfp.local import local
 

@@ -24,7 +24,7 @@ import json, os, sys
 import torch
 
 torch.cpu._is_amx_tile_supported = lambda: True
-from tuneloop import {module}
+from tuneloop.{package} import {module}
 
 code = {module}.{call}(sys.argv[1:])
 found = {{"isa": os.environ.get("ONEDNN_MAX_CPU_ISA"), "amx": torch.cpu._is_amx_tile_supported()}}
@@ -38,7 +38,12 @@ BFLOAT16 = {"max_model_len": 64, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 <
 
 def start(module: str, call: str, *arguments: object, answer: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(module=module, call=call), *map(str, arguments)],
+        [
+            sys.executable,
+            "-c",
+            PROGRAM.format(package=module.rpartition(".")[0], module=module.rpartition(".")[2], call=call),
+            *map(str, arguments),
+        ],
         env={**os.environ, "TUNELOOP_PROCESSOR_CHECK": answer},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -48,7 +53,9 @@ def start(module: str, call: str, *arguments: object, answer: str) -> subprocess
 
 def test_a_stage_says_so_holds_back_and_records_it(tmp_path: Path) -> None:
     model = checkpoint_artifact(tmp_path / "given").path / "model"
-    program = start("base_model", "base_model.run", "--model", model, "--checkpoint", tmp_path / "made", answer="bad")
+    program = start(
+        "stages.base_model", "base_model.run", "--model", model, "--checkpoint", tmp_path / "made", answer="bad"
+    )
     told, said = program.communicate()
     assert program.returncode == 0, said
     assert json.loads(told) == LIMITED
@@ -63,7 +70,7 @@ def test_a_vllm_server_that_holds_back_serves_and_one_that_does_not_dies(tmp_pat
     policy = commit_policy(tmp_path / "policy")
     port = free_port()
     arguments = ("--policy", policy.ref, "--port", port, "--engine-args", json.dumps(BFLOAT16))
-    server = start("serve", "main", *arguments, answer="bad")
+    server = start("inference.server", "main", *arguments, answer="bad")
     until(lambda: answers(port), child=server)
     assert generate(port) == 8
     server.send_signal(signal.SIGTERM)
@@ -73,7 +80,7 @@ def test_a_vllm_server_that_holds_back_serves_and_one_that_does_not_dies(tmp_pat
     assert said.splitlines().count(LINE) == 1
 
     if not advertises_amx():  # where it works, nothing is wrong with a server that uses it
-        server = start("serve", "main", *arguments, answer="good")
+        server = start("inference.server", "main", *arguments, answer="good")
         with contextlib.suppress(OSError, http.client.HTTPException):
             until(lambda: answers(port) or server.poll() is not None)
             generate(port)

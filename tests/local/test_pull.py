@@ -27,7 +27,6 @@ from tests.waiting import LIMIT_S, free_port, until
 from tests.warm import python
 from tuneloop import weights
 from tuneloop.core.artifacts import Artifact, Draft
-from tuneloop.delivery import deliveries
 from tuneloop.formats.canary import write_canary
 from tuneloop.formats.rollouts import Request
 from tuneloop.inference.conformance import Probe, check
@@ -36,7 +35,8 @@ from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._loop import EngineLoop
 from tuneloop.inference.engines.endpoint import create
 from tuneloop.inference.generate import prove
-from tuneloop.runs import Run
+from tuneloop.runs.delivery import deliveries
+from tuneloop.runs.run_record import Run
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.waiting import LIMIT_S
-from tuneloop.config import find
+from tuneloop.config.loading import find
 
 pytestmark = pytest.mark.local
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.local
 
 
 def stage(name: str, **more: Any) -> dict[str, Any]:
-    """``python -m tuneloop.<name> --help``: a whole start and end, and nothing in between."""
-    container = {"image": "none", "command": ["python", "-m", f"tuneloop.{name}"], "args": ["--help"], **more}
+    """``python -m tuneloop.stages.<name> --help``: a whole start and end, and nothing in between."""
+    container = {"image": "none", "command": ["python", "-m", f"tuneloop.stages.{name}"], "args": ["--help"], **more}
     return {"name": name.replace("_", "-"), "container": container}
 
 

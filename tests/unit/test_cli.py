@@ -15,14 +15,14 @@ import pytest
 from tests.objects import served
 from tests.unit import toy
 from tests.waiting import LIMIT_S, until
-from tuneloop import runs
 from tuneloop.cli import checks, invoke
 from tuneloop.cli.live import Display
-from tuneloop.config import find
+from tuneloop.config.loading import find
 from tuneloop.core.errors import UserError
 from tuneloop.local import journal
 from tuneloop.local.journal import Journal, Node, Workflow
-from tuneloop.runs import Record
+from tuneloop.runs import run_record
+from tuneloop.runs.run_record import Record
 from tuneloop.sharing.turns import open_turns
 
 ROOT = Path(__file__).parents[2]
@@ -427,15 +427,15 @@ def test_stop_ends_a_run_so_that_it_resumes(call: Call, tmp_path: Path) -> None:
     assert "go on with `tuneloop resume s`" in result.out
     child.communicate(timeout=LIMIT_S)
     assert child.returncode == 75
-    assert runs.Run.open("s").iteration < 50
+    assert run_record.Run.open("s").iteration < 50
 
 
 # State that an executor left, written by its own journal
 
 
 def left(tmp_path: Path, *nodes: Node, phase: str = "Running", message: str = "") -> Path:
-    record = runs.Record(run="r", pipeline="toy_pipeline", path=TOY, config={}, store=f"file://{tmp_path}/runs")
-    directory = runs.create(record, "").directory
+    record = run_record.Record(run="r", pipeline="toy_pipeline", path=TOY, config={}, store=f"file://{tmp_path}/runs")
+    directory = run_record.create(record, "").directory
     journal = Journal(directory)
     journal.write(Workflow(name="r", pid=os.getpid(), started=1.0, parameters={"iterations": "9"}))
     for node in nodes:
@@ -649,7 +649,7 @@ def test_settings_may_be_mended_until_the_loop_has_made_a_version(call: Call, tm
     config = find(TOY).configure(sets=["iterations=1"]).model_dump(mode="json")
     for name in ("early", "late"):
         store = f"file://{tmp_path}/runs"
-        runs.create(Record(run=name, pipeline="toy_pipeline", path=TOY, config=config, store=store), "")
+        run_record.create(Record(run=name, pipeline="toy_pipeline", path=TOY, config=config, store=store), "")
         toy.make(f"{store}/{name}", 1, whole=False)
     shutil.rmtree(tmp_path / "runs/early/iterations/1/policy-update")
     mended = ("iterations=1", "--set", "per_workflow=80", *QUICK)

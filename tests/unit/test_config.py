@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from tuneloop import config
-from tuneloop.config import Pipeline
+from tuneloop.config import loading
+from tuneloop.config.loading import Pipeline
 from tuneloop.core.errors import UserError
 
 TOY = str(Path(__file__).with_name("toy_pipeline.py"))
@@ -34,7 +34,7 @@ def build_argo(config):
 @pytest.fixture
 def small(tmp_path: Path) -> Pipeline:
     (tmp_path / "small.py").write_text(SMALL)
-    return config.find(str(tmp_path / "small.py"))
+    return loading.find(str(tmp_path / "small.py"))
 
 
 def refusal(pipeline: Pipeline, file: Path | None = None, *sets: str) -> UserError:
@@ -106,35 +106,35 @@ def test_bad_files_are_refused(small: Pipeline, tmp_path: Path, text: str | None
 def test_files_that_are_no_pipelines_are_refused(tmp_path: Path, source: str, says: str) -> None:
     (tmp_path / "p.py").write_text(source)
     with pytest.raises(UserError, match=says):
-        config.find(str(tmp_path / "p.py"))
+        loading.find(str(tmp_path / "p.py"))
 
 
 def test_pipelines_are_found_by_name_here_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {"sft", "grpo", "sft_then_grpo"} <= config.known().keys(), "those of the checkout"
+    assert {"sft", "grpo", "sft_then_grpo"} <= loading.known().keys(), "those of the checkout"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pipelines").mkdir()
     (tmp_path / "pipelines" / "grpo.py").write_text(SMALL)
-    assert config.find("grpo").path == tmp_path / "pipelines" / "grpo.py"
+    assert loading.find("grpo").path == tmp_path / "pipelines" / "grpo.py"
     with pytest.raises(UserError, match="known: dpo, grpo, sft, sft_then_grpo"):
-        config.find("nope")
+        loading.find("nope")
     with pytest.raises(UserError, match="no such file"):
-        config.find("nope.py")
+        loading.find("nope.py")
 
 
 def test_a_pipeline_extends_the_one_beside_it(tmp_path: Path) -> None:
     (tmp_path / "base.py").write_text(SMALL)
     (tmp_path / "more.py").write_text(
-        "from tuneloop.config import load_pipeline\nbase = load_pipeline('base', beside=__file__)\n"
+        "from tuneloop.config.loading import load_pipeline\nbase = load_pipeline('base', beside=__file__)\n"
         "class Config(base.Config):\n    extra: int = 5\nbuild_argo = base.build_argo\n"
     )
-    assert plain(config.find(str(tmp_path / "more.py")).configure(None, ["seed=4"]))["extra"] == 5
+    assert plain(loading.find(str(tmp_path / "more.py")).configure(None, ["seed=4"]))["extra"] == 5
 
 
 def test_equal_configurations_render_equal_bytes() -> None:
-    toy = config.find(TOY)
-    one, two = (config.dump(toy.build(toy.configure(None, ["iterations=4"]))) for _ in range(2))
+    toy = loading.find(TOY)
+    one, two = (loading.dump(toy.build(toy.configure(None, ["iterations=4"]))) for _ in range(2))
     assert one == two
-    assert one != config.dump(toy.build(toy.configure(None, ["iterations=5"])))
+    assert one != loading.dump(toy.build(toy.configure(None, ["iterations=5"])))
 
 
 @pytest.mark.parametrize(
@@ -160,14 +160,14 @@ def test_equal_configurations_render_equal_bytes() -> None:
 def test_what_training_can_not_do_is_refused_before_anything_runs(
     pipeline: str, item: str, field: str, says: str
 ) -> None:
-    error = refusal(config.find(pipeline), None, item)
+    error = refusal(loading.find(pipeline), None, item)
     assert error.field == field
     assert says in str(error)
 
 
 def test_trainer_and_server_on_one_device_are_never_awake_together() -> None:
     """The server boots once SFT is over, and sleeps when it is not sampling: stages know by the engine's options."""
-    pipeline = config.find("sft_then_grpo")
+    pipeline = loading.find("sft_then_grpo")
     made = pipeline.build(pipeline.configure(sets=["engine.colocate=true"]))
     templates = {template["name"]: template for template in made["spec"]["templates"]}
     tasks = {task["name"]: task.get("depends") for task in templates["main"]["dag"]["tasks"]}

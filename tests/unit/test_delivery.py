@@ -13,14 +13,14 @@ import pytest
 from tests.unit.fleet.crew import Crew
 from tests.unit.test_publication import chain
 from tests.unit.test_report import Page
-from tuneloop import report
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.store import Store
-from tuneloop.delivery import NUMBERS, Delivery, deliveries, delivery, numbers
 from tuneloop.inference.fleet import open_fleet
 from tuneloop.inference.fleet.refit import refit, target
-from tuneloop.runs import Run
+from tuneloop.runs import report
+from tuneloop.runs.delivery import NUMBERS, Delivery, deliveries, delivery, numbers
+from tuneloop.runs.run_record import Run
 from tuneloop.weights import live
 from tuneloop.weights.publication import published
 

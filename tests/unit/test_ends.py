@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.argo.making import dag, named, run, shell, task
-from tuneloop.config import find
+from tuneloop.config.loading import find
 from tuneloop.core.ends import (
     AWAY,
     BUG,

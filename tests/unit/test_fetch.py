@@ -24,8 +24,8 @@ def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path, capsys: pyte
         assert main(["--into", str(into), ref]) == 2
         said = capsys.readouterr().err
         assert (
-            said
-            == f"error: --into: '{into}': holds what tuneloop.training.fetch did not put there; choose another directory\n"
+            said == f"error: --into: '{into}': holds what tuneloop.training.fetch did not put there; "
+            "choose another directory\n"
         )
     assert [p.name for p in mine.iterdir()] == ["thesis.tex"] and (mine / "thesis.tex").read_text() == "mine"
 

@@ -4,15 +4,16 @@ import subprocess
 import sys
 
 HEAVY = ("torch", "vllm", "transformers", "datasets", "kfp", "hera", "mlflow", "plotly", "kubernetes", "pandas")
-STAGES = ("data_prep", "base_model", "sft", "rollout", "reward", "policy_update", "evaluate", "export", "serve")
+STAGES = ("data_prep", "base_model", "sft", "rollout", "reward", "policy_update", "evaluate", "export")
 
 
 def test_what_is_loaded_by_what() -> None:
     """Step by step in one process: light modules, the stages, a pipeline configured; rendered, it needs hera."""
-    light = ["cli", "component", "config", "runs", "argo.executor", "argo.state", "weights.pointer", *STAGES]
+    light = ["cli", "core.component", "config.loading", "runs.run_record", "local.executor", "local.journal"]
+    light += ["weights.pointer", *(f"stages.{name}" for name in STAGES), "inference.server"]
     steps = [
         *(f"import tuneloop.{module}" for module in light),
-        "from tuneloop.config import find; pipeline = find('sft_then_grpo'); pipeline.configure()",
+        "from tuneloop.config.loading import find; pipeline = find('sft_then_grpo'); pipeline.configure()",
         "pipeline.build(pipeline.configure())",
     ]
     script = f"""

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tuneloop.cluster.launch import KINDS, Kind
-from tuneloop.config import dump, find
+from tuneloop.config.loading import dump, find
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "manifests"

@@ -4,12 +4,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_cli import Call, call, refused  # noqa: F401 - `call` is a fixture
-from tuneloop import runs
 from tuneloop.core.artifacts import Draft
 from tuneloop.core.errors import UserError
 from tuneloop.local.journal import Journal, Node, Workflow
-from tuneloop.phases import recorded, role
-from tuneloop.runs import Record, Run
+from tuneloop.planning.phases import recorded, role
+from tuneloop.runs import run_record
+from tuneloop.runs.run_record import Record, Run
 
 STAGES = (("rollout", 3.0), ("reward", 1.0), ("policy-update", 2.0))
 
@@ -75,7 +75,7 @@ def test_what_can_not_be_planned_with_is_refused(tmp_path: Path) -> None:
     ):
         name = "grain" if "loop" in config else "shared"
         made(tmp_path, name)
-        runs.create(Record(run=name, pipeline="grpo", path="", config=config, store=str(tmp_path)), "")
+        run_record.create(Record(run=name, pipeline="grpo", path="", config=config, store=str(tmp_path)), "")
         with pytest.raises(UserError, match=says):
             recorded(Run.open(name, str(tmp_path)))
 

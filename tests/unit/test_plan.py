@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tuneloop import grain, plan
 from tuneloop.argo import memory_estimate
 from tuneloop.argo.memory_estimate import Model
-from tuneloop.config import find
+from tuneloop.config.loading import find
+from tuneloop.planning import granularity, plan
 from tuneloop.workflow import rendered_stages
 
 # Sizes that the models' publishers state, with the configurations that they publish.
@@ -164,20 +164,20 @@ def test_a_coarse_grain_is_the_same_work_in_fewer_pods() -> None:
 
 
 def test_the_recommended_grain_spends_at_most_a_tenth_between_pods() -> None:
-    grains = grain.possible(60, 60)
+    grains = granularity.possible(60, 60)
     for work in (0.5, 3.0, 100.0, 1000.0):
-        pod = grain.recommended(grains, {"rollout": work / 2, "policy-update": work / 2})
+        pod = granularity.recommended(grains, {"rollout": work / 2, "policy-update": work / 2})
         assert pod is not None and (not pod or 60 % pod == 0)
         if pod < 60:
-            assert grain.overhead(pod) <= 0.1 * (work + grain.overhead(pod))
-    assert grain.recommended(grains, {"rollout": 1000.0}) == 0
-    assert grain.recommended(grains, None) is None
+            assert granularity.overhead(pod) <= 0.1 * (work + granularity.overhead(pod))
+    assert granularity.recommended(grains, {"rollout": 1000.0}) == 0
+    assert granularity.recommended(grains, None) is None
 
 
 @pytest.mark.parametrize(("iterations", "part"), [(40, 60), (500, 60), (1, 60), (7, 7)])
 def test_every_grain_that_a_plan_lists_can_be_chosen(iterations: int, part: int) -> None:
     found = find("grpo")
-    for pod in grain.possible(iterations, part):
+    for pod in granularity.possible(iterations, part):
         sets = {"loop.iterations": iterations, "loop.per_workflow": part, "loop.iterations_per_pod": pod}
         found.configure(None, [f"{key}={value}" for key, value in sets.items()])
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit import toy
-from tuneloop import report
 from tuneloop.core.artifacts import Draft
-from tuneloop.runs import Run
+from tuneloop.runs import report
+from tuneloop.runs.run_record import Run
 
 
 class Page(HTMLParser):

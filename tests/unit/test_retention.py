@@ -7,8 +7,8 @@ import pytest
 from tests.unit import toy
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Corrupt, UserError
-from tuneloop.retention import collect, leftovers
-from tuneloop.runs import Run
+from tuneloop.runs.retention import collect, leftovers
+from tuneloop.runs.run_record import Run
 
 
 @pytest.fixture

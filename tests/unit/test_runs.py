@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit import toy
-from tuneloop import runs
 from tuneloop.core.errors import Corrupt, UserError
-from tuneloop.runs import Record, Run
+from tuneloop.runs import run_record
+from tuneloop.runs.run_record import Record, Run
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +80,12 @@ def test_a_flipped_byte_is_found_by_name(tmp_path: Path) -> None:
     entry = run.checkpoints[-1]
     at = tmp_path / "bad" / entry.key / entry.manifest.root
     weights, rows = at / "model" / "weights.json", at / "metrics.jsonl"
-    assert all(c.good for c in runs.verify(run, entry))
+    assert all(c.good for c in run_record.verify(run, entry))
     data = bytearray(weights.read_bytes())
     data[0] ^= 1
     weights.write_bytes(data)
     rows.unlink()
-    assert {c.key.rpartition("/")[2]: bool(c.found) for c in runs.verify(run, entry) if not c.good} == {
+    assert {c.key.rpartition("/")[2]: bool(c.found) for c in run_record.verify(run, entry) if not c.good} == {
         "weights.json": True,
         "metrics.jsonl": False,
     }
@@ -108,9 +108,9 @@ def test_verify_reads_object_stores_too(store: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Store, "__init__", remote)
     entry = run.checkpoints[-1]
-    assert all(c.good for c in runs.verify(run, entry))
+    assert all(c.good for c in run_record.verify(run, entry))
     (store / "demo" / entry.key / entry.manifest.root / "metrics.jsonl").unlink()
-    assert [c.found for c in runs.verify(run, entry) if not c.good] == [""]
+    assert [c.found for c in run_record.verify(run, entry) if not c.good] == [""]
 
 
 def record(store: Path, **config: object) -> Record:
@@ -118,20 +118,20 @@ def record(store: Path, **config: object) -> Record:
 
 
 def test_a_record_is_written_once_and_read_back(tmp_path: Path) -> None:
-    run = runs.create(record(tmp_path, a=1), "kind: Workflow\n")
+    run = run_record.create(record(tmp_path, a=1), "kind: Workflow\n")
     assert (run.directory, run.phase) == (tmp_path / "r", "created")
     assert (tmp_path / "r" / "workflow.yaml").read_text() == "kind: Workflow\n"
     assert (tmp_path / "r" / "config.yaml").read_text() == "a: 1\n"
-    assert runs.read_record("r", str(tmp_path)) == run.record
-    assert [r.run for r in runs.records(str(tmp_path))] == ["r"]
+    assert run_record.read_record("r", str(tmp_path)) == run.record
+    assert [r.run for r in run_record.records(str(tmp_path))] == ["r"]
     with pytest.raises(UserError, match="another process"):
-        runs.create(record(tmp_path, a=2), "kind: Workflow\n")
+        run_record.create(record(tmp_path, a=2), "kind: Workflow\n")
 
 
 def test_local_state_of_a_remote_run_lies_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert runs.directory("r", "s3://bucket/prefix") == tmp_path / "runs" / "r"
-    assert runs.directory("r", "somewhere") == tmp_path / "somewhere" / "r"
+    assert run_record.directory("r", "s3://bucket/prefix") == tmp_path / "runs" / "r"
+    assert run_record.directory("r", "somewhere") == tmp_path / "somewhere" / "r"
 
 
 @pytest.mark.parametrize("name", ["", "-a", "A", "a_b", "a/b", "../a", "x" * 41])
@@ -141,7 +141,7 @@ def test_names_that_kubernetes_refuses_are_refused(name: str, tmp_path: Path) ->
 
 
 def test_an_unknown_run_and_a_broken_record(tmp_path: Path) -> None:
-    runs.create(record(tmp_path), "")
+    run_record.create(record(tmp_path), "")
     with pytest.raises(UserError, match="known there: r"):
         Run.open("other", str(tmp_path))
     (tmp_path / "r" / "run.json").write_text("{")
@@ -150,4 +150,7 @@ def test_an_unknown_run_and_a_broken_record(tmp_path: Path) -> None:
 
 
 def test_differences_are_dotted_keys() -> None:
-    assert runs.differences({"a": 1, "b": {"c": 1, "d": 2}}, {"a": 1, "b": {"c": 2, "d": 2}, "e": 0}) == ["b.c", "e"]
+    assert run_record.differences({"a": 1, "b": {"c": 1, "d": 2}}, {"a": 1, "b": {"c": 2, "d": 2}, "e": 0}) == [
+        "b.c",
+        "e",
+    ]

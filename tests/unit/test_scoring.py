@@ -85,7 +85,7 @@ def test_a_hanging_reward_dies_with_the_stage(tmp_path: Path) -> None:
     code = f"""
 import pathlib, sys
 sys.path.insert(0, {os.getcwd()!r})
-from tuneloop import scoring
+from tuneloop.rewards import scoring
 rows = [dict(completion="", answer={str(tmp_path / "pid")!r}, metadata="", reward_spec='{{"{BAD}:says_its_pid": 1}}')]
 scoring.score_all(rows, timeout_s=60)
 """

@@ -12,8 +12,8 @@ from tests.waiting import LIMIT_S, until
 from tuneloop.inference.server import _parse
 
 SERVE = """
-from tuneloop import serve
-code = serve.main(["--host", "127.0.0.1", "--port", "0"])
+from tuneloop.inference import server
+code = server.main(["--host", "127.0.0.1", "--port", "0"])
 """
 GATEWAY = """
 import socket
@@ -42,14 +42,14 @@ def test_a_server_that_is_told_to_end_right_before_it_serves_ends(program: str) 
 
 FAILING = """
 import os
-from tuneloop import serve
+from tuneloop.inference import server
 from tuneloop.inference.engines.vllm import Vllm
 def begin(self, args):
     self.args, self.context, self.version, self.digest = {}, 64, 0, "xxh3-128:00"
 def step(self):
     raise RuntimeError("an illegal memory access was encountered")
 Vllm.__init__, Vllm.step, Vllm.submit = begin, step, lambda *_, **how: None
-os._exit(serve.main(["--host", "127.0.0.1", "--port", "0"]))
+os._exit(server.main(["--host", "127.0.0.1", "--port", "0"]))
 """
 
 

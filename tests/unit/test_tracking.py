@@ -14,10 +14,10 @@ from tests.unit import toy
 from tests.unit.test_delivery import pulled, rollout
 from tests.unit.test_publication import chain
 from tests.waiting import LIMIT_S
-from tuneloop import runs, tracking
 from tuneloop.core.errors import UserError
-from tuneloop.delivery import NUMBERS
-from tuneloop.runs import Record, Run
+from tuneloop.runs import run_record, tracking
+from tuneloop.runs.delivery import NUMBERS
+from tuneloop.runs.run_record import Record, Run
 
 pytest.importorskip("mlflow")
 
@@ -44,7 +44,7 @@ def client(uri: str) -> Any:
 
 def started(store: Path, name: str, iterations: int) -> Run:
     config = {"seed": 0, "loop": {"iterations": iterations, "none": None}}
-    run = runs.create(Record(run=name, pipeline="toy", path="toy.py", config=config, store=f"file://{store}"), "")
+    run = run_record.create(Record(run=name, pipeline="toy", path="toy.py", config=config, store=f"file://{store}"), "")
     toy.make(f"{store}/{name}", iterations)
     run.refresh()
     return run
@@ -114,7 +114,7 @@ def test_a_follower_mirrors_what_is_committed_while_it_runs_and_ends_with_its_re
     client: Any, uri: str, tmp_path: Path
 ) -> None:
     toy.make(f"{tmp_path}/f", 1, whole=False)
-    run = runs.create(Record(run="f", pipeline="toy", path="", config={}, store=f"file://{tmp_path}"), "")
+    run = run_record.create(Record(run="f", pipeline="toy", path="", config={}, store=f"file://{tmp_path}"), "")
     with tracking.follower(run) as told:
         toy.make(f"{tmp_path}/f", 2)
     assert told.said == f"{uri}, experiment toy, run f, 2 iterations"
@@ -132,7 +132,7 @@ def test_without_mlflow_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_importing_tracking_does_not_import_mlflow() -> None:
-    code = "import sys, tuneloop.tracking; sys.exit('mlflow' in sys.modules)"
+    code = "import sys, tuneloop.runs.tracking; sys.exit('mlflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -1,1 +1,4 @@
-"""The Argo adapter: stage to Hera template, lint, and the local executor."""
+"""The renderer for Argo Workflows: a stage as a Hera template, the pod around it, the loop, lint of what was rendered.
+
+Nothing here runs or submits anything: that is `local` and `cluster`. What Argo itself means by a field is `workflow`.
+"""

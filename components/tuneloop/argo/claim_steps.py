@@ -1,4 +1,5 @@
-"""The steps of a Workflow that reserve a claim's devices and give them back; `tuneloop.cluster.reservations` is what they run."""
+"""The steps of a Workflow that reserve shared devices and give them back; `tuneloop.cluster.reservations` is what they
+run."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Whose turn it is, in a stage's template: a sidecar that holds the turn, and the same on this machine.
 
-Written for `cluster.share`. The sidecar (`tuneloop.turn`) is a native one, an init container that is always restarted:
-Kubernetes starts the stage's container when its startup probe has passed, and ends it after that container. It alone
-has a token, of an account that may do nothing but change Leases. It tells the stage's container by a file on a volume
-that both mount until when the turn is safe; that container needs no right to see whether it is late.
+Written for `cluster.share`. The sidecar (`tuneloop.sharing.sidecar`) is a native one, an init container that is always
+restarted: Kubernetes starts the stage's container when its startup probe has passed, and ends it after that container.
+It alone has a token, of an account that may do nothing but change Leases. It tells the stage's container by a file on
+a volume that both mount until when the turn is safe; that container needs no right to see whether it is late.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def holder(share: Share, role: str, image: str) -> dict[str, Any]:
     look = {"exec": {"command": ["test", "-s", FILE]}, "periodSeconds": 1, "failureThreshold": FOREVER}
     return {
         **{"name": NAME, "image": image, "imagePullPolicy": "IfNotPresent", "restartPolicy": "Always"},
-        **{"command": ["python", "-m", "tuneloop.turn"], "args": flags(share, role)},
+        **{"command": ["python", "-m", "tuneloop.sharing.sidecar"], "args": flags(share, role)},
         "env": [{"name": f"TUNELOOP_OWNER_{key}", "value": value} for key, value in owner.items()],
         "startupProbe": look,
         "resources": {"requests": {"cpu": "10m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}},

@@ -33,7 +33,7 @@ HELD = ("base_model", "reference_logprobs", "model_reward")
 """Stages that hold a model's weights, and little else."""
 CPU_POOL = 1 << 30
 """Bytes of KV cache that our vLLM server asks for on a CPU, unless told otherwise."""
-PROGRAM = {"serve": 3 << 30, "gpu": 8 << 30, "": 1 << 30}
+PROGRAM = {"server": 3 << 30, "gpu": 8 << 30, "": 1 << 30}
 """Bytes of a process beside its model: of vLLM's server, of any with a GPU, of one with torch. The last was measured on
 a CPU (a peak of 0.5 GiB; the rest is room). The server's is what it ran in, with its pool, in 4 GiB; that with a GPU
 (CUDA's libraries, pinned buffers) is an allowance, and was not measured."""
@@ -165,7 +165,7 @@ def memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, f
     """
     if stage.stage in TRAINED:
         return _training_memory(stage, model, context)
-    if stage.stage == "serve" or (stage.stage in SAMPLED and stage.flags.get("engine") == "transformers"):
+    if stage.stage == "server" or (stage.stage in SAMPLED and stage.flags.get("engine") == "transformers"):
         return _sampling_memory(stage, model, context)
     if stage.stage in HELD:
         return [(f"{model.parameters:,} × 4 weights", model.parameters * 4.0)]
@@ -177,7 +177,7 @@ def whole(stage: Stage, model: Model, context: int | None) -> bool:
     if stage.stage in TRAINED:
         limited = (stage.number("max_length") or context) and stage.number("per_device_train_batch_size")
         return bool(limited) and adapters(stage, model) is not None
-    return stage.stage in ("serve", *HELD) or context is not None
+    return stage.stage in ("server", *HELD) or context is not None
 
 
 def asked(stages: Sequence[Stage], parts: Sequence[tuple[str, float]]) -> int:
@@ -219,9 +219,9 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
 
 def _sampling_memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
     arguments = stage.engine_args
-    width = 2 if stage.stage == "serve" or stage.accelerators else 4  # transformers on a CPU: float32
+    width = 2 if stage.stage == "server" or stage.accelerators else 4  # transformers on a CPU: float32
     parts = [(f"{model.parameters:,} × {width} weights", float(model.parameters * width))]
-    if stage.stage == "serve":
+    if stage.stage == "server":
         if not stage.accelerators:
             pool = int(arguments.get("kv_cache_memory_bytes", CPU_POOL))
             parts.append((f"KV cache pool of {pool // model.kv_bytes:,} tokens × {model.kv_bytes}", float(pool)))

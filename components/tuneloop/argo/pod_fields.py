@@ -26,8 +26,8 @@ PAUSE = "10s"
 overflows after some thirty attempts (``operator.go``, ``processNodeRetries``); and no ``maxDuration``, which is a
 deadline counted from the start of the first attempt."""
 LIMIT = 1000
-"""Of attempts, for pods that end before they can count (`tuneloop.core.attempts`): four preemptions an hour for ten days.
-The controller keeps to the pause only where a limit is given."""
+"""Of attempts, for pods that end before they can count (`tuneloop.core.attempts`): four preemptions an hour for ten
+days. The controller keeps to the pause only where a limit is given."""
 NOBODY = {
     **{"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
     "seccompProfile": {"type": "RuntimeDefault"},

@@ -44,10 +44,10 @@ def plan(
     """Show what a run will do and need. Graph, pods, accelerators, steps, tokens; memory with the arithmetic."""
     from rich.console import Console
 
-    from tuneloop.config import find
+    from tuneloop.config.loading import find
     from tuneloop.core.errors import UserError
-    from tuneloop.plan import draw
-    from tuneloop.runs import Run
+    from tuneloop.planning.plan import draw
+    from tuneloop.runs.run_record import Run
 
     found = find(pipeline)
     configured = found.configure(config, sets or ())
@@ -67,7 +67,7 @@ def plan(
 def lint(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:
     """Check the rendered workflow. By tuneloop's rules, and by `argo lint --offline` where argo is on PATH."""
     from tuneloop.cli.checks import argo_lint, lint_problems
-    from tuneloop.config import dump, find
+    from tuneloop.config.loading import dump, find
 
     found = find(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
@@ -94,7 +94,7 @@ def render(
 ) -> None:
     """Print the Argo Workflow as YAML. It is what `run` executes and a cluster takes; equal settings, equal bytes."""
     from tuneloop.cluster.submit import as_template, template_name
-    from tuneloop.config import dump, find
+    from tuneloop.config.loading import dump, find
 
     found = find(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
@@ -123,6 +123,6 @@ def schema(pipeline: PIPELINE) -> None:
     """Print the JSON Schema of a configuration. Every key with its type, default, limits and meaning."""
     import json
 
-    from tuneloop.config import find
+    from tuneloop.config.loading import find
 
     typer.echo(json.dumps(find(pipeline).Config.model_json_schema(), indent=2))

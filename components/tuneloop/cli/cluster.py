@@ -52,7 +52,7 @@ def submit(
     from tuneloop.cli.verdict import tell
     from tuneloop.cluster import submit as argo
     from tuneloop.cluster.preflight import notices, problems
-    from tuneloop.config import find
+    from tuneloop.config.loading import find
     from tuneloop.inference.fleet.graph import served
     from tuneloop.kube.api_errors import retry_until_available
     from tuneloop.kube.connection import connect
@@ -164,7 +164,7 @@ def schedule(
 ) -> None:
     """Run a pipeline whenever its data has changed. Looks by the clock; the same name again changes the schedule."""
     from tuneloop.cluster.schedule import schedule as create
-    from tuneloop.config import find
+    from tuneloop.config.loading import find
     from tuneloop.kube.connection import connect
 
     found = find(pipeline)
@@ -188,7 +188,7 @@ def diff(
     """Show how a cluster differs from what is rendered. Exits with 0: it does not; 1: it does; more: no answer."""
     from tuneloop.cluster.drift import run_drift, template_drift
     from tuneloop.cluster.submit import template_name
-    from tuneloop.config import find
+    from tuneloop.config.loading import find
     from tuneloop.kube.api_errors import translate_api_errors
     from tuneloop.kube.connection import connect
 

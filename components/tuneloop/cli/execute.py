@@ -13,7 +13,7 @@ import typer
 from tuneloop.cli.author import CONFIG, PIPELINE, SETS
 
 if TYPE_CHECKING:
-    from tuneloop.runs import Run
+    from tuneloop.runs.run_record import Run
 
 RUN = Annotated[str, typer.Argument(help="The run's name.")]
 STORE = Annotated[
@@ -44,25 +44,27 @@ def run(
 
     A run that ended before its loop made a version may be given other settings; what it has committed must fit them.
     """
-    from tuneloop import runs
     from tuneloop.cli.checks import check_model, preflight
-    from tuneloop.config import dump, find
+    from tuneloop.config.loading import dump, find
     from tuneloop.core.store import normalize
+    from tuneloop.runs import run_record
 
     found = find(pipeline)
     resolved = found.configure(config, sets or ()).model_dump(mode="json")
     if name is None:
         name = f"{found.name.replace('_', '-')[:24]}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if (record := runs.read_record(name, store)) is not None:
-        standing = runs.Run(name, store, record)
+    if (record := run_record.read_record(name, store)) is not None:
+        standing = run_record.Run(name, store, record)
         if _same(standing, found.name, resolved, normalize(store)):
             return _continue(standing, parallelism, track, warm)
     workflow = found.build(found.validate(resolved))
     if record is None:
         check_model(resolved)
     preflight(resolved, workflow, store)
-    fresh = runs.Record(run=name, pipeline=found.name, path=str(found.path), config=resolved, store=normalize(store))
-    return _carry_out(runs.create(fresh, dump(workflow), replaced=record), parallelism, track, warm)
+    fresh = run_record.Record(
+        run=name, pipeline=found.name, path=str(found.path), config=resolved, store=normalize(store)
+    )
+    return _carry_out(run_record.create(fresh, dump(workflow), replaced=record), parallelism, track, warm)
 
 
 def demo(
@@ -89,7 +91,7 @@ def resume(
 ) -> int:
     """Go on with a run that ended early. The first stage without a commit runs next."""
     from tuneloop.core.errors import UserError
-    from tuneloop.runs import Run
+    from tuneloop.runs.run_record import Run
 
     found = Run.open(name, store)
     if found.record is None:
@@ -105,7 +107,7 @@ def stop(
     """Stop a run. Its stages commit what a resume needs and end; of one that was killed, its turns are given back."""
     from tuneloop.cli.show import there
     from tuneloop.core.errors import Retryable
-    from tuneloop.runs import Run
+    from tuneloop.runs.run_record import Run
     from tuneloop.sharing.file import STORED, release
 
     found = Run.open(name, store)
@@ -133,7 +135,7 @@ def _same(standing: Run, pipeline: str, config: dict[str, Any], store: str) -> b
     committed outputs. After that a change could leave iterations behind that are no longer part of the run.
     """
     from tuneloop.core.errors import UserError
-    from tuneloop.runs import differences
+    from tuneloop.runs.run_record import differences
 
     record = standing.record
     assert record
@@ -156,7 +158,7 @@ def _continue(run: Run, parallelism: int | None, track: bool, warm: bool) -> int
 
     from tuneloop.cli.checks import preflight
     from tuneloop.core.errors import UserError
-    from tuneloop.summary import summarize
+    from tuneloop.runs.summary import summarize
 
     assert run.record
     if run.phase == "running":
@@ -176,8 +178,8 @@ def _carry_out(run: Run, parallelism: int | None, track: bool, warm: bool) -> in
     from tuneloop.cli.show import failure
     from tuneloop.cli.show import report as write_report
     from tuneloop.local.workflow_parts import execute_parts
-    from tuneloop.summary import summarize
-    from tuneloop.tracking import follower
+    from tuneloop.runs.summary import summarize
+    from tuneloop.runs.tracking import follower
 
     workflow = yaml.safe_load((run.directory / "workflow.yaml").read_bytes())
     start = time.monotonic()

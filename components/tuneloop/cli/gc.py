@@ -22,9 +22,9 @@ def gc(
     delete: Annotated[bool, typer.Option("--delete", help="Delete; without it only say what would be.")] = False,
 ) -> None:
     """Delete what a run no longer needs. Data of dead attempts, stale resume points, with --keep old checkpoints."""
-    from tuneloop.retention import collect, leftovers
-    from tuneloop.runs import Run
-    from tuneloop.summary import size
+    from tuneloop.runs.retention import collect, leftovers
+    from tuneloop.runs.run_record import Run
+    from tuneloop.runs.summary import size
 
     run = Run.open(name, store)
     found = leftovers(run, keep=keep, idle=idle * 3600)

@@ -14,7 +14,7 @@ from tuneloop.cli.execute import RUN, STORE
 
 if TYPE_CHECKING:
     from tuneloop.local.journal import Node
-    from tuneloop.runs import Run, Score
+    from tuneloop.runs.run_record import Run, Score
 
 JSON = Annotated[bool, typer.Option("--json", help="For programs: nothing is cut; the keys are in docs/commands.md.")]
 
@@ -29,8 +29,8 @@ def status(
 ) -> None:
     """Show the stages of a run, or all runs. With its iteration and its reward so far."""
     from tuneloop.cli.show import show_stages, stages, there
-    from tuneloop.runs import Run
-    from tuneloop.summary import iterations_line, reward_line
+    from tuneloop.runs.run_record import Run
+    from tuneloop.runs.summary import iterations_line, reward_line
 
     if name is None:
         _list_runs(store, as_json)
@@ -60,7 +60,7 @@ def logs(
     """Print what the stages wrote. Each line behind the stage and iteration that wrote it."""
     from tuneloop.cli.live import label
     from tuneloop.core.errors import UserError
-    from tuneloop.runs import Run
+    from tuneloop.runs.run_record import Run
 
     run = Run.open(name, store)
     if run.state is None:
@@ -89,7 +89,7 @@ def report(
 ) -> None:
     """Write one HTML page, readable offline. Curves, samples before and after, the origin of every version."""
     from tuneloop.cli.show import report as write
-    from tuneloop.runs import Run
+    from tuneloop.runs.run_record import Run
 
     typer.echo(write(Run.open(name, store), output))
 
@@ -100,8 +100,8 @@ def track(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
 ) -> None:
     """Mirror a run into MLflow. To MLFLOW_TRACKING_URI, default sqlite:///mlflow.db; again brings it up to date."""
-    from tuneloop.runs import Run
-    from tuneloop.tracking import mirror
+    from tuneloop.runs.run_record import Run
+    from tuneloop.runs.tracking import mirror
 
     typer.echo(mirror(Run.open(name, store), follow=follow))
 
@@ -170,7 +170,7 @@ def _texts(row: Mapping[str, Any]) -> tuple[str, ...]:
 def _rows_of_runs(store: str) -> list[dict[str, Any]]:
     """What is known of every run, oldest first; of those that cannot be read, why."""
     from tuneloop.core.errors import Corrupt, Retryable, UserError
-    from tuneloop.runs import names
+    from tuneloop.runs.run_record import names
 
     rows = []
     for name in names(store):
@@ -186,7 +186,7 @@ def _rows_of_runs(store: str) -> list[dict[str, Any]]:
 
 def _row(name: str, store: str) -> dict[str, Any]:
     """What the list says of a run that was started here: reading all of another may take long."""
-    from tuneloop.runs import Run, read_record
+    from tuneloop.runs.run_record import Run, read_record
 
     record = read_record(name, store)
     if record is None:

@@ -153,7 +153,7 @@ def build(pipeline: str, config: Path | None, sets: list[str] | None) -> Any:
     """
     from importlib.util import find_spec
 
-    from tuneloop.config import find
+    from tuneloop.config.loading import find
     from tuneloop.core.errors import UserError
 
     found = find(pipeline)

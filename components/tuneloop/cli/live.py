@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.local.journal import BROKEN, DONE, Node
-from tuneloop.summary import clock
+from tuneloop.runs.summary import clock
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

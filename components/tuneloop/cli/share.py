@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.core.errors import UserError
-from tuneloop.phases import recorded, role
-from tuneloop.runs import Run, records
+from tuneloop.planning.phases import recorded, role
+from tuneloop.runs.run_record import Run, records
 from tuneloop.sharing.plans import APART, GROUP, PLANS, ROLES, SERIAL, SHARED, Plan, compare, recommended, refuse
 from tuneloop.sharing.simulate import Rules, Task
 from tuneloop.sharing.turns import pause
@@ -97,7 +97,7 @@ def accelerators(workflow: Mapping[str, Any], share: Share) -> dict[str, int]:
     held = dict.fromkeys(ROLES, share.count)
     for template in workflow["spec"]["templates"]:
         stage = read_stage(template)
-        if of := role("rollout" if stage.stage == "serve" else stage.stage or ""):
+        if of := role("rollout" if stage.stage == "server" else stage.stage or ""):
             held[of] = max(held[of], stage.accelerators * stage.nodes)
     return held
 

@@ -12,8 +12,8 @@ from tuneloop.cli.tables import show
 from tuneloop.core.errors import EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE
 from tuneloop.core.store import normalize
 from tuneloop.local.journal import BROKEN, Node
-from tuneloop.runs import Run
-from tuneloop.summary import clock, result_line, size
+from tuneloop.runs.run_record import Run
+from tuneloop.runs.summary import clock, result_line, size
 
 if TYPE_CHECKING:
     from tuneloop.local.executor import Outcome
@@ -150,7 +150,7 @@ def show_weights(run: Run) -> None:
 def report(run: Run, output: Path | None = None) -> Path:
     """Write the run's page, by default beside its local state."""
     from tuneloop.core.errors import UserError
-    from tuneloop.report import page
+    from tuneloop.runs.report import page
 
     path = output or run.directory / "report.html"
     try:

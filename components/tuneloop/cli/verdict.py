@@ -13,7 +13,7 @@ from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import nodes
 from tuneloop.core.errors import EXIT_USER
 from tuneloop.local.journal import Node
-from tuneloop.summary import aligned
+from tuneloop.runs.summary import aligned
 
 
 def tell(

@@ -13,7 +13,7 @@ import typer
 from tuneloop.cli.execute import STORE
 
 if TYPE_CHECKING:
-    from tuneloop.runs import Run
+    from tuneloop.runs.run_record import Run
     from tuneloop.weights import Listed
 
 app = typer.Typer(no_args_is_help=True, help="The checkpoints of a run, and published weight versions.")
@@ -25,7 +25,7 @@ VERSION = Annotated[int | None, typer.Argument(min=0, help="One version; default
 def ls(name: NAME, store: STORE = "runs") -> None:
     """List the policy versions of a run, or the published versions below a URL."""
     from tuneloop.cli.show import show_weights
-    from tuneloop.runs import Run
+    from tuneloop.runs.run_record import Run
 
     if "/" in name:
         _show_published(name)
@@ -43,7 +43,7 @@ def verify(
     store: STORE = "runs",
 ) -> int:
     """Hash every file of a run's checkpoints again, and assemble its published versions. Exit code 2 if one differs."""
-    from tuneloop.runs import Run
+    from tuneloop.runs.run_record import Run
 
     if "/" in name:
         return _verify_published(name, version)
@@ -115,7 +115,7 @@ def published_root(run: Run) -> str | None:
 
 def _root(name: str, store: str) -> str:
     from tuneloop.core.errors import UserError
-    from tuneloop.runs import Run
+    from tuneloop.runs.run_record import Run
 
     if "/" in name:
         return name
@@ -137,7 +137,7 @@ def _listed(root: str) -> list[Listed]:
 def _show_published(root: str) -> None:
     """The versions below a root: how each is stored, and in how many bytes."""
     from tuneloop.cli.tables import show
-    from tuneloop.summary import size
+    from tuneloop.runs.summary import size
 
     columns = ("published", "base", "stored as", "bytes", "of full", "elements changed")
     rows = [
@@ -173,7 +173,7 @@ def _verify_published(root: str, version: int | None) -> int:
 
 def _verify_checkpoints(run: Run, version: int | None) -> int:
     from tuneloop.core.errors import UserError
-    from tuneloop.runs import verify
+    from tuneloop.runs.run_record import verify
 
     held = run.checkpoints
     chosen = [e for e in held if version in (None, e.manifest.facts["version"])]

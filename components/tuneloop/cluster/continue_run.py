@@ -1,6 +1,7 @@
 """The step that ends one workflow of a long loop and starts the next: a run of any length in workflows of bounded size.
 
-    python -m tuneloop.cluster.continue_run --workflow demo --namespace tuneloop --entrypoint continued iteration=51 policy=…
+    python -m tuneloop.cluster.continue_run --workflow demo --namespace tuneloop --entrypoint continued iteration=51
+    policy=…
 
 On a cluster it creates a copy of its own workflow, numbered one further, that starts at another template with these
 arguments. The other workflow exists before this one ends, so that a run under way never looks finished. A repeated

@@ -13,7 +13,7 @@ from typing import Any
 from tuneloop.argo.multi_stage_pod import unfolded
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.schedule import LABEL, TEMPLATES, template_spec
-from tuneloop.config import dump
+from tuneloop.config.loading import dump
 from tuneloop.core.artifacts import canonical
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
@@ -21,7 +21,7 @@ from tuneloop.core.program import flag
 from tuneloop.core.store import normalize
 from tuneloop.inference import generate
 from tuneloop.kube.connection import Connection
-from tuneloop.runs import differences
+from tuneloop.runs.run_record import differences
 
 
 def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) -> str:
@@ -107,7 +107,7 @@ def _tracked(container: Mapping[str, Any]) -> dict[str, str]:
 def _is_stage(template: Mapping[str, Any]) -> bool:
     """No server, and nothing that only deals with the cluster."""
     command = (template.get("container") or {}).get("command", ())
-    return bool(command) and not template.get("daemon") and not any("tuneloop.argo" in word for word in command)
+    return bool(command) and not template.get("daemon") and not any("tuneloop.cluster" in word for word in command)
 
 
 def _has_made_a_version(workflow: Mapping[str, Any]) -> bool:

@@ -23,8 +23,8 @@ from tuneloop.core.store import Store
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.sharing import lease
+from tuneloop.sharing.sidecar import arguments
 from tuneloop.sharing.turns import Turns
-from tuneloop.turn import arguments
 from tuneloop.workflow.manifest import applied, labels_of
 from tuneloop.workflow.settings import GROUP_LABEL
 

@@ -1,7 +1,8 @@
 """Seats of runs on ResourceClaims (``resource.k8s.io/v1``): the first step of a workflow that shares devices takes
 them, its exit handler gives them back.
 
-    python -m tuneloop.cluster.reservations take-claim --workflow demo --namespace tuneloop --share '{"group": …}' --seats claim
+    python -m tuneloop.cluster.reservations take-claim --workflow demo --namespace tuneloop --share '{"group": …}'
+    --seats claim
 
 Where each pod has a claim of its own, the same is done with the ResourceClaimTemplate that those are made from.
 

@@ -47,7 +47,7 @@ def prepare(
     """
     from tuneloop.argo.jobset import check_names
     from tuneloop.core.store import normalize
-    from tuneloop.runs import check_name
+    from tuneloop.runs.run_record import check_name
 
     check_name(run)
     normalize(store)

@@ -253,7 +253,8 @@ class Draft:
         of a duplicate which was faster; ours is dropped then.
 
         Raises:
-            Retryable: the process has lost its turn (`tuneloop.core.fencing`), asked right before the manifest is created.
+            Retryable: the process has lost its turn (`tuneloop.core.fencing`), asked right before the manifest is
+            created.
         """
         store = Store(self.url)
         if store.root is None:

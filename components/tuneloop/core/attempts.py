@@ -1,9 +1,9 @@
 """The budget of a stage's or a server's attempts: it counts those without progress, and knows no clock.
 
-A workflow engine starts a pod again by what it sees of its end (`tuneloop.core.ends`). What it cannot see is whether that
-helps. So the next attempt is told how the last one ended (`LAST_END`) and which attempt it is (`ATTEMPT`); it reads
-what the attempt before left below its output, and gives up where more than `BUDGET` attempts in a row that count have
-brought no progress: no commit, no new resume point, no answered request. A first attempt reads and writes nothing.
+A workflow engine starts a pod again by what it sees of its end (`tuneloop.core.ends`). What it cannot see is whether
+that helps. So the next attempt is told how the last one ended (`LAST_END`) and which attempt it is (`ATTEMPT`); it
+reads what the attempt before left below its output, and gives up where more than `BUDGET` attempts in a row that count
+have brought no progress: no commit, no new resume point, no answered request. A first attempt reads and writes nothing.
 """
 
 from __future__ import annotations

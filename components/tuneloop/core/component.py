@@ -93,7 +93,7 @@ class Component:
 
     def command(self, processes: int = 1) -> list[str]:
         """How a container starts the stage: ``python -m``, or torchrun for several processes."""
-        module = f"tuneloop.{self.name}" if self.__module__ == "__main__" else self.__module__
+        module = f"tuneloop.stages.{self.name}" if self.__module__ == "__main__" else self.__module__
         if processes == 1:
             return ["python", "-m", module]
         return [

@@ -1,8 +1,8 @@
 """How a pod can end, as one table: what Argo's expression, the local executor, the docs and the messages are made from.
 
 An attempt ends in a class (`END_CLASSES`). The class says whether the pod is started again, and whether the attempt
-counts against the budget of `tuneloop.core.attempts`: a stage may be started again any number of times as long as it makes
-progress (a commit, a new resume point) between the attempts that count. No clock decides.
+counts against the budget of `tuneloop.core.attempts`: a stage may be started again any number of times as long as it
+makes progress (a commit, a new resume point) between the attempts that count. No clock decides.
 
 Sources: how Argo 3.7 reports an end, ``workflow/controller/operator.go`` (``inferFailedReason``, ``assessNodeStatus``,
 ``processNodeRetries``); exit code 128 + n for signal n, POSIX.1 ``sh``; 75 is ``EX_TEMPFAIL`` of ``sysexits.h``.

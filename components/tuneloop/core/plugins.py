@@ -14,6 +14,9 @@ from pydantic import AfterValidator
 
 from tuneloop.core.errors import UserError
 
+PACKAGES = {"engines": "inference.engines", "fleet": "inference.fleet", "backends": "training.backends"}
+"""Family → its package below tuneloop, where that has another name."""
+
 
 def names(family: str) -> list[str]:
     """The variants that ship with tuneloop or are registered by entry point."""
@@ -24,8 +27,7 @@ def load(family: str, name: str, attribute: str | None = None) -> Any:
     """The variant `name` of `family`.
 
     Args:
-        family: a package below tuneloop: ``rewards``, ``data``, ``algorithms``, ``engines``, ``trainers``,
-            ``environments``.
+        family: ``rewards``, ``data``, ``algorithms``, ``environments``, ``engines``, ``fleet`` or ``backends``.
         name: a module of that package, else an entry point in group ``tuneloop.<family>``, or ``package.module:attr``.
         attribute: taken from a module found by its short name; None gives the module.
 
@@ -42,7 +44,7 @@ def load(family: str, name: str, attribute: str | None = None) -> Any:
         for entry in _registered().select(group=f"tuneloop.{family}", name=name):
             return entry.load()
         raise UserError(family, name, f"unknown; known: {', '.join(names(family))}, or a dotted path pkg.mod:attr")
-    module_ = importlib.import_module(f"tuneloop.{family}.{name}")
+    module_ = importlib.import_module(f"{_package(family)}.{name}")
     return module_ if attribute is None else getattr(module_, attribute)
 
 
@@ -77,8 +79,12 @@ def variant(family: str) -> AfterValidator:
 @cache
 def shipped(family: str) -> list[str]:
     """The variants that ship with tuneloop."""
-    package = importlib.import_module(f"tuneloop.{family}")
+    package = importlib.import_module(_package(family))
     return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
+
+
+def _package(family: str) -> str:
+    return f"tuneloop.{PACKAGES.get(family, family)}"
 
 
 @cache

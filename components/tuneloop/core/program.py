@@ -79,7 +79,9 @@ def _run(component: Component, argv: Sequence[str]) -> int:
 
 
 def _parser(component: Component) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"python -m tuneloop.{component.name}", description=component.__doc__, allow_abbrev=False)
+    parser = _Parser(
+        prog=f"python -m tuneloop.stages.{component.name}", description=component.__doc__, allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     group = parser.add_argument_group("artifacts")
     for name, required in component.inputs.items():

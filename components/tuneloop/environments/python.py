@@ -1,8 +1,8 @@
 """Python as a tool: ``<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>``.
 
-A call is a program of its own, shut in as the reward ``code`` shuts programs in (`tuneloop.rewards.sandbox`): nothing is left
-of the calls before it. The policy reads what it printed. A turn without a call is the final answer; the rewards of the
-row judge it.
+A call is a program of its own, shut in as the reward ``code`` shuts programs in (`tuneloop.rewards.sandbox`): nothing
+is left of the calls before it. The policy reads what it printed. A turn without a call is the final answer; the
+rewards of the row judge it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""TODO."""
+"""What is inside an artifact: rows of rollouts, token ids, conversations, the canary.
+
+Here belong columns, encodings and their readers and writers. How a value is computed belongs to the stage that does it.
+"""

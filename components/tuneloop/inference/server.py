@@ -29,7 +29,8 @@ it is told what to load.
                        those before it, at temperature 1
 ``POST /verify``       compares all that the engine holds with the version it says it serves: ``{"version", "tensors",
                        "identical", "different", "unread"}``; of a server that follows
-``POST /engine/…``     as a worker of a fleet that somebody refits (`tuneloop.inference.fleet`, and the names are Dynamo's):
+``POST /engine/…``     as a worker of a fleet that somebody refits (`tuneloop.inference.fleet`, and the names are
+Dynamo's):
                        ``pause_generation {"mode"}``, ``update_weights_from_disk {"model_path", "weight_version"}``,
                        ``flush_cache``, ``resume_generation``, ``get_weight_version`` → ``{"status": "ok", …}``
 ``POST /sleep``        ``{"level"}``: give back the device's memory once what runs has finished; CUDA and ROCm only

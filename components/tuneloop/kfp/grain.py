@@ -1,6 +1,7 @@
 """Several iterations in one task, as a step of a pipeline: what `tuneloop.kfp.segment` runs, written into its command.
 
-The twin of `tuneloop.argo.multi_stage_pod`, whose graph it takes; the seed, which there is fixed, is here the pipeline's to give.
+The twin of `tuneloop.argo.multi_stage_pod`, whose graph it takes; the seed, which there is fixed, is here the
+pipeline's to give.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The manifest is text with marks in it: ``@job_name@`` becomes a name made of that parameter of the task, the same for
 the same, so that a launcher that is started again finds the job that it has started; a mark with the name of another
-parameter becomes its value, one with the name of an input artifact its reference. Then `tuneloop.cluster.launch` follows
-the job, and this program ends as it did.
+parameter becomes its value, one with the name of an input artifact its reference. Then `tuneloop.cluster.launch`
+follows the job, and this program ends as it did.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ import inspect
 import json
 import pkgutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import tuneloop
+import tuneloop.stages
 from tuneloop.core.component import Component
 from tuneloop.core.program import flag
 from tuneloop.kfp.previews import markdown
@@ -18,12 +17,10 @@ from tuneloop.kfp.previews import markdown
 
 def stages() -> Iterator[Component]:
     """Every stage that ships with tuneloop, by name."""
-    for module in sorted(pkgutil.iter_modules(tuneloop.__path__), key=lambda each: each.name):
-        path = Path(tuneloop.__path__[0]) / f"{module.name}.py"
-        if path.is_file() and "\n@component(" in path.read_text():
-            made = getattr(importlib.import_module(f"tuneloop.{module.name}"), module.name)
-            assert isinstance(made, Component), f"{path} defines another stage than {module.name}"
-            yield made
+    for module in sorted(pkgutil.iter_modules(tuneloop.stages.__path__), key=lambda each: each.name):
+        made = getattr(importlib.import_module(f"tuneloop.stages.{module.name}"), module.name)
+        assert isinstance(made, Component), f"tuneloop.stages.{module.name} defines another stage than {module.name}"
+        yield made
 
 
 def page(stage: Component) -> str:
@@ -47,7 +44,7 @@ def page(stage: Component) -> str:
     parts = [
         f"# {stage.name}",
         inspect.getdoc(stage) or "",
-        f"Image `{stage.image}`, on {where}: `python -m tuneloop.{stage.name}`.",
+        f"Image `{stage.image}`, on {where}: `python -m tuneloop.stages.{stage.name}`.",
         "## Inputs",
         markdown(("flag", "artifact", ""), inputs) if inputs else "None.",
         "## Outputs",

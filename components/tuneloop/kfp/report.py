@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from tuneloop.kfp.io import Task
-from tuneloop.report import page
-from tuneloop.runs import Run
+from tuneloop.runs.report import page
+from tuneloop.runs.run_record import Run
 
 
 def main(argv: Sequence[str]) -> int:

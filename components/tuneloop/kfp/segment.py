@@ -1,8 +1,8 @@
 """Several iterations in one task: ``python -m tuneloop.kfp.segment --graph JSON --executor-input …``
 
-The graph is that part of the Argo workflow which `tuneloop.local.segment` runs in one pod; `tuneloop.kfp.grain` wrote it into
-the command. Each of its stages commits, and a task that is tried again finds what stands. What the task tells KFP is
-said of its last iteration, and its curves go over all that it ran.
+The graph is that part of the Argo workflow which `tuneloop.local.segment` runs in one pod; `tuneloop.kfp.grain` wrote
+it into the command. Each of its stages commits, and a task that is tried again finds what stands. What the task tells
+KFP is said of its last iteration, and its curves go over all that it ran.
 """
 
 from __future__ import annotations

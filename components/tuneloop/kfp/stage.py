@@ -1,4 +1,5 @@
-"""Run a stage as a task of Kubeflow Pipelines: ``python -m tuneloop.kfp.stage tuneloop.stages.sft:sft --executor-input …``
+"""Run a stage as a task of Kubeflow Pipelines: ``python -m tuneloop.kfp.stage tuneloop.stages.sft:sft --executor-input
+…``
 
 The stage's own program runs, with the flags that the executor input stands for, and ends with its own exit code.
 Then what was committed is told to KFP: a *handle* (the reference, digest, version and results, as the metadata of an

@@ -20,7 +20,7 @@ from tuneloop.core.provenance import code_digest
 from tuneloop.local import spawn
 from tuneloop.local.warm import Kind, compatible, serves, warmable
 
-log = logging.getLogger("tuneloop.argo")
+log = logging.getLogger("tuneloop.local")
 WARM = "TUNELOOP_WARM"
 """Names the socket of a warm process that serves other runs too (`tuneloop.local.warm`)."""
 

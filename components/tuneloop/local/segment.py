@@ -2,9 +2,9 @@
 
     python -m tuneloop.local.segment --graph JSON --argument iteration=1 --argument policy=REF …
 
-The graph is a Workflow as `tuneloop.argo.multi_stage_pod` wrote it; its output parameters become the pod's. Its stages run one
-after another in this process, each committed and resumable by itself: a pod that takes over finds what stands and goes
-on behind it. Exit codes are those of a stage.
+The graph is a Workflow as `tuneloop.argo.multi_stage_pod` wrote it; its output parameters become the pod's. Its stages
+run one after another in this process, each committed and resumable by itself: a pod that takes over finds what stands
+and goes on behind it. Exit codes are those of a stage.
 """
 
 from __future__ import annotations

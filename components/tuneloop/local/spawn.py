@@ -8,7 +8,8 @@ get SIGKILL from the kernel (PR_SET_PDEATHSIG).
 
 Protocol, JSON lines over the socket FD: ``{"start": id, "argv": […], "env": {…}, "cwd": path, "stdout": path,
 "stderr": path}`` and ``{"signal": id, "number": n}`` in; ``{"started": id, "pid": n}`` and ``{"ended": id, "code": n}``
-(128 + n when signal n ended it) out. `tuneloop.local.warm` speaks the same, but runs a module where this one calls exec.
+(128 + n when signal n ended it) out. `tuneloop.local.warm` speaks the same, but runs a module where this one calls
+exec.
 """
 
 from __future__ import annotations

@@ -100,13 +100,14 @@ others than the warm process has can not be its fork."""
 
 
 def warmable(argv: Sequence[str]) -> bool:
-    """Whether `argv` is one of tuneloop's stages in a single process: ``python -m tuneloop.<stage> …``."""
-    return (name := _program(argv)).isidentifier() and name not in ("serve", "torchrun")
+    """Whether `argv` is one of tuneloop's stages in a single process: ``python -m tuneloop.stages.… …``."""
+    package, _, _ = (name := _program(argv)).rpartition(".")
+    return package == "stages" or name == "local.segment"
 
 
 def serves(argv: Sequence[str]) -> bool:
     """Whether `argv` is tuneloop's vLLM server."""
-    return _program(argv) == "serve"
+    return _program(argv) == "inference.server"
 
 
 def _program(argv: Sequence[str]) -> str:
@@ -201,7 +202,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> NoReturn:
     sys.path[0] = cwd
     sys.argv = list(argv[2:])
     with contextlib.suppress(OSError):  # Linux alone: what `ps -o comm` and `top` call it
-        Path("/proc/self/comm").write_text(argv[2])
+        Path("/proc/self/comm").write_text(f"tuneloop.{argv[2].rpartition('.')[2]}")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code: object = 0
     try:

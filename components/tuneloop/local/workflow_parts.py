@@ -1,4 +1,5 @@
-"""A run of several workflows on this machine: what `tuneloop.cluster.continue_run` does on a cluster, by the local executor.
+"""A run of several workflows on this machine: what `tuneloop.cluster.continue_run` does on a cluster, by the local
+executor.
 
     outcome = execute_parts(workflow, workdir=Path("runs/a"), arguments={"run": "a", "store": "runs"})
 

@@ -1,6 +1,7 @@
 """Run one command on several nodes of a Ray cluster, with torchrun's rendezvous between them.
 
-    python -m tuneloop.training.ray_driver --nodes 2 --processes 4 -- python -m tuneloop.training.torchrun -m tuneloop.stages.sft --policy …
+    python -m tuneloop.training.ray_driver --nodes 2 --processes 4 -- python -m tuneloop.training.torchrun -m
+    tuneloop.stages.sft --policy …
 
 It is what a RayJob enters. Each node gets the command with its own ``PET_*`` variables, and its output comes back to
 the driver. Ray restarts nothing here: the stages know how to resume, a RayJob's ``backoffLimit`` how often to try.

@@ -1,8 +1,9 @@
 """torchrun, whose exit code says what its ranks' did: 2 the user's mistake, 75 run it again, others a bug.
 
-``python -m tuneloop.training.torchrun`` takes torchrun's own arguments. torchrun itself ends with 1 whatever happened to a rank,
-which a workflow engine has to take for a bug; and it kills ranks 30 s after it was told to stop, which is short for
-committing a resume point: ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` is a day here, the pod's grace period is the limit.
+``python -m tuneloop.training.torchrun`` takes torchrun's own arguments. torchrun itself ends with 1 whatever happened
+to a rank, which a workflow engine has to take for a bug; and it kills ranks 30 s after it was told to stop, which is
+short for committing a resume point: ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` is a day here, the pod's grace period is the
+limit.
 """
 
 from __future__ import annotations

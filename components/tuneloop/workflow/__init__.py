@@ -1,1 +1,4 @@
-"""TODO."""
+"""Argo's manifest vocabulary: pure functions on mappings, its expressions, the settings and labels of our pods.
+
+Nothing here renders, executes or connects: that is `argo`, `local` and `cluster`.
+"""

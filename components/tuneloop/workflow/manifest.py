@@ -216,7 +216,7 @@ def _check_pod(template: Mapping[str, Any]) -> None:
                 told = "secrets and config maps are a cluster's; make it optional"
                 raise UserError(f"{at}.envFrom", reference.get("name"), told)
     for each in template.get("initContainers", ()):
-        if each.get("command") != ["python", "-m", "tuneloop.turn"]:
+        if each.get("command") != ["python", "-m", "tuneloop.sharing.sidecar"]:
             told = "is not supported by the local executor; remove it, or submit to a cluster"
             raise UserError(f"spec.{at}.initContainers", each.get("name"), told)
     if not container.get("command"):

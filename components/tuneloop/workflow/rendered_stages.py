@@ -66,7 +66,7 @@ def read_stage(template: Mapping[str, Any]) -> Stage:
     ranks, nodes = int(env.get("PET_NPROC_PER_NODE") or flags.get("nproc_per_node", "1")), group.get("parallelism", 1)
     world = flags.get("expected_world_size", "")
     only_reads = world.isdigit() and int(world) != ranks * nodes  # what the JobSet before it has committed
-    stage = module.removeprefix("tuneloop.") if module and not only_reads else None
+    stage = module.rpartition(".")[2] if module and not only_reads else None
     memory = resources.get("requests", {}).get("memory", "")
     return Stage(template["name"], stage, flags, body.get("image", ""), accelerators, ranks, nodes, memory)
 

@@ -15,10 +15,10 @@ from tuneloop.argo.lint import lint
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.cluster.schedule import looking
 from tuneloop.cluster.submit import as_template, prepare
-from tuneloop.config import find
+from tuneloop.config.loading import find
 from tuneloop.core.errors import UserError
 from tuneloop.local.workflow_parts import execute_parts
-from tuneloop.plan import draw
+from tuneloop.planning.plan import draw
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.workflow.settings import QUEUE_LABEL, Cluster, Share
 

@@ -13,7 +13,7 @@ from tuneloop.cli import invoke
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.preflight import notices
 from tuneloop.cluster.submit import workflows
-from tuneloop.config import find
+from tuneloop.config.loading import find
 from tuneloop.core.errors import UserError
 
 

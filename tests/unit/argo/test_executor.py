@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.argo.making import Template, dag, given, named, run, shell, task, workflow
-from tuneloop.config import find
+from tuneloop.config.loading import find
 from tuneloop.core.errors import UserError
 from tuneloop.local import journal
 from tuneloop.local.executor import execute

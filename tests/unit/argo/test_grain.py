@@ -14,7 +14,7 @@ import yaml
 from tests.waiting import LIMIT_S, until
 from tuneloop.argo.multi_stage_pod import as_text
 from tuneloop.argo.pod_fields import OUTPUTS
-from tuneloop.config import find
+from tuneloop.config.loading import find
 
 COARSE = ["engine.name=transformers", "loop.iterations_per_pod=10"]
 
@@ -74,7 +74,7 @@ def graph(store: Path, wait_s: float = 0.0) -> dict:
         "outputs": outputs,
         "container": {
             "image": "none",
-            "command": ["python", "-m", "tuneloop.toy"],
+            "command": ["python", "-m", "tuneloop.stages.toy"],
             "args": [*words, "--wait-s", str(wait_s)],
             "env": [{"name": "TUNELOOP_OUTPUTS", "value": OUTPUTS}],
         },
@@ -96,14 +96,14 @@ def graph(store: Path, wait_s: float = 0.0) -> dict:
 
 
 def start(tmp_path: Path, wait_s: float = 0.0, *, text: str = "", **environment: str) -> subprocess.Popen:
-    """The program, with a stage `tuneloop.toy`; `text`: another graph than `graph`."""
+    """The program, with a stage `tuneloop.stages.toy`; `text`: another graph than `graph`."""
     (tmp_path / "toy.py").write_text(STAGE)
     program = f"""
         import importlib.util, sys
         from importlib.machinery import SourceFileLoader
-        spec = importlib.util.spec_from_loader("tuneloop.toy", SourceFileLoader("tuneloop.toy", {str(tmp_path / "toy.py")!r}))
-        sys.modules["tuneloop.toy"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["tuneloop.toy"])
+        spec = importlib.util.spec_from_loader("tuneloop.stages.toy", SourceFileLoader("tuneloop.stages.toy", {str(tmp_path / "toy.py")!r}))
+        sys.modules["tuneloop.stages.toy"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["tuneloop.stages.toy"])
         from tuneloop.local.segment import main
         main()
     """  # noqa: E501
@@ -156,10 +156,10 @@ def single(*command: str) -> str:
 
 
 def test_a_stage_that_can_not_be_imported_ends_the_pod(tmp_path: Path) -> None:
-    process = start(tmp_path, text=single("python", "-m", "tuneloop.nowhere"))
+    process = start(tmp_path, text=single("python", "-m", "tuneloop.stages.nowhere"))
     try:
         assert process.wait(LIMIT_S) == 1
-        assert "No module named 'tuneloop.nowhere'" in process.stderr.read()
+        assert "No module named 'tuneloop.stages.nowhere'" in process.stderr.read()
     finally:
         process.kill()
 

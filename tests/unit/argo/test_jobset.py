@@ -11,7 +11,7 @@ from tuneloop.argo.lint import lint
 from tuneloop.cluster.preflight import requests
 from tuneloop.cluster.schedule import schedule
 from tuneloop.cluster.submit import prepare, queued
-from tuneloop.config import find
+from tuneloop.config.loading import find
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow import manifest

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.argo.making import dag, given, shell, task, workflow
 from tuneloop.argo.lint import lint
-from tuneloop.config import find, known
+from tuneloop.config.loading import find, known
 
 
 def clean() -> dict[str, Any]:

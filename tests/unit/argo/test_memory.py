@@ -8,7 +8,7 @@ import yaml
 
 from tests.unit.test_plan import PUBLISHED
 from tuneloop.cluster.preflight import quantity
-from tuneloop.config import find
+from tuneloop.config.loading import find
 
 GIB = 2**30
 

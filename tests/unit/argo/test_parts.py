@@ -8,11 +8,11 @@ import pytest
 
 from benchmarks.argo_loop import build
 from tuneloop.cluster.continue_run import following
-from tuneloop.config import find
+from tuneloop.config.loading import find
 from tuneloop.local.executor import Outcome, execute
 from tuneloop.local.journal import Node, read
 from tuneloop.local.workflow_parts import execute_parts
-from tuneloop.runs import Run
+from tuneloop.runs.run_record import Run
 from tuneloop.workflow.settings import LOCAL
 
 

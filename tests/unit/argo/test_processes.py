@@ -284,7 +284,7 @@ def test_it_runs_on_a_thread_too(tmp_path: Path) -> None:
 
 # One warm process for several runs. That of one run is tested in tests/local: it needs torch
 
-SHARED = "from tuneloop.argo import warm; warm.LIBRARIES = {'server': ()}; warm.main()"
+SHARED = "from tuneloop.local import warm; warm.LIBRARIES = {'server': ()}; warm.main()"
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from benchmarks.argo_loop import build
 from tests.unit.argo.api import serving
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.schedule import CRON, LABEL, check_cron, check_timezone, looking, schedule, unschedule
-from tuneloop.config import find
+from tuneloop.config.loading import find
 from tuneloop.core.errors import UserError
 
 

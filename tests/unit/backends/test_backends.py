@@ -41,7 +41,7 @@ def test_built_in_and_registered_ones_are_found_and_duplicates_refused(
 ) -> None:
     assert {"native", "trl", "torchtune"} <= registered().keys()
     assert backend("trl") is Trl
-    with pytest.raises(UserError, match=r"is tuneloop\.backends\.trl\.Trl already"):
+    with pytest.raises(UserError, match=r"is tuneloop\.training\.backends\.trl\.Trl already"):
         register("trl")(Echo)
     with pytest.raises(UserError, match="known: native, torchtune, trl"):
         backend("nothing")
@@ -51,11 +51,11 @@ def test_built_in_and_registered_ones_are_found_and_duplicates_refused(
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
     entry = info / "entry_points.txt"
-    entry.write_text("[tuneloop.training.backends]\ntheirs = theirs:Theirs\n")
+    entry.write_text("[tuneloop.backends]\ntheirs = theirs:Theirs\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert backend("theirs").__qualname__ == "Theirs"
     assert backend("theirs:Theirs").__qualname__ == "Theirs"
-    entry.write_text("[tuneloop.training.backends]\nnative = theirs:Theirs\n")
+    entry.write_text("[tuneloop.backends]\nnative = theirs:Theirs\n")
     with pytest.raises(UserError, match="already"):
         registered()
 

@@ -241,7 +241,7 @@ def test_completions_of_two_versions_say_which_token_is_whose(tmp_path: Path) ->
     ],
 )
 def test_settings_that_exclude_one_another(engine: dict[str, Any], said: str) -> None:
-    from tuneloop.config import load_pipeline
+    from tuneloop.config.loading import load_pipeline
 
     with pytest.raises(ValueError, match=said):
         load_pipeline("grpo").Config(engine=engine)

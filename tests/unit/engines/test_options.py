@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from tuneloop.config import find
+from tuneloop.config.loading import find
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
 from tuneloop.inference.engines import vllm
 
 LIGHT = """
 import sys
-from tuneloop import plugins
+from tuneloop.core import plugins
 from tuneloop.inference.engines import check_args
 for name in plugins.shipped("engines"):
     check_args(name, {}, "")

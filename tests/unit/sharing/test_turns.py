@@ -22,8 +22,8 @@ from tuneloop.core.artifacts import Draft, find
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 from tuneloop.core.store import Conflict
 from tuneloop.sharing.file import File
+from tuneloop.sharing.sidecar import arguments, hold, serve
 from tuneloop.sharing.turns import SAFE, Document, Refused, Silence, Turns, open_turns
-from tuneloop.turn import arguments, hold, serve
 from tuneloop.weights import pointer
 
 PATIENCE = 6.0
@@ -158,7 +158,7 @@ def test_threads_take_turns(tmp_path: Path) -> None:
 FREEZES = """
 import os, sys
 from pathlib import Path
-from tuneloop import fence
+from tuneloop.core import fencing
 from tuneloop.core.component import component
 from tuneloop.sharing.turns import open_turns
 
@@ -170,10 +170,10 @@ def stage(stage):
 
 store, watched = Path(sys.argv[1]), sys.argv[2]
 file = store / "turn.json"
-with open_turns(str(store / "group"), who="first", patience=5).acquire(told=lambda g: fence.write(file, g)):
-    os.environ[fence.VARIABLE] = str(file)
+with open_turns(str(store / "group"), who="first", patience=5).acquire(told=lambda g: fencing.write(file, g)):
+    os.environ[fencing.VARIABLE] = str(file)
     if not watched:  # only what is asked before a commit
-        fence._watch = lambda over, poll: None
+        fencing._watch = lambda over, poll: None
     code = stage.run(["--metrics", str(store / "out")])
 sys.exit(code)
 """

@@ -149,7 +149,7 @@ class Follower(threading.Thread):
             self._record()
 
     def _record(self) -> None:
-        """For people and reports (`tuneloop.delivery`): nobody needs it, so a store that refuses is passed over."""
+        """For people and reports (`tuneloop.runs.delivery`): a store that refuses is passed over."""
         with suppress(UserError, Retryable):
             live.record(self.store, self._name, self.pulled)
 

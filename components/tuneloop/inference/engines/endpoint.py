@@ -1,10 +1,10 @@
 """An endpoint that somebody else owns: nothing but ``POST <url>/generate`` is used, and what it answers is checked.
 
-The fleet behind it pulls published weights (docs/weights.md), or is brought to each version (`tuneloop.inference.fleet`), and may
-grow, shrink and lose replicas as it likes. Each prompt is a request of its own, so that whatever balances there can;
-where nothing does, several URLs take turns. A request demands a version no older than the policy's by `max_staleness`,
-waits while no replica has it (409), is sent again, to the next URL, when a replica is lost, and is aborted by hanging
-up. Every completion says which version made it.
+The fleet behind it pulls published weights (docs/weights.md), or is brought to each version
+(`tuneloop.inference.fleet`), and may grow, shrink and lose replicas as it likes. Each prompt is a request of its own,
+so that whatever balances there can; where nothing does, several URLs take turns. A request demands a version no older
+than the policy's by `max_staleness`, waits while no replica has it (409), is sent again, to the next URL, when a
+replica is lost, and is aborted by hanging up. Every completion says which version made it.
 """
 
 from __future__ import annotations

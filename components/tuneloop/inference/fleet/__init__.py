@@ -11,7 +11,8 @@ the scheme of the URL that names a fleet:
 ``dynamo://name.namespace``    the workers of a DynamoGraphDeployment, from its frontend's RL listener (`dynamo`)
 =============================  =========================================================================================
 
-A third party's is an entry point in the group ``tuneloop.inference.fleet`` under its scheme: ``open_fleet(url) -> Fleet``.
+A third party's is an entry point in the group ``tuneloop.fleet`` under its scheme: ``open_fleet(url) ->
+Fleet``.
 
 A worker answers ``POST <url>/engine/<route>`` with JSON whose ``status`` is ``ok``. The five routes are those of
 Dynamo's vLLM workers, and `tuneloop.inference.server` has them, too:

@@ -1,6 +1,6 @@
 """Programs that train: ours and others', each as a command that every way of launching it can take.
 
-A backend is one file here, or an entry point in the group ``tuneloop.training.backends``::
+A backend is one file here, or an entry point in the group ``tuneloop.backends``::
 
     @register("mine")
     @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def registered() -> Mapping[str, type[LLMBackend]]:
 
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
-    for entry in entry_points(group="tuneloop.training.backends"):
+    for entry in entry_points(group="tuneloop.backends"):
         register(entry.name)(entry.load())
     return dict(sorted(_known.items()))
 

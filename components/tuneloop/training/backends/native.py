@@ -29,13 +29,13 @@ class Native(LLMBackend):
         return "torch"
 
     def to_command(self) -> list[str]:
-        return ["python", "-m", "tuneloop.training.torchrun", "-m", f"tuneloop.{self.stage}"]
+        return ["python", "-m", "tuneloop.training.torchrun", "-m", f"tuneloop.stages.{self.stage}"]
 
     def to_args(self) -> list[str]:
         return stage_flags({**self.args, "expected_world_size": self.nodes * self.processes})
 
     def validate(self) -> None:
-        component: Component = plugins.load("stages", f"tuneloop.{self.stage}:{self.stage}")
+        component: Component = plugins.load("stages", f"tuneloop.stages.{self.stage}:{self.stage}")
         if "expected_world_size" not in component.Params.model_fields:
             raise UserError("stage", self.stage, "is none that trains, as sft does")
         self.require(*(name for name, required in component.inputs.items() if required), component.output)

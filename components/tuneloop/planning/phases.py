@@ -19,7 +19,7 @@ from tuneloop.argo.claims import role_of
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
 from tuneloop.local.journal import Node
-from tuneloop.runs import Entry, Run
+from tuneloop.runs.run_record import Entry, Run
 from tuneloop.sharing.plans import in_turn, overlapped
 from tuneloop.sharing.simulate import LAST, Task
 
@@ -28,7 +28,7 @@ from tuneloop.sharing.simulate import LAST, Task
 def role(stage: str) -> str:
     """The device that a stage (``policy_update``) uses: ``trainer``, ``sampler``, or empty."""
     try:
-        found = getattr(import_module(f"tuneloop.{stage}"), stage, None)
+        found = getattr(import_module(f"tuneloop.stages.{stage}"), stage, None)
     except ImportError:
         found = None
     if not isinstance(found, Component):  # a third party's: on CPU, as far as is known here

@@ -95,7 +95,7 @@ def dump(workflow: dict[str, Any]) -> str:
 
 def places(beside: str | os.PathLike[str] | None = None) -> list[Path]:
     """Where pipelines are looked for, first hit first."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     first = [Path(beside).parent] if beside else [Path("pipelines")]
     return [*first, package.parent.parent / "pipelines", package / "_pipelines"]
 

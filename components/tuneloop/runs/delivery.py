@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tuneloop.core.store import Store
-from tuneloop.runs import Entry, Run
+from tuneloop.runs.run_record import Entry, Run
 from tuneloop.weights import live
 from tuneloop.weights.publication import published, record
 

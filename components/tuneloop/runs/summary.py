@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tuneloop.runs import Entry, Run, Score
+from tuneloop.runs.run_record import Entry, Run, Score
 
 
 def clock(seconds: float) -> str:

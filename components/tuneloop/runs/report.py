@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from tuneloop.delivery import deliveries
-from tuneloop.runs import Curve, Entry, Run, Score
-from tuneloop.summary import clock, devices, how, iterations_line, reward_line, size
+from tuneloop.runs.delivery import deliveries
+from tuneloop.runs.run_record import Curve, Entry, Run, Score
+from tuneloop.runs.summary import clock, devices, how, iterations_line, reward_line, size
 
 SAMPLES = 12
 FIRST = ("mean_reward", "kl", "entropy", "loss", "mean_length")
@@ -197,7 +197,7 @@ def _efficiency(run: Run) -> str:
 
 
 def _weights(run: Run) -> str:
-    """What each version took, from the trainer to the engine: `tuneloop.delivery`."""
+    """What each version took, from the trainer to the engine: `tuneloop.runs.delivery`."""
     rows = [
         [
             f"{d.version}",

@@ -29,8 +29,8 @@ from typing import Any
 from urllib.error import HTTPError
 
 from tuneloop.core.errors import UserError, say
-from tuneloop.delivery import delivery, numbers
-from tuneloop.runs import Entry, Run
+from tuneloop.runs.delivery import delivery, numbers
+from tuneloop.runs.run_record import Entry, Run
 
 URI = "sqlite:///mlflow.db"
 KEY = "tuneloop_key"
@@ -161,7 +161,7 @@ class Mirror:
         phase = self.run.phase
         notes = (f"- `{curve.stage}/{curve.name}`: {curve.how}" for curve in self.run.curves())
         self.client.set_tag(self.parent, "mlflow.note.content", "\n".join(notes))
-        self.client.set_tag(self.parent, "tuneloop.core.store", self.run.url)
+        self.client.set_tag(self.parent, "tuneloop.store", self.run.url)
         for iteration, child in self.children.items():
             ended = max(e.finished for e in self.run.entries if e.iteration == iteration)
             whole = iteration < self.run.iteration or phase == "succeeded"
@@ -233,7 +233,7 @@ def follower(run: Run, *, enabled: bool = True) -> Iterator[Follower]:
     log = run.directory / "mlflow.log"
     with log.open("w") as errors:
         child = subprocess.Popen(
-            [sys.executable, "-m", "tuneloop.tracking", run.name, run.store_url],
+            [sys.executable, "-m", "tuneloop.runs.tracking", run.name, run.store_url],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tuneloop.core.artifacts import MANIFEST
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
-from tuneloop.runs import Run
+from tuneloop.runs.run_record import Run
 
 HISTORY = "metrics.jsonl"
 """Of a checkpoint that is dropped this stays: the curves of a run are made of it."""

@@ -1,10 +1,10 @@
 """Hold a turn for the pod that this program is in, from its start to its end: the sidecar ``turn``.
 
-    python -m tuneloop.turn --group a100 --run demo --patience 30 --namespace tuneloop --file /turn/turn.json
+    python -m tuneloop.sharing.sidecar --group a100 --run demo --patience 30 --namespace tuneloop --file /turn/turn.json
 
 The file is there once the turn is had: the pod's startup probe asks for it, so the stage's container starts then. The
-file is what `tuneloop.core.fencing` reads in that container. The turn is given back on SIGTERM: Kubernetes sends it to a
-sidecar when all other containers have ended. A sidecar that was restarted goes on with the turn that the file names;
+file is what `tuneloop.core.fencing` reads in that container. The turn is given back on SIGTERM: Kubernetes sends it to
+a sidecar when all other containers have ended. A sidecar that was restarted goes on with the turn that the file names;
 where that was lost, it only waits for the end, as the stage has seen it, too, and has ended. Where the group refuses
 the run, the file says that: the stage starts, and ends with exit code 2 and the same line.
 """
@@ -28,7 +28,7 @@ FLAGS = ("group", "run", "namespace", "file")
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The flags of the sidecar; the local executor reads them, too."""
-    parser = argparse.ArgumentParser(prog="python -m tuneloop.turn", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tuneloop.sharing.sidecar", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for name in FLAGS:
         parser.add_argument(f"--{name}", required=True)

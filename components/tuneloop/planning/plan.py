@@ -1,7 +1,7 @@
 """What a rendered workflow will do before it does it: graph, pods, accelerators, steps, tokens, memory.
 
-Everything is read from the workflow itself (`tuneloop.workflow.rendered_stages`, `tuneloop.argo.memory_estimate`). Counts are upper
-bounds where the graph decides while it runs (``when``, loops that may stop early), and say so.
+Everything is read from the workflow itself (`tuneloop.workflow.rendered_stages`, `tuneloop.argo.memory_estimate`).
+Counts are upper bounds where the graph decides while it runs (``when``, loops that may stop early), and say so.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from tuneloop.argo import colocation
 from tuneloop.argo.claims import TAKE
 from tuneloop.argo.memory_estimate import Model, asked, context_of, memory, model_of, whole
 from tuneloop.argo.multi_stage_pod import ITERATION, unfolded
-from tuneloop.grain import LOST, REQUEUE, compare, possible
-from tuneloop.summary import size
+from tuneloop.planning.granularity import LOST, REQUEUE, compare, possible
+from tuneloop.runs.summary import size
 from tuneloop.workflow.manifest import calls
 from tuneloop.workflow.rendered_stages import Stage, read_stage
 
