@@ -32,7 +32,7 @@ def sft(
     prompts: Input,
     *,
     max_steps: epochs.MaxSteps = 250,
-    per_device_train_batch_size: Annotated[int, Field(ge=1, description="demonstrations in a micro-batch")] = 64,
+    per_device_train_batch_size: Annotated[int, Field(ge=1, description="demonstrations in a micro-batch")] = 32,
     gradient_accumulation_steps: Annotated[
         int, Field(ge=1, description="a step is batch x accumulation x processes demonstrations")
     ] = 1,
