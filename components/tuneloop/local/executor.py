@@ -15,10 +15,9 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,6 @@ OnNode = Callable[[Node], None]
 order of ``nodes.jsonl``."""
 OnLog = Callable[[Node, str], None]
 """Called with each line (without its end) a pod writes, one call at a time."""
-Ask = Callable[[Node, Mapping[str, Mapping[str, Any]]], Mapping[str, str]]
-"""Answers a `suspend` node: (node, name → {"description", "enum", "default"} of what it must supply) → values."""
 
 
 @dataclass
@@ -67,7 +64,6 @@ def execute(
     *,
     workdir: Path,
     arguments: Mapping[str, str] | None = None,
-    templates: Sequence[Mapping[str, Any]] = (),
     entrypoint: str | None = None,
     parallelism: int | None = None,
     warm: bool = True,
@@ -77,15 +73,13 @@ def execute(
     grace: float = 60.0,
     on_node: OnNode | None = None,
     on_log: OnLog | None = None,
-    ask: Ask | None = None,
 ) -> Outcome:
     """Run `workflow` to its end.
 
     Args:
-        workflow: a Workflow, WorkflowTemplate or CronWorkflow, as loaded from YAML.
+        workflow: a Workflow or WorkflowTemplate, as loaded from YAML.
         workdir: state and logs of this run; see `tuneloop.local.journal`.
         arguments: values of workflow parameters, over those in the spec.
-        templates: WorkflowTemplates that `templateRef` and `workflowTemplateRef` may name.
         entrypoint: another template to start at; its inputs are taken from `arguments`.
         parallelism: pods at a time, daemons apart; default: the spec's, else the number of cores, at least 4.
         warm: start tuneloop's own stages as forks of a process that has imported torch (`tuneloop.local.warm`).
@@ -93,13 +87,13 @@ def execute(
         env: added to every pod's environment (the container's own wins).
         cwd: of every pod; default: the current directory.
         grace: seconds between SIGTERM and SIGKILL, when the template names no terminationGracePeriodSeconds.
-        ask: answers `suspend`; default: a prompt on the terminal, UserError without one.
 
     Raises:
         UserError: a field the executor has no meaning for, an unknown argument, a missing one: before anything runs.
     """
-    document, known = _resolve(workflow, templates)
-    manifest.check(document, known)
+    document = workflow.get("spec") or {}
+    manifest.check(document)
+    templates = document.get("templates", [])
     parameters = _parameters(document, arguments or {}, strict=entrypoint is None)
     start = entrypoint or document.get("entrypoint")
     if not start:
@@ -107,19 +101,18 @@ def execute(
     with hold(workdir):
         metadata = workflow.get("metadata", {})
         session = Session(
-            workflow={**workflow, "spec": document},
+            workflow=workflow,
             name=str(metadata.get("name") or metadata.get("generateName", "run-").rstrip("-")),
-            templates={t["name"]: manifest.merged(t, document.get("templateDefaults", {})) for t in known},
+            templates={t["name"]: manifest.merged(t, document.get("templateDefaults", {})) for t in templates},
             parameters=parameters,
             workdir=workdir,
             parallelism=parallelism or int(document.get("parallelism") or max(4, os.cpu_count() or 1)),
-            launcher=launcher or Launcher(base_environment(env or {}), _kinds(known) if warm else ()),
+            launcher=launcher or Launcher(base_environment(env or {}), _kinds(templates) if warm else ()),
             env=base_environment(env or {}),
             cwd=cwd or Path.cwd(),
             grace=grace,
             on_node=on_node,
             on_log=on_log,
-            ask=ask or _prompt,
         )
         with session.signals(), session.ticking():
             return session.run(start, document, arguments or {})
@@ -143,17 +136,13 @@ class Session:
         grace: float,
         on_node: OnNode | None,
         on_log: OnLog | None,
-        ask: Ask,
     ) -> None:
         self.name, self.templates, self.workdir, self.launcher = name, templates, workdir, launcher
-        self.cwd, self.grace, self.ask = cwd, grace, ask
+        self.cwd, self.grace = cwd, grace
         self.parameters = dict(parameters)
         self.begun = time.time()
         self.status = "Running"
         self._fixed = _workflow_tags(workflow, name, workdir, self.begun, self.parameters)
-        self._captured = set(
-            re.findall(r"(?:steps|tasks)\.([\w-]+)\.outputs\.result", json.dumps(list(templates.values())))
-        )
         self.stopping = threading.Event()
         self.nodes: dict[str, Node] = {}
         self.outputs: dict[str, str] = {}
@@ -168,10 +157,9 @@ class Session:
         self._signal: int | None = None
 
     def run(self, entrypoint: str, document: Mapping[str, Any], arguments: Mapping[str, str]) -> Outcome:
-        """Run to the end, hooks and exit handler included."""
+        """Run to the end, exit handler included."""
         record = Workflow(self.name, started=self.begun, pid=os.getpid(), parameters=self.parameters)
         self._journal.write(record)
-        hooks = {k: v for k, v in (document.get("hooks") or {}).items() if k != "exit"}
         seconds = document.get("activeDeadlineSeconds")
         late = threading.Event()
 
@@ -186,13 +174,13 @@ class Session:
         try:
             given = self.parameters | dict(arguments)
             call = Call(entrypoint, self.name, "", 0, given)
-            result = self._wait(lambda: self._entry(call, hooks))
+            result = self._wait(lambda: self._entry(call))
             timer.cancel()
             if late.is_set() and self._signal is None:
                 result.phase, result.message = "Failed", f"exceeded its deadline of {seconds} s"
                 self.stopping.clear()
             self.status = "Succeeded" if result.phase in ("Skipped", "Omitted") else result.phase
-            result = self._wait(lambda: self._ending(document, hooks, result))
+            result = self._wait(lambda: self._ending(document.get("onExit"), result))
         finally:
             self.launcher.close()
         record.phase, record.message = (
@@ -207,31 +195,19 @@ class Session:
         code = outcome_code(record.phase, self.nodes, self._signal)
         return Outcome(record.phase, record.message, self.nodes, self.outputs, code)
 
-    def _entry(self, call: Call, hooks: dict[str, Any]) -> graph.Result:
-        self._run_hooks(hooks)
+    def _entry(self, call: Call) -> graph.Result:
         result = graph.call(self, call)
         if result.daemon:  # nothing is left that it could serve
             result.daemon.close()
             result.phase = "Succeeded"
         return result
 
-    def _ending(self, document: Mapping[str, Any], hooks: dict[str, Any], result: graph.Result) -> graph.Result:
-        if self._signal is not None:
+    def _ending(self, handler: str | None, result: graph.Result) -> graph.Result:
+        """Run the exit handler, which gets the workflow's parameters; it can only make a result worse."""
+        if handler is None or self._signal is not None:
             return result
-        self._run_hooks(hooks)
-        hook = (document.get("hooks") or {}).get("exit") or graph.exit_hook(document.get("onExit"))
-        if hook is None:
-            return result
-        if "arguments" not in hook:
-            hook = {**hook, "arguments": {"parameters": [{"name": k, "value": v} for k, v in self.parameters.items()]}}
-        after = graph.run_hook(self, hook, f"{self.name}.onExit", "", 0, {})
-        return after if after and after.broken and not result.broken else result
-
-    def _run_hooks(self, hooks: dict[str, Any]) -> None:
-        """Run those workflow hooks whose expression holds now; each at most once."""
-        for event, hook in list(hooks.items()):
-            if graph.run_hook(self, hook, f"{self.name}.hooks.{event}", "", 0, {}):
-                del hooks[event]
+        after = self._entry(Call(handler, f"{self.name}.onExit", "", 0, self.parameters))
+        return after if after.broken and not result.broken else result
 
     def _wait(self, work: Callable[[], graph.Result]) -> graph.Result:
         """Run `work` on another thread, so that signals reach this one."""
@@ -338,14 +314,8 @@ class Session:
 
     def kind(self, template: str) -> str:
         """What type of node a template's attempts are."""
-        kinds = {"dag": "DAG", "steps": "Steps", "suspend": "Suspend"}
+        kinds = {"dag": "DAG", "steps": "Steps"}
         return next((kind for key, kind in kinds.items() if key in self.templates[template]), "Pod")
-
-    def captures(self, node: Node) -> bool:
-        """Whether some tag asks for the standard output of this pod."""
-        path = node.name.rpartition("(")[0] if node.name.endswith(")") else node.name
-        path = path.rpartition("(")[0] if path.endswith(")") else path  # an attempt of an item
-        return path[_last_dot(path) + 1 :] in self._captured
 
     @contextlib.contextmanager
     def slot(self, daemon: bool) -> Iterator[None]:
@@ -447,24 +417,6 @@ def _end_apart(process: Process, grace: float) -> None:
     threading.Thread(target=end, args=(process, grace), daemon=True).start()
 
 
-def _resolve(
-    workflow: Mapping[str, Any], others: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
-    """The spec that runs, and all templates that it can name."""
-    document = dict(workflow.get("spec") or {})
-    if "workflowSpec" in document:  # a CronWorkflow
-        document = dict(document["workflowSpec"])
-    by_name = {other["metadata"]["name"]: other["spec"] for other in others}
-    if reference := document.pop("workflowTemplateRef", None):
-        if reference["name"] not in by_name:
-            raise UserError("spec.workflowTemplateRef", reference["name"], "is not among the given WorkflowTemplates")
-        document = manifest.merged(document, by_name[reference["name"]])
-    known = list(document.get("templates", []))
-    for name, other in by_name.items():
-        known += [{**template, "name": f"{name}/{template['name']}"} for template in other.get("templates", [])]
-    return document, known
-
-
 def _workflow_tags(
     workflow: Mapping[str, Any], name: str, workdir: Path, begun: float, parameters: Mapping[str, str]
 ) -> dict[str, str]:
@@ -526,25 +478,11 @@ def _parameters(document: Mapping[str, Any], given: Mapping[str, str], strict: b
     return values
 
 
-def _prompt(node: Node, wanted: Mapping[str, Mapping[str, Any]]) -> Mapping[str, str]:
-    if not sys.stdin.isatty():
-        raise UserError(f"suspend {node.display_name}", None, "waits for a person; run it on a terminal")
-    if not wanted:
-        input(f"{node.display_name}: press Enter to go on ")
-    answers = {}
-    for name, about in wanted.items():
-        choices = f" [{'/'.join(map(str, about['enum']))}]" if about.get("enum") else ""
-        answer = input(f"{node.display_name}: {about.get('description') or name}{choices}: ")
-        answers[name] = answer or str(about.get("default") or "")
-    return answers
-
-
 def _display(path: str) -> str:
-    """A node's own part of its path; a hook has that of whose it is before it."""
-    hook = re.search(r"\.onExit$|\.hooks\.[\w-]+$", path)
-    base = path[: hook.start()] if hook else path
+    """A node's own part of its path; the exit handler has the workflow's name before it."""
+    base = path.removesuffix(".onExit")
     own = re.search(r"\[\d+\]$", base)  # a group of steps
-    return (own[0] if own else base[_last_dot(base) + 1 :]) + (hook[0] if hook else "")
+    return (own[0] if own else base[_last_dot(base) + 1 :]) + path[len(base) :]
 
 
 def _last_dot(name: str) -> int:

@@ -1,4 +1,4 @@
-"""Graphs of a local run: templates, DAGs, steps, loops over items, recursion, exit handlers.
+"""Graphs of a local run: templates, DAGs, steps, loops over items, recursion.
 
 The semantics are those of the Argo controller 3.7 (https://argo-workflows.readthedocs.io/en/release-3.7/). Each task
 runs on a thread of its own; what bounds the work is how many pods may run at a time.
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.local.journal import Node
-from tuneloop.local.pod import Result, Server, run_pod, suspend
+from tuneloop.local.pod import Result, Server, run_pod
 from tuneloop.local.retries import retried
 from tuneloop.local.values import Scope, arguments, inputs, items, label, outputs, results_scope
 from tuneloop.workflow import expressions
 from tuneloop.workflow.expressions import ExpressionError, substitute, text
-from tuneloop.workflow.manifest import depends, used_template
+from tuneloop.workflow.manifest import depends
 
 if TYPE_CHECKING:
     from tuneloop.local.executor import Session
@@ -85,7 +85,7 @@ def call(session: Session, what: Call) -> Result:
 
 
 def _kind(template: Mapping[str, Any] | None) -> str:
-    kinds = {"retryStrategy": "Retry", "dag": "DAG", "steps": "Steps", "suspend": "Suspend"}
+    kinds = {"retryStrategy": "Retry", "dag": "DAG", "steps": "Steps"}
     return next((kind for key, kind in kinds.items() if key in (template or {})), "Pod")
 
 
@@ -100,7 +100,7 @@ def _attempt(
     if "dag" in template or "steps" in template:
         return Graph(session, template, node, what, scope, artifacts).run()
     filled = substitute({k: v for k, v in template.items() if k != "retryStrategy"}, scope | {"pod.name": node.id})
-    return suspend(session, filled, node) if "suspend" in filled else run_pod(session, filled, node, artifacts)
+    return run_pod(session, filled, node, artifacts)
 
 
 def _omit_ended(session: Session, template: Mapping[str, Any], node: Node, result: Result) -> Result:
@@ -298,7 +298,7 @@ class Graph:
         return result
 
     def single(self, task: Mapping[str, Any], display: str, place: Place, scope: Scope) -> Result:
-        """A task or step without items, or one item of it: its condition, its template, its hooks."""
+        """A task or step without items, or one item of it: its condition, its template."""
         try:
             when = substitute(task.get("when", ""), scope)
             if not expressions.condition(when):
@@ -310,15 +310,11 @@ class Graph:
         if self.halted or self.session.find_end_reason(called.name):
             return Result("Omitted", "not started: the run is ending")
         own = {f"{self.prefix}.name": display}
-        hooks = Hooks(self, task, called.name, scope)
-        hooks.at(Result("Running"))
         result = call(self.session, replace(called, parameters=parameters, artifacts=artifacts, own=own))
         if result.daemon:
             self.daemons.append(result.daemon)
         if result.broken and not _forgiven(task, result):
             self.broken = True
-        hooks.at(result)
-        hooks.exit(result)
         return result
 
     def skip(self, task: Mapping[str, Any], display: str, place: Place, phase: str, message: str) -> Result:
@@ -329,8 +325,7 @@ class Graph:
         return result
 
     def _called(self, task: Mapping[str, Any], display: str, place: Place) -> Call:
-        used = used_template(task)
-        return Call(used, f"{place.path}.{display}", place.parent, self.what.depth + 1)
+        return Call(task["template"], f"{place.path}.{display}", place.parent, self.what.depth + 1)
 
 
 @dataclass(frozen=True)
@@ -341,66 +336,13 @@ class Place:
     parent: str
 
 
-class Hooks:
-    """The hooks of one task: ``exit`` once it has completed, others when their expression holds."""
-
-    def __init__(self, graph: Graph, task: Mapping[str, Any], name: str, scope: Scope) -> None:
-        self.graph, self.task, self.name, self.scope = graph, task, name, scope
-        self.waiting = {k: v for k, v in (task.get("hooks") or {}).items() if k != "exit"}
-
-    def at(self, result: Result) -> None:
-        """Run those hooks whose expression holds now; each runs at most once."""
-        for event, hook in list(self.waiting.items()):
-            if run_hook(self.graph.session, hook, f"{self.name}.hooks.{event}", *self._place(result)):
-                del self.waiting[event]
-
-    def exit(self, result: Result) -> None:
-        """Run the exit handler; its own end does not change the task's."""
-        hook = (self.task.get("hooks") or {}).get("exit") or exit_hook(self.task.get("onExit"))
-        if hook and result.phase in ("Succeeded", "Failed", "Error"):
-            run_hook(self.graph.session, hook, f"{self.name}.onExit", *self._place(result))
-
-    def _place(self, result: Result) -> tuple[str, int, Scope]:
-        scope = self.scope | results_scope(self.graph.prefix, self.task["name"], result)
-        return self.graph.node.id, self.graph.what.depth + 1, scope
-
-
-def exit_hook(template: str | None) -> Mapping[str, Any] | None:
-    """``onExit: template`` as a hook."""
-    return {"template": template} if template else None
-
-
-def run_hook(
-    session: Session, hook: Mapping[str, Any], name: str, parent: str, depth: int, scope: Scope
-) -> Result | None:
-    """Run a hook if its expression holds; what it runs becomes a node ``<name>.onExit`` or ``<name>.hooks.<event>``."""
-    if session.stopping.is_set():
-        return None
-    try:
-        if hook.get("expression") and not expressions.truth(hook["expression"], session.globals() | scope):
-            return None
-        parameters, artifacts = arguments(hook.get("arguments") or {}, session.globals() | scope)
-    except ExpressionError as error:
-        node = session.node(Call(hook["template"], name, parent, depth), "Skipped")
-        result = Result("Error", str(error))
-        session.settle(node, result)
-        return result
-    result = call(session, Call(hook["template"], name, parent, depth, parameters, artifacts))
-    if result.daemon:
-        result.daemon.close()
-    return result
-
-
 def _gathered(results: Sequence[Result]) -> Result:
     """What a loop comes to: failed if an item failed; the outputs of those that succeeded, in order, as JSON lists."""
     phase = next((result.phase for result in reversed(results) if result.broken), "Succeeded")
     good = [result for result in results if result.phase == "Succeeded"]
-    sets = [{k: v for k, v in r.parameters.items() if k != "result"} for r in good]
+    sets = [r.parameters for r in good]
     names = sorted({name for values in sets for name in values})
     parameters = {name: _json_list([values[name] for values in sets if name in values]) for name in names}
-    parameters["result"] = expressions.text(
-        [_decoded(r.parameters["result"]) for r in good if "result" in r.parameters]
-    )
     everything = expressions.text([values for values in sets if values])
     message = next((result.message for result in results if result.broken), "")
     return Result(phase, message, parameters, everything=everything, phases=tuple(r.phase for r in results))
@@ -481,4 +423,4 @@ def _thread(work: Any, *args: Any) -> threading.Thread:
     return thread
 
 
-__all__ = ["Call", "Result", "call", "exit_hook", "run_hook"]
+__all__ = ["Call", "Result", "call"]

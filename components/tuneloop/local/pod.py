@@ -1,4 +1,4 @@
-"""Pods of a local run: containers, scripts and daemons as process groups; their outputs, deadlines and readiness."""
+"""Pods of a local run: containers and daemons as process groups; their outputs, deadlines and readiness."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from tuneloop.local.device_lease import taken
 from tuneloop.local.journal import BROKEN, Node
 from tuneloop.local.pod_files import Box
 from tuneloop.local.processes import Process
-from tuneloop.workflow.expressions import text
 from tuneloop.workflow.manifest import seconds
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class Result:
 
     Attributes:
         phase: one of `tuneloop.local.journal.DONE`, or ``Running`` for a daemon that is ready.
-        parameters: output parameters; ``result`` is standard output, where a tag asks for it.
+        parameters: output parameters.
         artifacts: output artifacts: where they lie, or their text.
         everything: of a loop: all items' parameters, as a JSON list of maps.
         phases: of a loop: its items'.
@@ -118,8 +117,8 @@ def end(process: Process, grace: float) -> None:
 
 
 def run_pod(session: Session, template: Mapping[str, Any], node: Node, artifacts: Mapping[str, Path | str]) -> Result:
-    """Run the container or script of a template whose tags are substituted already."""
-    container = template.get("container") or template["script"]
+    """Run the container of a template whose tags are substituted already."""
+    container = template["container"]
     home = session.workdir / "nodes" / node.id
     box = Box(home, template)
     box.place(artifacts)
@@ -131,11 +130,6 @@ def run_pod(session: Session, template: Mapping[str, Any], node: Node, artifacts
     command = [
         _expand(box.translate(word), env) for word in (*container.get("command", []), *container.get("args", []))
     ]
-    if "script" in template:
-        source = home / "source"
-        source.write_text(box.translate(container["source"]))
-        command.append(str(source))
-    captured = home / "stdout" if session.captures(node) else None
     words = home / "termination-log"
     words.touch()
     env[TERMINATION_LOG] = str(words)
@@ -151,7 +145,7 @@ def run_pod(session: Session, template: Mapping[str, Any], node: Node, artifacts
             return Result("Failed", "stopped before it started")
         session.start(node)
         patient = not set(command[:3]) & set(LIGHT)
-        process = session.launcher.start(command, env, session.cwd, captured or log, log, patient)
+        process = session.launcher.start(command, env, session.cwd, log, log, patient)
         with session.watched(node, process, grace):
             if template.get("daemon"):
                 return _become_daemon(session, container, node, process, grace, env)
@@ -159,10 +153,7 @@ def run_pod(session: Session, template: Mapping[str, Any], node: Node, artifacts
             late = not process.ended.wait(deadline)
             if late:
                 end(process, grace)
-    if captured and captured.exists():
-        with log.open("ab") as file:
-            file.write(captured.read_bytes())
-    result = _collect(box, process.code, captured)
+    result = _collect(box, process.code)
     if session.stopping.is_set() and result.broken:
         result.message = "stopped"
     elif late:
@@ -173,11 +164,9 @@ def run_pod(session: Session, template: Mapping[str, Any], node: Node, artifacts
     return result
 
 
-def _collect(box: Box, code: int, captured: Path | None) -> Result:
+def _collect(box: Box, code: int) -> Result:
     parameters, no_parameter = box.parameters()
     found, no_artifact = box.artifacts()
-    if captured and captured.exists():
-        parameters["result"] = captured.read_text(errors="replace").removesuffix("\n")
     result = Result("Succeeded" if code == 0 else "Failed", "", parameters, dict(found), code)
     if code == 0 and (no_parameter or no_artifact):
         result.phase, result.message = "Error", f"did not write its output {', '.join(no_parameter + no_artifact)}"
@@ -250,22 +239,3 @@ def _ready(probe: Mapping[str, Any], container: Mapping[str, Any], cwd: Path, en
 def _port(port: int | str, container: Mapping[str, Any]) -> int:
     named = {p.get("name"): p["containerPort"] for p in container.get("ports", [])}
     return int(named.get(port, port))
-
-
-def suspend(session: Session, template: Mapping[str, Any], node: Node) -> Result:
-    """Wait for a duration, or for a person who supplies the template's ``valueFrom.supplied`` outputs."""
-    session.start(node)
-    declared = {p["name"]: p for p in template.get("outputs", {}).get("parameters", [])}
-    supplied = [name for name, p in declared.items() if "supplied" in p.get("valueFrom", {})]
-    duration = (template["suspend"] or {}).get("duration")
-    if duration:
-        if session.pause(seconds(duration), node.name):
-            return Result("Failed", "stopped")
-        answers = {name: declared[name]["valueFrom"].get("default") for name in supplied}
-    else:
-        asked = {p["name"]: p for p in template.get("inputs", {}).get("parameters", [])}
-        facts = ("description", "enum", "default")
-        answers = dict(session.ask(node, {n: {f: asked.get(n, {}).get(f) for f in facts} for n in supplied}))
-    if missing := [name for name in supplied if answers.get(name) is None]:
-        return Result("Error", f"nobody supplied {', '.join(missing)}")
-    return Result("Succeeded", parameters={name: text(value) for name, value in answers.items()})

@@ -2,7 +2,7 @@
 
 On a cluster every pod has its own ``/tmp/tuneloop/outputs``; here they share one machine. So each path that a template
 declares (an output parameter's, an artifact's, an emptyDir's) is mapped below the node's directory, by rewriting it
-wherever it appears in the command, the arguments, the script and the environment. A directory that holds
+wherever it appears in the command, the arguments and the environment. A directory that holds
 declared outputs is mapped where it is a whole value, as in ``TUNELOOP_OUTPUTS=/tmp/tuneloop/outputs``.
 ``/tmp`` and ``/dev/shm`` as emptyDirs are the machine's own.
 """
@@ -105,6 +105,6 @@ def _artifacts(template: Mapping[str, Any], side: str) -> list[str]:
 
 
 def _empty_dirs(template: Mapping[str, Any]) -> list[str]:
-    container = template.get("container") or template.get("script") or {}
+    container = template.get("container") or {}
     mounts = [mount["mountPath"].rstrip("/") for mount in container.get("volumeMounts", [])]
     return [path for path in mounts if path not in SHARED]

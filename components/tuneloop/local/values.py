@@ -77,7 +77,7 @@ def _prefixed(prefix: str, values: Mapping[str, Any]) -> Scope:
 
 
 def arguments(given: Mapping[str, Any], scope: Scope) -> tuple[dict[str, str], dict[str, Path | str]]:
-    """The arguments of a task, step or hook, by name."""
+    """The arguments of a task or step, by name."""
     parameters = {}
     for parameter in given.get("parameters", []):
         source = parameter.get("valueFrom") or {}
@@ -184,5 +184,5 @@ def results_scope(prefix: str, name: str, result: Result) -> Scope:
     if result.everything is not None:
         scope[f"{at}.outputs.parameters"] = result.everything
     for key, value in result.parameters.items():
-        scope[f"{at}.outputs.result" if key == "result" else f"{at}.outputs.parameters.{key}"] = value
+        scope[f"{at}.outputs.parameters.{key}"] = value
     return scope | {f"{at}.outputs.artifacts.{key}": place for key, place in result.artifacts.items()}
