@@ -9,8 +9,6 @@ import signal
 import socket
 import subprocess
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tuneloop.core.ends import NO_EXIT_CODE, describe_exit, name_signal
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, TERMINATION_LOG, Retryable, UserError, name_class
+from tuneloop.core.http import Unanswered, request
 from tuneloop.local.device_lease import taken
 from tuneloop.local.journal import BROKEN, Node
 from tuneloop.local.pod_files import Box
@@ -224,14 +223,13 @@ def _ready(probe: Mapping[str, Any], container: Mapping[str, Any], cwd: Path, en
         if get := probe.get("httpGet"):
             place = f"127.0.0.1:{_port(get['port'], container)}/{str(get.get('path', '')).removeprefix('/')}"
             headers = {h["name"]: h["value"] for h in get.get("httpHeaders", [])}
-            request = urllib.request.Request(f"{str(get.get('scheme', 'http')).lower()}://{place}", headers=headers)
-            with urllib.request.urlopen(request, timeout=patience) as answer:
-                return bool(200 <= answer.status < 400)
+            url = f"{str(get.get('scheme', 'http')).lower()}://{place}"
+            return request("GET", url, headers=headers, timeout_s=patience).status_code < 400
         if tcp := probe.get("tcpSocket"):
             socket.create_connection(("127.0.0.1", _port(tcp["port"], container)), timeout=patience).close()
         if command := probe.get("exec"):
             subprocess.run(command["command"], check=True, capture_output=True, timeout=patience, cwd=cwd, env=env)
-    except (OSError, urllib.error.URLError, subprocess.SubprocessError):
+    except (OSError, Unanswered, subprocess.SubprocessError):
         return False
     return True
 
