@@ -31,7 +31,7 @@ from tuneloop.core.ends import (
     format_table,
 )
 from tuneloop.core.errors import TERMINATION_LOG, write_termination_message
-from tuneloop.local.pod import Result
+from tuneloop.local.results import Result
 from tuneloop.local.retries import _refusal
 from tuneloop.workflow import expressions
 

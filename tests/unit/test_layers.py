@@ -3,7 +3,19 @@
 import subprocess
 import sys
 
-HEAVY = ("torch", "vllm", "transformers", "datasets", "kfp", "hera", "mlflow", "plotly", "kubernetes", "pandas")
+HEAVY = (
+    "torch",
+    "vllm",
+    "transformers",
+    "datasets",
+    "kfp",
+    "hera",
+    "mlflow",
+    "plotly",
+    "kubernetes",
+    "pandas",
+    "httpx2",
+)
 STAGES = ("data_prep", "base_model", "sft", "rollout", "reward", "policy_update", "evaluate", "export")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from tuneloop.argo.claims import misplaced
 from tuneloop.core.errors import UserError
 from tuneloop.workflow.expressions import TAG, ExpressionError, parse
-from tuneloop.workflow.manifest import depends, used_template
+from tuneloop.workflow.manifest import depends
 from tuneloop.workflow.settings import QUEUE_LABEL
 
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
@@ -134,7 +134,7 @@ def _call(at: str, task: Mapping[str, Any], templates: Mapping[Any, Any]) -> Ite
             yield Problem(f"{at}.hooks", hook["template"], "no such template")
     if "templateRef" in task:
         return
-    target = templates.get(used_template(task))
+    target = templates.get(task.get("template"))
     if target is None:
         yield Problem(f"{at}.template", task.get("template"), "no such template")
         return

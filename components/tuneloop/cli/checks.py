@@ -27,7 +27,7 @@ def preflight(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str
 
     if problems := lint_problems(workflow):
         raise UserError("pipeline", problems[0], f"{len(problems)} problems; see `tuneloop lint`")
-    manifest.check(workflow["spec"], workflow["spec"]["templates"])
+    manifest.check(workflow["spec"])
     Store(store).check_writable()
     for path, value in leaves(config):
         if value == "vllm" and "engine" in path and importlib.util.find_spec("vllm") is None:

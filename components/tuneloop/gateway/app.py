@@ -27,7 +27,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
+import httpx2
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -79,8 +79,8 @@ class Gateway:
     def __init__(self, backend: Backend, access: Access, store: str, config: Path | None = None) -> None:
         read_settings(config)  # what is wrong with it is said at the start
         self.backend, self.access, self.store, self.config = backend, access, store.rstrip("/"), config
-        limits = httpx.Limits(max_connections=None)
-        self.http = httpx.AsyncClient(timeout=PATIENCE, limits=limits, trust_env=False)  # no proxy: workers are near
+        limits = httpx2.Limits(max_connections=None)
+        self.http = httpx2.AsyncClient(timeout=PATIENCE, limits=limits, trust_env=False)  # no proxy: workers are near
         self._creating = threading.Lock()
         self._found: dict[str, Session] = {}
 
@@ -194,7 +194,7 @@ class Gateway:
             answer = await self.http.request(
                 method, f"http://{session.address}{path}", content=body, headers={**kept, HEADER: session.key}
             )
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             self._found.pop(id, None)  # the next attempt sees what has become of it
             why = f"its worker does not answer ({type(error).__name__})"
             raise Refused(503, f"session {id}: {why}; try again") from error

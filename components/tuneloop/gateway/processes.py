@@ -11,18 +11,16 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tuneloop.core.http import Unanswered, request
 from tuneloop.gateway.sessions import Session, Settings, Wanted
 from tuneloop.gateway.worker import KEY
 
 GRACE = 10.0
 KEPT = 3600.0
 """Seconds for which an ended session is still listed."""
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass
@@ -126,7 +124,6 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 def _answers(address: str) -> bool:
     try:
-        with DIRECT.open(f"http://{address}/health", timeout=0.2):
-            return True
-    except (OSError, urllib.error.URLError):
+        return request("GET", f"http://{address}/health", timeout_s=0.2).is_success
+    except Unanswered:
         return False

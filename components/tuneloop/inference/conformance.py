@@ -7,18 +7,18 @@ against its own continuation. With a checkpoint (``--policy``) it is held agains
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from tuneloop.core.artifacts import Artifact
+from tuneloop.core.http import Unanswered, open_response
 from tuneloop.inference.engines.endpoint import check_url
 from tuneloop.inference.generate import read_canary
 
@@ -72,28 +72,22 @@ class Probe:
         Raises:
             Failed: the status is not 200, or a line is no JSON object.
         """
-        connection, reply = self._send(body)
-        try:
-            if reply.status != 200:
-                raise Failed(f"answers {reply.status}: {reply.read(300).decode(errors='replace')}")
-            while line := reply.readline():
-                if line.strip():
-                    said = json.loads(line)
-                    expect(isinstance(said, dict), f"sends a line that is no object: {line[:80]!r}")
-                    expect("error" not in said, f"breaks off: {said.get('error')}")
-                    yield said
-        except json.JSONDecodeError as error:
-            raise Failed(f"sends a line that is no JSON: {error}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise Failed(f"{type(error).__name__}: {error}") from error
-        finally:
-            hang_up(connection, reply)
+        with self._send(body) as response:
+            if response.status_code != 200:
+                raise Failed(f"answers {response.status_code}: {response.read().decode(errors='replace')[:300]}")
+            for line in filter(None, response.iter_lines()):
+                try:
+                    message = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise Failed(f"sends a line that is no JSON: {error}") from error
+                expect(isinstance(message, dict), f"sends a line that is no object: {line[:80]!r}")
+                expect("error" not in message, f"breaks off: {message.get('error')}")
+                yield message
 
     def status(self, body: dict[str, Any]) -> int:
         """The status of an answer."""
-        connection, reply = self._send(body)
-        hang_up(connection, reply)
-        return reply.status
+        with self._send(body) as response:
+            return response.status_code
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] = (0,), **body: Any) -> list[list[Any]]:
         """Completions of each prompt, for each seed; every index answered once."""
@@ -120,22 +114,14 @@ class Probe:
         expect(length == len(ids) - 1, f"scores {length + 1} ids of a prompt of {len(ids)}: it is not taken as it is")
         return found or []
 
-    def _send(self, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        parts = urlsplit(self.url)
-        connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = connect(parts.hostname or "", parts.port, timeout=self.timeout_s)
+    @contextmanager
+    def _send(self, body: dict[str, Any]) -> Iterator[Any]:
+        """Send a request; leaving the block hangs up."""
         try:
-            connection.request("POST", f"{parts.path}/generate", json.dumps(body), {"Content-Type": "application/json"})
-            return connection, connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            raise Failed(f"{type(error).__name__}: {error}") from error
-
-
-def hang_up(connection: http.client.HTTPConnection, reply: http.client.HTTPResponse) -> None:
-    """Close the socket, which belongs to both."""
-    connection.close()
-    reply.close()
+            with open_response("POST", f"{self.url}/generate", body=body, timeout_s=self.timeout_s) as response:
+                yield response
+        except Unanswered as error:
+            raise Failed(str(error)) from error
 
 
 def ask(prompts: Sequence[Sequence[int]], seeds: Sequence[int], **body: Any) -> dict[str, Any]:
@@ -296,7 +282,7 @@ def aborts(probe: Probe) -> None:
     probe.one(probe.prompt(40), max_tokens=4)
     usual = time.perf_counter() - clock
     flood = ask([probe.prompt(41 + i, 6) for i in range(8)], range(64), max_tokens=200)
-    hang_up(*probe._send(flood))
+    probe.status(flood)
     clock = time.perf_counter()
     probe.one(probe.prompt(40), max_tokens=4)
     waited = time.perf_counter() - clock

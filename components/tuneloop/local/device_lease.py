@@ -4,40 +4,40 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuneloop.argo.lease_sidecar import sidecar
 from tuneloop.core import fencing
+from tuneloop.local.execution import Execution
+from tuneloop.local.journal import Node
+from tuneloop.local.pod_files import PodFilesystem
 from tuneloop.sharing.file import STORED
 from tuneloop.sharing.sidecar import arguments
 from tuneloop.sharing.turns import open_turns
 
-if TYPE_CHECKING:
-    from tuneloop.local.executor import Session
-    from tuneloop.local.journal import Node
-    from tuneloop.local.pod_files import Box
-
 
 @contextlib.contextmanager
-def taken(session: Session, template: Mapping[str, Any], node: Node, box: Box) -> Iterator[None]:
-    """What the sidecar of `template` does, for the local executor: its group's document lies in the store.
+def hold_device_lease(
+    execution: Execution, template: Mapping[str, Any], node: Node, files: PodFilesystem
+) -> Iterator[None]:
+    """Do what the sidecar of `template` does on a cluster: its group's document lies in the store.
 
     Raises:
         Retryable: the run was stopped meanwhile, or the store is in trouble.
     """
-    found = sidecar(template)
-    if found is None:
+    container = sidecar(template)
+    if container is None:
         yield
         return
-    wanted = arguments(found["args"])
-    store = session.parameters["store"]
-    place = store if "://" in store else str(session.cwd / store)
-    about: Any = {"who": wanted.run, "policy": wanted.policy, "patience": wanted.patience}
-    turns = open_turns(f"{place}/{STORED}/{wanted.group}", **about)
+    wanted = arguments(container["args"])
+    store = execution.parameters["store"]
+    root = store if "://" in store else str(execution.cwd / store)
+    options: Any = {"who": wanted.run, "policy": wanted.policy, "patience": wanted.patience}
+    turns = open_turns(f"{root}/{STORED}/{wanted.group}", **options)
     if turns.read().holder:
-        session.say(node, f"waits for its turn in group {wanted.group}")
-    file = box.local(wanted.file)
-    with turns.acquire(stop=session.stopping, told=lambda grant: fencing.write(file, grant)):
+        execution.set_message(node, f"waits for its turn in group {wanted.group}")
+    file = files.local_path(wanted.file)
+    with turns.acquire(stop=execution.stopping, told=lambda grant: fencing.write(file, grant)):
         if node.message:
-            session.say(node, "")
+            execution.set_message(node, "")
         yield

@@ -7,40 +7,24 @@ A pod is a process group. What a run leaves behind, and how to read it live: `tu
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import hashlib
-import json
 import os
-import re
 import signal
-import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import UserError
-from tuneloop.local import graph
-from tuneloop.local.graph import Call
-from tuneloop.local.journal import BROKEN, DONE, Journal, Node, Workflow, hold, outcome_code
-from tuneloop.local.pod import end
-from tuneloop.local.pod_files import Box
-from tuneloop.local.processes import Launcher, Launches, Process, base_environment
+from tuneloop.local.execution import Execution, OnLog, OnNode
+from tuneloop.local.graph import run_template
+from tuneloop.local.journal import Node, Workflow, hold, outcome_code
+from tuneloop.local.processes import Launcher, Launches, base_environment
+from tuneloop.local.results import Call, Result
 from tuneloop.local.warm import Kind, serves, warmable
 from tuneloop.workflow import manifest
 from tuneloop.workflow.expressions import text
-
-OnNode = Callable[[Node], None]
-"""Called with a copy of a node whenever its phase, message, progress or `daemoned` changes, one call at a time, in the
-order of ``nodes.jsonl``."""
-OnLog = Callable[[Node, str], None]
-"""Called with each line (without its end) a pod writes, one call at a time."""
-Ask = Callable[[Node, Mapping[str, Mapping[str, Any]]], Mapping[str, str]]
-"""Answers a `suspend` node: (node, name → {"description", "enum", "default"} of what it must supply) → values."""
 
 
 @dataclass
@@ -67,7 +51,6 @@ def execute(
     *,
     workdir: Path,
     arguments: Mapping[str, str] | None = None,
-    templates: Sequence[Mapping[str, Any]] = (),
     entrypoint: str | None = None,
     parallelism: int | None = None,
     warm: bool = True,
@@ -77,15 +60,13 @@ def execute(
     grace: float = 60.0,
     on_node: OnNode | None = None,
     on_log: OnLog | None = None,
-    ask: Ask | None = None,
 ) -> Outcome:
     """Run `workflow` to its end.
 
     Args:
-        workflow: a Workflow, WorkflowTemplate or CronWorkflow, as loaded from YAML.
+        workflow: a Workflow or WorkflowTemplate, as loaded from YAML.
         workdir: state and logs of this run; see `tuneloop.local.journal`.
         arguments: values of workflow parameters, over those in the spec.
-        templates: WorkflowTemplates that `templateRef` and `workflowTemplateRef` may name.
         entrypoint: another template to start at; its inputs are taken from `arguments`.
         parallelism: pods at a time, daemons apart; default: the spec's, else the number of cores, at least 4.
         warm: start tuneloop's own stages as forks of a process that has imported torch (`tuneloop.local.warm`).
@@ -93,424 +74,102 @@ def execute(
         env: added to every pod's environment (the container's own wins).
         cwd: of every pod; default: the current directory.
         grace: seconds between SIGTERM and SIGKILL, when the template names no terminationGracePeriodSeconds.
-        ask: answers `suspend`; default: a prompt on the terminal, UserError without one.
 
     Raises:
         UserError: a field the executor has no meaning for, an unknown argument, a missing one: before anything runs.
     """
-    document, known = _resolve(workflow, templates)
-    manifest.check(document, known)
-    parameters = _parameters(document, arguments or {}, strict=entrypoint is None)
-    start = entrypoint or document.get("entrypoint")
+    spec = workflow.get("spec") or {}
+    manifest.check(spec)
+    parameters = _parameters(spec, arguments or {}, strict=entrypoint is None)
+    start = entrypoint or spec.get("entrypoint")
     if not start:
         raise UserError("spec.entrypoint", None, "is required: the template to start at")
+    environment = base_environment(env or {})
     with hold(workdir):
-        metadata = workflow.get("metadata", {})
-        session = Session(
-            workflow={**workflow, "spec": document},
-            name=str(metadata.get("name") or metadata.get("generateName", "run-").rstrip("-")),
-            templates={t["name"]: manifest.merged(t, document.get("templateDefaults", {})) for t in known},
-            parameters=parameters,
-            workdir=workdir,
-            parallelism=parallelism or int(document.get("parallelism") or max(4, os.cpu_count() or 1)),
-            launcher=launcher or Launcher(base_environment(env or {}), _kinds(known) if warm else ()),
-            env=base_environment(env or {}),
+        execution = Execution(
+            workflow,
+            parameters,
+            workdir,
+            parallelism=parallelism,
+            launcher=launcher or Launcher(environment, _kinds(spec["templates"]) if warm else ()),
+            env=environment,
             cwd=cwd or Path.cwd(),
             grace=grace,
             on_node=on_node,
             on_log=on_log,
-            ask=ask or _prompt,
         )
-        with session.signals(), session.ticking():
-            return session.run(start, document, arguments or {})
+        entry = Call(start, execution.name, "", 0, parameters | dict(arguments or {}))
+        with execution.handle_signals(), execution.follow_pods():
+            return _run(execution, entry, spec.get("activeDeadlineSeconds"), spec.get("onExit"))
 
 
-class Session:
-    """One execution: what its nodes share."""
+def _run(execution: Execution, entry: Call, seconds: Any, exit_handler: str | None) -> Outcome:
+    """Run a workflow to its end, exit handler included."""
+    record = Workflow(execution.name, started=execution.began, pid=os.getpid(), parameters=execution.parameters)
+    execution.record_workflow(record)
+    late = threading.Event()
 
-    def __init__(
-        self,
-        *,
-        workflow: Mapping[str, Any],
-        name: str,
-        templates: Mapping[str, Mapping[str, Any]],
-        parameters: Mapping[str, str],
-        workdir: Path,
-        parallelism: int,
-        launcher: Launches,
-        env: Mapping[str, str],
-        cwd: Path,
-        grace: float,
-        on_node: OnNode | None,
-        on_log: OnLog | None,
-        ask: Ask,
-    ) -> None:
-        self.name, self.templates, self.workdir, self.launcher = name, templates, workdir, launcher
-        self.cwd, self.grace, self.ask = cwd, grace, ask
-        self.parameters = dict(parameters)
-        self.begun = time.time()
-        self.status = "Running"
-        self._fixed = _workflow_tags(workflow, name, workdir, self.begun, self.parameters)
-        self._captured = set(
-            re.findall(r"(?:steps|tasks)\.([\w-]+)\.outputs\.result", json.dumps(list(templates.values())))
-        )
-        self.stopping = threading.Event()
-        self.nodes: dict[str, Node] = {}
-        self.outputs: dict[str, str] = {}
-        self.published: dict[str, Any] = {}  # replaced, never changed: threads read it
-        self._env, self._on_node, self._on_log = env, on_node, on_log
-        self._slots = threading.BoundedSemaphore(parallelism)
-        self._lock = threading.RLock()
-        self._running: dict[str, tuple[Node, Process, float]] = {}
-        self._read: dict[str, int] = {}
-        self._end_reasons: dict[str, str] = {}
-        self._journal = Journal(workdir)
-        self._signal: int | None = None
+    def expire() -> None:
+        late.set()
+        execution.stopping.set()
 
-    def run(self, entrypoint: str, document: Mapping[str, Any], arguments: Mapping[str, str]) -> Outcome:
-        """Run to the end, hooks and exit handler included."""
-        record = Workflow(self.name, started=self.begun, pid=os.getpid(), parameters=self.parameters)
-        self._journal.write(record)
-        hooks = {k: v for k, v in (document.get("hooks") or {}).items() if k != "exit"}
-        seconds = document.get("activeDeadlineSeconds")
-        late = threading.Event()
-
-        def expire() -> None:
-            late.set()
-            self.stopping.set()
-
-        timer = threading.Timer(float(seconds or 0), expire)
-        timer.daemon = True
-        if seconds:
-            timer.start()
-        try:
-            given = self.parameters | dict(arguments)
-            call = Call(entrypoint, self.name, "", 0, given)
-            result = self._wait(lambda: self._entry(call, hooks))
-            timer.cancel()
-            if late.is_set() and self._signal is None:
-                result.phase, result.message = "Failed", f"exceeded its deadline of {seconds} s"
-                self.stopping.clear()
-            self.status = "Succeeded" if result.phase in ("Skipped", "Omitted") else result.phase
-            result = self._wait(lambda: self._ending(document, hooks, result))
-        finally:
-            self.launcher.close()
-        record.phase, record.message = (
-            ("Succeeded" if result.phase in ("Skipped", "Omitted") else result.phase),
-            result.message,
-        )
-        if self._signal is not None:
-            record.phase, record.message = "Failed", f"stopped by {signal.Signals(self._signal).name}"
-        record.finished, record.outputs = time.time(), self.outputs
-        self._journal.write(record)
-        self._journal.close()
-        code = outcome_code(record.phase, self.nodes, self._signal)
-        return Outcome(record.phase, record.message, self.nodes, self.outputs, code)
-
-    def _entry(self, call: Call, hooks: dict[str, Any]) -> graph.Result:
-        self._run_hooks(hooks)
-        result = graph.call(self, call)
-        if result.daemon:  # nothing is left that it could serve
-            result.daemon.close()
-            result.phase = "Succeeded"
-        return result
-
-    def _ending(self, document: Mapping[str, Any], hooks: dict[str, Any], result: graph.Result) -> graph.Result:
-        if self._signal is not None:
-            return result
-        self._run_hooks(hooks)
-        hook = (document.get("hooks") or {}).get("exit") or graph.exit_hook(document.get("onExit"))
-        if hook is None:
-            return result
-        if "arguments" not in hook:
-            hook = {**hook, "arguments": {"parameters": [{"name": k, "value": v} for k, v in self.parameters.items()]}}
-        after = graph.run_hook(self, hook, f"{self.name}.onExit", "", 0, {})
-        return after if after and after.broken and not result.broken else result
-
-    def _run_hooks(self, hooks: dict[str, Any]) -> None:
-        """Run those workflow hooks whose expression holds now; each at most once."""
-        for event, hook in list(hooks.items()):
-            if graph.run_hook(self, hook, f"{self.name}.hooks.{event}", "", 0, {}):
-                del hooks[event]
-
-    def _wait(self, work: Callable[[], graph.Result]) -> graph.Result:
-        """Run `work` on another thread, so that signals reach this one."""
-        results: list[graph.Result] = []
-        thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(0.05)
-            if self.stopping.is_set():
-                self._end_pods()
-        return results[0]
-
-    def _end_pods(self) -> None:
-        with self._lock:
-            running, self._running = list(self._running.values()), {}
-        for _, process, grace in running:
-            _end_apart(process, grace)
-
-    # What graph and pod ask of a session
-
-    def end_nodes(self, paths: Iterable[str], reason: str) -> None:
-        """End what runs at or below nodes of these names, and let nothing start there any more."""
-        with self._lock:
-            self._end_reasons = self._end_reasons | dict.fromkeys(paths, reason)  # replaced: threads read it
-            for node, process, grace in self._running.values():
-                if self.find_end_reason(node.name):
-                    _end_apart(process, grace)
-
-    def find_end_reason(self, name: str) -> str | None:
-        """Say why nothing may run at the node `name`; None where it may."""
-        for path, reason in self._end_reasons.items():
-            if re.match(rf"{re.escape(path)}([.(\[]|$)", name):
-                return reason
-        return None
-
-    def pause(self, seconds: float, name: str) -> bool:
-        """Wait, and say whether the run, or what is at the node `name`, is to end; at once if that is so."""
-        deadline = time.monotonic() + seconds
-        while not self.stopping.is_set() and not self.find_end_reason(name):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            self.stopping.wait(min(left, 0.1))
-        return True
-
-    def node(self, what: Call, kind: str) -> Node:
-        """A new node; its id is the same in every execution of the same graph."""
-        display = _display(what.name)
-        slug = re.sub(r"[^a-z0-9]+", "-", display.lower()).strip("-")[:40]
-        identity = f"{slug}-{hashlib.sha256(what.name.encode()).hexdigest()[:10]}"
-        node = Node(identity, what.name, display, what.template, kind, parent=what.parent)
-        self.tell(node)
-        return node
-
-    def start(self, node: Node) -> None:
-        node.phase, node.started = "Running", time.time()
-        self.tell(node)
-
-    def finish(self, node: Node, phase: str, message: str = "") -> None:
-        if node.phase in DONE:
-            return
-        node.phase, node.message, node.finished = phase, message, time.time()
-        node.started = node.started or node.finished
-        self._tail(node)
-        self.tell(node)
-
-    def tell(self, node: Node) -> None:
-        """Write the node down as it is, and say so."""
-        with self._lock:
-            self.nodes[node.id] = node
-            self._journal.write(node)
-            if self._on_node:
-                self._on_node(dataclasses.replace(node))
-
-    def say(self, node: Node, message: str) -> None:
-        """Change a node's message."""
-        node.message = message
-        self.tell(node)
-
-    def settle(self, node: Node, result: graph.Result) -> None:
-        """Write down what a node came to; a daemon that is ready goes on."""
-        node.outputs = result.parameters | {f"artifact:{k}": str(v) for k, v in result.artifacts.items()}
-        node.exit_code = result.exit_code
-        if result.daemon is None:
-            self.finish(node, result.phase, result.message)
-        elif node.phase not in DONE:
-            node.daemoned, node.message = True, ""
-            self.tell(node)
-
-    def globals(self) -> dict[str, Any]:
-        """The tags that every template may use."""
-        scope = self._fixed | self.published | {"workflow.duration": f"{time.time() - self.begun:f}"}
-        if self.status != "Running":
-            failures = [_failure(node) for node in self.nodes.values() if node.phase in BROKEN]
-            scope["workflow.failures"] = json.dumps(text(failures))  # text within text, as Argo has it
-        return scope | {"workflow.status": self.status}
-
-    def publish(self, kind: str, name: str, value: Any) -> None:
-        """Set a global output."""
-        with self._lock:
-            self.published = {**self.published, f"workflow.outputs.{kind}.{name}": value}
-            if kind == "parameters":
-                self.outputs[name] = value
-
-    def kind(self, template: str) -> str:
-        """What type of node a template's attempts are."""
-        kinds = {"dag": "DAG", "steps": "Steps", "suspend": "Suspend"}
-        return next((kind for key, kind in kinds.items() if key in self.templates[template]), "Pod")
-
-    def captures(self, node: Node) -> bool:
-        """Whether some tag asks for the standard output of this pod."""
-        path = node.name.rpartition("(")[0] if node.name.endswith(")") else node.name
-        path = path.rpartition("(")[0] if path.endswith(")") else path  # an attempt of an item
-        return path[_last_dot(path) + 1 :] in self._captured
-
-    @contextlib.contextmanager
-    def slot(self, daemon: bool) -> Iterator[None]:
-        """A place among the pods that may run at a time; daemons take none."""
-        if daemon:
-            yield
-            return
-        with self._slots:
-            yield
-
-    @contextlib.contextmanager
-    def watched(self, node: Node, process: Process, grace: float) -> Iterator[None]:
-        """Have progress and log of a running pod followed, and the pod ended when the run is stopped."""
-        with self._lock:
-            self._running[node.id] = (node, process, grace)
-            self._read.setdefault(node.id, (self.workdir / node.log).stat().st_size)
-            if self.find_end_reason(node.name):
-                _end_apart(process, grace)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._running.pop(node.id, None)
-
-    def environment(self, container: Mapping[str, Any], node: Node, box: Box) -> dict[str, str]:
-        """A pod's environment: the machine's, then the container's."""
-        progress = self.workdir / "nodes" / node.id / "progress"
-        env = {**self._env, "ARGO_PROGRESS_FILE": str(progress)}
-        values = (node.id, "local", node.id, socket.gethostname(), "local", "127.0.0.1", "127.0.0.1")
-        fields = dict(zip(manifest.FIELD_PATHS, values))
-        for item in container.get("env", []):
-            if "value" in item:
-                env[item["name"]] = box.translate(str(item["value"]))
-            elif path := (item.get("valueFrom") or {}).get("fieldRef", {}).get("fieldPath"):
-                env[item["name"]] = fields[path]
-        return env
-
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT stop the run; a second SIGINT is Python's own."""
-
-        def stop(number: int, frame: object) -> None:
-            self._signal = number
-            self.stopping.set()
-            if number == signal.SIGINT:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def ticking(self) -> Iterator[None]:
-        """Follow progress files and logs of running pods."""
-        over = threading.Event()
-
-        def tick() -> None:
-            while not over.wait(0.2):
-                with self._lock:
-                    running = [node for node, _, _ in self._running.values()]
-                for node in running:
-                    self._tail(node)
-                    self._progress(node)
-
-        thread = threading.Thread(target=tick, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-    def _progress(self, node: Node) -> None:
-        with contextlib.suppress(OSError):
-            said = (self.workdir / "nodes" / node.id / "progress").read_text().strip()
-            if said and said != node.progress:
-                node.progress = said
-                self.tell(node)
-
-    def _tail(self, node: Node) -> None:
-        if not self._on_log or not node.log:
-            return
-        with self._lock, contextlib.suppress(OSError), (self.workdir / node.log).open("rb") as file:
-            file.seek(self._read.get(node.id, 0))
-            data = file.read()
-            whole = data if node.phase in DONE else data[: data.rfind(b"\n") + 1]
-            self._read[node.id] = self._read.get(node.id, 0) + len(whole)
-            for line in whole.decode(errors="replace").splitlines():
-                self._on_log(node, line)
+    timer = threading.Timer(float(seconds or 0), expire)
+    timer.daemon = True
+    if seconds:
+        timer.start()
+    try:
+        result = _run_apart(execution, lambda: _run_entry(execution, entry))
+        timer.cancel()
+        if late.is_set() and execution.stopped_by is None:
+            result.phase, result.message = "Failed", f"exceeded its deadline of {seconds} s"
+            execution.stopping.clear()
+        execution.status = "Succeeded" if result.phase in ("Skipped", "Omitted") else result.phase
+        record.phase, record.message = execution.status, result.message
+        if exit_handler and execution.stopped_by is None:
+            handler = Call(exit_handler, f"{execution.name}.onExit", "", 0, execution.parameters)
+            after = _run_apart(execution, lambda: _run_entry(execution, handler))
+            if after.broken and not result.broken:
+                record.phase, record.message = after.phase, after.message
+    finally:
+        execution.launcher.close()
+    if execution.stopped_by is not None:
+        record.phase, record.message = "Failed", f"stopped by {signal.Signals(execution.stopped_by).name}"
+    record.finished, record.outputs = time.time(), execution.outputs
+    execution.record_workflow(record)
+    code = outcome_code(record.phase, execution.nodes, execution.stopped_by)
+    return Outcome(record.phase, record.message, execution.nodes, execution.outputs, code)
 
 
-def _end_apart(process: Process, grace: float) -> None:
-    threading.Thread(target=end, args=(process, grace), daemon=True).start()
+def _run_entry(execution: Execution, call: Call) -> Result:
+    result = run_template(execution, call)
+    if result.daemon:  # nothing is left that it could serve
+        result.daemon.close()
+        result.phase = "Succeeded"
+    return result
 
 
-def _resolve(
-    workflow: Mapping[str, Any], others: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
-    """The spec that runs, and all templates that it can name."""
-    document = dict(workflow.get("spec") or {})
-    if "workflowSpec" in document:  # a CronWorkflow
-        document = dict(document["workflowSpec"])
-    by_name = {other["metadata"]["name"]: other["spec"] for other in others}
-    if reference := document.pop("workflowTemplateRef", None):
-        if reference["name"] not in by_name:
-            raise UserError("spec.workflowTemplateRef", reference["name"], "is not among the given WorkflowTemplates")
-        document = manifest.merged(document, by_name[reference["name"]])
-    known = list(document.get("templates", []))
-    for name, other in by_name.items():
-        known += [{**template, "name": f"{name}/{template['name']}"} for template in other.get("templates", [])]
-    return document, known
-
-
-def _workflow_tags(
-    workflow: Mapping[str, Any], name: str, workdir: Path, begun: float, parameters: Mapping[str, str]
-) -> dict[str, str]:
-    """``workflow.…``, but for what changes while it runs."""
-    metadata, document = workflow.get("metadata", {}), workflow["spec"]
-    created = time.gmtime(begun)
-    at = "workflow.creationTimestamp"
-    own = {f"workflow.{kind}": metadata.get(kind) or {} for kind in ("labels", "annotations")}
-    return {
-        "workflow.name": name,
-        "workflow.namespace": "local",
-        "workflow.uid": hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:32],
-        "workflow.mainEntrypoint": str(document.get("entrypoint", "")),
-        "workflow.serviceAccountName": str(document.get("serviceAccountName", "")),
-        "workflow.parameters": text([{"name": k, "value": v} for k, v in parameters.items()]),
-        **{f"workflow.parameters.{key}": value for key, value in parameters.items()},
-        **{f"{kind}.{key}": text(value) for kind, values in own.items() for key, value in values.items()},
-        **{f"{at}{suffix}": time.strftime("%Y-%m-%dT%H:%M:%SZ", created) for suffix in ("", ".RFC3339")},
-        **{f"{at}.{letter}": time.strftime(f"%{letter}", created) for letter in "YmdHMSjyBbAapIZ"},
-        f"{at}.s": str(int(begun)),
-    }
-
-
-def _failure(node: Node) -> dict[str, str]:
-    """A failed node as ``workflow.failures`` lists it."""
-    finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(node.finished))
-    return {
-        "displayName": node.display_name,
-        "message": node.message,
-        "templateName": node.template,
-        "phase": node.phase,
-        "podName": node.id,
-        "finishedAt": finished,
-    }
+def _run_apart(execution: Execution, work: Callable[[], Result]) -> Result:
+    """Run `work` on another thread, so that signals reach this one."""
+    results: list[Result] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.05)
+        if execution.stopping.is_set():
+            execution.end_pods()
+    return results[0]
 
 
 def _kinds(templates: Iterable[Mapping[str, Any]]) -> list[Kind]:
-    """What the templates have for which a warm process pays."""
+    """Return what the templates have for which a warm process pays."""
     containers = [template.get("container") or {} for template in templates]
     commands = [[*container.get("command", []), *container.get("args", [])] for container in containers]
-    found: dict[Kind, bool] = {"stages": any(map(warmable, commands)), "server": any(map(serves, commands))}
-    return [kind for kind, there in found.items() if there]
+    kinds: dict[Kind, bool] = {"stages": any(map(warmable, commands)), "server": any(map(serves, commands))}
+    return [kind for kind, used in kinds.items() if used]
 
 
-def _parameters(document: Mapping[str, Any], given: Mapping[str, str], strict: bool) -> dict[str, str]:
-    declared = document.get("arguments", {}).get("parameters", [])
+def _parameters(spec: Mapping[str, Any], given: Mapping[str, str], strict: bool) -> dict[str, str]:
+    declared = spec.get("arguments", {}).get("parameters", [])
     names = [parameter["name"] for parameter in declared]
     if strict and (unknown := [name for name in given if name not in names]):
         raise UserError(f"parameter {unknown[0]}", given[unknown[0]], f"is no parameter; known: {', '.join(names)}")
@@ -524,34 +183,3 @@ def _parameters(document: Mapping[str, Any], given: Mapping[str, str], strict: b
         if parameter.get("enum") and values[name] not in map(str, parameter["enum"]):
             raise UserError(f"parameter {name}", values[name], f"use one of {', '.join(map(str, parameter['enum']))}")
     return values
-
-
-def _prompt(node: Node, wanted: Mapping[str, Mapping[str, Any]]) -> Mapping[str, str]:
-    if not sys.stdin.isatty():
-        raise UserError(f"suspend {node.display_name}", None, "waits for a person; run it on a terminal")
-    if not wanted:
-        input(f"{node.display_name}: press Enter to go on ")
-    answers = {}
-    for name, about in wanted.items():
-        choices = f" [{'/'.join(map(str, about['enum']))}]" if about.get("enum") else ""
-        answer = input(f"{node.display_name}: {about.get('description') or name}{choices}: ")
-        answers[name] = answer or str(about.get("default") or "")
-    return answers
-
-
-def _display(path: str) -> str:
-    """A node's own part of its path; a hook has that of whose it is before it."""
-    hook = re.search(r"\.onExit$|\.hooks\.[\w-]+$", path)
-    base = path[: hook.start()] if hook else path
-    own = re.search(r"\[\d+\]$", base)  # a group of steps
-    return (own[0] if own else base[_last_dot(base) + 1 :]) + (hook[0] if hook else "")
-
-
-def _last_dot(name: str) -> int:
-    """The last dot outside parentheses: items may hold dots."""
-    depth = 0
-    for index in range(len(name) - 1, -1, -1):
-        depth += (name[index] == ")") - (name[index] == "(")
-        if name[index] == "." and depth == 0:
-            return index
-    return -1

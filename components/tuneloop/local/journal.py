@@ -10,7 +10,7 @@ Files below the work directory (``workdir``):
 ``logs/<node id>.log``
     Standard output and error of a pod, raw.
 ``nodes/<node id>/``
-    The pod's private directory: output files, progress file, script source.
+    The pod's private directory: output files, progress file.
 ``lock``
     Held (flock) by the executor as long as it lives.
 
@@ -44,7 +44,7 @@ class Node:
         name: the path through the graph, ``grpo.loop(0).update``.
         display_name: its last part.
         template: whose template it runs.
-        type: ``Pod Steps StepGroup DAG TaskGroup Retry Suspend Skipped``.
+        type: ``Pod Steps StepGroup DAG TaskGroup Retry Skipped``.
         phase: ``Pending Running`` or one of `DONE`.
         parent: id of the DAG, steps, group or retry node it belongs to; empty at the root.
         daemoned: a daemon that is ready, and running as long as its scope.
@@ -53,7 +53,7 @@ class Node:
         progress: ``N/M`` as the pod wrote it to ``$ARGO_PROGRESS_FILE``.
         log: path of the log below the work directory; empty for nodes without a pod.
         inputs: parameter name → value; artifacts as ``artifact:<name>`` → local path.
-        outputs: the same; a script's standard output is ``result``.
+        outputs: the same.
     """
 
     id: str

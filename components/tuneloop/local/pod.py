@@ -1,100 +1,50 @@
-"""Pods of a local run: containers, scripts and daemons as process groups; their outputs, deadlines and readiness."""
+"""Pods of a local run: containers and daemons as process groups; their outputs, deadlines and readiness."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
-import signal
 import socket
 import subprocess
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from tuneloop.core.ends import NO_EXIT_CODE, describe_exit, name_signal
+from tuneloop.core.ends import describe_exit, name_signal
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, TERMINATION_LOG, Retryable, UserError, name_class
-from tuneloop.local.device_lease import taken
-from tuneloop.local.journal import BROKEN, Node
-from tuneloop.local.pod_files import Box
-from tuneloop.local.processes import Process
-from tuneloop.workflow.expressions import text
+from tuneloop.core.http import Unanswered, request
+from tuneloop.local.device_lease import hold_device_lease
+from tuneloop.local.execution import Execution
+from tuneloop.local.journal import Node
+from tuneloop.local.pod_files import PodFilesystem
+from tuneloop.local.processes import Process, end_process
+from tuneloop.local.results import Result
 from tuneloop.workflow.manifest import seconds
-
-if TYPE_CHECKING:
-    from tuneloop.local.executor import Session
 
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
 """Stages that import no torch: they do not wait for the warm process."""
 
 
-@dataclass
-class Result:
-    """What a node came to.
-
-    Attributes:
-        phase: one of `tuneloop.local.journal.DONE`, or ``Running`` for a daemon that is ready.
-        parameters: output parameters; ``result`` is standard output, where a tag asks for it.
-        artifacts: output artifacts: where they lie, or their text.
-        everything: of a loop: all items' parameters, as a JSON list of maps.
-        phases: of a loop: its items'.
-    """
-
-    phase: str
-    message: str = ""
-    parameters: dict[str, str] = field(default_factory=dict)
-    artifacts: dict[str, Path | str] = field(default_factory=dict)
-    exit_code: int | None = None
-    daemon: Server | None = None
-    everything: str | None = None
-    phases: tuple[str, ...] = ()
-
-    @property
-    def broken(self) -> bool:
-        return self.phase in BROKEN
-
-    @property
-    def code(self) -> int:
-        """The exit code as the controller gives it: `NO_EXIT_CODE` where there is none."""
-        return NO_EXIT_CODE if self.exit_code is None else self.exit_code
-
-
-class Server(Protocol):
-    """What runs on behind a node that is ready.
-
-    Attributes:
-        over: set when it has ended for good, whoever ended it; `result` says how.
-    """
-
-    over: threading.Event
-    result: Result
-
-    def close(self) -> None:
-        """End it, and wait for its end."""
-
-
-class Daemon:
+class PodDaemon:
     """A pod that outlives its node's start; it ends with the graph that started it.
 
     Attributes:
-        over: set when it has ended, whoever ended it; `result` says how.
+        over, result: as `tuneloop.local.results.Daemon` has them.
     """
 
-    def __init__(self, session: Session, node: Node, process: Process, grace: float) -> None:
+    def __init__(self, execution: Execution, node: Node, process: Process, grace: float) -> None:
         self.over = threading.Event()
         self.result = Result("Succeeded")
-        self._session, self._node, self._process, self._grace = session, node, process, grace
+        self._session, self._node, self._process, self._grace = execution, node, process, grace
         self._closing = False
         threading.Thread(target=self._watch, daemon=True).start()
 
     def close(self) -> None:
         """SIGTERM, then SIGKILL after the grace period."""
         self._closing = True
-        end(self._process, self._grace)
+        end_process(self._process, self._grace)
         self.over.wait()
 
     def _watch(self) -> None:
@@ -109,76 +59,60 @@ class Daemon:
         self.over.set()
 
 
-def end(process: Process, grace: float) -> None:
-    """End a process group: SIGTERM, and SIGKILL after `grace` seconds."""
-    process.signal(signal.SIGTERM)
-    if not process.ended.wait(grace):
-        process.signal(signal.SIGKILL)
-        process.ended.wait()
-
-
-def run_pod(session: Session, template: Mapping[str, Any], node: Node, artifacts: Mapping[str, Path | str]) -> Result:
-    """Run the container or script of a template whose tags are substituted already."""
-    container = template.get("container") or template["script"]
-    home = session.workdir / "nodes" / node.id
-    box = Box(home, template)
-    box.place(artifacts)
+def run_pod(
+    execution: Execution, template: Mapping[str, Any], node: Node, artifacts: Mapping[str, Path | str]
+) -> Result:
+    """Run the container of a template whose tags are substituted already."""
+    container = template["container"]
+    home = execution.workdir / "nodes" / node.id
+    files = PodFilesystem(home, template)
+    files.place_inputs(artifacts)
     node.log = f"logs/{node.id}.log"
-    log = session.workdir / node.log
+    log = execution.workdir / node.log
     log.parent.mkdir(exist_ok=True)
     log.touch()
-    env = session.environment(container, node, box)
+    env = execution.pod_environment(container, node, files)
     command = [
-        _expand(box.translate(word), env) for word in (*container.get("command", []), *container.get("args", []))
+        _expand(files.translate(word), env) for word in (*container.get("command", []), *container.get("args", []))
     ]
-    if "script" in template:
-        source = home / "source"
-        source.write_text(box.translate(container["source"]))
-        command.append(str(source))
-    captured = home / "stdout" if session.captures(node) else None
     words = home / "termination-log"
     words.touch()
     env[TERMINATION_LOG] = str(words)
-    grace = _grace(template, session.grace)
-    with session.slot(bool(template.get("daemon"))), contextlib.ExitStack() as stack:
+    grace = _grace(template, execution.grace)
+    with execution.pod_slot(bool(template.get("daemon"))), contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(taken(session, template, node, box))
+            stack.enter_context(hold_device_lease(execution, template, node, files))
         except (UserError, Retryable) as error:
             if isinstance(error, UserError):
                 return Result("Failed", str(error), exit_code=EXIT_USER)
             return Result("Failed", f"{name_class(error)}: {error}", exit_code=EXIT_RETRY)
-        if session.stopping.is_set() or session.find_end_reason(node.name):
+        if execution.stopping.is_set() or execution.find_end_reason(node.name):
             return Result("Failed", "stopped before it started")
-        session.start(node)
+        execution.start(node)
         patient = not set(command[:3]) & set(LIGHT)
-        process = session.launcher.start(command, env, session.cwd, captured or log, log, patient)
-        with session.watched(node, process, grace):
+        process = execution.launcher.start(command, env, execution.cwd, log, log, patient)
+        with execution.watch_pod(node, process, grace):
             if template.get("daemon"):
-                return _become_daemon(session, container, node, process, grace, env)
+                return _become_daemon(execution, container, node, process, grace, env)
             deadline = _deadline(template)
             late = not process.ended.wait(deadline)
             if late:
-                end(process, grace)
-    if captured and captured.exists():
-        with log.open("ab") as file:
-            file.write(captured.read_bytes())
-    result = _collect(box, process.code, captured)
-    if session.stopping.is_set() and result.broken:
+                end_process(process, grace)
+    result = _collect(files, process.code)
+    if execution.stopping.is_set() and result.broken:
         result.message = "stopped"
     elif late:
         result.phase, result.message = "Failed", f"Pod was active on the node longer than {deadline:g} s"
     elif result.phase == "Failed":
-        said = words.read_text(errors="replace").strip() or _last_words(log)
-        result.message = describe_exit(process.code, said)
+        last_words = words.read_text(errors="replace").strip() or _last_words(log)
+        result.message = describe_exit(process.code, last_words)
     return result
 
 
-def _collect(box: Box, code: int, captured: Path | None) -> Result:
-    parameters, no_parameter = box.parameters()
-    found, no_artifact = box.artifacts()
-    if captured and captured.exists():
-        parameters["result"] = captured.read_text(errors="replace").removesuffix("\n")
-    result = Result("Succeeded" if code == 0 else "Failed", "", parameters, dict(found), code)
+def _collect(files: PodFilesystem, code: int) -> Result:
+    parameters, no_parameter = files.read_parameters()
+    artifacts, no_artifact = files.find_artifacts()
+    result = Result("Succeeded" if code == 0 else "Failed", "", parameters, dict(artifacts), code)
     if code == 0 and (no_parameter or no_artifact):
         result.phase, result.message = "Error", f"did not write its output {', '.join(no_parameter + no_artifact)}"
     return result
@@ -198,8 +132,8 @@ def _expand(word: str, env: Mapping[str, str]) -> str:
 
 
 def _deadline(template: Mapping[str, Any]) -> float | None:
-    given = [template[key] for key in ("timeout", "activeDeadlineSeconds") if template.get(key)]
-    return min(map(seconds, given)) if given else None
+    limits = [template[key] for key in ("timeout", "activeDeadlineSeconds") if template.get(key)]
+    return min(map(seconds, limits)) if limits else None
 
 
 def _grace(template: Mapping[str, Any], default: float) -> float:
@@ -212,37 +146,40 @@ def _grace(template: Mapping[str, Any], default: float) -> float:
 
 
 def _become_daemon(
-    session: Session, container: Mapping[str, Any], node: Node, process: Process, grace: float, env: Mapping[str, str]
+    execution: Execution,
+    container: Mapping[str, Any],
+    node: Node,
+    process: Process,
+    grace: float,
+    env: Mapping[str, str],
 ) -> Result:
     probe = container.get("readinessProbe") or {}
     pause = min(float(probe.get("periodSeconds", 1)), 0.1)
     over = process.ended.wait(float(probe.get("initialDelaySeconds", 0)))
-    while not over and not _ready(probe, container, session.cwd, env):
-        if session.stopping.is_set():
-            end(process, grace)
+    while not over and not _ready(probe, container, execution.cwd, env):
+        if execution.stopping.is_set():
+            end_process(process, grace)
             return Result("Failed", "stopped", exit_code=process.code)
         over = process.ended.wait(pause)
     if over:
-        said = _last_words(session.workdir / node.log)
-        message = f"ended before it was ready: {describe_exit(process.code, said)}"
+        message = f"ended before it was ready: {describe_exit(process.code, _last_words(execution.workdir / node.log))}"
         return Result("Failed", message, exit_code=process.code)
-    return Result("Running", daemon=Daemon(session, node, process, grace))
+    return Result("Running", daemon=PodDaemon(execution, node, process, grace))
 
 
 def _ready(probe: Mapping[str, Any], container: Mapping[str, Any], cwd: Path, env: Mapping[str, str]) -> bool:
-    patience = float(probe.get("timeoutSeconds", 1))
+    timeout_s = float(probe.get("timeoutSeconds", 1))
     try:
         if get := probe.get("httpGet"):
-            place = f"127.0.0.1:{_port(get['port'], container)}/{str(get.get('path', '')).removeprefix('/')}"
+            address = f"127.0.0.1:{_port(get['port'], container)}/{str(get.get('path', '')).removeprefix('/')}"
             headers = {h["name"]: h["value"] for h in get.get("httpHeaders", [])}
-            request = urllib.request.Request(f"{str(get.get('scheme', 'http')).lower()}://{place}", headers=headers)
-            with urllib.request.urlopen(request, timeout=patience) as answer:
-                return bool(200 <= answer.status < 400)
+            url = f"{str(get.get('scheme', 'http')).lower()}://{address}"
+            return request("GET", url, headers=headers, timeout_s=timeout_s).status_code < 400
         if tcp := probe.get("tcpSocket"):
-            socket.create_connection(("127.0.0.1", _port(tcp["port"], container)), timeout=patience).close()
+            socket.create_connection(("127.0.0.1", _port(tcp["port"], container)), timeout=timeout_s).close()
         if command := probe.get("exec"):
-            subprocess.run(command["command"], check=True, capture_output=True, timeout=patience, cwd=cwd, env=env)
-    except (OSError, urllib.error.URLError, subprocess.SubprocessError):
+            subprocess.run(command["command"], check=True, capture_output=True, timeout=timeout_s, cwd=cwd, env=env)
+    except (OSError, Unanswered, subprocess.SubprocessError):
         return False
     return True
 
@@ -250,22 +187,3 @@ def _ready(probe: Mapping[str, Any], container: Mapping[str, Any], cwd: Path, en
 def _port(port: int | str, container: Mapping[str, Any]) -> int:
     named = {p.get("name"): p["containerPort"] for p in container.get("ports", [])}
     return int(named.get(port, port))
-
-
-def suspend(session: Session, template: Mapping[str, Any], node: Node) -> Result:
-    """Wait for a duration, or for a person who supplies the template's ``valueFrom.supplied`` outputs."""
-    session.start(node)
-    declared = {p["name"]: p for p in template.get("outputs", {}).get("parameters", [])}
-    supplied = [name for name, p in declared.items() if "supplied" in p.get("valueFrom", {})]
-    duration = (template["suspend"] or {}).get("duration")
-    if duration:
-        if session.pause(seconds(duration), node.name):
-            return Result("Failed", "stopped")
-        answers = {name: declared[name]["valueFrom"].get("default") for name in supplied}
-    else:
-        asked = {p["name"]: p for p in template.get("inputs", {}).get("parameters", [])}
-        facts = ("description", "enum", "default")
-        answers = dict(session.ask(node, {n: {f: asked.get(n, {}).get(f) for f in facts} for n in supplied}))
-    if missing := [name for name in supplied if answers.get(name) is None]:
-        return Result("Error", f"nobody supplied {', '.join(missing)}")
-    return Result("Succeeded", parameters={name: text(value) for name, value in answers.items()})

@@ -2,7 +2,7 @@
 
 On a cluster every pod has its own ``/tmp/tuneloop/outputs``; here they share one machine. So each path that a template
 declares (an output parameter's, an artifact's, an emptyDir's) is mapped below the node's directory, by rewriting it
-wherever it appears in the command, the arguments, the script and the environment. A directory that holds
+wherever it appears in the command, the arguments and the environment. A directory that holds
 declared outputs is mapped where it is a whole value, as in ``TUNELOOP_OUTPUTS=/tmp/tuneloop/outputs``.
 ``/tmp`` and ``/dev/shm`` as emptyDirs are the machine's own.
 """
@@ -18,7 +18,7 @@ from typing import Any
 SHARED = ("/tmp", "/dev/shm")
 
 
-class Box:
+class PodFilesystem:
     """The files of one pod, below `root` (emptied first)."""
 
     def __init__(self, root: Path, template: Mapping[str, Any]) -> None:
@@ -29,26 +29,26 @@ class Box:
         self._parents = {str(PurePosixPath(path).parent) for path in declared} - {"/", *SHARED}
         shutil.rmtree(root, ignore_errors=True)
         for path in self._paths:
-            self.local(path).parent.mkdir(parents=True, exist_ok=True)
+            self.local_path(path).parent.mkdir(parents=True, exist_ok=True)
         for path in _empty_dirs(template):
-            self.local(path).mkdir(parents=True, exist_ok=True)
+            self.local_path(path).mkdir(parents=True, exist_ok=True)
         root.mkdir(parents=True, exist_ok=True)
 
-    def local(self, path: str) -> Path:
-        """Where `path` of the container is on this machine."""
+    def local_path(self, path: str) -> Path:
+        """Return where `path` of the container is on this machine."""
         return self.root / "fs" / path.lstrip("/")
 
     def translate(self, text: str) -> str:
-        """`text` with the declared paths in it replaced by their places here."""
+        """Replace the declared paths in `text` by their places on this machine."""
         head, equals, tail = text.rpartition("=")
         if tail.rstrip("/") in self._parents:
-            return f"{head}{equals}{self.local(tail)}"
+            return f"{head}{equals}{self.local_path(tail)}"
         if not self._paths:
             return text
         pattern = "|".join(map(re.escape, self._paths))
-        return re.sub(rf"(?<![\w./-])(?:{pattern})(?![\w-])", lambda match: str(self.local(match[0])), text)
+        return re.sub(rf"(?<![\w./-])(?:{pattern})(?![\w-])", lambda match: str(self.local_path(match[0])), text)
 
-    def place(self, artifacts: Mapping[str, Path | str]) -> None:
+    def place_inputs(self, artifacts: Mapping[str, Path | str]) -> None:
         """Put input artifacts where the container looks for them; text is the content of a file.
 
         They are copies: a pod that writes to its input changes no one else's.
@@ -57,7 +57,7 @@ class Box:
             source = artifacts.get(artifact["name"])
             if source is None or "path" not in artifact:
                 continue
-            target = self.local(artifact["path"])
+            target = self.local_path(artifact["path"])
             if isinstance(source, str):
                 target.write_text(source)
             elif source.is_dir():
@@ -67,14 +67,14 @@ class Box:
             if "mode" in artifact:
                 target.chmod(artifact["mode"])
 
-    def parameters(self) -> tuple[dict[str, str], list[str]]:
-        """The output parameters that the pod wrote or that have a default, and the names of the missing ones."""
+    def read_parameters(self) -> tuple[dict[str, str], list[str]]:
+        """Return the output parameters that the pod wrote or that have a default, and the names of the missing ones."""
         values, missing = {}, []
         for parameter in self._template.get("outputs", {}).get("parameters", []):
             source = parameter.get("valueFrom", {})
             if "path" not in source:
                 continue
-            file = self.local(source["path"])
+            file = self.local_path(source["path"])
             if file.exists():
                 values[parameter["name"]] = file.read_text().removesuffix("\n")
             elif "default" in source:
@@ -83,16 +83,16 @@ class Box:
                 missing.append(parameter["name"])
         return values, missing
 
-    def artifacts(self) -> tuple[dict[str, Path], list[str]]:
-        """The output artifacts that the pod wrote, and the names of the missing ones that are not optional."""
-        found, missing = {}, []
+    def find_artifacts(self) -> tuple[dict[str, Path], list[str]]:
+        """Return the output artifacts that the pod wrote, and the names of the missing ones that are not optional."""
+        paths, missing = {}, []
         for artifact in self._template.get("outputs", {}).get("artifacts", []):
-            path = self.local(artifact["path"])
+            path = self.local_path(artifact["path"])
             if path.exists():
-                found[artifact["name"]] = path
+                paths[artifact["name"]] = path
             elif not artifact.get("optional"):
                 missing.append(artifact["name"])
-        return found, missing
+        return paths, missing
 
 
 def _outputs(template: Mapping[str, Any]) -> dict[str, str]:
@@ -105,6 +105,6 @@ def _artifacts(template: Mapping[str, Any], side: str) -> list[str]:
 
 
 def _empty_dirs(template: Mapping[str, Any]) -> list[str]:
-    container = template.get("container") or template.get("script") or {}
+    container = template.get("container") or {}
     mounts = [mount["mountPath"].rstrip("/") for mount in container.get("volumeMounts", [])]
     return [path for path in mounts if path not in SHARED]

@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -47,7 +48,15 @@ class Process:
         self.ended.set()
 
 
-class Server:
+def end_process(process: Process, grace: float) -> None:
+    """End a process group: SIGTERM, and SIGKILL after `grace` seconds."""
+    process.signal(signal.SIGTERM)
+    if not process.ended.wait(grace):
+        process.signal(signal.SIGKILL)
+        process.ended.wait()
+
+
+class ProcessServer:
     """One of the two programs that start processes for us: `tuneloop.local.spawn` or `tuneloop.local.warm`.
 
     Attributes:
@@ -167,8 +176,8 @@ class Launcher:
 
     def __init__(self, env: Mapping[str, str], warm: Collection[Kind]) -> None:
         command = [sys.executable, "-m", "tuneloop.local.warm"]
-        self._warm = {kind: Server(env.get(WARM) or [*command, kind], env, ready=False) for kind in warm}
-        self._spawner = Server([sys.executable, "-S", "-E", spawn.__file__], env, ready=True)
+        self._warm = {kind: ProcessServer(env.get(WARM) or [*command, kind], env, ready=False) for kind in warm}
+        self._spawner = ProcessServer([sys.executable, "-S", "-E", spawn.__file__], env, ready=True)
         self._told = False
 
     def start(
@@ -189,7 +198,7 @@ class Launcher:
         for server in (*self._warm.values(), self._spawner):
             server.close()
 
-    def _ready(self, warm: Server, patient: bool) -> bool:
+    def _ready(self, warm: ProcessServer, patient: bool) -> bool:
         if patient:
             warm.settled.wait()
         if warm.failure and not self._told:

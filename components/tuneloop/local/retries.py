@@ -7,21 +7,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuneloop.core.attempts import BUDGET
 from tuneloop.core.ends import classify_end, describe_exit, name_signal
 from tuneloop.core.errors import EXIT_RETRY
+from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
-from tuneloop.local.pod import Result, Server
-from tuneloop.local.values import Scope
+from tuneloop.local.results import Call, Daemon, Result, Scope
 from tuneloop.workflow import expressions
 from tuneloop.workflow.expressions import ExpressionError
 from tuneloop.workflow.manifest import seconds
-
-if TYPE_CHECKING:
-    from tuneloop.local.executor import Session
-    from tuneloop.local.graph import Call
 
 FIRST: Scope = {
     "lastRetry.exitCode": "0",
@@ -37,33 +33,33 @@ POLICIES = {
 }
 
 
-def retried(
-    session: Session,
+def run_attempts(
+    execution: Execution,
     strategy: Mapping[str, Any],
     node: Node,
-    what: Call,
+    call: Call,
     attempt: Callable[[Node, Scope], Result],
 ) -> Result:
-    """Attempts, each a node ``<name>(n)`` below `node`, until one does not fail or the strategy says so."""
-    session.start(node)
-    attempts = _Attempts(session, strategy, node, what, attempt)
+    """Run attempts, each a node ``<name>(n)`` below `node`, until one does not fail or the strategy says so."""
+    execution.start(node)
+    attempts = _Attempts(execution, strategy, node, call, attempt)
     result = attempts.run()
     if result.daemon:
-        result.daemon = _Revived(attempts, result.daemon)
+        result.daemon = _RestartedDaemon(attempts, result.daemon)
     return result
 
 
 class _Attempts:
     def __init__(
         self,
-        session: Session,
+        execution: Execution,
         strategy: Mapping[str, Any],
         node: Node,
-        what: Call,
+        call: Call,
         attempt: Callable[[Node, Scope], Result],
     ) -> None:
-        self.session, self.node = session, node
-        self._strategy, self._what, self._attempt = strategy, what, attempt
+        self.execution, self.node = execution, node
+        self._strategy, self._call, self._attempt = strategy, call, attempt
         self._began = time.monotonic()
         self._number = 0
         self._last = FIRST
@@ -72,22 +68,22 @@ class _Attempts:
     def run(self) -> Result:
         """Attempts until one succeeds, is ready (a daemon), or is the last."""
         while True:
-            name = f"{self._what.name}({self._number})"
-            self._child = self.session.node(
-                replace(self._what, name=name, parent=self.node.id), self.session.kind(self._what.template)
+            name = f"{self._call.name}({self._number})"
+            self._child = self.execution.create_node(
+                replace(self._call, name=name, parent=self.node.id), self.execution.attempt_type(self._call.template)
             )
             self._child.inputs = self.node.inputs
             try:
                 result = self._attempt(self._child, self._last | {"retries": str(self._number)})
             except ExpressionError as error:
                 result = Result("Error", str(error))
-            self.session.settle(self._child, result)
-            if not result.broken or not self.another(result):
+            self.execution.settle(self._child, result)
+            if not result.broken or not self.try_again(result):
                 return result
 
-    def another(self, result: Result) -> bool:
-        """Whether there is to be another attempt after one that came to `result`; waits for its time."""
-        if self.session.stopping.is_set() or self.session.find_end_reason(self.node.name):
+    def try_again(self, result: Result) -> bool:
+        """Say whether there is to be another attempt after one that came to `result`; wait for its time."""
+        if self.execution.stopping.is_set() or self.execution.find_end_reason(self.node.name):
             return False
         self._last = _facts(result, self._child, self._number)
         refusal, pause = _refusal(self._strategy, self._last, result, self._number, time.monotonic() - self._began)
@@ -95,10 +91,10 @@ class _Attempts:
             result.message = f"{refusal}: {result.message}" if refusal else result.message
             return False
         self._number += 1
-        daemon = self.session.templates[self._what.template].get("daemon")
-        said = self._announce_restart(result) if daemon else _announce(result, self._number, pause)
-        self.session.say(self.node, said)
-        return not self.session.pause(pause, self.node.name)
+        daemon = self.execution.templates[self._call.template].get("daemon")
+        message = self._announce_restart(result) if daemon else _announce(result, self._number, pause)
+        self.execution.set_message(self.node, message)
+        return not self.execution.pause(pause, self.node.name)
 
     def _announce_restart(self, result: Result) -> str:
         """What people read of a server that died, and is started again."""
@@ -107,7 +103,7 @@ class _Attempts:
         # Fewer where the strategy's limit is lower; a number above them means that it has answered in between.
         budget = min(BUDGET, int(self._strategy.get("limit") or BUDGET))
         count = f"{self._number} of {budget}" if self._number <= budget else f"restart {self._number}"
-        log = self.session.workdir / self._child.log
+        log = self.execution.workdir / self._child.log
         named = log.relative_to(Path.cwd()) if log.is_relative_to(Path.cwd()) else log
         return f"{died}; restarting ({count}); log: {named}"
 
@@ -116,18 +112,18 @@ def _announce(result: Result, number: int, pause: float) -> str:
     """What people read of an attempt that is to be followed by another: the class of its end, and its last words."""
     end = classify_end(result.phase, result.code, result.message)
     # What ends with 75 says its class itself; the number says no more.
-    said = result.message.removeprefix(f"{describe_exit(EXIT_RETRY)}: ").removeprefix(f"{end.name}: ")
-    return f"{end.name}: {said}; retrying in {pause:g} s (attempt {number + 1})"
+    reason = result.message.removeprefix(f"{describe_exit(EXIT_RETRY)}: ").removeprefix(f"{end.name}: ")
+    return f"{end.name}: {reason}; retrying in {pause:g} s (attempt {number + 1})"
 
 
-class _Revived:
+class _RestartedDaemon:
     """A daemon under a retry strategy: when it ends by itself it is started again, at the same address.
 
     Attributes:
         over: set when it has ended for good; `result` says how.
     """
 
-    def __init__(self, attempts: _Attempts, daemon: Server) -> None:
+    def __init__(self, attempts: _Attempts, daemon: Daemon) -> None:
         self._attempts, self._daemon = attempts, daemon
         self.over = threading.Event()
         self.result = Result("Succeeded")
@@ -137,27 +133,27 @@ class _Revived:
 
     def close(self) -> None:
         self._closing = True
-        self._attempts.session.end_nodes([self._attempts.node.name], "nothing is left that it could serve")
+        self._attempts.execution.end_nodes([self._attempts.node.name], "nothing is left that it could serve")
         self._daemon.close()
         self._thread.join()
 
     def _watch(self) -> None:
-        session, node = self._attempts.session, self._attempts.node
+        execution, node = self._attempts.execution, self._attempts.node
         while True:
             self._daemon.over.wait()
             result = self._daemon.result
-            if self._closing or not self._attempts.another(result):
+            if self._closing or not self._attempts.try_again(result):
                 break
             result = self._attempts.run()
             if result.daemon is None:
                 break
             self._daemon = result.daemon
-            session.say(node, "")
+            execution.set_message(node, "")
             if self._closing:  # it was asked to end while it started
                 self._daemon.close()
         # Its graph is over, whatever became of a restart at that time: each attempt says how it ended itself.
         self.result = Result("Succeeded") if self._closing else result
-        session.settle(node, self.result)
+        execution.settle(node, self.result)
         self.over.set()
 
 

@@ -6,15 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tuneloop.local.results import Result, Scope
 from tuneloop.workflow import expressions
 from tuneloop.workflow.expressions import ExpressionError, substitute, text
-
-if TYPE_CHECKING:
-    from tuneloop.local.pod import Result
-
-Scope = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -30,10 +26,10 @@ class Inputs:
     scope: Scope
 
 
-def inputs(
+def resolve_inputs(
     template: Mapping[str, Any], parameters: Mapping[str, str], artifacts: Mapping[str, Path | str], scope: Scope
 ) -> Inputs:
-    """Arguments over defaults.
+    """Return a template's inputs: arguments over defaults.
 
     Raises:
         ExpressionError: an input without value, or with one that its ``enum`` does not have.
@@ -76,8 +72,8 @@ def _prefixed(prefix: str, values: Mapping[str, Any]) -> Scope:
     return {f"{prefix}.{name}": value for name, value in values.items()}
 
 
-def arguments(given: Mapping[str, Any], scope: Scope) -> tuple[dict[str, str], dict[str, Path | str]]:
-    """The arguments of a task, step or hook, by name."""
+def resolve_arguments(given: Mapping[str, Any], scope: Scope) -> tuple[dict[str, str], dict[str, Path | str]]:
+    """Return the arguments of a task or step, by name."""
     parameters = {}
     for parameter in given.get("parameters", []):
         source = parameter.get("valueFrom") or {}
@@ -93,8 +89,8 @@ def arguments(given: Mapping[str, Any], scope: Scope) -> tuple[dict[str, str], d
     return parameters, artifacts
 
 
-def outputs(declared: Mapping[str, Any], scope: Scope) -> tuple[dict[str, str], dict[str, Path | str]]:
-    """The outputs of a DAG or steps template whose tasks have settled."""
+def resolve_outputs(declared: Mapping[str, Any], scope: Scope) -> tuple[dict[str, str], dict[str, Path | str]]:
+    """Return the outputs of a DAG or steps template whose tasks have settled."""
     parameters = {parameter["name"]: _output(parameter, scope) for parameter in declared.get("parameters", [])}
     found = {artifact["name"]: _artifact(artifact, scope) for artifact in declared.get("artifacts", [])}
     return parameters, {name: place for name, place in found.items() if place is not None}
@@ -118,7 +114,7 @@ def _output(parameter: Mapping[str, Any], scope: Scope) -> str:
 
 
 def _artifact(artifact: Mapping[str, Any], scope: Scope) -> Path | str | None:
-    """Where an artifact lies, or its text; None for an optional one without source."""
+    """Return where an artifact lies, or its text; None for an optional one without source."""
     if "raw" in artifact:
         return text(substitute(artifact["raw"]["data"], scope))
     if "fromExpression" in artifact:
@@ -134,8 +130,8 @@ def _artifact(artifact: Mapping[str, Any], scope: Scope) -> Path | str | None:
     return Path(found) / below if below else found  # type: ignore[no-any-return]
 
 
-def items(task: Mapping[str, Any], scope: Scope) -> list[Any] | None:
-    """What a task loops over; None if it does not."""
+def list_items(task: Mapping[str, Any], scope: Scope) -> list[Any] | None:
+    """Return what a task loops over; None if it does not."""
     if task.get("withItems") is not None:
         return list(substitute(task["withItems"], scope))
     if task.get("withParam"):
@@ -167,14 +163,14 @@ def _sequence(given: Mapping[str, str]) -> list[Any]:
         raise ExpressionError(f"withSequence {dict(given)}: {error}") from None
 
 
-def label(item: Any) -> str:
-    """An item as it appears in a node's name."""
-    told = ",".join(sorted(f"{k}:{text(v)}" for k, v in item.items())) if isinstance(item, dict) else text(item)
-    return told.replace("(", "").replace(")", "")
+def label_item(item: Any) -> str:
+    """Return an item as it appears in a node's name."""
+    name = ",".join(sorted(f"{k}:{text(v)}" for k, v in item.items())) if isinstance(item, dict) else text(item)
+    return name.replace("(", "").replace(")", "")
 
 
-def results_scope(prefix: str, name: str, result: Result) -> Scope:
-    """The tags of a task or step that has settled (or of a daemon that is ready)."""
+def result_scope(prefix: str, name: str, result: Result) -> Scope:
+    """Return the tags of a task or step that has settled (or of a daemon that is ready)."""
     at = f"{prefix}.{name}"
     scope: Scope = {} if result.phases else {f"{at}.status": result.phase}  # a loop has none in Argo 3.7
     if result.exit_code is not None:
@@ -184,5 +180,5 @@ def results_scope(prefix: str, name: str, result: Result) -> Scope:
     if result.everything is not None:
         scope[f"{at}.outputs.parameters"] = result.everything
     for key, value in result.parameters.items():
-        scope[f"{at}.outputs.result" if key == "result" else f"{at}.outputs.parameters.{key}"] = value
+        scope[f"{at}.outputs.parameters.{key}"] = value
     return scope | {f"{at}.outputs.artifacts.{key}": place for key, place in result.artifacts.items()}

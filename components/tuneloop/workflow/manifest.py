@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ _PROBE: Fields = {
     **dict.fromkeys(("initialDelaySeconds", "periodSeconds", "timeoutSeconds", "successThreshold"), ANY),
     "failureThreshold": IGNORED,  # an unready pod is waited for
 }
-_VALUE_FROM: Fields = dict.fromkeys(("path", "default", "expression", "parameter", "supplied"), ANY)
+_VALUE_FROM: Fields = dict.fromkeys(("path", "default", "expression", "parameter"), ANY)
 _PARAMETER: Fields = {
     **dict.fromkeys(("name", "value", "default", "enum", "globalName"), ANY),
     "description": IGNORED,
@@ -34,7 +35,6 @@ _ARTIFACT: Fields = {
     "raw": {"data": ANY},
 }
 _IO: Fields = {"parameters": [_PARAMETER], "artifacts": [_ARTIFACT]}
-_HOOKS: Fields = {"*": {"template": ANY, "expression": ANY, "arguments": _IO}}
 _RETRY: Fields = {
     "limit": ANY,
     "retryPolicy": ANY,
@@ -67,11 +67,9 @@ _SIDECAR: Fields = {
 }
 """The one that holds the stage's turn, see `tuneloop.argo.lease_sidecar`; it is not run, the executor does the same."""
 _TASK: Fields = {
-    **dict.fromkeys(("name", "template", "when", "onExit", "withItems", "withParam", "withSequence"), ANY),
-    "templateRef": dict.fromkeys(("name", "template", "clusterScope"), ANY),
+    **dict.fromkeys(("name", "template", "when", "withItems", "withParam", "withSequence"), ANY),
     "arguments": _IO,
     "continueOn": dict.fromkeys(("failed", "error"), ANY),
-    "hooks": _HOOKS,
 }
 _POD: Fields = dict.fromkeys(
     (
@@ -99,10 +97,8 @@ _TEMPLATE: Fields = {
     "retryStrategy": _RETRY,
     "container": _CONTAINER,
     "initContainers": [_SIDECAR],
-    "script": {**_CONTAINER, "source": ANY},
     "dag": {"target": ANY, "failFast": ANY, "tasks": [{**_TASK, "dependencies": ANY, "depends": ANY}]},
     "steps": [[_TASK]],
-    "suspend": {"duration": ANY},
 }
 _SPEC: Fields = {
     **dict.fromkeys(("entrypoint", "onExit", "parallelism", "activeDeadlineSeconds"), ANY),
@@ -116,16 +112,13 @@ _SPEC: Fields = {
         IGNORED,
     ),
     "arguments": _IO,
-    "hooks": _HOOKS,
     "retryStrategy": _RETRY,
     "synchronization": {"mutexes": IGNORED, "mutex": IGNORED},  # the lock of the work directory does it
     "templateDefaults": _TEMPLATE,
     "templates": [_TEMPLATE],
     "volumes": [_VOLUMES],
-    "workflowTemplateRef": dict.fromkeys(("name", "clusterScope"), ANY),
 }
-KINDS = ("container", "script", "dag", "steps", "suspend")
-
+KINDS = ("container", "dag", "steps")
 
 FIELD_PATHS = (
     *("metadata.name", "metadata.namespace", "metadata.uid"),
@@ -134,22 +127,21 @@ FIELD_PATHS = (
 """What ``env.valueFrom.fieldRef`` may name."""
 
 
-def check(spec: Mapping[str, Any], templates: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what has no meaning here, and graphs that can not run.
-
-    Args:
-        spec: of the workflow.
-        templates: all that it can name.
+def check(spec: Mapping[str, Any]) -> None:
+    """Refuse a workflow spec that the local executor does not support, or whose graphs cannot run.
 
     Raises:
         UserError: names the first field that the executor does not support, or the first fault.
     """
+    templates: Sequence[Mapping[str, Any]] = spec.get("templates", [])
     for template in templates:
         if "resource" in template:
             told = "is an object of a cluster: submit it to one, or say nodes=1, and as many processes"
             raise UserError(f"spec.templates.{template['name']}.resource", template["resource"].get("action"), told)
     for path in _unknown(spec, _SPEC, "spec"):
         raise UserError(path, "…", "is not supported by the local executor; remove it, or submit to a cluster")
+    if output := re.search(r"(?:steps|tasks)\.[\w-]+\.outputs\.result\b", json.dumps(templates)):
+        raise UserError("spec.templates", output[0], "is not supported here; let the pod write a file (valueFrom.path)")
     names = {template["name"] for template in templates}
     for field in ("entrypoint", "onExit"):
         if spec.get(field) and spec[field] not in names:
@@ -160,9 +152,9 @@ def check(spec: Mapping[str, Any], templates: Sequence[Mapping[str, Any]]) -> No
             raise UserError(f"templates.{template['name']}", kinds, f"needs one of {', '.join(KINDS)}")
         _check_pod(template)
         for task in calls(template):
-            used = used_template(task)
-            if used not in names:
-                raise UserError(f"templates.{template['name']}.{task['name']}.template", used, "no such template")
+            if task.get("template") not in names:
+                field = f"templates.{template['name']}.{task['name']}.template"
+                raise UserError(field, task.get("template"), "no such template")
         if "dag" in template:
             _check_order(template)
 
@@ -184,12 +176,6 @@ def labels_of(found: Mapping[str, Any]) -> Mapping[str, str]:
     return given
 
 
-def used_template(task: Mapping[str, Any]) -> str:
-    """The template a task names: by itself, or as ``<WorkflowTemplate>/<template>`` by reference."""
-    reference = task.get("templateRef")
-    return f"{reference['name']}/{reference['template']}" if reference else str(task.get("template"))
-
-
 def _check_order(template: Mapping[str, Any]) -> None:
     tasks = {task["name"]: task for task in template["dag"]["tasks"]}
     waiting = {name: set(depends(task, tasks)[0]) for name, task in tasks.items()}
@@ -201,7 +187,7 @@ def _check_order(template: Mapping[str, Any]) -> None:
 
 
 def _check_pod(template: Mapping[str, Any]) -> None:
-    container = template.get("container") or template.get("script")
+    container = template.get("container")
     if container is None:
         return
     at = f"templates.{template['name']}"
@@ -241,7 +227,7 @@ def _unknown(value: Any, fields: Any, path: str) -> Iterator[str]:
             yield from _unknown(item, fields[0], f"{path}.{name}")
         return
     for key, item in value.items():
-        known = fields.get(key, fields.get("*"))
+        known = fields.get(key)
         if known is None:
             yield f"{path}.{key}"
         else:

@@ -206,14 +206,6 @@ def test_global_outputs(tmp_path: Path) -> None:
     assert named(outcome)["b"].outputs == {"y": "7"}
 
 
-def test_scripts_and_their_results(tmp_path: Path) -> None:
-    script = {"name": "py", "script": {"image": "none", "command": ["python"], "source": "print('a')\nprint('b')"}}
-    show = task("show", "echo", depends="s", arguments=given(x="{{tasks.s.outputs.result}}"))
-    nodes = named(run(tmp_path, script, ECHO, dag(task("s", "py"), show)))
-    assert nodes["show"].outputs == {"y": "a\nb"}
-    assert (tmp_path / nodes["s"].log).read_text() == "a\nb\n"
-
-
 def test_artifacts_are_passed_as_copies(tmp_path: Path) -> None:
     made = {
         "artifacts": [{"name": "dir", "path": "/work/dir"}, {"name": "maybe", "path": "/work/no", "optional": True}]
@@ -334,26 +326,23 @@ def test_retries_of_a_whole_graph(tmp_path: Path) -> None:
 
 def test_exit_handlers_see_how_it_ended(tmp_path: Path) -> None:
     bye = shell("bye", "printf '%s' '{{workflow.status}} {{=len(workflow.failures) > 2}}' > /tmp/out/y", outputs=("y",))
-    hook = {"exit": {"template": "echo", "arguments": given(x="{{tasks.t.status}} {{tasks.t.exitCode}}")}}
-    outcome = run(tmp_path, shell("bad", "exit 3"), ECHO, bye, dag(task("t", "bad", hooks=hook)), onExit="bye")
-    nodes = named(outcome)
-    assert nodes["onExit"].outputs["y"] == "Failed true"
-    assert nodes["t.onExit"].outputs["y"] == "Failed 3"
+    outcome = run(tmp_path, shell("bad", "exit 3"), bye, dag(task("t", "bad")), onExit="bye")
+    assert named(outcome)["onExit"].outputs["y"] == "Failed true"
     assert outcome.phase == "Failed"
+
+
+def test_an_exit_handler_gets_the_workflows_parameters(tmp_path: Path) -> None:
+    outcome = run(tmp_path, OK, ECHO, dag(task("t", "ok")), onExit="echo", parameters={"x": "1", "other": "2"})
+    assert named(outcome)["onExit"].outputs == {"y": "1"}
+
+
+def test_template_defaults_hold_for_what_runs(tmp_path: Path) -> None:
+    outcome = run(tmp_path, {"name": "main", "steps": [[task("t", "ok")]]}, OK, templateDefaults={"timeout": "0"})
+    assert named(outcome)["[0].t"].message == "Pod was active on the node longer than 0 s"
 
 
 def test_a_failing_exit_handler_fails_the_run(tmp_path: Path) -> None:
     assert run(tmp_path, OK, shell("bad", "exit 3"), dag(task("t", "ok")), onExit="bad").phase == "Failed"
-
-
-def test_hooks_run_when_their_expression_holds(tmp_path: Path) -> None:
-    hooks = {
-        "running": {"template": "ok", "expression": "tasks.t.status == 'Running'"},
-        "failed": {"template": "ok", "expression": "tasks.t.status == 'Failed'"},
-    }
-    end = {"done": {"template": "ok", "expression": "workflow.status == 'Succeeded'"}}
-    nodes = named(run(tmp_path, OK, dag(task("t", "ok", hooks=hooks)), hooks=end))
-    assert set(nodes) == {"", "t", "t.hooks.running", "hooks.done"}
 
 
 def test_deadlines(tmp_path: Path) -> None:
@@ -365,46 +354,6 @@ def test_deadlines(tmp_path: Path) -> None:
     assert outcome.message == "exceeded its deadline of 1 s"
     assert named(outcome)["onExit"].phase == "Succeeded"
     assert outcome.phase == "Failed"
-
-
-def test_suspend_asks(tmp_path: Path) -> None:
-    gate = {
-        "name": "gate",
-        "suspend": {},
-        "inputs": {"parameters": [{"name": "ok", "default": "NO", "enum": ["YES", "NO"], "description": "promote?"}]},
-        "outputs": {"parameters": [{"name": "ok", "valueFrom": {"supplied": {}}}]},
-    }
-    asked: list[Any] = []
-
-    def ask(node: Node, wanted: Any) -> dict[str, str]:
-        asked.append((node.display_name, wanted))
-        return {"ok": "YES"}
-
-    then = task("then", "echo", depends="gate", arguments=given(x="{{tasks.gate.outputs.parameters.ok}}"))
-    outcome = run(tmp_path, gate, ECHO, dag(task("gate", "gate"), then), options={"ask": ask})
-    assert asked == [("gate", {"ok": {"description": "promote?", "enum": ["YES", "NO"], "default": "NO"}})]
-    assert named(outcome)["then"].outputs == {"y": "YES"}
-
-
-def test_suspend_for_a_while(tmp_path: Path) -> None:
-    start = time.monotonic()
-    assert run(tmp_path, {"name": "nap", "suspend": {"duration": "300ms"}}, dag(task("t", "nap"))).exit_code == 0
-    assert time.monotonic() - start > 0.3
-
-
-def test_templates_by_reference_and_defaults(tmp_path: Path) -> None:
-    library = {"metadata": {"name": "lib"}, "spec": {"templates": [ECHO]}}
-    step = {"name": "t", "templateRef": {"name": "lib", "template": "echo"}, "arguments": given(x="1")}
-    outcome = run(
-        tmp_path,
-        {"name": "main", "steps": [[step]]},
-        templateDefaults={"retryStrategy": {"limit": 1}},
-        options={"templates": [library]},
-    )
-    assert named(outcome)["[0].t"].outputs == {"y": "1"}
-    referring = {"metadata": {"generateName": "x-"}, "spec": {"workflowTemplateRef": {"name": "all"}}}
-    whole = {"metadata": {"name": "all"}, "spec": workflow(OK, dag(task("t", "ok")))["spec"]}
-    assert execute(referring, workdir=tmp_path, templates=[whole], warm=False).phase == "Succeeded"
 
 
 # What a run leaves behind

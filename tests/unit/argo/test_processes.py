@@ -42,8 +42,8 @@ def server(port: int, probe: dict[str, Any], **more: Any) -> Template:
         """
     )
     ports = [{"name": "http", "containerPort": port}]
-    script = {"image": "none", "command": ["python"], "source": source, "readinessProbe": probe, "ports": ports}
-    return {"name": "serve", "daemon": True, "script": script, **more}
+    container = {"image": "none", "command": ["python", "-c", source], "readinessProbe": probe, "ports": ports}
+    return {"name": "serve", "daemon": True, "container": container, **more}
 
 
 def ask(port: int, path: str = "/") -> Template:
@@ -61,13 +61,13 @@ def ask(port: int, path: str = "/") -> Template:
                 time.sleep(0.1)
         open("/tmp/out/y", "w").write(answer)
     """
-    script = {"image": "none", "command": ["python"], "source": textwrap.dedent(source)}
+    container = {"image": "none", "command": ["python", "-c", textwrap.dedent(source)]}
     outputs = {"parameters": [{"name": "y", "valueFrom": {"path": "/tmp/out/y"}}]}
     return {
         "name": "ask" + path.strip("/"),
         "inputs": {"parameters": [{"name": "ip"}]},
         "outputs": outputs,
-        "script": script,
+        "container": container,
     }
 
 

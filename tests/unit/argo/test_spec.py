@@ -47,6 +47,15 @@ def container(**more: Any) -> dict[str, Any]:
         ),
         ([{"name": "ok", "resource": {"action": "create"}}, MAIN], {}, "spec.templates.ok.resource"),
         ([{"name": "ok", "http": {"url": "u"}}, MAIN], {}, "spec.templates.ok.http"),
+        ([{"name": "ok", "script": {"source": "true"}}, MAIN], {}, "spec.templates.ok.script"),
+        ([{"name": "ok", "suspend": {"duration": "1"}}, MAIN], {}, "spec.templates.ok.suspend"),
+        ([OK, dag({"name": "t", "templateRef": {"name": "lib", "template": "x"}})], {}, "tasks.t.templateRef"),
+        ([OK, dag(task("t", "ok", onExit="ok"))], {}, "spec.templates.main.dag.tasks.t.onExit"),
+        ([OK, dag(task("t", "ok", hooks={"exit": {"template": "ok"}}))], {}, "spec.templates.main.dag.tasks.t.hooks"),
+        ([OK, MAIN], {"hooks": {"exit": {"template": "ok"}}}, "spec.hooks"),
+        ([OK, MAIN], {"workflowTemplateRef": {"name": "all"}}, "spec.workflowTemplateRef"),
+        ([OK, MAIN], {"workflowSpec": {}}, "spec.workflowSpec"),
+        ([OK, dag(task("t", "ok"), task("u", "ok", when="{{tasks.t.outputs.result}} == x"))], {}, "t.outputs.result"),
         ([{"name": "ok", "containerSet": {}}, MAIN], {}, "spec.templates.ok.containerSet"),
         ([{"name": "ok"}, MAIN], {}, "templates.ok: "),
         ([container(command=[]), MAIN], {}, "templates.ok.command"),
@@ -112,13 +121,11 @@ def test_arguments(tmp_path: Path, parameters: list[Any], arguments: dict[str, s
     assert str(caught.value) == told
 
 
-def test_entrypoint_and_references_must_exist(tmp_path: Path) -> None:
+def test_entrypoint_and_exit_handler_must_exist(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"spec.entrypoint: 'other': no such template"):
         run(tmp_path, OK, MAIN, entrypoint="other")
     with pytest.raises(UserError, match=r"spec.onExit: 'bye': no such template"):
         run(tmp_path, OK, MAIN, onExit="bye")
-    with pytest.raises(UserError, match="is not among the given WorkflowTemplates"):
-        execute({"metadata": {"name": "w"}, "spec": {"workflowTemplateRef": {"name": "x"}}}, workdir=tmp_path)
 
 
 def test_template_defaults_fill_what_is_left_out() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
+import httpx2
 import pytest
 import yaml
 from kubernetes import client
@@ -41,7 +41,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
     url = re.search(r"http://\S+", process.stderr.readline())[0]
     told = process.stderr.readline()
     token = (home / "token").read_text().strip()
-    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=LIMIT_S) as client:
+    with httpx2.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=LIMIT_S) as client:
         yield SimpleNamespace(http=client, url=url, token=token, home=home, config=config, told=told, pid=process.pid)
     process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT_S) == 0
@@ -59,7 +59,7 @@ def clean(request: pytest.FixtureRequest) -> Iterator[None]:
         assert http.get("/v1/sessions").json() == {"sessions": []}
 
 
-def make(gateway: SimpleNamespace, key: str, **body: object) -> httpx.Response:
+def make(gateway: SimpleNamespace, key: str, **body: object) -> httpx2.Response:
     return gateway.http.post("/v1/sessions", json=body, headers={"Idempotency-Key": key})
 
 
@@ -71,10 +71,10 @@ def test_nobody_without_the_token(gateway: SimpleNamespace) -> None:
         {"Authorization": "Basic x"},
     ):
         for method, path in (("GET", "/v1/sessions"), ("POST", "/v1/sessions"), ("POST", "/api/v1/optim_step")):
-            answer = httpx.request(method, gateway.url + path, headers=headers, json={} if method == "POST" else None)
+            answer = httpx2.request(method, gateway.url + path, headers=headers, json={} if method == "POST" else None)
             assert answer.status_code == 401 and "token" in answer.json()["error"]
             assert answer.headers["WWW-Authenticate"] == "Bearer"
-    assert httpx.get(gateway.url + "/v1/sessions", headers={"X-API-Key": gateway.token}).status_code == 200
+    assert httpx2.get(gateway.url + "/v1/sessions", headers={"X-API-Key": gateway.token}).status_code == 200
     assert "export TINKER_BASE_URL=" in gateway.told and gateway.token not in gateway.told
 
 
@@ -91,7 +91,7 @@ def test_a_body_is_read_of_those_alone_who_have_a_token_and_up_to_a_limit(gatewa
             yield bytes(2**20)
 
     def post(path: str, body: Iterator[bytes] | bytes, headers: dict[str, str]) -> int:
-        return httpx.post(f"{gateway.url}{path}", content=body, headers=headers, timeout=LIMIT_S).status_code
+        return httpx2.post(f"{gateway.url}{path}", content=body, headers=headers, timeout=LIMIT_S).status_code
 
     known, before = {"Authorization": f"Bearer {gateway.token}"}, peak(gateway)
     for path in ("/v1/sessions", "/api/v1/create_session", "/api/v1/optim_step"):
@@ -203,7 +203,7 @@ def test_a_session_from_its_creation_to_its_end(gateway: SimpleNamespace) -> Non
                     assert unknown.status_code == 404 and "is not known here" in unknown.json()["error"]
                     log = (gateway.home / "gateway-logs" / f"{id.partition('.')[2]}.log").read_text()
                     worker = re.search(r"http://\S+", log)[0]
-                    assert httpx.post(f"{worker}/api/v1/session_heartbeat", json={}).status_code == 401
+                    assert httpx2.post(f"{worker}/api/v1/session_heartbeat", json={}).status_code == 401
                     gateway.http.delete(f"/v1/sessions/{id}")
     assert [each.get("phase", "gone") for each in heard][-2:] == ["running", "gone"]
     assert gateway.http.post("/api/v1/session_heartbeat", json={"session_id": id}).status_code == 404
@@ -217,7 +217,7 @@ def test_a_worker_that_dies_is_a_session_that_failed(gateway: SimpleNamespace) -
     ).stdout.split()
     os.kill(int(found[0]), signal.SIGKILL)
 
-    def beat() -> httpx.Response | None:
+    def beat() -> httpx2.Response | None:
         answer = gateway.http.post("/api/v1/session_heartbeat", json={"session_id": id})
         return answer if answer.status_code != 503 else None
 

@@ -28,7 +28,6 @@ Dynamo's vLLM workers, and `tuneloop.inference.server` has them, too:
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from urllib.parse import urlsplit
 
 from tuneloop.core import plugins
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.http import Unanswered, request
 
 ROUTES = (
     "get_weight_version",
@@ -74,22 +74,15 @@ class Worker:
             Unreachable: nobody answers, or breaks off.
             Retryable: the worker refuses or fails.
         """
-        parts = urlsplit(self.url)
-        connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = connect(parts.hostname or "", parts.port, timeout=timeout_s)
-        path, headers = f"{parts.path.rstrip('/')}/engine/{route}", {"Content-Type": "application/json"}
         try:
-            connection.request("POST", path, json.dumps(body), headers)
-            reply = connection.getresponse()
-            status, text = reply.status, reply.read().decode(errors="replace")
-        except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(f"worker {self}: {route}: {type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
-        said = _object(text)
-        if status != 200 or said.get("status") != "ok":
-            raise Retryable(f"worker {self}: {route}: answers {status}: {' '.join(text.split())[:300]}")
-        return said
+            response = request("POST", f"{self.url.rstrip('/')}/engine/{route}", body=body, timeout_s=timeout_s)
+        except Unanswered as error:
+            raise Unreachable(f"worker {self}: {route}: {error}") from error
+        answer = _object(response.text)
+        if response.status_code != 200 or answer.get("status") != "ok":
+            text = " ".join(response.text.split())[:300]
+            raise Retryable(f"worker {self}: {route}: answers {response.status_code}: {text}")
+        return answer
 
     def version(self, timeout_s: float = 10.0) -> str:
         """The label of the weights that it serves; raises as `call`."""

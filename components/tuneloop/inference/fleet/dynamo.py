@@ -7,12 +7,11 @@ The operator gives the graph's frontend a Service ``<name>-frontend``; with ``DY
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.http import Unanswered, request
 from tuneloop.inference.fleet import ROUTES, Fleet, Worker, named
 
 FRONTEND_PORT = 8000
@@ -44,17 +43,13 @@ class Dynamo:
         return f"http://{self.host}:{self.port}"
 
     def discover(self) -> list[Worker]:
-        connection = http.client.HTTPConnection(self.host, RL_PORT, timeout=30)
+        url = f"http://{self.host}:{RL_PORT}/v1/rl/workers"
         try:
-            connection.request("GET", "/v1/rl/workers")
-            reply = connection.getresponse()
-            said = json.loads(reply.read())
-        except (OSError, http.client.HTTPException, ValueError) as error:
+            answer = request("GET", url, timeout_s=30).json()
+        except (Unanswered, ValueError) as error:
             remedy = "does its frontend run with DYN_ENABLE_RL=true and DYN_RL_PORT=8001?"
-            raise Retryable(f"http://{self.host}:{RL_PORT}/v1/rl/workers: {error}; {remedy}") from error
-        finally:
-            connection.close()
-        return read_workers(said)
+            raise Retryable(f"{url}: {error}; {remedy}") from error
+        return read_workers(answer)
 
 
 def read_workers(said: dict[str, Any]) -> list[Worker]:

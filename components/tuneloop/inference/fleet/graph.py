@@ -10,7 +10,6 @@ workflow exists. Service accounts are the operator's: a manifest's own stays, an
 from __future__ import annotations
 
 import copy
-import http.client
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.http import Unanswered, request
 from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
 from tuneloop.kube.api_errors import read_api_message, translate_api_errors
 from tuneloop.kube.connection import IN_CLUSTER, WORKFLOWS, Connection
@@ -282,14 +282,11 @@ def frontend_gate(status: int, told: str = "") -> Gate:
 def _probe(cluster: Connection, service: str, port: int) -> tuple[int, str]:
     """The HTTP status of a Service, and what was said in its place: from a pod by its name, else through the API."""
     if cluster.context == IN_CLUSTER:
-        connection = http.client.HTTPConnection(f"{service}.{cluster.namespace}", port, timeout=10)
         try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status, ""
-        except (OSError, http.client.HTTPException) as error:
-            return 0, f"{type(error).__name__}: {error}"
-        finally:
-            connection.close()
+            url = f"http://{service}.{cluster.namespace}:{port}/health"
+            return request("GET", url, timeout_s=10).status_code, ""
+        except Unanswered as error:
+            return 0, str(error)
     from kubernetes.client import ApiException
 
     proxy = cluster.core.connect_get_namespaced_service_proxy_with_path

@@ -1,0 +1,339 @@
+"""The state of one run that all its nodes share, and that the journal shows to others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tuneloop.local.journal import BROKEN, DONE, Journal, Node, Workflow
+from tuneloop.local.pod_files import PodFilesystem
+from tuneloop.local.processes import Launches, Process, end_process
+from tuneloop.local.results import Call, Result, Scope
+from tuneloop.workflow import manifest
+from tuneloop.workflow.expressions import text
+
+OnNode = Callable[[Node], None]
+"""Called with a copy of a node whenever its phase, message, progress or `daemoned` changes, one call at a time, in the
+order of ``nodes.jsonl``."""
+OnLog = Callable[[Node, str], None]
+"""Called with each line (without its end) a pod writes, one call at a time."""
+
+
+class Execution:
+    """What the nodes of a run share: its tags, its journal, and the pods that run.
+
+    Attributes:
+        status: ``workflow.status``.
+        stopping: set when the run is to end; nothing starts any more.
+        stopped_by: the signal that stopped the run.
+        published: global outputs by their tags; replaced, never changed, because threads read it.
+    """
+
+    def __init__(
+        self,
+        workflow: Mapping[str, Any],
+        parameters: Mapping[str, str],
+        workdir: Path,
+        *,
+        parallelism: int | None,
+        launcher: Launches,
+        env: Mapping[str, str],
+        cwd: Path,
+        grace: float,
+        on_node: OnNode | None,
+        on_log: OnLog | None,
+    ) -> None:
+        metadata, spec = workflow.get("metadata", {}), workflow["spec"]
+        defaults = spec.get("templateDefaults", {})
+        self.name = str(metadata.get("name") or metadata.get("generateName", "run-").rstrip("-"))
+        self.templates = {template["name"]: manifest.merged(template, defaults) for template in spec["templates"]}
+        self.parameters, self.workdir, self.launcher = dict(parameters), workdir, launcher
+        self.cwd, self.grace = cwd, grace
+        self.began = time.time()
+        self.status = "Running"
+        self.stopping = threading.Event()
+        self.stopped_by: int | None = None
+        self.nodes: dict[str, Node] = {}
+        self.outputs: dict[str, str] = {}
+        self.published: Scope = {}
+        self._tags = _workflow_tags(workflow, self.name, workdir, self.began, parameters)
+        self._env, self._on_node, self._on_log = env, on_node, on_log
+        limit = parallelism or int(spec.get("parallelism") or max(4, os.cpu_count() or 1))
+        self._slots = threading.BoundedSemaphore(limit)
+        self._lock = threading.RLock()
+        self._running: dict[str, tuple[Node, Process, float]] = {}
+        self._log_offsets: dict[str, int] = {}
+        self._end_reasons: dict[str, str] = {}
+        self._journal = Journal(workdir)
+
+    # Nodes
+
+    def create_node(self, call: Call, kind: str) -> Node:
+        """Create a node; its id is the same in every execution of the same graph."""
+        display = _display(call.name)
+        slug = re.sub(r"[^a-z0-9]+", "-", display.lower()).strip("-")[:40]
+        identity = f"{slug}-{hashlib.sha256(call.name.encode()).hexdigest()[:10]}"
+        node = Node(identity, call.name, display, call.template, kind, parent=call.parent)
+        self.record(node)
+        return node
+
+    def start(self, node: Node) -> None:
+        """Record that a node runs."""
+        node.phase, node.started = "Running", time.time()
+        self.record(node)
+
+    def set_message(self, node: Node, message: str) -> None:
+        """Change a node's message."""
+        node.message = message
+        self.record(node)
+
+    def settle(self, node: Node, result: Result) -> None:
+        """Record the result of a node; a daemon that is ready goes on."""
+        node.outputs = result.parameters | {f"artifact:{k}": str(v) for k, v in result.artifacts.items()}
+        node.exit_code = result.exit_code
+        if result.daemon is None:
+            self._finish(node, result.phase, result.message)
+        elif node.phase not in DONE:
+            node.daemoned, node.message = True, ""
+            self.record(node)
+
+    def _finish(self, node: Node, phase: str, message: str = "") -> None:
+        if node.phase in DONE:
+            return
+        node.phase, node.message, node.finished = phase, message, time.time()
+        node.started = node.started or node.finished
+        self._follow_log(node)
+        self.record(node)
+
+    def record(self, node: Node) -> None:
+        """Write a node to the journal as it is, and pass it to whoever watches the run."""
+        with self._lock:
+            self.nodes[node.id] = node
+            self._journal.write(node)
+            if self._on_node:
+                self._on_node(dataclasses.replace(node))
+
+    def record_workflow(self, workflow: Workflow) -> None:
+        """Write the run as a whole to the journal, which a finished one closes."""
+        self._journal.write(workflow)
+        if workflow.finished:
+            self._journal.close()
+
+    def attempt_type(self, template: str) -> str:
+        """Return the type of node that an attempt of a template is."""
+        fields = self.templates.get(template, {})
+        return "DAG" if "dag" in fields else "Steps" if "steps" in fields else "Pod"
+
+    def global_scope(self) -> Scope:
+        """Return the tags that every template may use."""
+        scope = self._tags | self.published | {"workflow.duration": f"{time.time() - self.began:f}"}
+        if self.status != "Running":
+            failures = [_failure(node) for node in self.nodes.values() if node.phase in BROKEN]
+            scope["workflow.failures"] = json.dumps(text(failures))  # text within text, as Argo has it
+        return scope | {"workflow.status": self.status}
+
+    def publish_output(self, kind: str, name: str, value: Any) -> None:
+        """Set a global output."""
+        with self._lock:
+            self.published = {**self.published, f"workflow.outputs.{kind}.{name}": value}
+            if kind == "parameters":
+                self.outputs[name] = value
+
+    # Pods
+
+    def pod_environment(self, container: Mapping[str, Any], node: Node, files: PodFilesystem) -> dict[str, str]:
+        """Return a pod's environment: the machine's, then the container's."""
+        progress = self.workdir / "nodes" / node.id / "progress"
+        env = {**self._env, "ARGO_PROGRESS_FILE": str(progress)}
+        values = (node.id, "local", node.id, socket.gethostname(), "local", "127.0.0.1", "127.0.0.1")
+        fields = dict(zip(manifest.FIELD_PATHS, values))
+        for item in container.get("env", []):
+            if "value" in item:
+                env[item["name"]] = files.translate(str(item["value"]))
+            elif path := (item.get("valueFrom") or {}).get("fieldRef", {}).get("fieldPath"):
+                env[item["name"]] = fields[path]
+        return env
+
+    @contextlib.contextmanager
+    def pod_slot(self, daemon: bool) -> Iterator[None]:
+        """Wait for a place among the pods that may run at a time; daemons take none."""
+        if daemon:
+            yield
+            return
+        with self._slots:
+            yield
+
+    @contextlib.contextmanager
+    def watch_pod(self, node: Node, process: Process, grace: float) -> Iterator[None]:
+        """Follow progress and log of a running pod, and end the pod when the run is stopped."""
+        with self._lock:
+            self._running[node.id] = (node, process, grace)
+            self._log_offsets.setdefault(node.id, (self.workdir / node.log).stat().st_size)
+            if self.find_end_reason(node.name):
+                _end_apart(process, grace)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.pop(node.id, None)
+
+    @contextlib.contextmanager
+    def follow_pods(self) -> Iterator[None]:
+        """Follow progress files and logs of running pods."""
+        over = threading.Event()
+
+        def tick() -> None:
+            while not over.wait(0.2):
+                with self._lock:
+                    running = [node for node, _, _ in self._running.values()]
+                for node in running:
+                    self._follow_log(node)
+                    self._follow_progress(node)
+
+        thread = threading.Thread(target=tick, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _follow_progress(self, node: Node) -> None:
+        with contextlib.suppress(OSError):
+            progress = (self.workdir / "nodes" / node.id / "progress").read_text().strip()
+            if progress and progress != node.progress:
+                node.progress = progress
+                self.record(node)
+
+    def _follow_log(self, node: Node) -> None:
+        if not self._on_log or not node.log:
+            return
+        with self._lock, contextlib.suppress(OSError), (self.workdir / node.log).open("rb") as file:
+            file.seek(self._log_offsets.get(node.id, 0))
+            data = file.read()
+            complete = data if node.phase in DONE else data[: data.rfind(b"\n") + 1]
+            self._log_offsets[node.id] = self._log_offsets.get(node.id, 0) + len(complete)
+            for line in complete.decode(errors="replace").splitlines():
+                self._on_log(node, line)
+
+    # The end of the run, or of a part of it
+
+    @contextlib.contextmanager
+    def handle_signals(self) -> Iterator[None]:
+        """Stop the run at SIGTERM and SIGINT; a second SIGINT is Python's own."""
+
+        def stop(number: int, frame: object) -> None:
+            self.stopped_by = number
+            self.stopping.set()
+            if number == signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def pause(self, seconds: float, name: str) -> bool:
+        """Wait, and say whether the run, or what is at the node `name`, is to end; at once if that is so."""
+        deadline = time.monotonic() + seconds
+        while not self.stopping.is_set() and not self.find_end_reason(name):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self.stopping.wait(min(left, 0.1))
+        return True
+
+    def end_pods(self) -> None:
+        """End all pods that run."""
+        with self._lock:
+            running, self._running = list(self._running.values()), {}
+        for _, process, grace in running:
+            _end_apart(process, grace)
+
+    def end_nodes(self, paths: Iterable[str], reason: str) -> None:
+        """End what runs at or below nodes of these names, and let nothing start there any more."""
+        with self._lock:
+            self._end_reasons = self._end_reasons | dict.fromkeys(paths, reason)  # replaced: threads read it
+            for node, process, grace in self._running.values():
+                if self.find_end_reason(node.name):
+                    _end_apart(process, grace)
+
+    def find_end_reason(self, name: str) -> str | None:
+        """Say why nothing may run at the node `name`; None where it may."""
+        for path, reason in self._end_reasons.items():
+            if re.match(rf"{re.escape(path)}([.(\[]|$)", name):
+                return reason
+        return None
+
+
+def _end_apart(process: Process, grace: float) -> None:
+    threading.Thread(target=end_process, args=(process, grace), daemon=True).start()
+
+
+def _workflow_tags(
+    workflow: Mapping[str, Any], name: str, workdir: Path, began: float, parameters: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the tags ``workflow.…``, but for those that change while it runs."""
+    metadata, spec = workflow.get("metadata", {}), workflow["spec"]
+    created = time.gmtime(began)
+    at = "workflow.creationTimestamp"
+    own = {f"workflow.{kind}": metadata.get(kind) or {} for kind in ("labels", "annotations")}
+    return {
+        "workflow.name": name,
+        "workflow.namespace": "local",
+        "workflow.uid": hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:32],
+        "workflow.mainEntrypoint": str(spec.get("entrypoint", "")),
+        "workflow.serviceAccountName": str(spec.get("serviceAccountName", "")),
+        "workflow.parameters": text([{"name": k, "value": v} for k, v in parameters.items()]),
+        **{f"workflow.parameters.{key}": value for key, value in parameters.items()},
+        **{f"{kind}.{key}": text(value) for kind, values in own.items() for key, value in values.items()},
+        **{f"{at}{suffix}": time.strftime("%Y-%m-%dT%H:%M:%SZ", created) for suffix in ("", ".RFC3339")},
+        **{f"{at}.{letter}": time.strftime(f"%{letter}", created) for letter in "YmdHMSjyBbAapIZ"},
+        f"{at}.s": str(int(began)),
+    }
+
+
+def _failure(node: Node) -> dict[str, str]:
+    """Return a failed node as ``workflow.failures`` lists it."""
+    finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(node.finished))
+    return {
+        "displayName": node.display_name,
+        "message": node.message,
+        "templateName": node.template,
+        "phase": node.phase,
+        "podName": node.id,
+        "finishedAt": finished,
+    }
+
+
+def _display(path: str) -> str:
+    """Return a node's own part of its path; the exit handler has the workflow's name before it."""
+    base = path.removesuffix(".onExit")
+    own = re.search(r"\[\d+\]$", base)  # a group of steps
+    return (own[0] if own else base[_last_dot(base) + 1 :]) + path[len(base) :]
+
+
+def _last_dot(name: str) -> int:
+    """Return the index of the last dot outside parentheses: items may hold dots."""
+    depth = 0
+    for index in range(len(name) - 1, -1, -1):
+        depth += (name[index] == ")") - (name[index] == "(")
+        if name[index] == "." and depth == 0:
+            return index
+    return -1

@@ -1,0 +1,166 @@
+"""What a template is called with and what it comes to, and how the results of a graph's tasks combine into its own."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from tuneloop.core.ends import NO_EXIT_CODE
+from tuneloop.local.journal import BROKEN
+from tuneloop.workflow.expressions import ExpressionError, text
+
+Scope = dict[str, Any]
+"""Tag → value."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a template.
+
+    Attributes:
+        template: its name.
+        name: the node's path, ``grpo.loop.next``.
+        parent: id of the node it belongs to.
+        depth: templates entered above it.
+        parameters, artifacts: arguments, substituted.
+        own: further names that its tags may use: ``tasks.name``, ``steps.name``.
+    """
+
+    template: str
+    name: str
+    parent: str
+    depth: int
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    artifacts: Mapping[str, Path | str] = field(default_factory=dict)
+    own: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Result:
+    """What a node came to.
+
+    Attributes:
+        phase: one of `tuneloop.local.journal.DONE`, or ``Running`` for a daemon that is ready.
+        parameters: output parameters.
+        artifacts: output artifacts: where they lie, or their text.
+        everything: of a loop: all items' parameters, as a JSON list of maps.
+        phases: of a loop: its items'.
+    """
+
+    phase: str
+    message: str = ""
+    parameters: dict[str, str] = field(default_factory=dict)
+    artifacts: dict[str, Path | str] = field(default_factory=dict)
+    exit_code: int | None = None
+    daemon: Daemon | None = None
+    everything: str | None = None
+    phases: tuple[str, ...] = ()
+
+    @property
+    def broken(self) -> bool:
+        return self.phase in BROKEN
+
+    @property
+    def code(self) -> int:
+        """The exit code as the controller gives it: `NO_EXIT_CODE` where there is none."""
+        return NO_EXIT_CODE if self.exit_code is None else self.exit_code
+
+
+class Daemon(Protocol):
+    """What runs on behind a node that is ready.
+
+    Attributes:
+        over: set when it has ended for good, whoever ended it; `result` says how.
+    """
+
+    over: threading.Event
+    result: Result
+
+    def close(self) -> None:
+        """End it, and wait for its end."""
+
+
+def combine_items(results: Sequence[Result]) -> Result:
+    """Return the result of a loop: failed if an item is; the outputs of those that succeeded, as JSON lists."""
+    phase = next((result.phase for result in reversed(results) if result.broken), "Succeeded")
+    good = [result for result in results if result.phase == "Succeeded"]
+    sets = [r.parameters for r in good]
+    names = sorted({name for values in sets for name in values})
+    parameters = {name: _json_list([values[name] for values in sets if name in values]) for name in names}
+    everything = text([values for values in sets if values])
+    message = next((result.message for result in results if result.broken), "")
+    return Result(phase, message, parameters, everything=everything, phases=tuple(r.phase for r in results))
+
+
+def _json_list(values: Sequence[str]) -> str:
+    """Lists and maps stay what they are if all are; else every value is text."""
+    decoded = [_decoded(value) for value in values]
+    return text(decoded if all(isinstance(value, list | dict) for value in decoded) else list(values))
+
+
+def _decoded(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def merge_scopes(scopes: Iterable[Scope]) -> Scope:
+    """Return the tags of all `scopes`."""
+    return {tag: value for scope in scopes for tag, value in scope.items()}
+
+
+def dependency_scope(names: Sequence[str], results: Mapping[str, Result]) -> Scope:
+    """Return what a ``depends`` may ask of the tasks `names`."""
+    scope: Scope = {}
+    for name in names:
+        result = results[name]
+        flags = {flag: result.phase == flag for flag in ("Succeeded", "Failed", "Skipped", "Omitted")}
+        flags |= {"Errored": result.phase == "Error", "Daemoned": result.daemon is not None}
+        flags |= {"AnySucceeded": "Succeeded" in result.phases}
+        flags |= {"AllFailed": bool(result.phases) and set(result.phases) == {"Failed"}}
+        scope |= {f"{name.replace('-', '_')}.{flag}": value for flag, value in flags.items()}
+    return scope
+
+
+def find_ancestors(name: str, logic: Mapping[str, tuple[list[str], str]]) -> set[str]:
+    """Return the names of all tasks that `name` waits for, also through others."""
+    ancestors: set[str] = set()
+    queue = list(logic[name][0])
+    while queue:
+        other = queue.pop()
+        if other == name:
+            raise ExpressionError(f"task {name} depends on itself")
+        if other not in ancestors:
+            ancestors.add(other)
+            queue += logic[other][0]
+    return ancestors
+
+
+def branch_result(
+    name: str,
+    tasks: Mapping[str, Mapping[str, Any]],
+    logic: Mapping[str, tuple[list[str], str]],
+    results: Mapping[str, Result],
+) -> Result:
+    """Return the result of a target's branch: a task that did not complete takes over from those above it."""
+    result = results[name]
+    if result.phase in ("Succeeded", "Failed", "Error"):
+        return Result("Succeeded") if result.broken and may_continue(tasks[name], result) else result
+    above = [branch_result(other, tasks, logic, results) for other in logic[name][0]]
+    return next((each for each in above if each.broken), Result("Succeeded"))
+
+
+def may_continue(task: Mapping[str, Any], result: Result) -> bool:
+    """Say whether the graph goes on although `task` is broken."""
+    allowed = task.get("continueOn") or {}
+    return bool(allowed.get("failed") if result.phase == "Failed" else allowed.get("error"))
+
+
+def find_reason(results: Mapping[str, Result]) -> str:
+    """Return the message of the first task that is broken."""
+    return next((f"{name}: {r.message}" for name, r in results.items() if r.broken), "stopped")
