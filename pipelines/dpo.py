@@ -11,9 +11,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from tuneloop.kfp.settings import Kfp
+from tuneloop.config.pipeline import SET_BY_PIPELINE, PipelineConfig
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.evaluate import evaluate
@@ -21,12 +19,9 @@ from tuneloop.stages.export import export
 from tuneloop.stages.preference import preference
 from tuneloop.stages.reference_logprobs import reference_logprobs
 from tuneloop.stages.sft import sft
-from tuneloop.workflow.settings import Cluster
 
 if TYPE_CHECKING:
     from hera.workflows import Workflow
-
-SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "model"}
 
 DataPrep: Any = data_prep.settings(without=SET_BY_PIPELINE, train=256, preference=512, preference_eval=128)
 BaseModelSettings: Any = base_model.settings(without=SET_BY_PIPELINE)
@@ -37,15 +32,9 @@ Evaluate: Any = evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8)
 Export: Any = export.settings()
 
 
-class Config(BaseModel):
+class Config(PipelineConfig):
     """Configuration of `dpo`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    seed: int = Field(0, ge=0, description="every random stream of the run is derived from it")
-    base_model: str = Field("tiny-qwen3", description="tiny-qwen3, tiny-llama, a Hugging Face directory or hub name")
-    processes: int = Field(1, ge=1, description="ranks of torchrun in the stages sft and preference")
-    cluster: Cluster = Cluster()
-    kfp: Kfp = Kfp()
     data: DataPrep = DataPrep()
     model: BaseModelSettings = BaseModelSettings()
     sft: Sft = Sft()

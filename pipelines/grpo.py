@@ -19,16 +19,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from tuneloop.core import plugins
+from tuneloop.config.loop import LoopPipelineConfig
+from tuneloop.config.pipeline import SET_BY_PIPELINE
 from tuneloop.core.errors import UserError
-from tuneloop.inference.engines import check_args
-from tuneloop.inference.engines.endpoint import check_urls
-from tuneloop.inference.fleet import open_fleet
-from tuneloop.kfp.settings import Kfp
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.evaluate import evaluate
@@ -36,117 +31,24 @@ from tuneloop.stages.export import export
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.reward import reward
 from tuneloop.stages.rollout import rollout
-from tuneloop.workflow.settings import Cluster
 
 if TYPE_CHECKING:
     from hera.workflows import DAG, Parameter, Task, Workflow
 
-SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "model", "weights"}
+GIVEN = {*SET_BY_PIPELINE, "weights"}
 
-DataPrep: Any = data_prep.settings(without=SET_BY_PIPELINE)
-BaseModelSettings: Any = base_model.settings(without=SET_BY_PIPELINE)
-Rollout: Any = rollout.settings(without=SET_BY_PIPELINE, max_tokens=8)
+DataPrep: Any = data_prep.settings(without=GIVEN)
+BaseModelSettings: Any = base_model.settings(without=GIVEN)
+Rollout: Any = rollout.settings(without=GIVEN, max_tokens=8)
 Reward: Any = reward.settings()
-PolicyUpdate: Any = policy_update.settings(without=SET_BY_PIPELINE)
-Evaluate: Any = evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8)
+PolicyUpdate: Any = policy_update.settings(without=GIVEN)
+Evaluate: Any = evaluate.settings(without=GIVEN, max_tokens=8)
 Export: Any = export.settings()
 
 
-class Loop(BaseModel):
-    """When the loop ends."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    iterations: int = Field(60, ge=1, description="at most so many")
-    per_workflow: int = Field(
-        60, ge=1, le=90, description="so many in one workflow, then the run goes on in another; Argo ends at depth 100"
-    )
-    iterations_per_pod: int = Field(
-        0, ge=0, description="0: a pod a stage; else so many iterations in one pod, stage after stage in one process"
-    )
-    asynchronous: bool = Field(
-        False,
-        description="sample the next batch while the policy is updated on this one: rollouts are then one version old",
-    )
-    target_reward: float = Field(0.98, description="stop once a batch of rollouts earns this mean reward")
-    evaluate_every: int = Field(0, ge=0, description="evaluate each so many iterations; 0: only before and after")
-
-
-class Engine(BaseModel):
-    """What samples completions."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    name: Annotated[str, plugins.variant("engines")] = Field(
-        "vllm",
-        description="vllm: one server for the run; transformers: in the stage's own process; endpoint: somebody else's "
-        "server, at rollout_endpoint_url; or pkg.mod:attr",
-    )
-    port: int = Field(8765, ge=1, le=65535, description="where the vLLM server listens")
-    args: dict[str, Any] | None = Field(
-        None, description="the engine's own options; default: for vllm a short context without graph capture"
-    )
-    pull: bool = Field(
-        False, description="publish each version as a delta, for whoever serves to pull; else servers load checkpoints"
-    )
-    weights: str | None = Field(None, description="URL to publish versions below; default: <store>/<run>/weights")
-    colocate: bool = Field(
-        False,
-        description="one GPU for trainer and vLLM: the server gives its memory back whenever it is not sampling",
-    )
-    rollout_endpoint_url: str | None = Field(
-        None, description="of the engine `endpoint`, several with commas between; its fleet pulls, or `fleet` is set"
-    )
-    fleet: str | None = Field(
-        None,
-        description="of the engine `endpoint`: workers that pull nothing, to be brought to each version before it is "
-        "asked for; http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace",
-    )
-
-    @model_validator(mode="after")
-    def _one_way(self) -> Engine:
-        somewhere = self.rollout_endpoint_url is not None or self.fleet is not None
-        if (self.name == "endpoint") != somewhere:
-            raise ValueError("name endpoint goes with rollout_endpoint_url or fleet: set both, or neither")
-        if self.rollout_endpoint_url is not None:
-            check_urls(self.rollout_endpoint_url)
-        if self.fleet is not None:
-            open_fleet(self.fleet)
-            if self.fleet.startswith("dynamo:") and self.rollout_endpoint_url is not None:
-                raise ValueError("a graph's name says its URL: set fleet or rollout_endpoint_url, not both")
-        if self.name == "endpoint" and self.pull == (self.fleet is not None):
-            raise ValueError("an endpoint gets new weights by pulling them, or by a fleet: set pull or fleet, not both")
-        if self.name == "transformers" and self.pull:
-            raise ValueError("transformers loads each checkpoint itself and pulls nothing: unset pull")
-        if self.colocate and (self.name != "vllm" or self.pull):
-            raise ValueError(
-                "colocate is of the run's own vLLM server, which loads checkpoints: set name vllm, unset pull"
-            )
-        if self.weights is not None and not self.pull:
-            raise ValueError("weights says where to publish: set pull")
-        check_args(self.name, self.args or {}, "args.")
-        return self
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """`args`, or the default of the engine that was chosen; and the fleet."""
-        short = {"max_model_len": 256, "enforce_eager": True}
-        given = self.args if self.args is not None else short if self.name == "vllm" else {}
-        if self.colocate:
-            return {**given, "enable_sleep_mode": True}
-        return {**given, "fleet": self.fleet} if self.fleet else given
-
-
-class Config(BaseModel):
+class Config(LoopPipelineConfig):
     """Configuration of `grpo`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    seed: int = Field(0, ge=0, description="every random stream of the run is derived from it")
-    base_model: str = Field("tiny-qwen3", description="tiny-qwen3, tiny-llama, a Hugging Face directory or hub name")
-    engine: Engine = Engine()
-    loop: Loop = Loop()
-    processes: int = Field(1, ge=1, description="ranks of torchrun in a pod of the stages that train")
-    nodes: int = Field(1, ge=1, description="pods of a stage that trains: several are a JobSet, for a cluster only")
-    cluster: Cluster = Cluster()
-    kfp: Kfp = Kfp()
     data: DataPrep = DataPrep()
     model: BaseModelSettings = BaseModelSettings()
     rollout: Rollout = Rollout()
@@ -154,55 +56,6 @@ class Config(BaseModel):
     update: PolicyUpdate = PolicyUpdate()
     evaluate: Evaluate = Evaluate()
     export: Export = Export()
-
-    @model_validator(mode="after")
-    def _batches(self) -> Config:
-        groups, parts = self.rollout.prompts_per_iteration, self.update.updates_per_batch
-        if parts > groups:
-            remedy = f"splits a batch of rollout.prompts_per_iteration ({groups}): take that at most"
-            raise UserError("update.updates_per_batch", parts, remedy)
-        return self
-
-    @model_validator(mode="after")
-    def _grain(self) -> Config:
-        pod = self.loop.iterations_per_pod
-        if pod and self.nodes > 1:
-            raise UserError(
-                "nodes", self.nodes, "loop.iterations_per_pod puts all stages into one pod: set this to 1, or it to 0"
-            )
-        if pod and (part := self.loop.per_workflow) % pod:
-            raise UserError("loop.per_workflow", part, f"must be a multiple of loop.iterations_per_pod ({pod})")
-        if pod and self.cluster.share and self.cluster.share.roles != "together":
-            raise UserError(
-                "cluster.share.roles",
-                self.cluster.share.roles,
-                "loop.iterations_per_pod trains and samples in one pod: set this to together, or it to 0",
-            )
-        if pod and self.loop.asynchronous:
-            raise UserError(
-                "loop.asynchronous",
-                True,
-                "overlaps stages; loop.iterations_per_pod runs one at a time: set it to 0",
-            )
-        if self.engine.colocate and (self.loop.asynchronous or pod):
-            raise UserError(
-                "engine.colocate",
-                True,
-                "gives the GPU to one process after the other: leave loop.asynchronous and loop.iterations_per_pod out",
-            )
-        if self.loop.asynchronous and (self.engine.pull or self.engine.fleet):
-            raise UserError(
-                "loop.asynchronous",
-                True,
-                "samples with the version before the newest, which a server that follows the newest no longer has: "
-                "leave engine.pull and engine.fleet out",
-            )
-        return self
-
-    @property
-    def staleness(self) -> dict[str, int]:
-        """How old the rollouts may be that the policy learns from: at least as old as the loop makes them."""
-        return {"max_staleness": max(self.update.max_staleness, int(self.loop.asynchronous))}
 
 
 RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
@@ -293,31 +146,25 @@ def templates(config: Config, names: Iterable[str]) -> dict[str, Any]:
     from tuneloop.argo.template import server_template, stage_template
 
     engine = {"engine": config.engine.name, "engine_args": config.engine.options, "seed": config.seed}
-    published = publishing(config)
+    published = config.published(RUN)
     seed = {"seed": config.seed}
     stage = functools.partial(stage_template, cluster=config.cluster)
     sampling: Any = {"dynamic": ["iteration", "endpoint"]}
     training: Any = {"dynamic": ["iteration"], "processes": config.processes, "nodes": config.nodes}
     server = {"port": config.engine.port, "engine_args": config.engine.options, "cluster": config.cluster}
     model = {**config.model.model_dump(), "model": config.base_model}
+    update = {**config.update.model_dump(), "max_staleness": config.max_staleness, **seed, **published}
     makers = {
         "data-prep": lambda: stage(data_prep, {**config.data.model_dump(), **seed}),
         "base-model": lambda: stage(base_model, {**model, **seed, **published}),
         "rollout": lambda: stage(rollout, {**config.rollout.model_dump(), **engine}, **sampling),
         "reward": lambda: stage(reward, config.reward.model_dump()),
-        "policy-update": lambda: stage(
-            policy_update, {**config.update.model_dump(), **config.staleness, **seed, **published}, **training
-        ),
+        "policy-update": lambda: stage(policy_update, update, **training),
         "evaluate": lambda: stage(evaluate, {**config.evaluate.model_dump(), **engine}, **sampling),
         "export": lambda: stage(export, config.export.model_dump()),
         "serve": lambda: server_template(**server, **published),
     }
     return {name: makers[name]() for name in names if name != "serve" or config.engine.name == "vllm"}
-
-
-def publishing(config: Config) -> dict[str, Any]:
-    """Where stages that write checkpoints publish them as weight versions, if they do."""
-    return {"weights": config.engine.weights or f"{RUN}/weights"} if config.engine.pull else {}
 
 
 def base_model_task(stages: dict[str, Any], data: Task) -> Task:
@@ -578,7 +425,7 @@ def build_kfp(config: Config) -> Any:
         at = f"{store}/{run}"
         with dsl.ExitHandler(steps["report"]("report", run=run, store=store)):
             prompts = steps["data-prep"]("data-prep", url=f"{at}/data-prep", seed=seed).outputs["prompts"]
-            published = kfp_publishing(config, at)
+            published = config.published(at)
             model = steps["base-model"]("base-model", url=f"{at}/base-model", prompts=prompts, seed=seed, **published)
             kfp_rl(config, steps, at, prompts, model.outputs["checkpoint"], seed, target_reward)
 
@@ -600,7 +447,7 @@ def kfp_steps(config: Config) -> dict[str, Any]:
         "endpoint": config.engine.rollout_endpoint_url,
     }
     model = {**config.model.model_dump(), "model": config.base_model}
-    seed, turn, publish = ["seed"], ["seed", "iteration"], list(kfp_publishing(config, ""))
+    seed, turn, publish = ["seed"], ["seed", "iteration"], list(config.published(""))
     update: Any = {"dynamic": [*turn, *publish], "processes": config.processes, "nodes": config.nodes}
     return {
         "data-prep": stage_step(data_prep, config.data, dynamic=seed, **pods),
@@ -614,11 +461,6 @@ def kfp_steps(config: Config) -> dict[str, Any]:
         "report": report_step(**pods),
         **({"iterations": segment_step(graph, "pod", **pods)} if graph else {}),
     }
-
-
-def kfp_publishing(config: Config, at: str) -> dict[str, str]:
-    """As `publishing`, for the run at the URL `at`."""
-    return {"weights": config.engine.weights or f"{at}/weights"} if config.engine.pull else {}
 
 
 def kfp_rl(config: Config, steps: dict[str, Any], at: str, prompts: Any, policy: Any, seed: Any, target: Any) -> None:
@@ -643,7 +485,7 @@ def kfp_rl(config: Config, steps: dict[str, Any], at: str, prompts: Any, policy:
         score = steps["reward"]("reward", url=f"{base}/reward", rollouts=sample.outputs["rollouts"])
         rewards = score.outputs["rewards"]
         given = {"policy": start, "rewards": rewards, "reference": policy, "target_reward": target}
-        given |= kfp_publishing(config, at)
+        given |= config.published(at)
         return steps["policy-update"]("policy-update", url=f"{base}/policy-update", **given, **here)
 
     def turns(i: Any, base: Any, start: Any) -> Any:

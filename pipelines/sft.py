@@ -8,20 +8,15 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from tuneloop.kfp.settings import Kfp
+from tuneloop.config.pipeline import SET_BY_PIPELINE, Nodes, PipelineConfig
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.evaluate import evaluate
 from tuneloop.stages.export import export
 from tuneloop.stages.sft import sft
-from tuneloop.workflow.settings import Cluster
 
 if TYPE_CHECKING:
     from hera.workflows import Workflow
-
-SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "model"}
 
 DataPrep: Any = data_prep.settings(without=SET_BY_PIPELINE)
 BaseModelSettings: Any = base_model.settings(without=SET_BY_PIPELINE)
@@ -30,16 +25,10 @@ Evaluate: Any = evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8)
 Export: Any = export.settings()
 
 
-class Config(BaseModel):
+class Config(PipelineConfig):
     """Configuration of `sft`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    seed: int = Field(0, ge=0, description="every random stream of the run is derived from it")
-    base_model: str = Field("tiny-qwen3", description="tiny-qwen3, tiny-llama, a Hugging Face directory or hub name")
-    processes: int = Field(1, ge=1, description="ranks of torchrun in a pod of the stages that train")
-    nodes: int = Field(1, ge=1, description="pods of a stage that trains: several are a JobSet, for a cluster only")
-    cluster: Cluster = Cluster()
-    kfp: Kfp = Kfp()
+    nodes: Nodes = 1
     data: DataPrep = DataPrep()
     model: BaseModelSettings = BaseModelSettings()
     sft: Sft = Sft()

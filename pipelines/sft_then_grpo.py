@@ -40,7 +40,7 @@ def build_argo(config: Config) -> Workflow:
         stages, loop = grpo.build_stages(config, graph)
         train = stage_template(
             sft,
-            {**config.sft.model_dump(), "seed": config.seed, **grpo.publishing(config)},
+            {**config.sft.model_dump(), "seed": config.seed, **config.published(grpo.RUN)},
             processes=config.processes,
             nodes=config.nodes,
             cluster=config.cluster,
@@ -70,7 +70,7 @@ def build_kfp(config: Config) -> Any:
 
     steps = grpo.kfp_steps(config)
     pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
-    dynamic = ["seed", *grpo.kfp_publishing(config, "")]
+    dynamic = ["seed", *config.published("")]
     train = stage_step(sft, config.sft, dynamic=dynamic, processes=config.processes, nodes=config.nodes, **pods)
 
     @pipeline("sft-then-grpo")
@@ -91,7 +91,7 @@ def build_kfp(config: Config) -> Any:
         at = f"{store}/{run}"
         with dsl.ExitHandler(steps["report"]("report", run=run, store=store)):
             prompts = steps["data-prep"]("data-prep", url=f"{at}/data-prep", seed=seed).outputs["prompts"]
-            given = {"prompts": prompts, "seed": seed, **grpo.kfp_publishing(config, at)}
+            given = {"prompts": prompts, "seed": seed, **config.published(at)}
             model = steps["base-model"]("base-model", url=f"{at}/base-model", **given)
             tuned = train("sft", url=f"{at}/sft", policy=model.outputs["checkpoint"], **given)
             grpo.kfp_rl(config, steps, at, prompts, tuned.outputs["checkpoint"], seed, target_reward)

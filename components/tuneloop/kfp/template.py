@@ -19,9 +19,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tuneloop.argo.pod_fields import STORE
+from tuneloop.config.kfp import Kfp
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
-from tuneloop.kfp.settings import Kfp
 from tuneloop.kfp.stage import TARGET, URL, result
 from tuneloop.workflow.settings import Cluster
 
