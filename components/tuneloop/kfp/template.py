@@ -37,16 +37,6 @@ REQUIRED = inspect.Parameter.empty
 Step = Callable[..., dsl.PipelineTask]
 
 
-def pipeline(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """`kfp.dsl.pipeline` for a function whose annotations are text (``from __future__ import annotations``)."""
-
-    def make(function: Callable[..., Any]) -> Any:
-        function.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
-        return dsl.pipeline(name=name)(function)
-
-    return make
-
-
 def stage_step(
     component: Component,
     params: BaseModel | Mapping[str, Any],
