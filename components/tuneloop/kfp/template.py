@@ -19,9 +19,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tuneloop.argo.pod_fields import STORE
+from tuneloop.config.kfp import Kfp
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
-from tuneloop.kfp.settings import Kfp
 from tuneloop.kfp.stage import TARGET, URL, result
 from tuneloop.workflow.settings import Cluster
 
@@ -35,16 +35,6 @@ LAUNCHER = {"cpu": "50m", "memory": "256Mi"}
 """What a pod asks for that only follows a job."""
 REQUIRED = inspect.Parameter.empty
 Step = Callable[..., dsl.PipelineTask]
-
-
-def pipeline(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """`kfp.dsl.pipeline` for a function whose annotations are text (``from __future__ import annotations``)."""
-
-    def make(function: Callable[..., Any]) -> Any:
-        function.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
-        return dsl.pipeline(name=name)(function)
-
-    return make
 
 
 def stage_step(
