@@ -172,7 +172,7 @@ def stage_component(
 def stage_signature(component: Component, passed: set[str]) -> tuple[dict[str, tuple[Any, Any]], dict[str, str]]:
     """Name → (kfp type, default) of a stage's inputs and outputs, and name → description."""
     fields = {k: f for k, f in component.Params.model_fields.items() if k in passed or f.default is not None}
-    ends_loop = "iteration" in fields and "rewards" in component.inputs
+    ends_loop = component.role == "trainer" and "iteration" in fields
     inputs = {name: Input[TYPES.get(name, Dataset)] for name in component.inputs}
     signature: dict[str, tuple[Any, Any]] = {
         **{k: (inputs[k], REQUIRED) if need else (Optional[inputs[k]], None) for k, need in component.inputs.items()},

@@ -1,8 +1,8 @@
 """What a run no longer needs: data of attempts that did not commit, resume points of stages that did, old checkpoints.
 
-An artifact's manifest names the one directory that is the artifact (`tuneloop.core.artifacts`); what else lies below its URL
-was written by attempts that lost a race or died. Nothing that was written to lately is touched: a stage may still be
-at it, on whatever machine.
+An artifact's manifest names the one directory that is the artifact (`tuneloop.core.artifacts`); what else lies below
+its URL was written by attempts that lost a race or died. Nothing that was written to lately is touched: a stage may
+still be at it, on whatever machine.
 """
 
 from __future__ import annotations
