@@ -59,7 +59,8 @@ class Component:
 
     Attributes:
         name: snake_case, the module's name; ``template`` is the same in kebab-case.
-        output: what the output artifact is and its flag's name.
+        kind: what the output artifact is: ``checkpoint``, ``rollouts``, ….
+        output: the name of its flag: the kind, or ``<kind>_out`` where an input has that name.
         role: what the stage is in a loop; None where it is none of these.
         image: the logical image name; registry and tag are added when a pipeline is rendered.
         accelerator: whether the stage asks for GPUs where the cluster has them.
@@ -71,7 +72,7 @@ class Component:
     def __init__(
         self,
         function: Callable[..., Results | None],
-        output: str,
+        kind: str,
         image: Image,
         accelerator: bool,
         role: Role | None,
@@ -79,14 +80,15 @@ class Component:
         after: Callable[[Stage, Manifest], None] | None,
         identity: Callable[[Any], Mapping[str, Any]] | None,
     ) -> None:
-        self.function, self.output, self.image, self.accelerator = function, output, image, accelerator
+        self.function, self.kind, self.image, self.accelerator = function, kind, image, accelerator
         self.role = role
         self.results, self.after, self.identity = dict(results), after, identity
         self.name = function.__name__
         self.template = self.name.replace("_", "-")
         self.summary = (inspect.getdoc(function) or "").split("\n")[0]
         self.inputs, self.Params = _read_signature(function)
-        flags = [*self.inputs, output, *self.Params.model_fields]
+        self.output = f"{kind}_out" if kind in self.inputs else kind
+        flags = [*self.inputs, self.output, *self.Params.model_fields]
         assert len(flags) == len(set(flags)), f"{self.name}: two flags of one name among {flags}"
         self.__doc__ = function.__doc__
         self.__module__ = function.__module__
@@ -231,7 +233,7 @@ class Component:
         manifest = draft.commit(
             stage=self.name,
             role=self.role,
-            kind=self.output,
+            kind=self.kind,
             results=results,
             facts=stage.facts,
             timings=stage.timings,
@@ -243,7 +245,7 @@ class Component:
 
 
 def component(
-    output: str,
+    kind: str,
     *,
     image: Image = "base",
     accelerator: bool = False,
@@ -258,7 +260,8 @@ def component(
     described by ``Annotated[type, Field(description=…, ge=…)]``.
 
     Args:
-        output: what the output is called, and the flag that takes its URL.
+        kind: what the output is. It names the flag that takes the output's URL: ``--<kind>``, or ``--<kind>-out`` in a
+            stage that also reads an artifact under this name.
         image: which of the images runs it.
         accelerator: whether it wants GPUs.
         role: what it is in a loop: reports, plans and progress ask for this, never for its name.
@@ -266,7 +269,7 @@ def component(
         after: called once the output stands, also when it stood already; must be idempotent.
         identity: of parameters that name something which is no artifact (a file): what tells its contents from others.
     """
-    return lambda function: Component(function, output, image, accelerator, role, results or {}, after, identity)
+    return lambda function: Component(function, kind, image, accelerator, role, results or {}, after, identity)
 
 
 @functools.cache

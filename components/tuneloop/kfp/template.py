@@ -258,13 +258,13 @@ def _accelerate(task: dsl.PipelineTask, cluster: Cluster, kfp: Kfp) -> None:
 
 def _artifacts(component: Component) -> dict[str, Any]:
     """The stage's output artifacts: the handle first, then what the UI shows."""
-    outputs: dict[str, Any] = {component.output: TYPES.get(component.output, Dataset)}
-    if component.output != "metrics":
+    outputs: dict[str, Any] = {component.output: TYPES.get(component.kind, Dataset)}
+    if component.kind != "metrics":
         outputs["results"] = Metrics
     outputs["preview"] = Markdown
-    if component.output == "checkpoint" and "loss" in component.results:
+    if component.kind == "checkpoint" and "loss" in component.results:
         outputs["curves"] = HTML
-    if component.output == "rewards":
+    if component.kind == "rewards":
         outputs["confidence"] = ClassificationMetrics
     return outputs
 
