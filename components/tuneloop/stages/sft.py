@@ -24,7 +24,12 @@ COLUMNS = ("id", "prompt", "chat", "completion")
 
 
 @component(
-    "checkpoint", image="trainer", accelerator=True, results={"loss": float, "version": int}, after=publish_checkpoint
+    "checkpoint",
+    image="trainer",
+    accelerator=True,
+    role="trainer",
+    results={"loss": float, "version": int},
+    after=publish_checkpoint,
 )
 def sft(
     stage: Stage,
