@@ -17,8 +17,9 @@ from tests.warm import python
 from tuneloop import weights
 from tuneloop.core.artifacts import scan
 from tuneloop.training import export_weights
-from tuneloop.training.fsdp import Optimization, Ranks, Trainer, open_model
+from tuneloop.training.fsdp import Ranks, Trainer, open_model
 from tuneloop.training.lora import Lora
+from tuneloop.training.options import Optimization
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 ADAM = Optimization(1e-2, "constant", 0, 0, 0.01, 0.9, 0.95, 1.0)

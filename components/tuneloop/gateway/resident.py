@@ -309,7 +309,7 @@ def _adapters(policy: Artifact) -> Lora | None:
 
 
 def _optimization(adam: AdamParams) -> Any:
-    from tuneloop.training.fsdp import Optimization
+    from tuneloop.training.options import Optimization
 
     return Optimization(
         learning_rate=adam.learning_rate,

@@ -16,9 +16,8 @@ import math
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,40 +34,8 @@ from tuneloop.formats.token_files import Document
 from tuneloop.training import distributed_checkpoint, export_weights, hardware_options, lora, traffic
 from tuneloop.training.batching import Batch, collate, plan
 from tuneloop.training.lora import Lora
+from tuneloop.training.options import Device, Dtype, Optimization, Packing
 from tuneloop.training.sleep import Bed, Moved
-
-Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["float32", "bfloat16"]
-Packing = Literal["auto", "packed", "padded"]
-Schedule = Literal["constant", "linear", "cosine"]
-
-
-@dataclass(frozen=True)
-class Optimization:
-    """AdamW, its schedule and clipping. Names and meanings are those of transformers' TrainingArguments.
-
-    `max_steps` is where ``linear`` and ``cosine`` reach zero. Step 1 of a warm-up already has a rate above zero.
-    """
-
-    learning_rate: float
-    lr_scheduler_type: Schedule
-    warmup_steps: int
-    max_steps: int
-    weight_decay: float
-    adam_beta1: float
-    adam_beta2: float
-    max_grad_norm: float
-
-    def rate(self, step: int) -> float:
-        """The learning rate of `step`, counted from 1."""
-        if step <= self.warmup_steps:
-            return self.learning_rate * step / self.warmup_steps
-        if self.lr_scheduler_type == "constant":
-            return self.learning_rate
-        done = min(1.0, (step - 1 - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps))
-        return self.learning_rate * (
-            1 - done if self.lr_scheduler_type == "linear" else (1 + math.cos(math.pi * done)) / 2
-        )
 
 
 class Ranks:

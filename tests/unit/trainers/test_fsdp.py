@@ -11,7 +11,8 @@ from tuneloop.core.artifacts import scan
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document
 from tuneloop.training import fsdp
-from tuneloop.training.fsdp import Optimization, Policy, Ranks, Trainer
+from tuneloop.training.fsdp import Policy, Ranks, Trainer
+from tuneloop.training.options import Optimization
 
 ADAM = Optimization(1e-2, "constant", 0, 0, 0.01, 0.9, 0.95, 1.0)
 
