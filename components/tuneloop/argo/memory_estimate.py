@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import UserError
-from tuneloop.training.options import TrainerOptions
+from tuneloop.training.options import LOGITS, TrainerOptions
 from tuneloop.workflow.rendered_stages import Stage
 
-AT_ONCE = 1 << 25
-"""Logits that the trainer holds at a time: `tuneloop.training.fsdp.LOGITS`, which needs torch to be read."""
 CPU_POOL = 1 << 30
 """Bytes of KV cache that our vLLM server asks for on a CPU, unless told otherwise."""
 PROGRAM = {"server": 3 << 30, "gpu": 8 << 30, "": 1 << 30}
@@ -212,8 +210,8 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
         text = f"{batch:g} × {length:g} tokens × {layers} × {model.hidden}{' × 2 (float32)' if wide == 2 else ''}{each}"
         parts.append((f"{text} activations", tokens * numbers * model.hidden * wide * ranks))
         logits = tokens * model.vocab
-        whole = f"{batch:g} × {length:g} × {model.vocab}" if logits <= AT_ONCE else f"{AT_ONCE:,}"
-        parts.append((f"{whole} logits at once × 8{each}", min(logits, AT_ONCE) * 8 * ranks))
+        whole = f"{batch:g} × {length:g} × {model.vocab}" if logits <= LOGITS else f"{LOGITS:,}"
+        parts.append((f"{whole} logits at once × 8{each}", min(logits, LOGITS) * 8 * ranks))
     return parts
 
 

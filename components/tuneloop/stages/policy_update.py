@@ -20,7 +20,9 @@ from tuneloop.weights.publication import Weights, publish_checkpoint
 
 if TYPE_CHECKING:
     from tuneloop.algorithms._objective import PolicyGradient
-    from tuneloop.training.fsdp import Policy, Ranks, Trainer
+    from tuneloop.training.fsdp.policy import Policy
+    from tuneloop.training.fsdp.ranks import Ranks
+    from tuneloop.training.fsdp.trainer import Trainer
     from tuneloop.training.options import Optimization
 
 
@@ -164,7 +166,7 @@ def open_trainer(
     Where this very process wrote `policy` (several iterations in one process), its trainer is taken up again: the same
     numbers as in the checkpoint, without reading them.
     """
-    from tuneloop.training.fsdp import Trainer
+    from tuneloop.training.fsdp.trainer import Trainer
 
     kept = _kept.pop(_identity(policy.manifest.root, optimization, about), None)
     _kept.clear()
@@ -250,7 +252,7 @@ def mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[li
 def reference_policy(reference: Artifact, trainer: Trainer, about: Mapping[str, Any]) -> Iterator[Policy]:
     """The reference, for scoring: another model, or the trainer's own without adapters, where they are all that parts
     the two."""
-    from tuneloop.training.fsdp import Policy
+    from tuneloop.training.fsdp.policy import Policy
     from tuneloop.training.lora import disabled
 
     if trainer.lora and trainer.base.manifest.digest == reference.manifest.digest:

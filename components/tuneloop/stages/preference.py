@@ -21,7 +21,7 @@ from tuneloop.weights.publication import Weights, publish_checkpoint
 
 if TYPE_CHECKING:
     from tuneloop.algorithms._preference import Preference
-    from tuneloop.training.fsdp import Trainer
+    from tuneloop.training.fsdp.trainer import Trainer
 
 Reference = Mapping[str, np.ndarray]
 """``chosen``, ``rejected``, and where KTO needs them ``chosen_kl``, ``rejected_kl``: float64 ``[pairs]`` each."""
@@ -65,7 +65,7 @@ def preference(
         UserError: no pairs, one that is too long, or log-probabilities of other tokens.
         Interrupted: after SIGTERM, once a resume point is committed.
     """
-    from tuneloop.training.fsdp import Trainer
+    from tuneloop.training.fsdp.trainer import Trainer
 
     objective: Preference = epochs.open_algorithm(algorithm, algorithm_args, "Preference")
     ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)

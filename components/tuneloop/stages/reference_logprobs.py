@@ -36,7 +36,7 @@ def reference_logprobs(
         UserError: no pairs, or one that is longer than `max_length` or the model's context.
         Interrupted: on SIGTERM. Nothing is kept: a retry begins anew.
     """
-    from tuneloop.training.fsdp import Policy
+    from tuneloop.training.fsdp.policy import Policy
 
     ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)
     with stage.timed("load"):

@@ -19,7 +19,7 @@ from tuneloop.weights.publication import Weights, publish_checkpoint
 
 if TYPE_CHECKING:
     from tuneloop.formats.token_files import Document
-    from tuneloop.training.fsdp import Trainer
+    from tuneloop.training.fsdp.trainer import Trainer
 
 COLUMNS = ("id", "prompt", "chat", "completion")
 
@@ -64,7 +64,7 @@ def sft(
         UserError: no demonstrations, a missing column, one that is longer than `max_length` or the model's context.
         Interrupted: after SIGTERM, once a resume point is committed.
     """
-    from tuneloop.training.fsdp import Trainer
+    from tuneloop.training.fsdp.trainer import Trainer
 
     ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)
     with stage.timed("data"):

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tuneloop.formats.token_files import Document
-    from tuneloop.training.fsdp import Policy, Ranks
+    from tuneloop.training.fsdp.policy import Policy
+    from tuneloop.training.fsdp.ranks import Ranks
     from tuneloop.training.options import Optimization, TrainerOptions
 
 Kind = Literal["PolicyGradient", "Preference"]

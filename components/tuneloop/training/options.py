@@ -28,7 +28,9 @@ MODEL_OPTIONS = (
     "torch_compile",
     "use_liger_kernel",
 )
-"""Those that `tuneloop.training.fsdp.Policy` takes."""
+"""Those that `tuneloop.training.fsdp.policy.Policy` takes."""
+LOGITS = 1 << 25
+"""At most so many logits at once, 128 MiB in float32: 1024 tokens of a vocabulary of 32768."""
 
 
 @dataclass(frozen=True)
