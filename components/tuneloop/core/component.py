@@ -174,7 +174,15 @@ class Component:
 
     def run(self, argv: Sequence[str]) -> int:
         """Run as a program and return the exit code."""
-        return program.run(self, argv)
+
+        def work() -> None:
+            given = program.parse(argv, self.name, self.__doc__, self.inputs, self.output, self.Params.model_fields)
+            url = given.pop(self.output)
+            manifest = self(out=url, **given)
+            if int(os.environ.get("RANK", "0")) == 0:
+                program.write_outputs({self.output: f"{split_ref(url)[0]}@{manifest.digest}", **manifest.results})
+
+        return program.run(work)
 
     def _open(self, params: Params, inputs: Mapping[str, Artifact], out: str) -> Stage:
         env = os.environ
