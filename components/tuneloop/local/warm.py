@@ -62,7 +62,7 @@ STAGES = (
     "tuneloop.rewards.exact",
     "tuneloop.rewards.scoring",
     "tuneloop.training.epochs",
-    "tuneloop.training.fsdp",
+    "tuneloop.training.fsdp.trainer",
 )
 SERVER = (
     "tuneloop.core.component",
