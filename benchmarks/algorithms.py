@@ -66,7 +66,7 @@ def show(store: Path, name: str) -> None:
     means = [sum(rewards[i - WINDOW + 1 : i + 1]) / WINDOW for i in range(WINDOW - 1, len(rewards))]
     reached = next((str(i + WINDOW) for i, mean in enumerate(means) if mean >= TARGET), "not")
     last = sum(rewards[-10:]) / len(rewards[-10:])
-    before, after = (entry.manifest.results["mean_reward"] for entry in found.of("evaluate"))
+    before, after = (entry.manifest.results["mean_reward"] for entry in found.with_role("evaluator"))
     print(f"{name:<20} {reached:>8} {last:>8.3f}  {before:.3f} → {after:.3f}", flush=True)
 
 

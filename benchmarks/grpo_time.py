@@ -61,7 +61,7 @@ def ours(work: Path, seed: int, loop: str, iterations: int) -> tuple[list[float]
     start = min(n.started for n in pods if n.template in ("rollout", "segment"))
     run = Run.open(loop, str(work))
     rewards = [score.value for score in run.training_rewards()]
-    ends: list[float] = [entry.finished - start for entry in run.of("policy_update")]
+    ends: list[float] = [entry.finished - start for entry in run.with_role("trainer") if entry.iteration]
     return rewards, ends, min(n.started for n in pods) - began
 
 

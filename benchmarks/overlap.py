@@ -46,7 +46,7 @@ def show(store: Path, run_name: str, name: str) -> None:
     from tuneloop.runs.run_record import Run
 
     found = Run.open(run_name, str(store))
-    ends = [entry.finished for entry in found.of("policy_update")]
+    ends = [entry.finished for entry in found.with_role("trainer") if entry.iteration]
     each = statistics.median(after - before for before, after in pairwise(ends[1:]))
     busy = sum(found.seconds_an_iteration()[stage] for stage in ("rollout", "reward", "policy-update"))
     print(f"{name:<22} {each:>11.3f} {busy:>6.3f}", flush=True)

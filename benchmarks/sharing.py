@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from algorithms import run
 
 if TYPE_CHECKING:
+    from tuneloop.core.artifacts import Role
     from tuneloop.sharing.simulate import Schedule, Task
 
 COMPLETIONS = 16 * 8
@@ -65,13 +66,19 @@ def main() -> None:
 def stages_that_wait(store: Path, unit: float) -> None:
     """Seconds until three runs of three iterations have ended, by each policy."""
     from tuneloop.sharing.plans import GROUP, in_turn
-    from tuneloop.sharing.simulate import LAST, Rules, Task, simulate
+    from tuneloop.sharing.simulate import Rules, Task, simulate
     from tuneloop.sharing.turns import POLICIES, open_turns, pause
 
-    loop = (("rollout", "sampler"), ("reward", ""), (LAST, "trainer"))
+    loop: tuple[tuple[str, str, Role], ...] = (
+        ("rollout", "sampler", "sampler"),
+        ("reward", "", "scorer"),
+        ("policy-update", "trainer", "trainer"),
+    )
     runs = {}
     for late, (name, units) in enumerate(WAITING.items()):  # they do not come all at once: who is first is known
-        tasks = [Task(stage, i, x * unit, on) for i in (1, 2, 3) for x, (stage, on) in zip(units, loop)]
+        tasks = [
+            Task(stage, i, x * unit, on, role=role) for i in (1, 2, 3) for x, (stage, on, role) in zip(units, loop)
+        ]
         runs[name] = in_turn([replace(tasks[0], lead=late * unit / 4), *tasks[1:]])
     print(f"{'stages that wait':<16} {'predicted':>9} {'measured':>9} {'error':>6}")
     for policy in POLICIES:
@@ -134,10 +141,8 @@ def real_runs(store: Path, iterations: int, runs: int) -> None:
 
 def simulated(schedule: Schedule) -> list[tuple[float, list[float]]]:
     """Of each run of a schedule: when its loop begins, and when its updates end."""
-    from tuneloop.sharing.simulate import LAST
-
     names = dict.fromkeys(span.run for span in schedule.spans)
-    ends = {name: [s.ended for s in schedule.spans if (s.run, s.task.stage) == (name, LAST)] for name in names}
+    ends = {name: [s.ended for s in schedule.spans if (s.run, s.task.role) == (name, "trainer")] for name in names}
     return [(0.0, each) for each in ends.values()]
 
 
@@ -146,7 +151,10 @@ def measured(store: Path, names: Sequence[str]) -> list[tuple[float, list[float]
     from tuneloop.runs.run_record import Run
 
     found = [Run.open(name, str(store)) for name in names]
-    return [(run.of("rollout")[0].started, [entry.finished for entry in run.of("policy_update")]) for run in found]
+    return [
+        (run.with_role("sampler")[0].started, [entry.finished for entry in run.with_role("trainer") if entry.iteration])
+        for run in found
+    ]
 
 
 def median_step(runs: Sequence[tuple[float, list[float]]]) -> float:

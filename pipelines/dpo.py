@@ -9,11 +9,10 @@ The reference is the policy after SFT; its log-probabilities are computed once, 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from tuneloop.kfp.settings import Kfp
+from tuneloop.cli.pipeline_file import builders
+from tuneloop.config.pipeline import SET_BY_PIPELINE, PipelineConfig
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.evaluate import evaluate
@@ -21,12 +20,7 @@ from tuneloop.stages.export import export
 from tuneloop.stages.preference import preference
 from tuneloop.stages.reference_logprobs import reference_logprobs
 from tuneloop.stages.sft import sft
-from tuneloop.workflow.settings import Cluster
-
-if TYPE_CHECKING:
-    from hera.workflows import Workflow
-
-SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "model"}
+from tuneloop.workflow.loop import Graph, StageSpec
 
 DataPrep: Any = data_prep.settings(without=SET_BY_PIPELINE, train=256, preference=512, preference_eval=128)
 BaseModelSettings: Any = base_model.settings(without=SET_BY_PIPELINE)
@@ -37,15 +31,9 @@ Evaluate: Any = evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8)
 Export: Any = export.settings()
 
 
-class Config(BaseModel):
+class Config(PipelineConfig):
     """Configuration of `dpo`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    seed: int = Field(0, ge=0, description="every random stream of the run is derived from it")
-    base_model: str = Field("tiny-qwen3", description="tiny-qwen3, tiny-llama, a Hugging Face directory or hub name")
-    processes: int = Field(1, ge=1, description="ranks of torchrun in the stages sft and preference")
-    cluster: Cluster = Cluster()
-    kfp: Kfp = Kfp()
     data: DataPrep = DataPrep()
     model: BaseModelSettings = BaseModelSettings()
     sft: Sft = Sft()
@@ -54,121 +42,35 @@ class Config(BaseModel):
     evaluate: Evaluate = Evaluate()
     export: Export = Export()
 
-    def stages(self) -> dict[str, dict[str, Any]]:
-        """Parameters of each stage but the seed."""
-        return {
-            "data_prep": self.data.model_dump(),
-            "base_model": {**self.model.model_dump(), "model": self.base_model},
-            "sft": self.sft.model_dump(),
-            "reference_logprobs": {
-                **self.reference.model_dump(),
-                "mismatched_pairs": self.preference.algorithm == "kto",
-            },
-            "preference": self.preference.model_dump(),
-            "evaluate": {**self.evaluate.model_dump(), "engine": "transformers"},
-            "export": self.export.model_dump(),
-        }
+
+def stages(config: Config) -> list[StageSpec]:
+    """Return the stages with their parameters."""
+    mismatched = config.preference.algorithm == "kto"
+    return [
+        StageSpec(data_prep, config.data),
+        StageSpec(base_model, config.model, model=config.base_model),
+        StageSpec(sft, config.sft, processes=config.processes),
+        StageSpec(reference_logprobs, config.reference, mismatched_pairs=mismatched),
+        StageSpec(preference, config.preference, processes=config.processes),
+        StageSpec(evaluate, config.evaluate, engine="transformers"),
+        StageSpec(export, config.export),
+    ]
 
 
-RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
-CHECKPOINT = "{{tasks.%s.outputs.parameters.checkpoint}}"
-PROMPTS = "{{tasks.data-prep.outputs.parameters.prompts}}"
+def draw(graph: Graph) -> None:
+    """Fine-tuning on demonstrations, then on pairs; evaluated before and after the pairs, and exported."""
+    data = graph.stage(data_prep)
+    model = graph.stage(base_model, prompts=data.prompts)
+    tuned = graph.stage(sft, policy=model.checkpoint, prompts=data.prompts)
+    shown = {"policy": tuned.checkpoint, "prompts": data.prompts}
+    graph.stage(evaluate, "evaluate-before", **shown)
+    known = graph.stage(reference_logprobs, **shown)
+    preferred = graph.stage(preference, **shown, logprobs=known.logprobs)
+    graph.stage(evaluate, "evaluate-after", policy=preferred.checkpoint, prompts=data.prompts)
+    graph.stage(export, policy=preferred.checkpoint)
 
 
-def build_argo(config: Config) -> Workflow:
-    """The pipeline as an Argo Workflow."""
-    from hera.workflows import DAG
-
-    from tuneloop.argo.template import stage_template, workflow
-
-    asked, seed, cluster = config.stages(), {"seed": config.seed}, config.cluster
-    with workflow("dpo", cluster=config.cluster) as built:
-        prepare = stage_template(data_prep, asked["data_prep"] | seed, cluster=cluster)
-        bring = stage_template(base_model, asked["base_model"] | seed, cluster=cluster)
-        imitate = stage_template(sft, asked["sft"] | seed, processes=config.processes, cluster=cluster)
-        refer = stage_template(reference_logprobs, asked["reference_logprobs"], cluster=cluster)
-        prefer = stage_template(preference, asked["preference"] | seed, processes=config.processes, cluster=cluster)
-        check = stage_template(evaluate, asked["evaluate"] | seed, cluster=cluster)
-        save = stage_template(export, asked["export"], cluster=cluster)
-        shown = {"policy": CHECKPOINT % "sft", "prompts": PROMPTS}
-        with DAG(name="main"):
-            data = prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
-            model = bring(name="base-model", arguments={"prompts": PROMPTS, "checkpoint": f"{RUN}/base-model"})
-            tuned = imitate(
-                name="sft",
-                arguments={"policy": CHECKPOINT % "base-model", "prompts": PROMPTS, "checkpoint": f"{RUN}/sft"},
-            )
-            before = check(name="evaluate-before", arguments={**shown, "metrics": f"{RUN}/evaluate-before"})
-            known = refer(name="reference-logprobs", arguments={**shown, "logprobs": f"{RUN}/reference-logprobs"})
-            preferred = prefer(
-                name="preference",
-                arguments={
-                    **shown,
-                    "logprobs": "{{tasks.reference-logprobs.outputs.parameters.logprobs}}",
-                    "checkpoint": f"{RUN}/preference",
-                },
-            )
-            after = check(
-                name="evaluate-after",
-                arguments={
-                    "policy": CHECKPOINT % "preference",
-                    "prompts": PROMPTS,
-                    "metrics": f"{RUN}/evaluate-after",
-                },
-            )
-            done = save(name="export", arguments={"policy": CHECKPOINT % "preference", "model": f"{RUN}/export"})
-            data >> model >> tuned >> [before, known]
-            known >> preferred >> [after, done]
-    return built
-
-
-def build_kfp(config: Config) -> Any:
-    """The pipeline for Kubeflow Pipelines."""
-    from kfp import dsl
-
-    from tuneloop.kfp.template import pipeline, report_step, stage_step
-
-    asked = config.stages()
-    pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
-    seeded: Any = {"dynamic": ["seed"], **pods}
-    prepare = stage_step(data_prep, asked["data_prep"], **seeded)
-    bring = stage_step(base_model, asked["base_model"], **seeded)
-    imitate = stage_step(sft, asked["sft"], processes=config.processes, **seeded)
-    refer = stage_step(reference_logprobs, asked["reference_logprobs"], **pods)
-    prefer = stage_step(preference, asked["preference"], processes=config.processes, **seeded)
-    check = stage_step(evaluate, asked["evaluate"], **seeded)
-    save = stage_step(export, asked["export"], **pods)
-    report = report_step(**pods)
-
-    @pipeline("dpo")
-    def built(store: str, run: str = "dpo", seed: int = config.seed) -> None:
-        """Fine-tuning on demonstrations, then on pairs; evaluated before and after the pairs, and exported.
-
-        Args:
-            store: URL of the store, as pods reach it: s3://bucket/prefix
-            run: name of the run; its artifacts lie at store/run, and the same name again resumes it
-            seed: every random stream of the run is derived from it
-        """
-        at = f"{store}/{run}"
-        with dsl.ExitHandler(report("report", run=run, store=store)):
-            prompts = prepare("data-prep", url=f"{at}/data-prep", seed=seed).outputs["prompts"]
-            model = bring("base-model", url=f"{at}/base-model", prompts=prompts, seed=seed).outputs["checkpoint"]
-            tuned = imitate("sft", url=f"{at}/sft", policy=model, prompts=prompts, seed=seed).outputs["checkpoint"]
-            check("evaluate-before", url=f"{at}/evaluate-before", policy=tuned, prompts=prompts, seed=seed)
-            known = refer("reference-logprobs", url=f"{at}/reference-logprobs", policy=tuned, prompts=prompts)
-            preferred = prefer(
-                "preference",
-                url=f"{at}/preference",
-                policy=tuned,
-                prompts=prompts,
-                logprobs=known.outputs["logprobs"],
-                seed=seed,
-            ).outputs["checkpoint"]
-            check("evaluate-after", url=f"{at}/evaluate-after", policy=preferred, prompts=prompts, seed=seed)
-            save("export", url=f"{at}/export", policy=preferred)
-
-    return built
-
+build_argo, build_kfp = builders("dpo", stages, draw)
 
 if "hera._cli" in sys.modules:  # `hera generate yaml` takes what it finds in the module
     workflow = build_argo(Config())

@@ -16,19 +16,12 @@ the first batch of a workflow are one version old.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from tuneloop.core import plugins
-from tuneloop.core.errors import UserError
-from tuneloop.inference.engines import check_args
-from tuneloop.inference.engines.endpoint import check_urls
-from tuneloop.inference.fleet import open_fleet
-from tuneloop.kfp.settings import Kfp
+from tuneloop.cli.pipeline_file import builders
+from tuneloop.config.loop import LoopPipelineConfig
+from tuneloop.config.pipeline import SET_BY_PIPELINE
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.evaluate import evaluate
@@ -36,117 +29,22 @@ from tuneloop.stages.export import export
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.reward import reward
 from tuneloop.stages.rollout import rollout
-from tuneloop.workflow.settings import Cluster
+from tuneloop.workflow.loop import Graph, Loop, StageSpec, Step
 
-if TYPE_CHECKING:
-    from hera.workflows import DAG, Parameter, Task, Workflow
+GIVEN = {*SET_BY_PIPELINE, "weights"}
 
-SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "model", "weights"}
-
-DataPrep: Any = data_prep.settings(without=SET_BY_PIPELINE)
-BaseModelSettings: Any = base_model.settings(without=SET_BY_PIPELINE)
-Rollout: Any = rollout.settings(without=SET_BY_PIPELINE, max_tokens=8)
+DataPrep: Any = data_prep.settings(without=GIVEN)
+BaseModelSettings: Any = base_model.settings(without=GIVEN)
+Rollout: Any = rollout.settings(without=GIVEN, max_tokens=8)
 Reward: Any = reward.settings()
-PolicyUpdate: Any = policy_update.settings(without=SET_BY_PIPELINE)
-Evaluate: Any = evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8)
+PolicyUpdate: Any = policy_update.settings(without=GIVEN)
+Evaluate: Any = evaluate.settings(without=GIVEN, max_tokens=8)
 Export: Any = export.settings()
 
 
-class Loop(BaseModel):
-    """When the loop ends."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    iterations: int = Field(60, ge=1, description="at most so many")
-    per_workflow: int = Field(
-        60, ge=1, le=90, description="so many in one workflow, then the run goes on in another; Argo ends at depth 100"
-    )
-    iterations_per_pod: int = Field(
-        0, ge=0, description="0: a pod a stage; else so many iterations in one pod, stage after stage in one process"
-    )
-    asynchronous: bool = Field(
-        False,
-        description="sample the next batch while the policy is updated on this one: rollouts are then one version old",
-    )
-    target_reward: float = Field(0.98, description="stop once a batch of rollouts earns this mean reward")
-    evaluate_every: int = Field(0, ge=0, description="evaluate each so many iterations; 0: only before and after")
-
-
-class Engine(BaseModel):
-    """What samples completions."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    name: Annotated[str, plugins.variant("engines")] = Field(
-        "vllm",
-        description="vllm: one server for the run; transformers: in the stage's own process; endpoint: somebody else's "
-        "server, at rollout_endpoint_url; or pkg.mod:attr",
-    )
-    port: int = Field(8765, ge=1, le=65535, description="where the vLLM server listens")
-    args: dict[str, Any] | None = Field(
-        None, description="the engine's own options; default: for vllm a short context without graph capture"
-    )
-    pull: bool = Field(
-        False, description="publish each version as a delta, for whoever serves to pull; else servers load checkpoints"
-    )
-    weights: str | None = Field(None, description="URL to publish versions below; default: <store>/<run>/weights")
-    colocate: bool = Field(
-        False,
-        description="one GPU for trainer and vLLM: the server gives its memory back whenever it is not sampling",
-    )
-    rollout_endpoint_url: str | None = Field(
-        None, description="of the engine `endpoint`, several with commas between; its fleet pulls, or `fleet` is set"
-    )
-    fleet: str | None = Field(
-        None,
-        description="of the engine `endpoint`: workers that pull nothing, to be brought to each version before it is "
-        "asked for; http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace",
-    )
-
-    @model_validator(mode="after")
-    def _one_way(self) -> Engine:
-        somewhere = self.rollout_endpoint_url is not None or self.fleet is not None
-        if (self.name == "endpoint") != somewhere:
-            raise ValueError("name endpoint goes with rollout_endpoint_url or fleet: set both, or neither")
-        if self.rollout_endpoint_url is not None:
-            check_urls(self.rollout_endpoint_url)
-        if self.fleet is not None:
-            open_fleet(self.fleet)
-            if self.fleet.startswith("dynamo:") and self.rollout_endpoint_url is not None:
-                raise ValueError("a graph's name says its URL: set fleet or rollout_endpoint_url, not both")
-        if self.name == "endpoint" and self.pull == (self.fleet is not None):
-            raise ValueError("an endpoint gets new weights by pulling them, or by a fleet: set pull or fleet, not both")
-        if self.name == "transformers" and self.pull:
-            raise ValueError("transformers loads each checkpoint itself and pulls nothing: unset pull")
-        if self.colocate and (self.name != "vllm" or self.pull):
-            raise ValueError(
-                "colocate is of the run's own vLLM server, which loads checkpoints: set name vllm, unset pull"
-            )
-        if self.weights is not None and not self.pull:
-            raise ValueError("weights says where to publish: set pull")
-        check_args(self.name, self.args or {}, "args.")
-        return self
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """`args`, or the default of the engine that was chosen; and the fleet."""
-        short = {"max_model_len": 256, "enforce_eager": True}
-        given = self.args if self.args is not None else short if self.name == "vllm" else {}
-        if self.colocate:
-            return {**given, "enable_sleep_mode": True}
-        return {**given, "fleet": self.fleet} if self.fleet else given
-
-
-class Config(BaseModel):
+class Config(LoopPipelineConfig):
     """Configuration of `grpo`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    seed: int = Field(0, ge=0, description="every random stream of the run is derived from it")
-    base_model: str = Field("tiny-qwen3", description="tiny-qwen3, tiny-llama, a Hugging Face directory or hub name")
-    engine: Engine = Engine()
-    loop: Loop = Loop()
-    processes: int = Field(1, ge=1, description="ranks of torchrun in a pod of the stages that train")
-    nodes: int = Field(1, ge=1, description="pods of a stage that trains: several are a JobSet, for a cluster only")
-    cluster: Cluster = Cluster()
-    kfp: Kfp = Kfp()
     data: DataPrep = DataPrep()
     model: BaseModelSettings = BaseModelSettings()
     rollout: Rollout = Rollout()
@@ -155,529 +53,45 @@ class Config(BaseModel):
     evaluate: Evaluate = Evaluate()
     export: Export = Export()
 
-    @model_validator(mode="after")
-    def _batches(self) -> Config:
-        groups, parts = self.rollout.prompts_per_iteration, self.update.updates_per_batch
-        if parts > groups:
-            remedy = f"splits a batch of rollout.prompts_per_iteration ({groups}): take that at most"
-            raise UserError("update.updates_per_batch", parts, remedy)
-        return self
 
-    @model_validator(mode="after")
-    def _grain(self) -> Config:
-        pod = self.loop.iterations_per_pod
-        if pod and self.nodes > 1:
-            raise UserError(
-                "nodes", self.nodes, "loop.iterations_per_pod puts all stages into one pod: set this to 1, or it to 0"
-            )
-        if pod and (part := self.loop.per_workflow) % pod:
-            raise UserError("loop.per_workflow", part, f"must be a multiple of loop.iterations_per_pod ({pod})")
-        if pod and self.cluster.share and self.cluster.share.roles != "together":
-            raise UserError(
-                "cluster.share.roles",
-                self.cluster.share.roles,
-                "loop.iterations_per_pod trains and samples in one pod: set this to together, or it to 0",
-            )
-        if pod and self.loop.asynchronous:
-            raise UserError(
-                "loop.asynchronous",
-                True,
-                "overlaps stages; loop.iterations_per_pod runs one at a time: set it to 0",
-            )
-        if self.engine.colocate and (self.loop.asynchronous or pod):
-            raise UserError(
-                "engine.colocate",
-                True,
-                "gives the GPU to one process after the other: leave loop.asynchronous and loop.iterations_per_pod out",
-            )
-        if self.loop.asynchronous and (self.engine.pull or self.engine.fleet):
-            raise UserError(
-                "loop.asynchronous",
-                True,
-                "samples with the version before the newest, which a server that follows the newest no longer has: "
-                "leave engine.pull and engine.fleet out",
-            )
-        return self
-
-    @property
-    def staleness(self) -> dict[str, int]:
-        """How old the rollouts may be that the policy learns from: at least as old as the loop makes them."""
-        return {"max_staleness": max(self.update.max_staleness, int(self.loop.asynchronous))}
-
-
-RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
-IN = "{{inputs.parameters.%s}}"
-LOOP_PARAMETERS = ("iterations", "per_workflow", "target_reward")
-AROUND = ("data-prep", "base-model", "evaluate", "export", "serve")
-ITERATION = ("rollout", "reward", "policy-update")
-SAMPLING = ("prompts", "endpoint", "iteration", "policy")
-BATCH_OUTPUTS = ("rewards", "mean-reward")
-LOOP_OUTPUTS = ("policy", "iteration", "mean-reward")
-CARRIED = ("prompts", "reference")
-"""References that every iteration needs, and so every workflow of the loop."""
-MORE = (
-    "asInt(%s) < asInt(workflow.parameters.iterations) && asFloat(%s) < asFloat(workflow.parameters['target-reward'])"
+LOOP = Loop(
+    steps=[
+        Step(rollout, prompts="prompts", endpoint="endpoint", iteration="iteration", policy="policy"),
+        Step(reward, rollouts="rollout.rollouts"),
+        Step(policy_update, policy="policy", rewards="reward.rewards", reference="reference", iteration="iteration"),
+    ],
+    carry={"policy": "policy-update.checkpoint"},
+    constants=["prompts", "reference"],
+    reward="reward.mean-reward",
+    check=Step(evaluate, prompts="prompts", endpoint="endpoint", iteration="iteration", policy="policy"),
+    finish=[Step(export, policy="policy")],
 )
-"""Whether there is an iteration after this one, of which it takes the number and the mean reward."""
-CHECKPOINT = "{{tasks.%s.outputs.parameters.checkpoint}}"
-PROMPTS = "{{tasks.data-prep.outputs.parameters.prompts}}"
 
 
-def build_argo(config: Config) -> Workflow:
-    """The loop as an Argo Workflow."""
-    from hera.workflows import DAG
-
-    from tuneloop.argo.template import workflow
-
-    graph = pod_graph(config)
-    with workflow("grpo", config.loop.model_dump(include=set(LOOP_PARAMETERS)), cluster=config.cluster) as built:
-        stages, loop = build_stages(config, graph)
-        part = build_part(config, stages, loop)
-        with DAG(name="main") as main:
-            data = stages["data-prep"](name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
-            model = base_model_task(stages, data)
-            build_rl(config, stages, part, model, model, CHECKPOINT % "base-model")
-    built.entrypoint = main.name
-    return built
-
-
-def build_stages(config: Config, graph: Workflow | None) -> tuple[dict[str, Any], DAG]:
-    """The templates of the stages by name, and the loop over some of them; to be called inside a Workflow.
-
-    Args:
-        graph: what `pod_graph` made.
-    """
-    if graph is None:
-        stages = templates(config, (*AROUND, *ITERATION))
-        return stages, build_loop(config, stages)
-    return templates(config, AROUND), build_pods(config, graph)
-
-
-def pod_graph(config: Config, *, served: bool = False) -> Workflow | None:
-    """The part of the loop that one pod runs, if pods run several stages; to be called outside a Workflow.
-
-    Args:
-        served: the rollout server is in the same pod, for there is none beside it; the graph's entry is `pod`, then.
-    """
-    from tuneloop.argo.template import workflow
-
-    if not config.loop.iterations_per_pod:
-        return None
-    parameters = {**config.loop.model_dump(), "per_workflow": config.loop.iterations_per_pod}
-    with workflow("pod", {name: parameters[name] for name in LOOP_PARAMETERS}) as graph:
-        stages = templates(config, (*ITERATION, "evaluate", *(["serve"] if served else [])))
-        loop = build_loop(config, stages)
-        if served:
-            build_served(config, stages, loop)
-    return graph
-
-
-def build_served(config: Config, stages: dict[str, Any], loop: DAG) -> None:
-    """The template `pod`: the loop beside its server."""
-    from hera.workflows import DAG, Parameter
-    from hera.workflows.models import ValueFrom
-
-    passed, made = ("iteration", "policy", *CARRIED), ("iteration", "policy", "mean-reward")
-    told = {name: ValueFrom(parameter="{{tasks.loop.outputs.parameters.%s}}" % name) for name in made}
-    with DAG(
-        name="pod",
-        inputs=[Parameter(name=name) for name in passed],
-        outputs=[Parameter(name=name, value_from=value) for name, value in told.items()],
-    ):
-        server, endpoint = serve_task(config, stages, IN % "policy")
-        server >> loop(name="loop", arguments={**{name: IN % name for name in passed}, "endpoint": endpoint})
-
-
-def templates(config: Config, names: Iterable[str]) -> dict[str, Any]:
-    """Stages as Hera templates, by name; to be called inside a Workflow."""
-    from tuneloop.argo.template import server_template, stage_template
-
-    engine = {"engine": config.engine.name, "engine_args": config.engine.options, "seed": config.seed}
-    published = publishing(config)
-    seed = {"seed": config.seed}
-    stage = functools.partial(stage_template, cluster=config.cluster)
-    sampling: Any = {"dynamic": ["iteration", "endpoint"]}
-    training: Any = {"dynamic": ["iteration"], "processes": config.processes, "nodes": config.nodes}
-    server = {"port": config.engine.port, "engine_args": config.engine.options, "cluster": config.cluster}
-    model = {**config.model.model_dump(), "model": config.base_model}
-    makers = {
-        "data-prep": lambda: stage(data_prep, {**config.data.model_dump(), **seed}),
-        "base-model": lambda: stage(base_model, {**model, **seed, **published}),
-        "rollout": lambda: stage(rollout, {**config.rollout.model_dump(), **engine}, **sampling),
-        "reward": lambda: stage(reward, config.reward.model_dump()),
-        "policy-update": lambda: stage(
-            policy_update, {**config.update.model_dump(), **config.staleness, **seed, **published}, **training
-        ),
-        "evaluate": lambda: stage(evaluate, {**config.evaluate.model_dump(), **engine}, **sampling),
-        "export": lambda: stage(export, config.export.model_dump()),
-        "serve": lambda: server_template(**server, **published),
-    }
-    return {name: makers[name]() for name in names if name != "serve" or config.engine.name == "vllm"}
-
-
-def publishing(config: Config) -> dict[str, Any]:
-    """Where stages that write checkpoints publish them as weight versions, if they do."""
-    return {"weights": config.engine.weights or f"{RUN}/weights"} if config.engine.pull else {}
-
-
-def base_model_task(stages: dict[str, Any], data: Task) -> Task:
-    """The stage that brings the model, with a tokenizer trained on the data where it is made here."""
-    task = stages["base-model"](name="base-model", arguments={"prompts": PROMPTS, "checkpoint": f"{RUN}/base-model"})
-    data >> task
-    return task
-
-
-def build_loop(config: Config, stages: dict[str, Any]) -> DAG:
-    """Iterations from a policy on, until the loop or this workflow's part of it ends."""
-    from hera.workflows import DAG, Parameter
-
-    names = ("iteration", "policy", *CARRIED, "endpoint")
-    if not config.loop.asynchronous:
-        return build_turn(config, stages, "loop", names, None)
-    batch = build_batch(stages)
-    turn = build_turn(config, stages, "turn", (*names, "rewards", "mean-reward"), batch)
-    with DAG(
-        name="loop",
-        inputs=[Parameter(name=name) for name in names],
-        outputs=[told(name, "{{tasks.turn.outputs.parameters.%s}}" % name) for name in LOOP_OUTPUTS],
-    ) as loop:
-        given = {name: IN % name for name in names}
-        first = batch(name="batch", arguments={name: given[name] for name in SAMPLING})
-        scored = {name: "{{tasks.batch.outputs.parameters.%s}}" % name for name in BATCH_OUTPUTS}
-        first >> turn(name="turn", arguments={**given, **scored})
-    return loop
-
-
-def build_batch(stages: dict[str, Any]) -> DAG:
-    """Rollouts of an iteration, and their rewards."""
-    from hera.workflows import DAG, Parameter
-
-    with DAG(
-        name="batch",
-        inputs=[Parameter(name=name) for name in SAMPLING],
-        outputs=[told(name, "{{tasks.reward.outputs.parameters.%s}}" % name) for name in BATCH_OUTPUTS],
-    ) as batch:
-        sample_tasks(stages)
-    return batch
-
-
-def sample_tasks(stages: dict[str, Any]) -> Task:
-    """From the enclosing template's policy to scored rollouts: the task that scores."""
-    at = f"{RUN}/iterations/{IN % 'iteration'}"
-    sample = stages["rollout"](
-        name="rollout", arguments={**{name: IN % name for name in SAMPLING}, "rollouts": f"{at}/rollout"}
-    )
-    score: Task = stages["reward"](
-        name="reward",
-        arguments={"rollouts": "{{tasks.rollout.outputs.parameters.rollouts}}", "rewards": f"{at}/reward"},
-    )
-    sample >> score
-    return score
-
-
-def build_turn(config: Config, stages: dict[str, Any], name: str, inputs: Sequence[str], batch: DAG | None) -> DAG:
-    """One iteration, which calls the next.
-
-    Args:
-        name: of the template.
-        inputs: its parameters.
-        batch: what `build_batch` made, if the loop is asynchronous: then the iteration is given its rewards, and
-            samples those of the next beside its update, with the policy that it starts from.
-    """
-    from hera.workflows import DAG, Parameter
-
-    at = f"{RUN}/iterations/{IN % 'iteration'}"
-    reward = "inputs.parameters" if batch else "tasks.reward.outputs.parameters"
-    here = "asInt(inputs.parameters.iteration) % asInt(workflow.parameters['per-workflow']) != 0"
-    more = "{{=%s && %s}}" % (here, MORE % ("inputs.parameters.iteration", f"{reward}['mean-reward']"))
-    after = "{{=asInt(inputs.parameters.iteration) + 1}}"
-    own = {
-        "policy": "tasks['policy-update'].outputs.parameters.checkpoint",
-        "iteration": f"string({IN % 'iteration'})",
-        "mean-reward": f"{reward}['mean-reward']",
-    }
-    # Only a task that ran has outputs; Argo says so by its status.
-    last = "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters['%s'] : %s"
-    ahead = "{{=tasks.ahead.status == 'Succeeded' ? tasks.ahead.outputs.parameters['%s'] : ''}}"
-    carried = {name: IN % name for name in (*CARRIED, "endpoint")}
-    with DAG(
-        name=name,
-        inputs=[Parameter(name=name) for name in inputs],
-        outputs=[told(name, expression=last % (name, own[name])) for name in LOOP_OUTPUTS],
-    ) as turn:
-        scored = None if batch else sample_tasks(stages)
-        update = stages["policy-update"](
-            name="policy-update",
-            arguments={
-                "policy": IN % "policy",
-                "rewards": "{{%s.rewards}}" % reward,
-                "reference": IN % "reference",
-                "checkpoint": f"{at}/policy-update",
-                "iteration": IN % "iteration",
-            },
-        )
-        over = [update]
-        if scored:
-            scored >> update
-        if batch:
-            sampling = {**{name: IN % name for name in SAMPLING}, "iteration": after}
-            over.append(batch(name="ahead", arguments=sampling, when=more))
-            carried |= {name: ahead % name for name in BATCH_OUTPUTS}
-        following = turn(
-            name="next",
-            arguments={"iteration": after, "policy": CHECKPOINT % "policy-update", **carried},
-            when=more,
-        )
-        if config.loop.evaluate_every:
-            check = stages["evaluate"](
-                name="evaluate",
-                arguments={
-                    **{name: IN % name for name in SAMPLING},
-                    "policy": CHECKPOINT % "policy-update",
-                    "metrics": f"{at}/evaluate",
-                },
-                when="{{=asInt(inputs.parameters.iteration) %% %d == 0}}" % config.loop.evaluate_every,
-            )
-            over >> check  # a server holds one version at a time
-            following.depends = "policy-update && (evaluate.Succeeded || evaluate.Skipped)"
-        else:
-            over >> following
-    return turn
-
-
-def told(name: str, value: str = "", expression: str | None = None) -> Parameter:
-    """An output parameter of a graph."""
-    from hera.workflows import Parameter
-    from hera.workflows.models import ValueFrom
-
-    return Parameter(
-        name=name, value_from=ValueFrom(expression=expression) if expression else ValueFrom(parameter=value)
-    )
-
-
-def build_pods(config: Config, graph: Workflow) -> DAG:
-    """The loop with a pod for every `iterations_per_pod` iterations: what one pod runs, which calls the next."""
-    from hera.workflows import DAG, Parameter
-    from hera.workflows.models import ValueFrom
-
-    from tuneloop.argo.multi_stage_pod import segment_template
-
-    inputs, outputs = ("iteration", "policy", *CARRIED, "endpoint"), ("iteration", "policy", "mean-reward")
-    fixed = {name: f"{{{{workflow.parameters.{name}}}}}" for name in ("run", "store", "iterations", "target-reward")}
-    fixed["per-workflow"] = str(config.loop.iterations_per_pod)
-    segment = segment_template(graph, "loop", inputs, outputs, fixed=fixed, cluster=config.cluster)
-    ended = "tasks.segment.outputs.parameters"
-    more = MORE % (f"{ended}.iteration", f"{ended}['mean-reward']")
-    here = f"asInt({ended}.iteration) % asInt(workflow.parameters['per-workflow']) != 0"
-    last = "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters['%s'] : %s['%s']"
-    with DAG(
-        name="loop",
-        inputs=[Parameter(name=name) for name in inputs],
-        outputs=[Parameter(name=name, value_from=ValueFrom(expression=last % (name, ended, name))) for name in outputs],
-    ) as loop:
-        given = {name: IN % name for name in inputs}
-        turn = segment(name="segment", arguments=given)
-        following = {"iteration": "{{=asInt(%s.iteration) + 1}}" % ended, "policy": "{{%s.policy}}" % ended}
-        again = loop(name="next", arguments={**given, **following}, when="{{=%s && %s}}" % (here, more))
-        turn >> again
-    return loop
-
-
-def build_part(config: Config, stages: dict[str, Any], loop: DAG) -> DAG:
-    """One workflow's part of the loop, then either the next workflow, or evaluation and export.
-
-    Args:
-        loop: what `build_loop` made.
-    """
-    from hera.workflows import DAG, Parameter
-
-    from tuneloop.argo.continuation import proceed_template
-
-    passed = ("iteration", "policy", *CARRIED)
-    proceed = proceed_template("continued", passed, config.cluster)
-    ended = "tasks.loop.outputs.parameters"
-    more = MORE % (f"{ended}.iteration", f"{ended}['mean-reward']")
-    trained, over = "{{%s.policy}}" % ended, "{{=!(%s)}}" % more
-    with DAG(name="part", inputs=[Parameter(name=name) for name in (*passed, "endpoint")]) as part:
-        train = loop(name="loop", arguments={name: IN % name for name in (*passed, "endpoint")})
-        following = {"iteration": "{{=asInt(%s.iteration) + 1}}" % ended, "policy": trained}
-        onward = proceed(
-            name="continue", arguments={**{name: IN % name for name in CARRIED}, **following}, when="{{=%s}}" % more
-        )
-        after = stages["evaluate"](
-            name="evaluate-after",
-            arguments={
-                **{name: IN % name for name in ("prompts", "endpoint")},
-                **{"policy": trained, "iteration": "0", "metrics": f"{RUN}/evaluate-after"},
-            },
-            when=over,
-        )
-        done = stages["export"](name="export", arguments={"policy": trained, "model": f"{RUN}/export"}, when=over)
-        train >> onward
-        # One after the other: a server holds one version at a time.
-        train >> after >> done
-    with DAG(name="continued", inputs=[Parameter(name=name) for name in passed]):
-        server, endpoint = serve_task(config, stages, IN % "policy")
-        again = part(name="part", arguments={**{name: IN % name for name in passed}, "endpoint": endpoint})
-        server >> again
-    return part
-
-
-def serve_task(config: Config, stages: dict[str, Any], policy: str) -> tuple[list[Task], str]:
-    """The rollout server that boots with `policy`, if the engine has one, and the endpoint; inside a DAG.
-
-    A server that pulls needs no policy: it finds the latest version.
-    """
-    if config.engine.name != "vllm":
-        return [], config.engine.rollout_endpoint_url or ""
-    serve = stages["serve"](name="serve", arguments={} if config.engine.pull else {"policy": policy})
-    return [serve], f"http://{{{{tasks.serve.ip}}}}:{config.engine.port}"
-
-
-def build_rl(config: Config, stages: dict[str, Any], part: DAG, model: Task, start: Task, policy: str) -> None:
-    """Evaluate the policy, then loop; to be called inside the main DAG.
-
-    Args:
-        part: what `build_part` made.
-        model: the task whose checkpoint the server boots with, while `start` may still be training, unless both want
-            the same device.
-        start: the task that makes `policy`.
-        policy: the tag of its checkpoint: where the loop starts, and what a KL term refers to.
-    """
-    server, endpoint = serve_task(config, stages, CHECKPOINT % "base-model")
-    shared = {"prompts": PROMPTS, "endpoint": endpoint}
-    before = stages["evaluate"](
-        name="evaluate-before",
-        arguments={**shared, "policy": policy, "iteration": "0", "metrics": f"{RUN}/evaluate-before"},
-    )
-    train = part(name="part", arguments={**shared, "iteration": "1", "policy": policy, "reference": policy})
-    (start if config.engine.colocate else model) >> server
-    [start, *server] >> before >> train
-
-
-def build_kfp(config: Config) -> Any:
-    """The loop for Kubeflow Pipelines: written out if it is short, else a ParallelFor over committed state."""
-    from kfp import dsl
-
-    from tuneloop.kfp.template import pipeline
-
-    steps = kfp_steps(config)
-
-    @pipeline("grpo")
-    def built(
-        store: str, run: str = "grpo", seed: int = config.seed, target_reward: float = config.loop.target_reward
-    ) -> None:
-        """GRPO on prompts with verifiable rewards, evaluated before and after, and exported.
-
-        Args:
-            store: URL of the store, as pods reach it: s3://bucket/prefix
-            run: name of the run; its artifacts lie at store/run, and the same name again resumes it
-            seed: every random stream of the run is derived from it
-            target_reward: the loop ends once a batch of rollouts earns this mean reward
-        """
-        at = f"{store}/{run}"
-        with dsl.ExitHandler(steps["report"]("report", run=run, store=store)):
-            prompts = steps["data-prep"]("data-prep", url=f"{at}/data-prep", seed=seed).outputs["prompts"]
-            published = kfp_publishing(config, at)
-            model = steps["base-model"]("base-model", url=f"{at}/base-model", prompts=prompts, seed=seed, **published)
-            kfp_rl(config, steps, at, prompts, model.outputs["checkpoint"], seed, target_reward)
-
-    return built
-
-
-def kfp_steps(config: Config) -> dict[str, Any]:
-    """Every stage of the loop as a function that makes its KFP task, by name."""
-    from tuneloop.kfp.grain import segment_step
-    from tuneloop.kfp.template import position_step, report_step, stage_step
-
-    for name, given in (("loop.asynchronous", config.loop.asynchronous), ("engine.colocate", config.engine.colocate)):
-        if given:
-            raise UserError(name, True, "is built for Argo and for one machine: leave it out here")
-    graph = pod_graph(config, served=True)
-    pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
-    engine = {
-        **{"engine": config.engine.name, "engine_args": config.engine.options},
-        "endpoint": config.engine.rollout_endpoint_url,
-    }
-    model = {**config.model.model_dump(), "model": config.base_model}
-    seed, turn, publish = ["seed"], ["seed", "iteration"], list(kfp_publishing(config, ""))
-    update: Any = {"dynamic": [*turn, *publish], "processes": config.processes, "nodes": config.nodes}
-    return {
-        "data-prep": stage_step(data_prep, config.data, dynamic=seed, **pods),
-        "base-model": stage_step(base_model, model, dynamic=[*seed, *publish], **pods),
-        "rollout": stage_step(rollout, {**config.rollout.model_dump(), **engine}, dynamic=turn, **pods),
-        "reward": stage_step(reward, config.reward, **pods),
-        "policy-update": stage_step(policy_update, config.update, **update, **pods),
-        "evaluate": stage_step(evaluate, {**config.evaluate.model_dump(), **engine}, dynamic=turn, **pods),
-        "export": stage_step(export, config.export, **pods),
-        "position": position_step(**pods),
-        "report": report_step(**pods),
-        **({"iterations": segment_step(graph, "pod", **pods)} if graph else {}),
-    }
-
-
-def kfp_publishing(config: Config, at: str) -> dict[str, str]:
-    """As `publishing`, for the run at the URL `at`."""
-    return {"weights": config.engine.weights or f"{at}/weights"} if config.engine.pull else {}
-
-
-def kfp_rl(config: Config, steps: dict[str, Any], at: str, prompts: Any, policy: Any, seed: Any, target: Any) -> None:
-    """Evaluate the policy, loop, evaluate again, export; to be called inside a pipeline.
-
-    Args:
-        at: URL of the run.
-        prompts, policy: artifacts: what is sampled, and where the loop starts.
-        seed, target: parameters of the pipeline.
-    """
-    from kfp import dsl
-
-    def check(name: str, where: str, policy: Any, iteration: Any = 0) -> Any:
-        return steps["evaluate"](
-            name, url=f"{where}/{name}", policy=policy, prompts=prompts, seed=seed, iteration=iteration
-        )
-
-    def turn(i: Any, base: Any, start: Any) -> Any:
-        """Iteration `i` from the policy `start`, committed below the URL `base`: its policy_update."""
-        here = {"seed": seed, "iteration": i}
-        sample = steps["rollout"]("rollout", url=f"{base}/rollout", policy=start, prompts=prompts, **here)
-        score = steps["reward"]("reward", url=f"{base}/reward", rollouts=sample.outputs["rollouts"])
-        rewards = score.outputs["rewards"]
-        given = {"policy": start, "rewards": rewards, "reference": policy, "target_reward": target}
-        given |= kfp_publishing(config, at)
-        return steps["policy-update"]("policy-update", url=f"{base}/policy-update", **given, **here)
-
-    def turns(i: Any, base: Any, start: Any) -> Any:
-        """As `turn`, of all iterations that one pod runs, `i` the first."""
-        given = {"policy": start, "prompts": prompts, "reference": policy, "seed": seed, "target_reward": target}
-        return steps["iterations"]("iterations", url=at, iteration=i, **given)
-
-    count, pod = config.loop.iterations, config.loop.iterations_per_pod
-    stride, ahead = (pod, turns) if pod else (1, turn)
-    every = 0 if pod else config.loop.evaluate_every  # a pod of several iterations evaluates by itself
-    rounds = range(1, count + 1, stride)
-    check("evaluate-before", at, policy)
-    if len(rounds) <= config.kfp.unroll:
-        trained = policy
-        for i in rounds:
-            base = f"{at}/iterations/{i}"
-            trained = ahead(i, base, trained).outputs["checkpoint"]
-            if every and i % every == 0:
-                check("evaluate", base, trained, i)
-    else:
-        asked = {"policy": policy, "run": at, "iterations": count, "evaluate_every": every, "target_reward": target}
-        asked["stride"] = stride
-        plan = steps["position"]("plan", iteration=0, **asked)
-        with dsl.ParallelFor(plan.outputs["todo"], parallelism=1) as i:
-            start = steps["position"]("turn", iteration=i, **asked)
-            base = start.outputs["at"]  # made there: a number of KFP's becomes 1 in one text, and 1.0 in another
-            update = ahead(i, base, start.outputs["start"])
-            if every:
-                with dsl.If(start.outputs["evaluate"] == True):  # noqa: E712 - kfp reads the comparison
-                    check("evaluate", base, update.outputs["checkpoint"], i)
-        trained = steps["position"]("last", iteration=0, **asked).after(update).outputs["start"]
-    check("evaluate-after", at, trained)
-    steps["export"]("export", url=f"{at}/export", policy=trained)
-
+def stages(config: Config) -> list[StageSpec]:
+    """Return the stages with their parameters."""
+    engine = {"engine": config.engine.name, "engine_args": config.engine.options}
+    ranks = {"processes": config.processes, "nodes": config.nodes}
+    return [
+        StageSpec(data_prep, config.data),
+        StageSpec(base_model, config.model, model=config.base_model),
+        StageSpec(evaluate, config.evaluate, **engine),
+        StageSpec(export, config.export),
+        StageSpec(rollout, config.rollout, **engine),
+        StageSpec(reward, config.reward),
+        StageSpec(policy_update, config.update, max_staleness=config.max_staleness, **ranks),
+    ]
+
+
+def draw(graph: Graph) -> None:
+    """GRPO on prompts with verifiable rewards, evaluated before and after, and exported."""
+    data = graph.stage(data_prep)
+    model = graph.stage(base_model, prompts=data.prompts)
+    start = model.checkpoint
+    graph.loop(serve=start, policy=start, reference=start, prompts=data.prompts)
+
+
+build_argo, build_kfp = builders("grpo", stages, draw, LOOP)
 
 if "hera._cli" in sys.modules:  # `hera generate yaml` takes what it finds in the module
     workflow = build_argo(Config())

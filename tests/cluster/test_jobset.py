@@ -10,6 +10,8 @@ import pytest
 from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import digests
 from tuneloop.argo.lint import lint
+from tuneloop.argo.pipeline import LIMITS, Tasks, build_templates, template_of
+from tuneloop.argo.tasks import Output
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import logs, nodes
@@ -17,6 +19,7 @@ from tuneloop.config.loading import find
 from tuneloop.kube.connection import Connection
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
+from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.sft import sft
 from tuneloop.workflow.settings import Cluster
 
@@ -95,23 +98,24 @@ def updated(grpo: Any, config: Any) -> dict[str, Any]:
     """data-prep → base-model → the pipeline's loop, then both of its updates anew, each in a pod of two processes."""
     from hera.workflows import DAG
 
-    with workflow("updated", config.loop.model_dump(include=set(grpo.LOOP_PARAMETERS))) as built:
-        stages, loop = grpo.build_stages(config, None)
-        again = grpo.templates(config.model_copy(update={"nodes": 1, "processes": 2}), ["policy-update"])
-        again["policy-update"].name = "update-one-pod"
-        base = grpo.CHECKPOINT % "base-model"
+    with workflow("updated", config.loop.model_dump(include=LIMITS)) as built:
+        templates = build_templates(config, grpo.stages(config), grpo.LOOP)
+        single = grpo.stages(config.model_copy(update={"nodes": 1, "processes": 2}))
+        again = template_of(next(spec for spec in single if spec.component is policy_update), config, grpo.LOOP)
+        again.name = "update-one-pod"
         with DAG(name="main"):
-            data = stages["data-prep"](name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
-            model = grpo.base_model_task(stages, data)
-            given = {"policy": base, "prompts": grpo.PROMPTS, "reference": base, "endpoint": ""}
-            before = loop(name="loop", arguments={**given, "iteration": "1"})
-            model >> before
+            tasks = Tasks(config, templates, grpo.LOOP)
+            data = tasks.stage(data_prep)
+            base = tasks.stage(base_model, prompts=data.prompts).checkpoint
+            given = {"policy": base, "prompts": data.prompts, "reference": base, "endpoint": ""}
+            before = templates["loop"](name="loop", arguments={**given, "iteration": "1"})
+            base.task >> before
             policy = base
             for i in ("1", "2"):
                 about = {"policy": policy, "rewards": f"{RUN}/iterations/{i}/reward", "reference": base}
                 about |= {"iteration": i, "checkpoint": f"{RUN}/one/{i}"}
-                before = before >> again["policy-update"](name=f"one-{i}", arguments=about)
-                policy = grpo.CHECKPOINT % f"one-{i}"
+                before = before >> again(name=f"one-{i}", arguments=about)
+                policy = Output(before, "checkpoint")
     made: dict[str, Any] = built.to_dict()
     assert not lint(made)
     return made

@@ -19,11 +19,11 @@ from tests.cluster.conftest import ROOT, STORE, kubectl
 from tests.cluster.test_jobset import SMALL
 from tests.cluster.volumes import apply
 from tuneloop.argo.trainjob import trainjob
+from tuneloop.config.kfp import Kfp
 from tuneloop.config.loading import find
 from tuneloop.kfp.client import compile_to
 from tuneloop.kfp.jobs import NAME, launch_step, mark
 from tuneloop.kfp.launch import job_name
-from tuneloop.kfp.settings import Kfp
 from tuneloop.kube.connection import Connection
 from tuneloop.training.backends.native import Native
 

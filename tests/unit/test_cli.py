@@ -579,7 +579,9 @@ def test_the_display_prints_a_line_an_iteration_with_rate_and_time_left(
     now = 100.0
     monkeypatch.setattr(time, "time", lambda: now)
     parameters = [{"name": "iterations", "value": "4"}]
-    with Display("r", {"spec": {"arguments": {"parameters": parameters}}}) as display:
+    judge = {"name": "reward", "container": {"command": ["python", "-m", "tuneloop.stages.reward"]}}
+    loop = {"name": "loop", "dag": {"tasks": [{"template": "reward"}, {"template": "loop"}]}}
+    with Display("r", {"spec": {"arguments": {"parameters": parameters}, "templates": [judge, loop]}}) as display:
         for iteration in (1, 2):
             for stage, outputs in (("rollout", {}), ("reward", {"mean-reward": f"0.{iteration}5"})):
                 earlier = f"s/r/iterations/{iteration - 1}/policy-update@xxh3-128:00"

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from tests.waiting import LIMIT_S
 from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import OptionalInput, Results, Stage, component
 
 STAGE = '''
 import os, time
@@ -71,6 +72,22 @@ def load(program: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_a_stage_may_read_and_write_the_same_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @component("thing", results={"length": int})
+    def double(stage: Stage, thing: OptionalInput) -> Results:
+        """Write a file twice as long as the one read."""
+        text = 2 * (thing.path / "x").read_text() if thing else "x"
+        (stage.out / "x").write_text(text)
+        return {"length": len(text)}
+
+    monkeypatch.setenv("TUNELOOP_OUTPUTS", str(tmp_path / "outputs"))
+    assert double.run(["--thing-out", f"{tmp_path}/a"]) == 0
+    first = (tmp_path / "outputs" / "thing-out").read_text()
+    assert double.run(["--thing", first, "--thing-out", f"{tmp_path}/b"]) == 0
+    made = Artifact(f"{tmp_path}/b").manifest
+    assert (made.kind, made.inputs, made.results) == ("thing", {"thing": first}, {"length": 2})
 
 
 def test_commits_once_and_says_its_results(toy: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tuneloop.weights.publication import published
 TOOK = {"fetch_s": 0.25, "apply_s": 0.5, "drain_s": 4.0, "pause_s": 0.125, "tensors": 6}
 
 
-@component("rollouts", image="rollout", results={})
+@component("rollouts", image="rollout", role="sampler", results={})
 def rollout(stage: Stage, policy: Input, *, facts: dict[str, Any]) -> Results:
     """What `tuneloop.inference.generate.generate` leaves in a stage."""
     stage.timings.update(load=0.5, canary=1.0)
@@ -113,6 +113,6 @@ def test_in_the_report(run: tuple[Run, list[Artifact]]) -> None:
     cells = Page(report.render_page(run[0])).cells
     row = cells[cells.index("pulled by 1") :]
     assert row[5:12] == ["750", "125", "2000", "1500", "0.25", "6/6", "2"]
-    (entry,) = run[0].of("rollout")
+    (entry,) = run[0].with_role("sampler")
     one = delivery(run[0], entry)
     assert one and set(numbers(one)) == set(NUMBERS) and numbers(one)["pause_s"] == 0.125

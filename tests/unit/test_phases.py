@@ -4,14 +4,16 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_cli import Call, call, refused  # noqa: F401 - `call` is a fixture
-from tuneloop.core.artifacts import Draft
+from tuneloop.core.artifacts import Draft, Role
+from tuneloop.core.component import find_component
 from tuneloop.core.errors import UserError
 from tuneloop.local.journal import Journal, Node, Workflow
-from tuneloop.planning.phases import recorded, role
+from tuneloop.planning.phases import find_device, recorded
 from tuneloop.runs import run_record
 from tuneloop.runs.run_record import Record, Run
 
 STAGES = (("rollout", 3.0), ("reward", 1.0), ("policy-update", 2.0))
+ROLES: dict[str, Role] = {"rollout": "sampler", "reward": "scorer", "policy-update": "trainer"}
 
 
 def made(store: Path, name: str, iterations: int = 3, gap: float = 0.5, pause: float = 0.0) -> Run:
@@ -22,7 +24,7 @@ def made(store: Path, name: str, iterations: int = 3, gap: float = 0.5, pause: f
             clock += gap + (pause if (iteration, stage) == (iterations, "rollout") else 0)
             draft = Draft(f"{store}/{name}/iterations/{iteration}/{stage}", attempt="data-test")
             about = {"timings": {"total": seconds}, "provenance": {"started": clock}}
-            draft.commit(stage=stage.replace("-", "_"), **about)  # type: ignore[arg-type]
+            draft.commit(stage=stage.replace("-", "_"), role=ROLES[stage], **about)  # type: ignore[arg-type]
             clock += seconds
     return Run.open(name, str(store))
 
@@ -61,7 +63,7 @@ def test_a_run_that_overlapped_is_read_as_it_ran(tmp_path: Path) -> None:
             draft = Draft(f"{tmp_path}/ahead/iterations/{iteration}/{stage}", attempt="data-test")
             begun = 1000 + 7 * iteration + start
             about = {"timings": {"total": seconds}, "provenance": {"started": begun}}
-            draft.commit(stage=stage.replace("-", "_"), **about)  # type: ignore[arg-type]
+            draft.commit(stage=stage.replace("-", "_"), role=ROLES[stage], **about)  # type: ignore[arg-type]
     leads = {task.stage: task.lead for task in recorded(Run.open("ahead", str(tmp_path)))}
     assert leads == {"rollout": 0.5, "reward": 0.5, "policy-update": 0.5}
 
@@ -80,9 +82,10 @@ def test_what_can_not_be_planned_with_is_refused(tmp_path: Path) -> None:
             recorded(Run.open(name, str(tmp_path)))
 
 
-def test_roles_are_those_of_the_stages() -> None:
+def test_devices_are_those_of_the_stages() -> None:
     stages = ("rollout", "evaluate", "policy_update", "reward", "argo", "somebody_elses")
-    assert [role(stage) for stage in stages] == ["sampler", "sampler", "trainer", "", "", ""]
+    found = [find_device(find_component(f"tuneloop.stages.{stage}")) for stage in stages]
+    assert found == ["sampler", "sampler", "trainer", "", "", ""]
 
 
 def test_the_plan_of_sharing(call: Call, tmp_path: Path) -> None:  # noqa: F811

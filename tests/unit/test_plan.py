@@ -8,6 +8,7 @@ from rich.console import Console
 from tuneloop.argo import memory_estimate
 from tuneloop.argo.memory_estimate import Model
 from tuneloop.config.loading import find
+from tuneloop.core.artifacts import Role
 from tuneloop.planning import granularity, plan
 from tuneloop.workflow import rendered_stages
 
@@ -58,7 +59,7 @@ def test_what_the_formula_does_not_cover_is_not_guessed(tmp_path: Path) -> None:
 
 
 def leaf(name: str, stage: str, *args: str, **more: Any) -> dict[str, Any]:
-    command = ["python", "-m", f"tuneloop.{stage}"]
+    command = ["python", "-m", f"tuneloop.stages.{stage}"]
     return {"name": name, "container": {"image": "tuneloop/x:1", "command": command, "args": list(args), **more}}
 
 
@@ -117,7 +118,7 @@ def test_flags_ranks_and_accelerators_are_those_of_the_container() -> None:
         },
     }
     stage = rendered_stages.read_stage(template)
-    assert (stage.stage, stage.ranks, stage.accelerators) == ("sft", 4, 4)
+    assert (stage.role, stage.ranks, stage.accelerators) == ("trainer", 4, 4)
     assert stage.number("learning_rate") == 1e-3
     assert stage.number("out") is None
 
@@ -165,13 +166,14 @@ def test_a_coarse_grain_is_the_same_work_in_fewer_pods() -> None:
 
 def test_the_recommended_grain_spends_at_most_a_tenth_between_pods() -> None:
     grains = granularity.possible(60, 60)
+    loop: dict[str, Role] = {"rollout": "sampler", "reward": "scorer", "policy-update": "trainer"}
     for work in (0.5, 3.0, 100.0, 1000.0):
-        pod = granularity.recommended(grains, {"rollout": work / 2, "policy-update": work / 2})
+        pod = granularity.recommended(grains, loop, {"rollout": work / 2, "policy-update": work / 2})
         assert pod is not None and (not pod or 60 % pod == 0)
         if pod < 60:
-            assert granularity.overhead(pod) <= 0.1 * (work + granularity.overhead(pod))
-    assert granularity.recommended(grains, {"rollout": 1000.0}) == 0
-    assert granularity.recommended(grains, None) is None
+            assert granularity.overhead(pod, 3) <= 0.1 * (work + granularity.overhead(pod, 3))
+    assert granularity.recommended(grains, loop, {"rollout": 1000.0}) == 0
+    assert granularity.recommended(grains, loop, None) is None
 
 
 @pytest.mark.parametrize(("iterations", "part"), [(40, 60), (500, 60), (1, 60), (7, 7)])

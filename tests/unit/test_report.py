@@ -119,7 +119,7 @@ def test_a_run_without_any_artifact_has_a_page(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_lacks_become_gaps(tmp_path: Path) -> None:
-    @toy.component("checkpoint", results={"loss": float, "version": int})
+    @toy.component("checkpoint", role="trainer", results={"loss": float, "version": int})
     def sft(stage: toy.Stage) -> toy.Results:
         """Diverge."""
         stage.metric(1, loss=float("nan"))

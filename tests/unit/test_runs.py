@@ -57,7 +57,7 @@ def test_equal_bytes_at_two_places_are_told_apart_by_place(tmp_path: Path) -> No
     assert made["2/policy-update"].digest == made["4/policy-update"].digest
     run = Run.open("same", str(tmp_path))
     assert [(s.version, x) for s, x in zip(run.evaluations(), run.curves()[1].x)] == [(1, 0), (5, 4)]
-    assert [run.version_of(e) for e in run.of("rollout")] == [1, 2, 3, 4]
+    assert [run.version_of(e) for e in run.with_role("sampler")] == [1, 2, 3, 4]
 
 
 def test_what_is_committed_later_is_seen_and_what_is_deleted_is_not(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def _save(stage: Stage, skill: int, version: int) -> None:
     stage.facts.update(version=version)
 
 
-@component("checkpoint", results={"loss": float, "version": int})
+@component("checkpoint", role="trainer", results={"loss": float, "version": int})
 def sft(
     stage: Stage, *, skill: Annotated[int, Field(ge=0, le=3, description="to begin with")] = 1, seed: int = 0
 ) -> Results:
@@ -42,7 +42,7 @@ def sft(
     return {"loss": 1.0, "version": 1}
 
 
-@component("rollouts", results={"completions": int, "mean_length": float})
+@component("rollouts", role="sampler", results={"completions": int, "mean_length": float})
 def rollout(stage: Stage, policy: Input, *, iteration: int = 0, temperature: float = 1.0) -> Results:
     """Pretend to sample."""
     (stage.out / "rollouts.json").write_text(json.dumps({"skill": _skill(policy.path), "iteration": iteration}))
@@ -52,7 +52,7 @@ def rollout(stage: Stage, policy: Input, *, iteration: int = 0, temperature: flo
     return {"completions": 4, "mean_length": length}
 
 
-@component("rewards", results={"mean_reward": float})
+@component("rewards", role="scorer", results={"mean_reward": float})
 def reward(stage: Stage, rollouts: Input) -> Results:
     """Judge."""
     skill = json.loads((rollouts.path / "rollouts.json").read_text())["skill"]
@@ -61,7 +61,7 @@ def reward(stage: Stage, rollouts: Input) -> Results:
     return {"mean_reward": SHARES[skill]}
 
 
-@component("checkpoint", results={"loss": float, "version": int})
+@component("checkpoint", role="trainer", results={"loss": float, "version": int})
 def policy_update(stage: Stage, policy: Input, rewards: Input, *, iteration: int = 0) -> Results:
     """Learn one step of skill in two optimizer steps."""
     _save(stage, min(_skill(policy.path) + 1, 3), policy.manifest.facts["version"] + 1)
@@ -70,7 +70,7 @@ def policy_update(stage: Stage, policy: Input, rewards: Input, *, iteration: int
     return {"loss": -0.2, "version": policy.manifest.facts["version"] + 1}
 
 
-@component("metrics", results={"mean_reward": float})
+@component("metrics", role="evaluator", results={"mean_reward": float})
 def evaluate(stage: Stage, policy: Input, *, temperature: float = 0.0) -> Results:
     """Judge on held-out prompts."""
     _judge(stage, _skill(policy.path), "samples")

@@ -17,9 +17,9 @@ from tuneloop.argo.claims import share_of
 from tuneloop.argo.colocation import number
 from tuneloop.argo.jobset import written
 from tuneloop.argo.memory_estimate import Model, asked, context_of, memory, model_of, whole
-from tuneloop.argo.multi_stage_pod import ITERATION, unfolded
+from tuneloop.argo.multi_stage_pod import unfolded
 from tuneloop.workflow.manifest import applied, labels_of
-from tuneloop.workflow.rendered_stages import container_of, read_stage
+from tuneloop.workflow.rendered_stages import container_of, read_loop, read_stage
 from tuneloop.workflow.settings import GROUP_LABEL, UNKNOWN
 
 LEAST = int(UNKNOWN.removesuffix("Gi")) << 30
@@ -52,7 +52,7 @@ def fit(workflow: dict[str, Any]) -> None:
     model, context = model_of(list(stages.values())), context_of(list(stages.values()))
     if not isinstance(model, Model):
         return
-    inner = [stage for name, stage in stages.items() if name in ITERATION]
+    inner = [stages[name] for name in read_loop(within)]
     share = share_of(workflow)
     for template, job in unlimited:
         run = [stages[template["name"]]] if template["name"] in stages else inner

@@ -23,14 +23,10 @@ from typing import Any
 from tuneloop.core.errors import UserError
 from tuneloop.workflow.rendered_stages import Stage
 
-TRAINED = ("sft", "policy_update", "preference", "reward_model")
 PAIRED = ("preference", "reward_model")
 """Stages whose batch counts pairs of sequences."""
 AT_ONCE = 1 << 25
 """Logits that the trainer holds at a time: `tuneloop.training.fsdp.LOGITS`, which needs torch to be read."""
-SAMPLED = ("rollout", "evaluate")
-HELD = ("base_model", "reference_logprobs", "model_reward")
-"""Stages that hold a model's weights, and little else."""
 CPU_POOL = 1 << 30
 """Bytes of KV cache that our vLLM server asks for on a CPU, unless told otherwise."""
 PROGRAM = {"server": 3 << 30, "gpu": 8 << 30, "": 1 << 30}
@@ -68,11 +64,11 @@ class Model:
 
 def model_of(stages: list[Stage]) -> Model | str:
     """The model that the stage `base_model` brings; or why it is not known."""
-    from tuneloop.stages.base_model import TINY, TINY_SHAPE
+    from tuneloop.stages.base_model import TINY, TINY_SHAPE, base_model
 
-    base = next((stage for stage in stages if stage.stage == "base_model"), None)
+    base = next((stage for stage in stages if stage.component is base_model), None)
     if base is None:
-        return "unknown: no stage base_model"
+        return f"unknown: no stage {base_model.name}"
     name = base.flags.get("model", TINY[0])
     if name in TINY:
         vocab = int(base.number("vocab_size") or base_default("vocab_size"))
@@ -163,27 +159,32 @@ def memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, f
     Args:
         context: tokens of a prompt and its completion at most, if that is limited.
     """
-    if stage.stage in TRAINED:
+    if stage.role == "trainer":
         return _training_memory(stage, model, context)
-    if stage.stage == "server" or (stage.stage in SAMPLED and stage.flags.get("engine") == "transformers"):
+    if stage.serves or (stage.role in ("sampler", "evaluator") and stage.flags.get("engine") == "transformers"):
         return _sampling_memory(stage, model, context)
-    if stage.stage in HELD:
+    if _only_holds(stage):
         return [(f"{model.parameters:,} × 4 weights", model.parameters * 4.0)]
     return []
 
 
 def whole(stage: Stage, model: Model, context: int | None) -> bool:
     """Whether `memory` has all parts: what sequences need can only be told where their length is limited."""
-    if stage.stage in TRAINED:
+    if stage.role == "trainer":
         limited = (stage.number("max_length") or context) and stage.number("per_device_train_batch_size")
         return bool(limited) and adapters(stage, model) is not None
-    return stage.stage in ("server", *HELD) or context is not None
+    return stage.serves or _only_holds(stage) or context is not None
+
+
+def _only_holds(stage: Stage) -> bool:
+    """Whether a stage holds a model's weights, and little else: it computes with torch and does not train."""
+    return stage.component is not None and stage.component.image == "trainer" and stage.role != "trainer"
 
 
 def asked(stages: Sequence[Stage], parts: Sequence[tuple[str, float]]) -> int:
     """Bytes that a pod asks for in which `stages` run, one after another, if `parts` are what they hold."""
-    kinds = ["gpu" if stage.accelerators else stage.stage for stage in stages]
-    program = max(PROGRAM.get(str(kind), PROGRAM[""]) * stage.ranks for kind, stage in zip(kinds, stages))
+    kinds = ["gpu" if stage.accelerators else "server" if stage.serves else "" for stage in stages]
+    program = max(PROGRAM[kind] * stage.ranks for kind, stage in zip(kinds, stages))
     torchrun = PROGRAM[""] / 2 if any(stage.ranks > 1 for stage in stages) else 0
     states = [count for text, count in parts if "gpu" not in kinds or "weights" in text]
     return math.ceil((program + torchrun + sum(states)) / STEP) * STEP
@@ -198,11 +199,11 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
     else:
         parts = [(f"{count:,} × 4 weights{shared}", count * 4 / stage.nodes)]
         parts += [(f"adapters' {added:,} × {kept}{shared}", added * 16 / stage.nodes)] if added else []
-    if stage.stage == "policy_update" and json.loads(stage.flags.get("algorithm_args", "{}")).get("beta"):
+    if "reference" in stage.flags and json.loads(stage.flags.get("algorithm_args", "{}")).get("beta"):
         parts.append((f"{count:,} × 4 weights of the reference{shared}", count * 4 / stage.nodes))
     length, batch = stage.number("max_length") or context, stage.number("per_device_train_batch_size")
     if length and batch:
-        batch *= 2 if stage.stage in PAIRED else 1
+        batch *= 2 if stage.component and stage.component.name in PAIRED else 1
         tokens, wide = batch * length, 1 if stage.flags.get("dtype") == "bfloat16" else 2
         layers = f"{model.layers} layers × 34"
         numbers = model.layers * 34
@@ -219,9 +220,9 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
 
 def _sampling_memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
     arguments = stage.engine_args
-    width = 2 if stage.stage == "server" or stage.accelerators else 4  # transformers on a CPU: float32
+    width = 2 if stage.serves or stage.accelerators else 4  # transformers on a CPU: float32
     parts = [(f"{model.parameters:,} × {width} weights", float(model.parameters * width))]
-    if stage.stage == "server":
+    if stage.serves:
         if not stage.accelerators:
             pool = int(arguments.get("kv_cache_memory_bytes", CPU_POOL))
             parts.append((f"KV cache pool of {pool // model.kv_bytes:,} tokens × {model.kv_bytes}", float(pool)))

@@ -86,15 +86,17 @@ def _bare(template: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-ITERATION = ("rollout", "reward", "policy-update")
+def find_segment(workflow: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The template whose pod runs the stages of several iterations; None where each stage has a pod."""
+    templates = workflow["spec"].get("templates") or ()
+    started = ((template, template.get("container", {}).get("command", ())) for template in templates)
+    return next((template for template, command in started if "tuneloop.local.segment" in command), None)
 
 
 def unfolded(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """The workflow with a pod a stage that does the same, and how many iterations a pod has (0: a pod a stage)."""
     spec = workflow["spec"]
-    segment = next(
-        (t for t in spec["templates"] if "tuneloop.local.segment" in t.get("container", {}).get("command", ())), None
-    )
+    segment = find_segment(workflow)
     if segment is None:
         return dict(workflow), 0
     words = segment["container"]["args"]

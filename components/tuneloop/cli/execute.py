@@ -83,6 +83,7 @@ def demo(
         engine, why = demo_engine()
         typer.echo(f"{name}: engine {engine}, {why}")
         settings = [f"engine.name={engine}", *settings]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a model this small is slower with its work shared between threads
     return run("sft_then_grpo", name, store, None, settings, parallelism, track, warm)
 
 

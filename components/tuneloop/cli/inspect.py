@@ -46,7 +46,7 @@ def status(
     for label, text in (("store", run.url), ("iterations", iterations_line(run)), ("mean reward", reward_line(run))):
         if text:
             typer.echo(f"  {label:<12} {text}")
-    if (latest := run.latest_reward()) and latest.entry.manifest.stage == "reward":
+    if (latest := run.latest_reward()) and latest.entry.manifest.role == "scorer":
         typer.echo(f"  {'newest batch':<12} {latest.value:.3f} ({latest.how}, iteration {latest.entry.iteration})")
     show_stages(stages(run))
 

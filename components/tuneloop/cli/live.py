@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuneloop.local.journal import BROKEN, DONE, Node
 from tuneloop.runs.summary import clock
+from tuneloop.workflow.rendered_stages import read_loop
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,6 +32,7 @@ class Display:
         parameters = workflow["spec"].get("arguments", {}).get("parameters", ())
         self.name = name
         self.total = next((int(p["value"]) for p in parameters if p["name"] == "iterations" and "value" in p), None)
+        self.scorers = {name for name, role in read_loop(workflow).items() if role == "scorer"}
         self.begun = time.time()
         self.running: dict[str, Node] = {}
         self.told: dict[str, str] = {}
@@ -105,7 +107,7 @@ class Display:
 
     def _ended(self, node: Node) -> None:
         seconds = clock(node.finished - node.started)
-        if node.template == "reward" and "mean-reward" in node.outputs:
+        if node.template in self.scorers and "mean-reward" in node.outputs:
             self.reward = f"{float(node.outputs['mean-reward']):.3f}"
         if node.phase in BROKEN:
             self._print(f"{label(node)}: {node.phase.lower()} after {seconds}: {node.message}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.core.errors import UserError
-from tuneloop.planning.phases import recorded, role
+from tuneloop.planning.phases import find_device, recorded
 from tuneloop.runs.run_record import Run, records
 from tuneloop.sharing.plans import APART, GROUP, PLANS, ROLES, SERIAL, SHARED, Plan, compare, recommended, refuse
 from tuneloop.sharing.simulate import Rules, Task
@@ -97,7 +97,7 @@ def accelerators(workflow: Mapping[str, Any], share: Share) -> dict[str, int]:
     held = dict.fromkeys(ROLES, share.count)
     for template in workflow["spec"]["templates"]:
         stage = read_stage(template)
-        if of := role("rollout" if stage.stage == "server" else stage.stage or ""):
+        if of := "sampler" if stage.serves else find_device(stage.component):
             held[of] = max(held[of], stage.accelerators * stage.nodes)
     return held
 

@@ -130,7 +130,7 @@ def show_weights(run: Run) -> None:
     rows, held = [], run.checkpoints
     for entry in held:
         files = entry.manifest.files
-        users = [e.key for e in run.of("rollout", "evaluate") if run.policy_of(e) is entry]
+        users = [e.key for e in run.with_role("sampler", "evaluator") if run.policy_of(e) is entry]
         mark = " latest" if entry is held[-1] else ""
         rows.append(
             (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -14,6 +14,8 @@ from tuneloop.cluster.watch import nodes
 from tuneloop.core.errors import EXIT_USER
 from tuneloop.local.journal import Node
 from tuneloop.runs.summary import aligned
+from tuneloop.workflow.manifest import effective_spec
+from tuneloop.workflow.rendered_stages import read_stage
 
 
 def tell(
@@ -34,7 +36,7 @@ def tell(
     code, message = argo.exit_code(last), last.get("status", {}).get("message")
     why = f": {message}" if message else ""
     ended = f"{argo.phase(last).lower()}{why}, exit code {code}" if code else "succeeded"
-    facts = aligned({"mean reward": _reward(pods), "model": _model(pods)})
+    facts = aligned({"mean reward": _reward(pods, _evaluators(workflows)), "model": _model(pods)})
     typer.echo("\n".join(filter(None, (f"\n{run}: {ended} ({seconds:.1f} s)", facts))))
     if code:
         failed = culprit(nodes(last).values())
@@ -47,13 +49,19 @@ def tell(
     return code
 
 
-def _reward(pods: Sequence[Node]) -> str:
+def _evaluators(workflows: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The templates of the stages that measure the policy."""
+    stages = [read_stage(template) for each in workflows for template in effective_spec(each).get("templates", ())]
+    return {stage.name for stage in stages if stage.role == "evaluator"}
+
+
+def _reward(pods: Sequence[Node], evaluators: Container[str]) -> str:
     """The first and the newest mean reward on held-out prompts; without these, of batches."""
     rewards = [pod for pod in pods if "mean-reward" in pod.outputs]
-    scored = [pod for pod in rewards if pod.template == "evaluate"] or rewards
+    scored = [pod for pod in rewards if pod.template in evaluators] or rewards
     shown = [f"{float(pod.outputs['mean-reward']):.3f} ({label(pod)})" for pod in scored]
     return " → ".join(dict.fromkeys((*shown[:1], *shown[-1:])))
 
 
 def _model(pods: Sequence[Node]) -> str:
-    return next((pod.outputs["model"] for pod in reversed(pods) if pod.template == "export" and pod.outputs), "")
+    return next((pod.outputs["model"] for pod in reversed(pods) if "model" in pod.outputs), "")

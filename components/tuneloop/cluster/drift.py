@@ -5,23 +5,24 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from tuneloop.argo.multi_stage_pod import unfolded
+from tuneloop.argo.multi_stage_pod import find_segment, unfolded
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.schedule import LABEL, TEMPLATES, template_spec
 from tuneloop.config.loading import dump
 from tuneloop.core.artifacts import canonical
-from tuneloop.core.component import Component
+from tuneloop.core.component import find_component
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import flag
 from tuneloop.core.store import normalize
 from tuneloop.inference import generate
 from tuneloop.kube.connection import Connection
 from tuneloop.runs.run_record import differences
+from tuneloop.workflow.manifest import effective_spec
+from tuneloop.workflow.rendered_stages import read_loop
 
 
 def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) -> str:
@@ -79,28 +80,29 @@ def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]
 
 def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
     """What decides what a run computes: its pipeline, its parameters, and each stage's own, where it says them."""
-    spec = {**(workflow.get("status", {}).get("storedWorkflowTemplateSpec") or {}), **workflow["spec"]}
+    spec = effective_spec(workflow)
     given = {p["name"]: p["value"] for p in spec.get("arguments", {}).get("parameters", ()) if "value" in p}
     if "store" in given:
         given["store"] = normalize(given["store"])
     pipeline = spec.get("podMetadata", {}).get("labels", {}).get("app.kubernetes.io/name")
     templates = unfolded({"spec": {**spec, "templates": spec.get("templates") or []}})[0]["spec"]["templates"]
-    stages = {t["name"]: _tracked(t["container"]) for t in templates if _is_stage(t)}
+    stages = {t["name"]: _tracked(t) for t in templates if _is_stage(t)}
     return {**({"pipeline": pipeline} if pipeline else {}), **given, **stages}
 
 
-def _tracked(container: Mapping[str, Any]) -> dict[str, str]:
-    """The flags that a stage compares with those of its committed output; all, where its module was not needed here."""
-    words = [str(word) for word in container.get("args", ())]
+def _tracked(template: Mapping[str, Any]) -> dict[str, str]:
+    """The flags that a stage compares with those of its committed output; all, where it is not installed here."""
+    command = template["container"]["command"]
+    words = [str(word) for word in template["container"].get("args", ())]
     flags = {name.removeprefix("--"): value for name, value in itertools.pairwise(words) if name.startswith("--")}
-    module = container["command"][-1]
-    for component in vars(sys.modules.get(module) or SimpleNamespace()).values():
-        if isinstance(component, Component) and component.__module__ == module:
-            untracked = {*map(flag, component.untracked)}
-            flags = {name: value for name, value in flags.items() if name not in untracked}
-            if component.identity is generate.identity and "engine-args" in flags:
-                asked = generate.identity(SimpleNamespace(engine_args=json.loads(flags["engine-args"])))
-                flags["engine-args"] = canonical(asked)
+    component = find_component(command[-1], template["name"]) if "-m" in command else None
+    if component is None:
+        return flags
+    untracked = {*map(flag, component.untracked)}
+    flags = {name: value for name, value in flags.items() if name not in untracked}
+    if component.identity is generate.identity and "engine-args" in flags:
+        asked = generate.identity(SimpleNamespace(engine_args=json.loads(flags["engine-args"])))
+        flags["engine-args"] = canonical(asked)
     return flags
 
 
@@ -113,7 +115,10 @@ def _is_stage(template: Mapping[str, Any]) -> bool:
 def _has_made_a_version(workflow: Mapping[str, Any]) -> bool:
     from tuneloop.cluster.watch import nodes
 
-    return any(n.template in ("policy-update", "segment") and n.phase == "Succeeded" for n in nodes(workflow).values())
+    spec = effective_spec(workflow)
+    made = {name for name, role in read_loop({"spec": spec}).items() if role == "trainer"}
+    made |= {segment["name"]} if (segment := find_segment({"spec": spec})) else set()
+    return any(node.template in made and node.phase == "Succeeded" for node in nodes(workflow).values())
 
 
 def _parameter(live: Mapping[str, Any], name: str) -> str:

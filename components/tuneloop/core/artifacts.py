@@ -21,7 +21,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -33,7 +33,8 @@ from tuneloop.core.store import Conflict, Store, fsync, inside, local_path, norm
 MANIFEST = "manifest.json"
 PARTS = ".parts"
 DIGEST = "xxh3-128"
-ROLES = ("prompts", "rollouts", "checkpoint", "metrics", "model", "report", "logprobs", "scorer")
+Role = Literal["sampler", "scorer", "trainer", "evaluator"]
+"""What a stage is in a loop: it makes completions, judges them, learns from them, or measures the policy."""
 
 
 class File(BaseModel):
@@ -50,6 +51,8 @@ class Manifest(BaseModel):
     model_config = ConfigDict(frozen=True)
     format: int = 1
     stage: str
+    role: Role | None = Field(None, description="what the stage is in a loop")
+    kind: str = Field("", description="what the artifact is: checkpoint, rollouts, ...")
     params: dict[str, Any] = Field(default_factory=dict)
     inputs: dict[str, str] = Field(default_factory=dict, description="input name → reference")
     root: str = Field(description="the data directory below the artifact's URL")
@@ -182,6 +185,12 @@ def find(url: str) -> Manifest | None:
     """The manifest committed at `url`, or None."""
     data = Store(url).get(MANIFEST)
     return None if data is None else parse(url, data)
+
+
+def find_below(url: str) -> dict[str, Manifest]:
+    """The manifests committed one level below `url` by their artifacts' names, in the order in which they began."""
+    found = {name: manifest for name in Store(url).parts() if (manifest := find(f"{url}/{name}"))}
+    return dict(sorted(found.items(), key=lambda each: each[1].provenance.get("started", 0.0)))
 
 
 def parse(url: str, data: bytes) -> Manifest:

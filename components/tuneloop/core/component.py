@@ -2,7 +2,7 @@
 
 ::
 
-    @component("rollouts", image="rollout", accelerator=True, results={"mean_length": float})
+    @component("rollouts", image="rollout", accelerator=True, role="sampler", results={"mean_length": float})
     def rollout(stage: Stage, policy: Input, prompts: Input, *, temperature: Temperature = 1.0) -> Results: ...
 
     if __name__ == "__main__":
@@ -19,6 +19,8 @@ Exit codes: 0 committed; 2 the user's mistake; 75 interrupted or temporarily imp
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
 import inspect
 import os
 import sys
@@ -32,7 +34,7 @@ import xxhash
 from pydantic import ValidationError, create_model
 
 from tuneloop.core import program
-from tuneloop.core.artifacts import DIGEST, Artifact, Draft, Manifest, canonical, find, split_ref
+from tuneloop.core.artifacts import DIGEST, Artifact, Draft, Manifest, Role, canonical, find, split_ref
 from tuneloop.core.attempts import admit_attempt
 from tuneloop.core.context import Params, Stage, hearing
 from tuneloop.core.errors import UserError
@@ -57,7 +59,9 @@ class Component:
 
     Attributes:
         name: snake_case, the module's name; ``template`` is the same in kebab-case.
-        output: what the output artifact is (a role of `tuneloop.core.artifacts.ROLES`) and its flag's name.
+        kind: what the output artifact is: ``checkpoint``, ``rollouts``, ….
+        output: the name of its flag: the kind, or ``<kind>_out`` where an input has that name.
+        role: what the stage is in a loop; None where it is none of these.
         image: the logical image name; registry and tag are added when a pipeline is rendered.
         accelerator: whether the stage asks for GPUs where the cluster has them.
         results: name → type of the scalars that the workflow may read.
@@ -68,20 +72,23 @@ class Component:
     def __init__(
         self,
         function: Callable[..., Results | None],
-        output: str,
+        kind: str,
         image: Image,
         accelerator: bool,
+        role: Role | None,
         results: Mapping[str, type],
         after: Callable[[Stage, Manifest], None] | None,
         identity: Callable[[Any], Mapping[str, Any]] | None,
     ) -> None:
-        self.function, self.output, self.image, self.accelerator = function, output, image, accelerator
+        self.function, self.kind, self.image, self.accelerator = function, kind, image, accelerator
+        self.role = role
         self.results, self.after, self.identity = dict(results), after, identity
         self.name = function.__name__
         self.template = self.name.replace("_", "-")
         self.summary = (inspect.getdoc(function) or "").split("\n")[0]
         self.inputs, self.Params = _read_signature(function)
-        flags = [*self.inputs, output, *self.Params.model_fields]
+        self.output = f"{kind}_out" if kind in self.inputs else kind
+        flags = [*self.inputs, self.output, *self.Params.model_fields]
         assert len(flags) == len(set(flags)), f"{self.name}: two flags of one name among {flags}"
         self.__doc__ = function.__doc__
         self.__module__ = function.__module__
@@ -225,6 +232,8 @@ class Component:
         stage.timings["total"] = time.perf_counter() - clock
         manifest = draft.commit(
             stage=self.name,
+            role=self.role,
+            kind=self.kind,
             results=results,
             facts=stage.facts,
             timings=stage.timings,
@@ -236,10 +245,11 @@ class Component:
 
 
 def component(
-    output: str,
+    kind: str,
     *,
     image: Image = "base",
     accelerator: bool = False,
+    role: Role | None = None,
     results: Mapping[str, type] | None = None,
     after: Callable[[Stage, Manifest], None] | None = None,
     identity: Callable[[Any], Mapping[str, Any]] | None = None,
@@ -250,14 +260,27 @@ def component(
     described by ``Annotated[type, Field(description=…, ge=…)]``.
 
     Args:
-        output: what the output is called, and the flag that takes its URL.
+        kind: what the output is. It names the flag that takes the output's URL: ``--<kind>``, or ``--<kind>-out`` in a
+            stage that also reads an artifact under this name.
         image: which of the images runs it.
         accelerator: whether it wants GPUs.
+        role: what it is in a loop: reports, plans and progress ask for this, never for its name.
         results: scalars it returns.
         after: called once the output stands, also when it stood already; must be idempotent.
         identity: of parameters that name something which is no artifact (a file): what tells its contents from others.
     """
-    return lambda function: Component(function, output, image, accelerator, results or {}, after, identity)
+    return lambda function: Component(function, kind, image, accelerator, role, results or {}, after, identity)
+
+
+@functools.cache
+def find_component(module: str, template: str = "") -> Component | None:
+    """The stage that `module` defines, of several the one called `template`; None where it cannot be imported here."""
+    try:
+        names = vars(importlib.import_module(module))
+    except ImportError:
+        return None
+    found = [each for each in names.values() if isinstance(each, Component) and each.__module__ == module]
+    return next((each for each in found if each.template == template), found[0] if found else None)
 
 
 def from_validation(error: ValidationError, prefix: str = "") -> UserError:

@@ -12,8 +12,8 @@ from kfp import dsl
 from kfp.dsl import HTML, ClassificationMetrics, Dataset, Input, Markdown, Metrics, Model, Output
 
 from tuneloop.argo.multi_stage_pod import as_text, part
+from tuneloop.config.kfp import Kfp
 from tuneloop.kfp.segment import RESULTS
-from tuneloop.kfp.settings import Kfp
 from tuneloop.kfp.stage import TARGET
 from tuneloop.kfp.template import REQUIRED, Step, container, place
 from tuneloop.workflow.settings import Cluster

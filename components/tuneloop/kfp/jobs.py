@@ -18,8 +18,8 @@ from kfp import dsl
 from kfp.dsl import Dataset, Input
 
 from tuneloop.argo.multi_stage_pod import as_text
+from tuneloop.config.kfp import Kfp
 from tuneloop.core.errors import UserError
-from tuneloop.kfp.settings import Kfp
 from tuneloop.kfp.template import LAUNCHER, REQUIRED, TYPES, Step, container, place
 from tuneloop.workflow.settings import Cluster
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tuneloop.core.artifacts import find
+from tuneloop.core.artifacts import find_below
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.stage import handle
 
@@ -40,10 +40,11 @@ def position(
 
     def made(i: int) -> tuple[dict[str, Any], float] | None:
         at = f"{run}/iterations/{i}"
-        update, reward = find(f"{at}/policy-update"), find(f"{at}/reward")
-        if update is None or reward is None:
+        by_role = {manifest.role: (name, manifest) for name, manifest in find_below(at).items()}  # the last of each
+        if not {"trainer", "scorer"} <= by_role.keys():
             return None
-        return handle(f"{at}/policy-update", update), reward.results["mean_reward"]
+        name, update = by_role["trainer"]
+        return handle(f"{at}/{name}", update), by_role["scorer"][1].results["mean_reward"]
 
     last = (iteration or iterations + 1) - 1
     done = bisect_left(range(1, last + 1), True, key=lambda i: made(i) is None)

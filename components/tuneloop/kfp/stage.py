@@ -106,7 +106,8 @@ def skip(task: Task, output: str, results: Mapping[str, type], iteration: int) -
     """Tell KFP that nothing was done: no reference goes on, but for a policy, which stays what it was."""
     said = f"nothing was done here: the loop ended with iteration {iteration}"
     print(said, file=sys.stderr)
-    policy = task.inputs.get("policy", {}) if output == "checkpoint" else {}
+    before = task.inputs.get("policy") or task.inputs.get("checkpoint") or {}
+    policy = before if output.startswith("checkpoint") else {}
     task.describe(output, {**policy, "stopped": iteration})
     for name in task.outputs:
         task.write(name, f"{said}\n")

@@ -19,9 +19,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tuneloop.argo.pod_fields import STORE
+from tuneloop.config.kfp import Kfp
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
-from tuneloop.kfp.settings import Kfp
 from tuneloop.kfp.stage import TARGET, URL, result
 from tuneloop.workflow.settings import Cluster
 
@@ -35,16 +35,6 @@ LAUNCHER = {"cpu": "50m", "memory": "256Mi"}
 """What a pod asks for that only follows a job."""
 REQUIRED = inspect.Parameter.empty
 Step = Callable[..., dsl.PipelineTask]
-
-
-def pipeline(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """`kfp.dsl.pipeline` for a function whose annotations are text (``from __future__ import annotations``)."""
-
-    def make(function: Callable[..., Any]) -> Any:
-        function.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
-        return dsl.pipeline(name=name)(function)
-
-    return make
 
 
 def stage_step(
@@ -172,7 +162,7 @@ def stage_component(
 def stage_signature(component: Component, passed: set[str]) -> tuple[dict[str, tuple[Any, Any]], dict[str, str]]:
     """Name → (kfp type, default) of a stage's inputs and outputs, and name → description."""
     fields = {k: f for k, f in component.Params.model_fields.items() if k in passed or f.default is not None}
-    ends_loop = "iteration" in fields and "rewards" in component.inputs
+    ends_loop = component.role == "trainer" and "iteration" in fields
     inputs = {name: Input[TYPES.get(name, Dataset)] for name in component.inputs}
     signature: dict[str, tuple[Any, Any]] = {
         **{k: (inputs[k], REQUIRED) if need else (Optional[inputs[k]], None) for k, need in component.inputs.items()},
@@ -258,13 +248,13 @@ def _accelerate(task: dsl.PipelineTask, cluster: Cluster, kfp: Kfp) -> None:
 
 def _artifacts(component: Component) -> dict[str, Any]:
     """The stage's output artifacts: the handle first, then what the UI shows."""
-    outputs: dict[str, Any] = {component.output: TYPES.get(component.output, Dataset)}
-    if component.output != "metrics":
+    outputs: dict[str, Any] = {component.output: TYPES.get(component.kind, Dataset)}
+    if component.kind != "metrics":
         outputs["results"] = Metrics
     outputs["preview"] = Markdown
-    if component.output == "checkpoint" and "loss" in component.results:
+    if component.kind == "checkpoint" and "loss" in component.results:
         outputs["curves"] = HTML
-    if component.output == "rewards":
+    if component.kind == "rewards":
         outputs["confidence"] = ClassificationMetrics
     return outputs
 

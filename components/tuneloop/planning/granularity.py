@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from tuneloop.argo.multi_stage_pod import ITERATION
+from tuneloop.core.artifacts import Role
 
 REQUEUE = 10.0
 """Seconds between two pods that follow one another."""
@@ -30,33 +30,38 @@ def possible(iterations: int, part: int) -> list[int]:
     return found
 
 
-def compare(chosen: int, grains: Sequence[int], seconds: Mapping[str, float] | None) -> Iterator[tuple[str, ...]]:
+def compare(
+    chosen: int, grains: Sequence[int], loop: Mapping[str, Role], seconds: Mapping[str, float] | None
+) -> Iterator[tuple[str, ...]]:
     """Rows of a table: grain, seconds of overhead an iteration, accelerator seconds idle in it, what to know of it.
 
     Args:
         chosen: iterations a pod; 0 is a pod a stage.
         grains: what `possible` gives.
+        loop: stage of an iteration → its role.
         seconds: stage → how long it works in an iteration, of a recorded run.
     """
-    best = recommended(grains, seconds)
+    best = recommended(grains, loop, seconds)
+    scorers = [stage for stage, role in loop.items() if role == "scorer"]
     some = max(pod for pod in grains if pod <= 10)
     for pod in sorted({0, 1, some, grains[-1], chosen, best if best is not None else chosen}):
         name = {0: "a pod a stage", 1: "a pod an iteration"}.get(pod, f"{pod} iterations a pod")
         marks = [mark for mark, holds in (("this plan", pod == chosen), ("recommended", pod == best)) if holds]
-        held = "0 s" if not pod else "reward's" if seconds is None else f"{seconds.get('reward', 0.0):.1f} s"
-        yield name, f"{overhead(pod):.3g} s", held, ", ".join(marks)
+        idle = sum((seconds or {}).get(stage, 0.0) for stage in scorers)
+        held = "0 s" if not pod else f"{' and '.join(scorers)}'s" if seconds is None else f"{idle:.1f} s"
+        yield name, f"{overhead(pod, len(loop)):.3g} s", held, ", ".join(marks)
 
 
-def overhead(pod: int) -> float:
-    """Seconds an iteration in which no pod of the loop works, `pod` iterations a pod."""
-    return REQUEUE / pod if pod else REQUEUE * len(ITERATION)
+def overhead(pod: int, stages: int) -> float:
+    """Seconds an iteration of so many `stages` in which no pod of the loop works, `pod` iterations a pod."""
+    return REQUEUE / pod if pod else REQUEUE * stages
 
 
-def recommended(grains: Sequence[int], seconds: Mapping[str, float] | None) -> int | None:
+def recommended(grains: Sequence[int], loop: Mapping[str, Role], seconds: Mapping[str, float] | None) -> int | None:
     """The finest of `grains` that spends at most a tenth of its time between pods, else the coarsest; None where
     nothing was measured."""
     if not seconds:
         return None
-    work = sum(seconds.get(stage, 0.0) for stage in ITERATION)
-    fitting = (pod for pod in grains if overhead(pod) <= BEARABLE * (work + overhead(pod)))
+    work = sum(seconds.get(stage, 0.0) for stage in loop)
+    fitting = (pod for pod in grains if overhead(pod, len(loop)) <= BEARABLE * (work + overhead(pod, len(loop))))
     return next(fitting, grains[-1])

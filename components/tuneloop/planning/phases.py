@@ -11,29 +11,20 @@ import dataclasses
 import statistics
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib import import_module
 from itertools import pairwise
 
 from tuneloop.argo.claims import role_of
-from tuneloop.core.component import Component
+from tuneloop.core.component import Component, find_component
 from tuneloop.core.errors import UserError
 from tuneloop.local.journal import Node
 from tuneloop.runs.run_record import Entry, Run
 from tuneloop.sharing.plans import in_turn, overlapped
-from tuneloop.sharing.simulate import LAST, Task
+from tuneloop.sharing.simulate import Task
 
 
-@cache
-def role(stage: str) -> str:
-    """The device that a stage (``policy_update``) uses: ``trainer``, ``sampler``, or empty."""
-    try:
-        found = getattr(import_module(f"tuneloop.stages.{stage}"), stage, None)
-    except ImportError:
-        found = None
-    if not isinstance(found, Component):  # a third party's: on CPU, as far as is known here
-        return ""
-    return role_of(found.image) if found.accelerator else ""
+def find_device(stage: Component | None) -> str:
+    """The device that a stage uses: ``trainer``, ``sampler``, or empty."""
+    return role_of(stage.image) if stage and stage.accelerator else ""
 
 
 def recorded(run: Run) -> list[Task]:
@@ -46,7 +37,9 @@ def recorded(run: Run) -> list[Task]:
     tasks, held = [], {}
     for entry in _of_whole_iterations(run):
         start, end = held[entry.stage, entry.iteration] = _held(entry, pods.get(entry.stage, []))
-        tasks.append(Task(entry.stage, entry.iteration or 0, end - start, role(entry.manifest.stage)))
+        made = entry.manifest
+        device = find_device(find_component(f"tuneloop.stages.{made.stage}"))  # of a third party's, none is known here
+        tasks.append(Task(entry.stage, entry.iteration or 0, end - start, device, role=made.role))
     leads: dict[str, list[float]] = {}
     ordered = _as_it_ran(tasks, held)
     for task in ordered:
@@ -63,7 +56,7 @@ def _of_whole_iterations(run: Run) -> list[Entry]:
         raise UserError("--measured", run.name, "ran its stages in one pod: record one with loop.iterations_per_pod=0")
     if (config.get("cluster") or {}).get("share"):
         raise UserError("--measured", run.name, "waited for turns itself: record one without cluster.share")
-    whole = {entry.iteration for entry in run.entries if entry.stage == LAST and entry.iteration}
+    whole = {entry.iteration for entry in run.with_role("trainer") if entry.iteration}
     if len(whole) < 2:
         raise UserError("--measured", run.name, f"has {len(whole)} whole iterations: two are the least to plan with")
     return sorted((e for e in run.entries if e.iteration in whole), key=lambda e: (e.iteration or 0, e.started))
@@ -81,7 +74,7 @@ def _pods(run: Run) -> dict[str, list[Node]]:
 def _as_it_ran(tasks: list[Task], held: Mapping[tuple[str, int | None], tuple[float, float]]) -> list[Task]:
     """`tasks` with what each waited for: the loop overlapped if a batch was begun before the last update had ended."""
     first = {task.iteration: held[task.stage, task.iteration][0] for task in reversed(tasks)}
-    ends = {iteration: held[LAST, iteration][1] for iteration in sorted(first)}
+    ends = {task.iteration: held[task.stage, task.iteration][1] for task in tasks if task.role == "trainer"}
     ahead = any(first[following] < ends[iteration] for iteration, following in pairwise(ends))
     return overlapped(tasks) if ahead else in_turn(tasks)
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from tuneloop.argo import colocation
 from tuneloop.argo.claims import TAKE
 from tuneloop.argo.memory_estimate import Model, asked, context_of, memory, model_of, whole
-from tuneloop.argo.multi_stage_pod import ITERATION, unfolded
+from tuneloop.argo.multi_stage_pod import unfolded
 from tuneloop.planning.granularity import LOST, REQUEUE, compare, possible
 from tuneloop.runs.summary import size
 from tuneloop.workflow.manifest import calls
-from tuneloop.workflow.rendered_stages import Stage, read_stage
+from tuneloop.workflow.rendered_stages import LOOP, Stage, read_loop, read_stage
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -44,7 +44,8 @@ def draw(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | 
     templates = {template["name"]: template for template in workflow["spec"]["templates"]}
     pods = count_pods(workflow)
     stages = [read_stage(templates[template]) for template in pods]
-    shared, iterations = set(ITERATION) & set(pods) if grain else set(), _parameter(workflow, "iterations")
+    loop, iterations = read_loop(workflow), _parameter(workflow, "iterations")
+    shared = loop.keys() if grain else set()
     total = sum(count for stage, count in pods.items() if stage not in shared) + (
         -(-iterations // grain) if grain else 0
     )
@@ -69,13 +70,14 @@ def draw(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | 
     lines = [f"work at most\n{_lines(work(stages, pods))}", f"memory of {told}", *sums]
     lines += colocation.told(workflow, model.parameters if isinstance(model, Model) else None)
     overlapped = any(call["name"] == "ahead" for template in templates.values() for call in calls(template))
-    if not set(ITERATION) <= set(pods) or overlapped:  # one pod would run the stages in turn
+    spread = any(stage.nodes > 1 for stage in stages if stage.name in loop)
+    if {*loop.values()} != {*LOOP} or overlapped or spread:  # one pod would run the stages in turn
         return Group(tree, table, Text("\n".join(lines)))
     grains = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     headings = ("grain of the loop", "overhead an iteration", "accelerator idle", "")
     for heading in headings:
         grains.add_column(heading, no_wrap=True)
-    for row in compare(grain, possible(iterations, _parameter(workflow, "per-workflow")), seconds):
+    for row in compare(grain, possible(iterations, _parameter(workflow, "per-workflow")), loop, seconds):
         grains.add_row(*row)
     told = (
         "as measured in the run given" if seconds else "--measured RUN recommends one, by the seconds that a run took"
@@ -104,19 +106,18 @@ def work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tuple[str, st
     """Steps, completions and tokens of each stage, as far as its flags say."""
     for stage in stages:
         times, value = pods[stage.name], stage.number
-        if stage.stage == "rollout" and (n := value("n")) and (prompts := value("prompts_per_iteration")):
+        if stage.role == "sampler" and (n := value("n")) and (prompts := value("prompts_per_iteration")):
             total = times * prompts * n
             tokens = f", at most {total * most:,.0f} tokens" if (most := value("max_tokens")) else ""
             yield stage.name, f"{times} × {prompts:g} prompts × {n:g} = {total:,.0f} completions{tokens}"
-        elif stage.stage == "sft" and (steps := value("max_steps")):
+        elif stage.role == "trainer" and (each := value("updates_per_batch")):
+            yield stage.name, f"{times} × {each:g} = {times * each:,.0f} optimizer steps"
+        elif stage.role == "trainer" and (steps := value("max_steps")):
             batch = (value("per_device_train_batch_size") or 1) * (value("gradient_accumulation_steps") or 1)
             batch *= stage.ranks * stage.nodes
             tokens = f", at most {steps * batch * most:,.0f} tokens" if (most := value("max_length")) else ""
-            yield stage.name, f"{times * steps:,.0f} optimizer steps × {batch:g} demonstrations{tokens}"
-        elif stage.stage == "policy_update":
-            each = value("updates_per_batch") or 1
-            yield stage.name, f"{times} × {each:g} = {times * each:,.0f} optimizer steps"
-        elif stage.stage == "evaluate" and (limit := value("limit")):
+            yield stage.name, f"{times * steps:,.0f} optimizer steps × {batch:g} examples{tokens}"
+        elif stage.role == "evaluator" and (limit := value("limit")):
             yield stage.name, f"{times} × at most {limit:g} completions"
 
 

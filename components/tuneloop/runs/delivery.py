@@ -65,7 +65,7 @@ def deliveries(run: Run) -> list[Delivery]:
     """Every version that was published, or brought to a fleet; what its last rollout or evaluation knew of it."""
     records = published(_root(run))
     found = {version: Delivery(version, "published", **_sent(about)) for version, about in records.items()}
-    for entry in run.of("rollout", "evaluate"):
+    for entry in run.with_role("sampler", "evaluator"):
         if one := _delivery(run, entry, records.get):
             before = found.get(one.version)  # a fleet is refitted once, and found refitted from then on
             if before is None or before.pause_s is None or one.pause_s is not None:

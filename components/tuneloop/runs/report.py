@@ -82,7 +82,7 @@ def _figure(name: str, axis: str, curves: list[Curve]) -> dict[str, Any]:
             "x": curve.x,
             "y": [_finite(y) for y in curve.y],
             "name": f"{curve.stage}: {curve.how}",
-            "mode": "markers" if curve.stage == "evaluate" else "lines",
+            "mode": "markers" if curve.role == "evaluator" else "lines",
             "marker": {"size": 10},
         }
         for curve in curves

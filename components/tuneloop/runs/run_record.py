@@ -30,7 +30,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 import tuneloop
-from tuneloop.core.artifacts import MANIFEST, File, Manifest, canonical, file_digest, parse, split_ref
+from tuneloop.core.artifacts import MANIFEST, File, Manifest, Role, canonical, file_digest, parse, split_ref
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Conflict, Store, local_path, normalize
 from tuneloop.local import journal
@@ -95,6 +95,7 @@ class Curve:
     Attributes:
         name: ``mean_reward``, ``loss``, …
         stage: which wrote it.
+        role: what that stage is in a loop.
         how: how it was obtained, for people.
         x: of each point, in units of `axis`; several optimizer steps in one iteration are fractions of it.
         axis: ``iteration`` or ``step``.
@@ -103,6 +104,7 @@ class Curve:
 
     name: str
     stage: str
+    role: Role | None
     how: str
     axis: str
     x: list[float] = field(default_factory=list)
@@ -180,9 +182,9 @@ class Run:
         standing = [entry for entry in self._known.values() if f"{entry.key}/{MANIFEST}" in present]
         self.entries = sorted(standing, key=lambda e: (e.started, e.key))
 
-    def of(self, *stages: str) -> list[Entry]:
-        """The artifacts of these stages (as their manifests name them: ``policy_update``), oldest first."""
-        return [entry for entry in self.entries if entry.manifest.stage in stages]
+    def with_role(self, *roles: Role) -> list[Entry]:
+        """The artifacts of the stages that have one of these roles, oldest first."""
+        return [entry for entry in self.entries if entry.manifest.role in roles]
 
     @property
     def iteration(self) -> int:
@@ -244,7 +246,7 @@ class Run:
     def evaluations(self) -> list[Score]:
         """Mean rewards on held-out prompts, oldest first."""
         scores = []
-        for entry in self.of("evaluate"):
+        for entry in self.with_role("evaluator"):
             value = entry.manifest.results.get("mean_reward")
             if value is not None:
                 scores.append(Score(value, f"{_sampling(entry)}, held-out prompts", self.version_of(entry), entry))
@@ -252,9 +254,10 @@ class Run:
 
     def training_rewards(self) -> list[Score]:
         """Mean rewards of the batches that were trained on, by iteration."""
-        sampled = {entry.iteration: entry for entry in self.of("rollout")}
+        sampled = {entry.iteration: entry for entry in self.with_role("sampler")}
+        scored = {entry.iteration: entry for entry in self.with_role("scorer")}  # a later one adds to an earlier one
         scores = []
-        for entry in sorted(self.of("reward"), key=lambda e: e.iteration or 0):
+        for entry in sorted(scored.values(), key=lambda e: e.iteration or 0):
             value, rollout = entry.manifest.results.get("mean_reward"), sampled.get(entry.iteration)
             how = f"{_sampling(rollout)}, training prompts" if rollout else "training prompts"
             if value is not None:
@@ -268,12 +271,13 @@ class Run:
     def curves(self) -> list[Curve]:
         """Every quantity that the run's stages recorded."""
         found = []
-        for name, scores in (("reward", self.training_rewards()), ("evaluate", self.evaluations())):
+        for scores in (self.training_rewards(), self.evaluations()):
             if scores:
-                found.append(curve := Curve("mean_reward", name, scores[0].how, "iteration"))
+                made = scores[-1].entry.manifest
+                found.append(curve := Curve("mean_reward", made.stage, made.role, scores[0].how, "iteration"))
             for score in scores:
                 curve.add(self._iteration_judged(score), score.value, score.entry.finished)
-        return [*found, *self._recorded("sft", "policy_update", "rollout", "reward")]
+        return [*found, *self._recorded("trainer"), *self._recorded("sampler"), *self._recorded("scorer")]
 
     def phase_seconds(self) -> dict[str, list[tuple[float, float]]]:
         """Stage → (iteration, seconds it worked); iteration 0 is everything outside the loop."""
@@ -308,11 +312,13 @@ class Run:
         punished = entry.manifest.params.get("escape_score") is not None
         return int(outcomes.get("score", 0)) + (int(outcomes.get("escape", 0)) if punished else 0)
 
-    def _recorded(self, *stages: str) -> Iterator[Curve]:
+    def _recorded(self, role: Role) -> Iterator[Curve]:
         """The columns of ``metrics.jsonl``, over optimizer steps outside the loop, over iterations inside."""
-        for stage in stages:
+        entries = self.with_role(role)
+        for stage in dict.fromkeys(entry.manifest.stage for entry in entries):
             curves: dict[str, Curve] = {}
-            for entry in sorted(self.of(stage), key=lambda e: e.iteration or 0):
+            of_it = [entry for entry in entries if entry.manifest.stage == stage]
+            for entry in sorted(of_it, key=lambda e: e.iteration or 0):
                 rows = self.rows(entry)
                 for index, row in enumerate(rows):
                     inside = entry.iteration is not None
@@ -320,13 +326,13 @@ class Run:
                     for name, value in row.items():
                         if name not in SAID and isinstance(value, int | float):
                             axis = "iteration" if inside else "step"
-                            curve = curves.setdefault(name, Curve(name, stage, f"as {stage} recorded it", axis))
+                            curve = curves.setdefault(name, Curve(name, stage, role, f"as {stage} recorded it", axis))
                             curve.add(x, value, entry.finished)
             yield from curves.values()
 
     def _iteration_judged(self, score: Score) -> float:
         """The iteration of a batch, or whose checkpoint an evaluation judged; 0 before the loop."""
-        made = self.policy_of(score.entry) if score.entry.manifest.stage == "evaluate" else None
+        made = self.policy_of(score.entry) if score.entry.manifest.role == "evaluator" else None
         return float((made or score.entry).iteration or 0)
 
 

@@ -27,12 +27,13 @@ def size(count: float) -> str:
 
 def summarize(run: Run, report: Path | None = None, mlflow: str = "") -> str:
     """What a run has come to, one aligned line a fact."""
+    model = next((entry for entry in reversed(run.entries) if entry.manifest.kind == "model"), None)
     facts = {
         "mean reward": reward_line(run),
         "iterations": iterations_line(run),
         "seconds": "  ".join(f"{name} {seconds:.1f}" for name, seconds in _by_stage(run)),
         "ran on": ", ".join(devices(run.entries)),
-        "model": next((f"{run.url}/{e.key}/{e.manifest.root}" for e in reversed(run.of("export"))), ""),
+        "model": f"{run.url}/{model.key}/{model.manifest.root}" if model else "",
         "report": str(report or (run.directory / "report.html" if (run.directory / "report.html").exists() else "")),
         "mlflow": mlflow,
     }

@@ -138,7 +138,7 @@ class Mirror:
             name = f"{curve.stage}/{curve.name}"
             first = self.logged.get(name, 0)
             # Several optimizer steps of one iteration share an x: their own count is the step then.
-            recorded = curve.stage in ("sft", "policy_update")
+            recorded = curve.role == "trainer"
             points = [
                 Metric(name, y, int(at * 1000), index + 1 if recorded else int(x))
                 for index, (x, y, at) in enumerate(zip(curve.x, curve.y, curve.at))
@@ -151,7 +151,7 @@ class Mirror:
                 values = {f"{stage}/{k}": float(v) for k, v in entry.manifest.scalars.items()}
                 values[f"seconds/{stage}"] = entry.seconds
                 self._log(self._child(entry), [Metric(k, v, at, entry.iteration) for k, v in values.items()])
-                if stage == "rollout" and (one := delivery(self.run, entry)):
+                if entry.manifest.role == "sampler" and (one := delivery(self.run, entry)):
                     known = [Metric(f"weights/{k}", v, at, one.version) for k, v in numbers(one).items()]
                     self._log(self.parent, known)
                 self.mirrored.add(entry.key)

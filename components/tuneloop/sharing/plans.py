@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from tuneloop.core.errors import UserError
-from tuneloop.sharing.simulate import LAST, Rules, Schedule, Task, percentile, simulate
+from tuneloop.sharing.simulate import Rules, Schedule, Task, percentile, simulate
 from tuneloop.sharing.turns import POLICIES
 
 ALONE, OVERLAPPED, SERIAL = "alone", "asynchronous", "one-after-another"
@@ -102,7 +102,7 @@ def overlapped(tasks: Sequence[Task]) -> list[Task]:
 
 def _split(tasks: list[Task]) -> tuple[list[Task], list[Task], list[Task]]:
     """The tasks of an iteration: those that make its batch, the update, those after it."""
-    at = next(index for index, task in enumerate(tasks) if task.stage == LAST)
+    at = next(index for index, task in enumerate(tasks) if task.role == "trainer")
     return tasks[:at], [tasks[at]], tasks[at + 1 :]
 
 

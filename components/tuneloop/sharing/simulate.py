@@ -16,10 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from tuneloop.core.artifacts import Role
 from tuneloop.sharing.turns import Document, Policy
-
-LAST = "policy-update"
-"""The stage that ends an iteration."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,7 @@ class Task:
         device: empty: none.
         lead: seconds before that, in which it is being started and holds nothing.
         after: indices of the tasks of its run that end before it starts.
+        role: what the stage is in the loop; a trainer ends an iteration.
     """
 
     stage: str
@@ -41,6 +40,7 @@ class Task:
     device: str = ""
     lead: float = 0.0
     after: tuple[int, ...] = ()
+    role: Role | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Schedule:
         """Seconds from the end of one iteration to that of the next, run after run."""
         ends: dict[str, list[float]] = {}
         for span in self.spans:
-            if span.task.stage == LAST:
+            if span.task.role == "trainer":
                 ends.setdefault(span.run, []).append(span.ended)
         return [after - before for each in ends.values() for before, after in pairwise(each)]
 

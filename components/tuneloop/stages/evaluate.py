@@ -39,7 +39,14 @@ SAMPLES = pa.schema(
 )
 
 
-@component("metrics", image="rollout", accelerator=True, results={"mean_reward": float}, identity=identity)
+@component(
+    "metrics",
+    image="rollout",
+    accelerator=True,
+    role="evaluator",
+    results={"mean_reward": float},
+    identity=identity,
+)
 def evaluate(
     stage: Stage,
     policy: Input,

@@ -15,7 +15,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
 
 
-@component("rewards", image="trainer", accelerator=True, results={"mean_reward": float})
+@component("rewards", image="trainer", accelerator=True, role="scorer", results={"mean_reward": float})
 def model_reward(
     stage: Stage,
     rollouts: Input,

@@ -29,7 +29,12 @@ def _check_schedule(max_steps: int, info: ValidationInfo) -> int:
 
 
 @component(
-    "checkpoint", image="trainer", accelerator=True, results={"loss": float, "version": int}, after=publish_checkpoint
+    "checkpoint",
+    image="trainer",
+    accelerator=True,
+    role="trainer",
+    results={"loss": float, "version": int},
+    after=publish_checkpoint,
 )
 def policy_update(
     stage: Stage,

@@ -30,6 +30,7 @@ Reference = Mapping[str, np.ndarray]
     "checkpoint",
     image="trainer",
     accelerator=True,
+    role="trainer",
     results={"loss": float, "accuracy": float, "version": int},
     after=publish_checkpoint,
 )

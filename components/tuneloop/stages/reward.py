@@ -22,7 +22,7 @@ from tuneloop.formats.rollouts import ROWS
 from tuneloop.rewards.scoring import KINDS, Outcome, full_marks, may_pass, parse_spec, score_all
 
 
-@component("rewards", image="base", results={"mean_reward": float})
+@component("rewards", image="base", role="scorer", results={"mean_reward": float})
 def reward(
     stage: Stage,
     rollouts: Input,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tuneloop.training.scorer import Scorer, ScoreTrainer
 
 
-@component("scorer", image="trainer", accelerator=True, results={"loss": float, "accuracy": float})
+@component("scorer", image="trainer", accelerator=True, role="trainer", results={"loss": float, "accuracy": float})
 def reward_model(
     stage: Stage,
     policy: Input,

@@ -44,6 +44,7 @@ def _uncut(off: float) -> AfterValidator:
     "rollouts",
     image="rollout",
     accelerator=True,
+    role="sampler",
     results={"completions": int, "mean_length": float},
     identity=identity,
 )

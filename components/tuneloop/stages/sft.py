@@ -24,7 +24,12 @@ COLUMNS = ("id", "prompt", "chat", "completion")
 
 
 @component(
-    "checkpoint", image="trainer", accelerator=True, results={"loss": float, "version": int}, after=publish_checkpoint
+    "checkpoint",
+    image="trainer",
+    accelerator=True,
+    role="trainer",
+    results={"loss": float, "version": int},
+    after=publish_checkpoint,
 )
 def sft(
     stage: Stage,
@@ -32,7 +37,7 @@ def sft(
     prompts: Input,
     *,
     max_steps: epochs.MaxSteps = 250,
-    per_device_train_batch_size: Annotated[int, Field(ge=1, description="demonstrations in a micro-batch")] = 64,
+    per_device_train_batch_size: Annotated[int, Field(ge=1, description="demonstrations in a micro-batch")] = 32,
     gradient_accumulation_steps: Annotated[
         int, Field(ge=1, description="a step is batch x accumulation x processes demonstrations")
     ] = 1,

@@ -164,6 +164,11 @@ def calls(template: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return template.get("dag", {}).get("tasks") or [step for group in template.get("steps", ()) for step in group]
 
 
+def effective_spec(workflow: Mapping[str, Any]) -> dict[str, Any]:
+    """What the controller runs: the workflow's own spec over that of the WorkflowTemplate that it was made from."""
+    return {**(workflow.get("status", {}).get("storedWorkflowTemplateSpec") or {}), **workflow["spec"]}
+
+
 def applied(template: Mapping[str, Any]) -> dict[str, Any]:
     """The object that a resource template applies; empty for any other template."""
     found: dict[str, Any] = yaml.safe_load(template["resource"]["manifest"]) if "resource" in template else {}

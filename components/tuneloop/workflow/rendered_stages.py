@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tuneloop.workflow.manifest import applied
+from tuneloop.core.artifacts import Role
+from tuneloop.core.component import Component, find_component
+from tuneloop.workflow.manifest import applied, calls
+
+SERVER = "tuneloop.inference.server"
+LOOP: tuple[Role, ...] = ("sampler", "scorer", "trainer")
+"""Roles of the stages that every iteration of a loop runs."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +23,7 @@ class Stage:
 
     Attributes:
         name: of the template.
-        stage: of the module: ``policy_update``; None for a container of another program.
+        module: that its container starts; None for a container of another program.
         flags: name (snake_case) → text, as the container gets them.
         ranks: of torchrun, in a pod.
         nodes: pods that work together.
@@ -24,13 +31,30 @@ class Stage:
     """
 
     name: str
-    stage: str | None
+    module: str | None
     flags: dict[str, str]
     image: str
     accelerators: int
     ranks: int
     nodes: int = 1
     memory: str = ""
+
+    @property
+    def component(self) -> Component | None:
+        """The stage as declared; None for another program, or one that is not installed here."""
+        ours = (self.module or "").startswith("tuneloop.")
+        is_program = self.module is None or (ours and not self.module.startswith("tuneloop.stages."))
+        return None if is_program else find_component(self.module or "", self.name)
+
+    @property
+    def role(self) -> Role | None:
+        """What the stage is in a loop."""
+        return self.component.role if self.component else None
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is the rollout server."""
+        return self.module == SERVER
 
     @property
     def engine_args(self) -> dict[str, Any]:
@@ -59,16 +83,35 @@ def read_stage(template: Mapping[str, Any]) -> Stage:
             key, equals, value = word[2:].partition("=")
             following = words[index + 1] if index + 1 < len(words) else ""
             flags[key.replace("-", "_")] = value if equals else following
-    module = next((w for w in words if w.startswith("tuneloop.") and w != "tuneloop.training.torchrun"), None)
+    started = [module for option, module in itertools.pairwise(words) if option == "-m"]
     resources = body.get("resources", {})
     accelerators = sum(int(count) for name, count in resources.get("limits", {}).items() if "/" in name)
     env = {item["name"]: item.get("value") for item in body.get("env", ())}
     ranks, nodes = int(env.get("PET_NPROC_PER_NODE") or flags.get("nproc_per_node", "1")), group.get("parallelism", 1)
     world = flags.get("expected_world_size", "")
     only_reads = world.isdigit() and int(world) != ranks * nodes  # what the JobSet before it has committed
-    stage = module.rpartition(".")[2] if module and not only_reads else None
+    module = started[-1] if started and not only_reads else None
     memory = resources.get("requests", {}).get("memory", "")
-    return Stage(template["name"], stage, flags, body.get("image", ""), accelerators, ranks, nodes, memory)
+    return Stage(template["name"], module, flags, body.get("image", ""), accelerators, ranks, nodes, memory)
+
+
+def read_loop(workflow: Mapping[str, Any]) -> dict[str, Role]:
+    """The stages that each iteration of a workflow's loop runs: template → role, in the order of the graph.
+
+    A loop is a template that calls itself.
+    """
+    templates = {template["name"]: template for template in workflow["spec"].get("templates") or ()}
+    called = {name: [call["template"] for call in calls(template)] for name, template in templates.items()}
+    wanted, seen = [name for name, others in called.items() if name in others], set[str]()
+    found: dict[str, Role] = {}
+    while wanted:
+        if (name := wanted.pop(0)) in seen or name not in templates:
+            continue
+        seen.add(name)
+        wanted += called[name]
+        if not called[name] and (role := read_stage(templates[name]).role) in LOOP:
+            found[name] = role
+    return found
 
 
 def container_of(template: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,8 +31,8 @@ def memory(*sets: str) -> dict[str, tuple[float, float | None]]:
 
 def test_known_needs_are_request_and_limit_and_a_guess_limits_nothing() -> None:
     found = memory()
-    # 853,376 × 16 bytes, 64 × 256 tokens of activations and logits, and the program's GiB
-    assert found["sft"] == (1.75, 1.75)
+    # 853,376 × 16 bytes, 32 × 256 tokens of activations and logits, and the program's GiB
+    assert found["sft"] == (1.5, 1.5)
     assert found["policy-update"][0] == found["policy-update"][1]  # lengths are limited by vLLM's max_model_len
     assert found["data-prep"] == found["reward"] == (2.0, None)
     alone = memory("engine.name=transformers")

@@ -146,7 +146,7 @@ def test_where_the_launcher_keeps_an_artifact(artifact: dict[str, str], path: st
 
 def test_what_runs_in_a_stage_needs_no_kfp() -> None:
     code = (
-        "import tuneloop.kfp.stage, tuneloop.kfp.position, tuneloop.kfp.report, tuneloop.kfp.settings, sys;"
+        "import tuneloop.kfp.stage, tuneloop.kfp.position, tuneloop.kfp.report, tuneloop.config.kfp, sys;"
         "print(*({'kfp', 'kubernetes', 'google.protobuf', 'torch'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == []

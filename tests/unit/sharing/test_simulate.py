@@ -6,14 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tuneloop.core.artifacts import Role
 from tuneloop.sharing.plans import GROUP, in_turn, overlapped
-from tuneloop.sharing.simulate import LAST, Rules, Schedule, Task, percentile, simulate
+from tuneloop.sharing.simulate import Rules, Schedule, Task, percentile, simulate
 
 
 def loop(rollout: float, reward: float, update: float, iterations: int = 2, lead: float = 0.0) -> list[Task]:
     """What a run took; `lead` is that of each stage."""
-    each = (("rollout", rollout, "sampler"), ("reward", reward, ""), (LAST, update, "trainer"))
-    return [Task(name, i, seconds, on, lead) for i in range(1, iterations + 1) for name, seconds, on in each]
+    each: tuple[tuple[str, float, str, Role], ...] = (
+        ("rollout", rollout, "sampler", "sampler"),
+        ("reward", reward, "", "scorer"),
+        ("policy-update", update, "trainer", "trainer"),
+    )
+    numbers = range(1, iterations + 1)
+    return [Task(name, i, seconds, on, lead, role=role) for i in numbers for name, seconds, on, role in each]
 
 
 def told(schedule: Schedule) -> list[tuple[str, float, float]]:
@@ -49,8 +55,8 @@ def test_the_overlapped_loop_samples_beside_the_update() -> None:
 
 
 def test_evaluation_comes_between_iterations() -> None:
-    tasks = [*loop(1, 1, 1, 1), Task("evaluate", 1, 10, "sampler"), *loop(1, 1, 1, 1)[:2], Task(LAST, 2, 1, "trainer")]
-    tasks[4:6] = [Task("rollout", 2, 1, "sampler"), Task("reward", 2, 1)]
+    tasks = loop(1, 1, 1, 2)
+    tasks.insert(3, Task("evaluate", 1, 10, "sampler", role="evaluator"))
     assert simulate({"a": in_turn(tasks)}).total == 16
     assert simulate({"a": overlapped(tasks)}).total == 2 + 2 + 10 + 1, "as the graph has it: both, then the evaluation"
 

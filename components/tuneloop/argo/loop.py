@@ -1,0 +1,212 @@
+"""A loop as Argo templates: an iteration is a graph that calls itself, and a long loop goes on in another workflow.
+
+::
+
+    main:       evaluate-before → part
+    part:       loop → continue (another workflow, from `continued` on), or evaluate-after → export
+    loop:       rollout → reward → policy-update → next (this template again)
+    continued:  serve → part
+
+When it is asynchronous, an iteration is given its batch and samples that of the next beside its update: `loop` samples
+the first batch and calls `turn`, which calls `batch` and itself. With several iterations in a pod, `loop` is a pod that
+calls the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hera.expr import C, P, g
+from hera.workflows import DAG, Parameter
+
+from tuneloop.argo.continuation import proceed_template
+from tuneloop.argo.tasks import ITERATION, RUN, Output, input_tag, output_parameter, output_term, task_tag, term
+from tuneloop.config.loop import LoopPipelineConfig
+from tuneloop.workflow.loop import Loop, Step, output_of, step_of
+
+Templates = Mapping[str, Any]
+"""Name of a template → the template, which makes a task where it is called in a graph."""
+
+
+def dag(name: str, inputs: Sequence[str], outputs: Sequence[Parameter] = ()) -> Any:
+    """Return a graph with input parameters; Hera leaves open what calling one gives."""
+    return DAG(name=name, inputs=[Parameter(name=k) for k in inputs], outputs=list(outputs) or None)
+
+
+def tags(names: Sequence[str]) -> dict[str, str]:
+    """Return arguments that hand on the inputs of the enclosing template."""
+    return {name: input_tag(name) for name in names}
+
+
+def goes_on(iteration: Any, reward: Any) -> Any:
+    """Return the condition that an iteration follows the one with this number and this mean reward."""
+    limits = g.workflow.parameters
+    return (iteration.as_int() < limits.iterations.as_int()) & (reward.as_float() < limits["target-reward"].as_float())
+
+
+def goes_on_here(iteration: Any, reward: Any) -> Any:
+    """Return the condition that an iteration follows in the same workflow."""
+    here: Any = iteration.as_int() % g.workflow.parameters["per-workflow"].as_int() != 0
+    return here & goes_on(iteration, reward)
+
+
+def last_outputs(own: Mapping[str, Any]) -> list[Parameter]:
+    """Return the outputs of a template that calls itself as `next`: those of the last call, or else its `own`."""
+    following: Any = g.tasks.next  # only a task that ran has outputs; Argo says so by its status
+    ran = following.status == "Succeeded"
+    return [output_parameter(k, expression=ran.check(following.outputs.parameters[k], own[k])) for k in own]
+
+
+def ahead_output(name: str) -> str:
+    """Return an output of the task `ahead`, if that ran."""
+    ahead: Any = g.tasks.ahead
+    return f"{(ahead.status == 'Succeeded').check(ahead.outputs.parameters[name], C('')):=}"
+
+
+def call(step: Step, templates: Templates, values: Mapping[str, str], **about: Any) -> Any:
+    """Make the task of a step in an iteration.
+
+    Args:
+        values: wire → value; a wire that is not in it is an output of a task beside.
+        about: more of Hera's fields of the task.
+    """
+    given = {k: values[wire] if wire in values else task_tag(*wire.split(".")) for k, wire in step.wires.items()}
+    arguments = list(given.items())
+    behind = max(i for i, name in enumerate(given) if name in step.component.inputs)
+    arguments.insert(behind + 1, (step.component.output, f"{ITERATION}/{step.name}"))
+    return templates[step.name](name=step.name, arguments=dict(arguments), **about)
+
+
+def call_in_turn(steps: Sequence[Step], templates: Templates, values: Mapping[str, str]) -> Any:
+    """Make the tasks of `steps`, each behind the one before; return the last."""
+    before = None
+    for step in steps:
+        task = call(step, templates, values)
+        before = before >> task if before else task
+    return before
+
+
+def call_once(step: Step, templates: Templates, values: Mapping[str, str], name: str, **about: Any) -> Any:
+    """Make the task of a step outside of iterations, committed below the run under the task's name."""
+    arguments = {k: values[wire] for k, wire in step.wires.items() if wire != "iteration"}
+    if "iteration" in step.wires.values():
+        arguments["iteration"] = "0"
+    arguments[step.component.output] = f"{RUN}/{name}"
+    return templates[step.name](name=name, arguments=arguments, **about)
+
+
+def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> Any:
+    """Make the template `loop`: iterations from a policy on, until the loop or this workflow's part of it ends."""
+    every = config.loop.evaluate_every
+    if not config.loop.asynchronous:
+        return build_iteration(loop, templates, every)
+    sampled = tags(loop.values_of(loop.batch))
+    batched = [output_of(wire) for wire in loop.batch_wires]
+    outputs = [output_parameter(output_of(wire), value=task_tag(*wire.split("."))) for wire in loop.batch_wires]
+    with dag("batch", list(sampled), outputs) as batch:
+        call_in_turn(loop.batch, templates, sampled)
+    turn = build_iteration(loop, templates, every, batch)
+    outputs = [output_parameter(k, value=task_tag("turn", k)) for k in loop.outputs]
+    with dag("loop", loop.inputs, outputs) as made:
+        first = batch(name="batch", arguments=sampled)
+        first >> turn(name="turn", arguments={**tags(loop.inputs), **{k: Output(first, k) for k in batched}})
+    return made
+
+
+def build_iteration(loop: Loop, templates: Templates, evaluate_every: int, batch: Any = None) -> Any:
+    """Make the template of one iteration, which calls the next.
+
+    Args:
+        batch: the template of the steps before the last, if the loop is asynchronous: then the iteration is given what
+            that makes, and makes that of the next beside its update, with the policy that it starts from.
+    """
+    number, reward = g.inputs.parameters.iteration, output_of(loop.reward)
+    rewarded = term(g.inputs.parameters, reward) if batch else output_term(step_of(loop.reward), reward)
+    more, after = f"{goes_on_here(number, rewarded):=}", f"{number.as_int() + 1:=}"
+    batched = [output_of(wire) for wire in loop.batch_wires] if batch else []
+    # Outputs see tasks, but no inputs; a tag is replaced before.
+    own = {name: output_term(*wire.split(".")) for name, wire in loop.carry.items()}
+    own |= {"iteration": getattr(g, input_tag("iteration")).string(), reward: rewarded}
+    values = {**tags(loop.inputs), **{wire: input_tag(output_of(wire)) for wire in loop.batch_wires if batch}}
+    with dag("turn" if batch else "loop", (*loop.inputs, *batched), last_outputs(own)) as made:
+        scored = None if batch else call_in_turn(loop.batch, templates, values)
+        update = call(loop.trainer, templates, values)
+        if scored:
+            scored >> update
+        trained = {name: Output(update, output_of(wire)) for name, wire in loop.carry.items()}
+        done = [update]
+        if batch:
+            sampled = {**tags(loop.values_of(loop.batch)), "iteration": after}
+            done.append(batch(name="ahead", arguments=sampled, when=more))
+        given = {"iteration": after, **trained, **tags((*loop.constants, "endpoint"))}
+        following = made(name="next", arguments={**given, **{k: ahead_output(k) for k in batched}}, when=more)
+        if evaluate_every:
+            when: Any = number.as_int() % evaluate_every == 0
+            check = call(loop.check, templates, {**values, **trained}, when=f"{when:=}")
+            done >> check  # a server holds one version at a time
+            following.depends = f"{update.name} && ({check.name}.Succeeded || {check.name}.Skipped)"
+        else:
+            done >> following
+    return made
+
+
+def build_pods(loop: Loop, pod: Any) -> Any:
+    """Make the template `loop` of several iterations a pod: the container `pod` runs them, and the next follows it."""
+    ended = g.tasks.segment.outputs.parameters
+    with dag("loop", loop.inputs, last_outputs({name: ended[name] for name in loop.pod_outputs})) as made:
+        work = pod(name="segment", arguments=tags(loop.inputs))
+        following = {"iteration": f"{ended.iteration.as_int() + 1:=}", **{k: Output(work, k) for k in loop.carry}}
+        more = goes_on_here(ended.iteration, term(ended, output_of(loop.reward)))
+        work >> made(name="next", arguments={**tags(loop.inputs), **following}, when=f"{more:=}")
+    return made
+
+
+def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> Any:
+    """Make the template `part`: one workflow's part of the loop; then the next workflow, or the end of the run."""
+    proceed = proceed_template("continued", loop.passed, config.cluster)
+    ended = g.tasks.loop.outputs.parameters
+    more = goes_on(ended.iteration, term(ended, output_of(loop.reward)))
+    with dag("part", loop.inputs) as part:
+        repeat = templates["loop"](name="loop", arguments=tags(loop.inputs))
+        trained = {name: Output(repeat, name) for name in loop.carry}
+        following = {**tags(loop.constants), "iteration": f"{ended.iteration.as_int() + 1:=}", **trained}
+        repeat >> proceed(name="continue", arguments=following, when=f"{more:=}")
+        values, before = {**tags(loop.inputs), **trained}, repeat
+        # One after the other: a server holds one version at a time.
+        for step, name in ((loop.check, f"{loop.check.name}-after"), *((step, step.name) for step in loop.finish)):
+            before = before >> call_once(step, templates, values, name, when=f"{~P(more):=}")
+    with dag("continued", loop.passed):
+        server, endpoint = serve(templates, config, input_tag("policy"))
+        server >> part(name="part", arguments={**tags(loop.passed), "endpoint": endpoint})
+    return part
+
+
+def serve(templates: Templates, config: LoopPipelineConfig, policy: str) -> tuple[list[Any], str]:
+    """Make the task of the rollout server that boots with `policy`, if the engine has one; and return its endpoint.
+
+    A server that pulls needs no policy: it finds the latest version.
+    """
+    if "serve" not in templates:
+        return [], config.engine.rollout_endpoint_url or ""
+    task = templates["serve"](name="serve", arguments={} if config.engine.pull else {"policy": policy})
+    return [task], f"http://{task.ip}:{config.engine.port}"
+
+
+def call_loop(
+    loop: Loop, templates: Templates, config: LoopPipelineConfig, boot: Output, values: Mapping[str, Output]
+) -> None:
+    """Evaluate the policy, then loop; to be called inside the main DAG.
+
+    Args:
+        boot: the checkpoint that the server boots with, while the loop's policy may still be trained; unless both
+            want the same device.
+        values: what the first iteration starts from.
+    """
+    server, endpoint = serve(templates, config, boot)
+    start: Any = values["policy"].task
+    given = {**values, "endpoint": endpoint, "iteration": "1"}
+    before = call_once(loop.check, templates, given, f"{loop.check.name}-before")
+    first = templates["part"](name="part", arguments={name: given[name] for name in loop.values_of(loop.steps)})
+    (start if config.engine.colocate else boot.task) >> server
+    [start, *server] >> before >> first

@@ -1,0 +1,67 @@
+"""References to what a Workflow knows as it runs: tags of inputs and of tasks' outputs, and terms of conditions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tuneloop.core.program import flag
+
+if TYPE_CHECKING:
+    from hera.workflows import Parameter, Task
+
+RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
+"""URL of the run."""
+ITERATION = f"{RUN}/iterations/{{{{inputs.parameters.iteration}}}}"
+"""URL of an iteration, in the template that has its number."""
+
+
+class Output(str):
+    """The tag of an output parameter; it knows the task that has it."""
+
+    task: Task
+
+    def __new__(cls, task: Task, name: str) -> Output:
+        self = super().__new__(cls, task_tag(str(task.name), name))
+        self.task = task
+        return self
+
+
+class Outputs:
+    """The output parameters of a task, each an attribute: ``data.prompts``."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def __getattr__(self, name: str) -> Output:
+        return Output(self._task, flag(name))
+
+
+def task_tag(task: str, name: str) -> str:
+    """Return the tag of an output parameter of a task."""
+    return f"{{{{tasks.{task}.outputs.parameters.{name}}}}}"
+
+
+def input_tag(name: str) -> str:
+    """Return the tag of an input parameter of the enclosing template."""
+    return f"{{{{inputs.parameters.{name}}}}}"
+
+
+def term(parameters: Any, name: str) -> Any:
+    """Return the parameter `name` of ``….parameters`` as a term of an expression, as Argo writes it."""
+    return getattr(parameters, name) if name.isidentifier() else parameters[name]
+
+
+def output_term(task: str, name: str) -> Any:
+    """Return an output parameter of a task as a term of an expression."""
+    from hera.expr import g
+
+    return term(term(g.tasks, task).outputs.parameters, name)
+
+
+def output_parameter(name: str, *, value: str | None = None, expression: Any = None) -> Parameter:
+    """Return an output parameter of a graph: the value of a tag, or of an expression."""
+    from hera.workflows import Parameter
+    from hera.workflows.models import ValueFrom
+
+    source = ValueFrom(parameter=value) if value else ValueFrom(expression=str(expression))
+    return Parameter(name=name, value_from=source)

@@ -1,0 +1,76 @@
+"""What samples completions: the engine, its server, and how new weights reach it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tuneloop.core import plugins
+from tuneloop.inference.engines import check_args
+from tuneloop.inference.engines.endpoint import check_urls
+from tuneloop.inference.fleet import open_fleet
+
+
+class EngineConfig(BaseModel):
+    """What samples completions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: Annotated[str, plugins.variant("engines")] = Field(
+        "vllm",
+        description="vllm: one server for the run; transformers: in the stage's own process; endpoint: somebody else's "
+        "server, at rollout_endpoint_url; or pkg.mod:attr",
+    )
+    port: int = Field(8765, ge=1, le=65535, description="where the vLLM server listens")
+    args: dict[str, Any] | None = Field(
+        None, description="the engine's own options; default: for vllm a short context without graph capture"
+    )
+    pull: bool = Field(
+        False, description="publish each version as a delta, for whoever serves to pull; else servers load checkpoints"
+    )
+    weights: str | None = Field(None, description="URL to publish versions below; default: <store>/<run>/weights")
+    colocate: bool = Field(
+        False,
+        description="one GPU for trainer and vLLM: the server gives its memory back whenever it is not sampling",
+    )
+    rollout_endpoint_url: str | None = Field(
+        None, description="of the engine `endpoint`, several with commas between; its fleet pulls, or `fleet` is set"
+    )
+    fleet: str | None = Field(
+        None,
+        description="of the engine `endpoint`: workers that pull nothing, to be brought to each version before it is "
+        "asked for; http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace",
+    )
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> EngineConfig:
+        somewhere = self.rollout_endpoint_url is not None or self.fleet is not None
+        if (self.name == "endpoint") != somewhere:
+            raise ValueError("name endpoint goes with rollout_endpoint_url or fleet: set both, or neither")
+        if self.rollout_endpoint_url is not None:
+            check_urls(self.rollout_endpoint_url)
+        if self.fleet is not None:
+            open_fleet(self.fleet)
+            if self.fleet.startswith("dynamo:") and self.rollout_endpoint_url is not None:
+                raise ValueError("a graph's name says its URL: set fleet or rollout_endpoint_url, not both")
+        if self.name == "endpoint" and self.pull == (self.fleet is not None):
+            raise ValueError("an endpoint gets new weights by pulling them, or by a fleet: set pull or fleet, not both")
+        if self.name == "transformers" and self.pull:
+            raise ValueError("transformers loads each checkpoint itself and pulls nothing: unset pull")
+        if self.colocate and (self.name != "vllm" or self.pull):
+            raise ValueError(
+                "colocate is of the run's own vLLM server, which loads checkpoints: set name vllm, unset pull"
+            )
+        if self.weights is not None and not self.pull:
+            raise ValueError("weights says where to publish: set pull")
+        check_args(self.name, self.args or {}, "args.")
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """`args`, or the default of the engine that was chosen; and the fleet."""
+        short = {"max_model_len": 256, "enforce_eager": True}
+        given = self.args if self.args is not None else short if self.name == "vllm" else {}
+        if self.colocate:
+            return {**given, "enable_sleep_mode": True}
+        return {**given, "fleet": self.fleet} if self.fleet else given

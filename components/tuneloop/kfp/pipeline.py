@@ -1,0 +1,113 @@
+"""A pipeline for Kubeflow Pipelines: a component for each of its stages, and the graph that calls them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kfp import dsl
+
+from tuneloop.argo.pipeline import pod_graph
+from tuneloop.config.pipeline import PipelineConfig
+from tuneloop.core.component import Component
+from tuneloop.core.errors import UserError
+from tuneloop.kfp.grain import segment_step
+from tuneloop.kfp.loop import LoopTasks, Steps
+from tuneloop.kfp.stage import TARGET
+from tuneloop.kfp.template import position_step, report_step, stage_step
+from tuneloop.workflow.loop import Graph, Loop, StageSpec
+
+ABOUT = {
+    "store": "URL of the store, as pods reach it: s3://bucket/prefix",
+    "run": "name of the run; its artifacts lie at store/run, and the same name again resumes it",
+    "seed": "every random stream of the run is derived from it",
+    TARGET: "the loop ends once a batch of rollouts earns this mean reward",
+}
+
+
+def build_pipeline(
+    name: str, config: Any, specs: Sequence[StageSpec], draw: Callable[[Graph], None], loop: Loop | None = None
+) -> Any:
+    """Return a pipeline as KFP's compiler takes it; its description is the docstring of `draw`.
+
+    Args:
+        name: of the pipeline, in kebab-case.
+        config: a `PipelineConfig`; with a loop, a `LoopPipelineConfig`.
+        specs: its stages.
+        draw: calls them.
+        loop: what `draw` calls as the loop.
+
+    Raises:
+        UserError: a setting that Kubeflow Pipelines have nothing for.
+    """
+    steps = build_steps(config, specs, loop)
+    parameters: dict[str, tuple[type, Any]] = {
+        **{"store": (str, inspect.Parameter.empty), "run": (str, name), "seed": (int, config.seed)},
+        **({TARGET: (float, config.loop.target_reward)} if loop else {}),
+    }
+
+    def built(*values: Any) -> None:
+        given = dict(zip(parameters, values))
+        with dsl.ExitHandler(steps["report"]("report", run=given["run"], store=given["store"])):
+            draw(Tasks(config, steps, loop, f"{given['store']}/{given['run']}", given))
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    built.__doc__ = "\n".join([inspect.getdoc(draw) or "", "", "Args:", *(f"    {k}: {ABOUT[k]}" for k in parameters)])
+    built.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(k, kind, annotation=each, default=value) for k, (each, value) in parameters.items()]
+    )
+    # kfp takes a file whose pipeline has a component's name for that component.
+    return dsl.pipeline(name=f"{name}-pipeline" if name in steps else name)(built)
+
+
+def build_steps(config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> dict[str, Any]:
+    """Return each stage as a function that makes its task, by name."""
+    pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
+    engine = {}
+    if loop:
+        refused = {"loop.asynchronous": config.loop.asynchronous, "engine.colocate": config.engine.colocate}
+        for name, chosen in refused.items():
+            if chosen:
+                raise UserError(name, True, "is built for Argo and for one machine: leave it out here")
+        engine = {"endpoint": config.engine.rollout_endpoint_url}
+    passed = ["seed", *(["iteration"] if loop else []), *config.published("")]
+    steps: dict[str, Any] = {"report": report_step(**pods), "position": position_step(**pods)}
+    for spec in specs:
+        given = {**spec.parameters, **{name: engine[name] for name in spec.accepted(list(engine))}}
+        about: Any = {"processes": spec.processes, "nodes": spec.nodes, **pods}
+        steps[spec.component.template] = stage_step(spec.component, given, dynamic=spec.accepted(passed), **about)
+    if loop and config.loop.iterations_per_pod:
+        graph = pod_graph(config, specs, loop, served=True)
+        steps["iterations"] = segment_step(graph, "pod", **pods)
+    return steps
+
+
+class Outputs:
+    """The outputs of a task, each an attribute: ``data.prompts``."""
+
+    def __init__(self, task: dsl.PipelineTask) -> None:
+        self._task = task
+
+    def __getattr__(self, name: str) -> Any:
+        return self._task.outputs[name]
+
+
+class Tasks:
+    """Draws the stages of a pipeline as tasks of the enclosing KFP pipeline."""
+
+    def __init__(
+        self, config: PipelineConfig, steps: Steps, loop: Loop | None, url: str, given: Mapping[str, Any]
+    ) -> None:
+        self._config, self._steps, self._loop, self._url = config, steps, loop, url
+        self._shared, self._given = {"seed": given["seed"], **config.published(url)}, given
+
+    def stage(self, component: Component, name: str = "", **inputs: Any) -> Outputs:
+        name = name or component.template
+        shared = {k: value for k, value in self._shared.items() if k in component.Params.model_fields}
+        return Outputs(self._steps[component.template](name, url=f"{self._url}/{name}", **inputs, **shared))
+
+    def loop(self, serve: Any, **values: Any) -> None:
+        assert self._loop, "the pipeline is built with its loop"
+        target, config = self._given[TARGET], self._config
+        LoopTasks(self._loop, self._steps, config, self._url, self._shared, target, values).draw()  # type: ignore[arg-type]

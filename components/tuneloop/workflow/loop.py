@@ -1,0 +1,145 @@
+"""What a pipeline says of itself once, for every engine: its stages, how one calls the other, and what is repeated.
+
+`tuneloop.argo.pipeline` draws it as a Workflow and `tuneloop.kfp.pipeline` as a KFP pipeline, each in its own terms.
+There are no branches and no loops in loops: a pipeline that needs them writes its graph for the engine itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+
+from tuneloop.core.component import Component
+from tuneloop.core.errors import UserError
+from tuneloop.core.program import flag
+
+
+class StageSpec:
+    """A stage of a pipeline, with the parameters that are the same in each of its calls."""
+
+    def __init__(
+        self, component: Component, settings: BaseModel, *, processes: int = 1, nodes: int = 1, **parameters: Any
+    ) -> None:
+        self.component, self.processes, self.nodes = component, processes, nodes
+        self.parameters = {**settings.model_dump(), **parameters}
+
+    def accepted(self, names: Sequence[str]) -> list[str]:
+        """Return those of `names` that are parameters of the stage."""
+        return [name for name in names if name in self.component.Params.model_fields]
+
+
+class Step:
+    """A call of a stage in a loop: input or parameter → the value it takes.
+
+    A value is one of the loop (``policy``, ``iteration``), or an output of a step before (``reward.rewards``).
+    """
+
+    def __init__(self, component: Component, **wires: str) -> None:
+        self.component, self.wires, self.name = component, wires, component.template
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Steps that are repeated, one after another.
+
+    Attributes:
+        steps: the last one trains; those before it make the batch that it learns from.
+        carry: value → the output that it takes in the next iteration.
+        constants: values that stay the same.
+        reward: the output that ends the loop once it reaches ``target-reward``.
+        check: how a policy is evaluated: before the loop, after it, and each so many iterations.
+        finish: what is made of the last policy.
+    """
+
+    steps: Sequence[Step]
+    carry: Mapping[str, str]
+    constants: Sequence[str]
+    reward: str
+    check: Step
+    finish: Sequence[Step]
+
+    def __post_init__(self) -> None:
+        known = {*self.inputs}
+        for step in self.steps:
+            self._check(f"loop.steps.{step.name}", step.wires.values(), known)
+            known |= {f"{step.name}.{flag(name)}" for name in (step.component.output, *step.component.results)}
+        for step in (self.check, *self.finish):
+            self._check(f"loop.{step.name}", step.wires.values(), {*self.inputs})
+        self._check("loop.carry", self.carry.values(), known)
+        self._check("loop.reward", [self.reward], known)
+
+    def _check(self, field: str, wires: Iterable[str], known: set[str]) -> None:
+        for wire in wires:
+            if wire not in known:
+                raise UserError(field, wire, f"no value has this name; known here: {', '.join(sorted(known))}")
+
+    @property
+    def passed(self) -> tuple[str, ...]:
+        """What an iteration starts from."""
+        return ("iteration", *self.carry, *self.constants)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What an iteration starts from, and where the rollout server is."""
+        return (*self.passed, "endpoint")
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What the loop ends with."""
+        return (*self.carry, "iteration", output_of(self.reward))
+
+    @property
+    def pod_outputs(self) -> tuple[str, ...]:
+        """What several iterations in one pod end with."""
+        return ("iteration", *self.carry, output_of(self.reward))
+
+    @property
+    def trainer(self) -> Step:
+        """The last step."""
+        return self.steps[-1]
+
+    @property
+    def batch(self) -> Sequence[Step]:
+        """The steps before the last."""
+        return self.steps[:-1]
+
+    @property
+    def batch_wires(self) -> list[str]:
+        """What the last step, and the loop, need of the steps before."""
+        return [wire for wire in (*self.trainer.wires.values(), self.reward) if "." in wire]
+
+    def values_of(self, steps: Sequence[Step]) -> list[str]:
+        """Return the loop's values that `steps` take, in the order in which they are first taken."""
+        return list(dict.fromkeys(wire for step in steps for wire in step.wires.values() if "." not in wire))
+
+
+def step_of(wire: str) -> str:
+    """Return the step whose output a wire such as ``reward.rewards`` is."""
+    return wire.partition(".")[0]
+
+
+def output_of(wire: str) -> str:
+    """Return the output that a wire such as ``reward.rewards`` is."""
+    return wire.partition(".")[2]
+
+
+class Graph(Protocol):
+    """What an engine gives a pipeline to draw itself with."""
+
+    def stage(self, component: Component, name: str = "", **inputs: Any) -> Any:
+        """Call a stage, and return its outputs, each an attribute.
+
+        Args:
+            name: of the task, and where its output is committed in the run; without one the stage's own.
+        """
+
+    def loop(self, serve: Any, **values: Any) -> None:
+        """Evaluate a policy, run the loop, evaluate and finish.
+
+        Args:
+            serve: the checkpoint that the rollout server boots with.
+            values: what the first iteration starts from.
+        """

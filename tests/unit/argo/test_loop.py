@@ -1,0 +1,73 @@
+"""A loop as a pipeline states it, and the graph that a pipeline draws."""
+
+from typing import Any
+
+import pytest
+
+from tests.unit import toy
+from tuneloop.argo.pipeline import build_workflow
+from tuneloop.config.loading import find
+from tuneloop.config.pipeline import PipelineConfig
+from tuneloop.core.errors import UserError
+from tuneloop.workflow.loop import Graph, Loop, StageSpec, Step
+
+
+def looped(**about: Any) -> Loop:
+    given: dict[str, Any] = {
+        "steps": [
+            Step(toy.rollout, policy="policy", iteration="iteration"),
+            Step(toy.reward, rollouts="rollout.rollouts"),
+            Step(toy.policy_update, policy="policy", rewards="reward.rewards"),
+        ],
+        "carry": {"policy": "policy-update.checkpoint"},
+        "constants": [],
+        "reward": "reward.mean-reward",
+        "check": Step(toy.evaluate, policy="policy"),
+        "finish": [Step(toy.export, policy="policy")],
+    }
+    return Loop(**{**given, **about})
+
+
+@pytest.mark.parametrize(
+    ("about", "says"),
+    [
+        ({"steps": [Step(toy.reward, rollouts="rollout.rollouts")]}, "loop.steps.reward: 'rollout.rollouts'"),
+        ({"carry": {"policy": "policy-update.model"}}, "loop.carry: 'policy-update.model'"),
+        ({"reward": "reward.mean_reward"}, r"loop.reward: 'reward.mean_reward': .*known here: .*reward.mean-reward"),
+        ({"check": Step(toy.evaluate, policy="polcy")}, "loop.evaluate: 'polcy'"),
+    ],
+)
+def test_a_wire_that_leads_nowhere_is_named(about: dict[str, Any], says: str) -> None:
+    assert looped().outputs == ("policy", "iteration", "mean-reward")
+    with pytest.raises(UserError, match=says):
+        looped(**about)
+
+
+def test_a_task_depends_on_those_whose_outputs_it_takes_and_on_no_other() -> None:
+    def draw(graph: Graph) -> None:
+        first = graph.stage(toy.sft)
+        batch = graph.stage(toy.rollout, policy=first.checkpoint)
+        scored = graph.stage(toy.reward, rollouts=batch.rollouts)
+        graph.stage(toy.policy_update, policy=first.checkpoint, rewards=scored.rewards)
+        graph.stage(toy.evaluate, "evaluate-before", policy=first.checkpoint)
+
+    stages = (toy.sft, toy.rollout, toy.reward, toy.policy_update, toy.evaluate)
+    specs = [StageSpec(stage, stage.settings(without={"seed"})()) for stage in stages]
+    main = build_workflow("toy", PipelineConfig(), specs, draw).to_dict()["spec"]["templates"][-1]
+    assert {task["name"]: task.get("depends") for task in main["dag"]["tasks"]} == {
+        "sft": None,
+        "rollout": "sft",
+        "reward": "rollout",
+        "policy-update": "reward",
+        "evaluate-before": "sft",
+    }
+
+
+def test_a_published_version_has_the_same_address_in_every_template() -> None:
+    grpo = find("grpo")
+    templates = {t["name"]: t for t in grpo.build(grpo.configure(sets=["engine.pull=true"]))["spec"]["templates"]}
+    for name in ("base-model", "policy-update", "serve"):
+        words = templates[name]["container"]["args"]
+        url = "{{workflow.parameters.store}}/{{workflow.parameters.run}}/weights"
+        assert words[words.index("--weights") + 1] == url
+    assert "inputs" not in templates["serve"], "it finds the latest version by itself"
