@@ -45,6 +45,7 @@ Kind = Literal["stages", "server"]
 
 STAGES = (
     "tuneloop.core.component",
+    "httpx2",
     "pyarrow.parquet",
     "tokenizers",
     "safetensors.torch",
