@@ -118,7 +118,7 @@ def test_every_option_has_help(call: Call) -> None:
         (["status", "--nonsense"], "No such option"),
         (["stop", "x", "--timeout", "soon"], "'--timeout'"),
         (["resume"], "Missing argument"),
-        (["schema", "nope"], "known: dpo, grpo, sft, sft_then_grpo"),
+        (["schema", "nope"], "or give the path of a .py file"),
         (["schema", "nope.py"], "no such file"),
         (["render", TOY, "--set", "iteration=2"], "did you mean iterations?"),
         (["render", TOY, "--set", "iterations=many"], "valid integer"),
