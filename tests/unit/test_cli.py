@@ -23,7 +23,7 @@ from tuneloop.local import journal
 from tuneloop.local.journal import Journal, Node, Workflow
 from tuneloop.runs import run_record
 from tuneloop.runs.run_record import Record
-from tuneloop.sharing.turns import open_turns
+from tuneloop.sharing.opening import open_turns
 
 ROOT = Path(__file__).parents[2]
 TOY = str(ROOT / "tests" / "unit" / "toy_pipeline.py")

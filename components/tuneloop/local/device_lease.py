@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from tuneloop.argo.lease_sidecar import sidecar
 from tuneloop.core import fencing
 from tuneloop.sharing.file import STORED
+from tuneloop.sharing.opening import open_turns
 from tuneloop.sharing.sidecar import arguments
-from tuneloop.sharing.turns import open_turns
 
 if TYPE_CHECKING:
     from tuneloop.local.executor import Session
