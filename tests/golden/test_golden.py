@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tuneloop.cli import invoke
-from tuneloop.cluster.submit import as_template, template_name
+from tuneloop.cluster.run_workflows import as_template, template_name
 from tuneloop.config.loading import dump, find
 
 HERE = Path(__file__).parent
