@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(KEY, None, "is required: whoever starts the worker chooses it")
         turns = None
         if options.turns:
-            from tuneloop.sharing.turns import open_turns
+            from tuneloop.sharing.opening import open_turns
 
             os.environ[fencing.VARIABLE] = os.path.join(tempfile.mkdtemp(prefix="tuneloop-"), "turn.json")
             turns = open_turns(options.turns, who=options.session, policy=options.policy, patience=options.patience)
