@@ -54,7 +54,7 @@ def test_the_stages_that_train_become_jobsets() -> None:
 def test_one_machine_refuses_them_by_name() -> None:
     made = rendered("nodes=2")["spec"]
     with pytest.raises(UserError, match=r"-job\.resource.*say nodes=1"):
-        manifest.check(made, made["templates"])
+        manifest.check(made)
 
 
 def test_a_priority_given_at_submission_reaches_the_jobs() -> None:
