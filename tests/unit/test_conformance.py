@@ -67,7 +67,7 @@ def test_command(policy: Artifact, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nobody_there() -> None:
     outcomes = list(check(Probe("http://127.0.0.1:9", timeout_s=1)))
-    assert {o.result for o in outcomes} == {"failed", "skipped"} and "Connection refused" in outcomes[0].why
+    assert {o.result for o in outcomes} == {"failed", "skipped"} and "ConnectionRefused" in outcomes[0].why
 
 
 def test_the_peer_is_not_imported_by_the_package() -> None:

@@ -110,7 +110,7 @@ def test_refitted(tmp_path: Path) -> None:
 def test_in_the_report(run: tuple[Run, list[Artifact]]) -> None:
     at = published(f"{run[0].url}/weights")[1]["at"]
     asked(run[0], run[1][1], pulled=pulled(1, at + 2.0))
-    cells = Page(report.page(run[0])).cells
+    cells = Page(report.render_page(run[0])).cells
     row = cells[cells.index("pulled by 1") :]
     assert row[5:12] == ["750", "125", "2000", "1500", "0.25", "6/6", "2"]
     (entry,) = run[0].with_role("sampler")

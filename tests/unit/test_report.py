@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def text(run: Run) -> str:
-    return report.page(run)
+    return report.render_page(run)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_provenance_says_which_rollouts_made_which_version(page: Page, run: Run)
 
 
 def test_the_same_run_gives_the_same_page(run: Run, text: str) -> None:
-    assert report.page(run) == text
+    assert report.render_page(run) == text
 
 
 def test_text_of_a_model_cannot_become_markup(text: str) -> None:
@@ -113,7 +113,7 @@ def test_text_of_a_model_cannot_become_markup(text: str) -> None:
 
 
 def test_a_run_without_any_artifact_has_a_page(tmp_path: Path) -> None:
-    page = Page(report.page(Run("empty", str(tmp_path))))
+    page = Page(report.render_page(Run("empty", str(tmp_path))))
     assert "no stage has committed anything yet" in page.cells
     assert page.scripts["figures"] == "[]"
 
@@ -128,7 +128,7 @@ def test_numbers_that_json_lacks_become_gaps(tmp_path: Path) -> None:
         return {"loss": 1.0, "version": 1}
 
     sft(out=f"{tmp_path}/d/sft")
-    figures = json.loads(Page(report.page(Run.open("d", str(tmp_path)))).scripts["figures"])
+    figures = json.loads(Page(report.render_page(Run.open("d", str(tmp_path)))).scripts["figures"])
     assert figures[0]["data"][0]["y"] == [None, None, 1.0]
 
 
@@ -138,7 +138,7 @@ def test_what_stages_that_train_made_of_their_devices(tmp_path: Path) -> None:
         draft = Draft(f"{tmp_path}/r/iterations/{i + 1}/policy-update")
         about = {"version": i, "efficiency": {**measured, "peak_memory_bytes": (i + 1) * 1e9, **more}}
         draft.commit(stage="policy_update", facts=about, timings={"tokens_per_s": speed, "train": 1.0})
-    cells = Page(report.page(Run.open("r", str(tmp_path)))).cells
+    cells = Page(report.render_page(Run.open("r", str(tmp_path)))).cells
     at = cells.index("policy_update, 3 times")
     unknown = "the device's peak is not known"
     assert cells[at + 1 : at + 6] == ["200", "2", unknown, "3 GB", "25.0% of a step"]

@@ -205,7 +205,7 @@ def diff(
     return 1 if told else 0
 
 
-@app.command()
+@app.command("unschedule")
 def unschedule(
     name: Annotated[str, typer.Argument(help="Of the schedule.")],
     namespace: NAMESPACE = "tuneloop",
@@ -219,7 +219,7 @@ def unschedule(
     typer.echo(f"{name}: no longer scheduled")
 
 
-@app.command()
+@app.command("status")
 def status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
     """Show the stages of a run, their newest results, and what each waiting pod waits for.
 
@@ -244,7 +244,7 @@ def status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloop", c
     show_stages(_stages(seen), places=0)
 
 
-@app.command()
+@app.command("logs")
 def logs(
     run: RUN,
     stage: Annotated[str | None, typer.Argument(help="A stage's name in the graph, as `status` shows it.")] = None,
@@ -258,7 +258,7 @@ def logs(
     _print_logs(connect(namespace, context), run, stage, follow)
 
 
-@app.command()
+@app.command("stop")
 def stop(
     run: RUN,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the pods to end.")] = 120.0,
@@ -273,7 +273,7 @@ def stop(
     typer.echo(f"{run}: stopped" if ended else f"{run}: was not under way")
 
 
-@app.command()
+@app.command("claims")
 def claims(namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
     """Show the claims of shared devices, and who sits on them; frees the seats of runs that have ended."""
     from tuneloop.cluster.watch import claims as read

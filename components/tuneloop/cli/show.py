@@ -150,12 +150,12 @@ def show_weights(run: Run) -> None:
 def report(run: Run, output: Path | None = None) -> Path:
     """Write the run's page, by default beside its local state."""
     from tuneloop.core.errors import UserError
-    from tuneloop.runs.report import page
+    from tuneloop.runs.report import render_page
 
     path = output or run.directory / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(run))
+        path.write_text(render_page(run))
     except OSError as error:
         raise UserError("--output", str(path), f"cannot be written ({error.strerror})") from error
     return path

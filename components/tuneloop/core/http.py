@@ -1,49 +1,136 @@
-"""Make HTTP requests, through no proxy, each over a connection of its own: an idle one may lead to a lost server."""
+"""Make HTTP requests: through no proxy, and each over a connection of its own, because an idle one may lead nowhere.
+
+Requests run on the event loop of a thread of their own. So whoever waits for an answer can look around meanwhile, and
+hang up at any time.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Iterator, Mapping
+import os
+import queue
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import httpx2
+POLL_S = 0.2
+"""How often whoever waits looks around, in seconds."""
+CONNECT_S = 10.0
+"""Seconds after which an address that does not answer at all, as that of a pod that is gone, counts as lost."""
+END = b""
 
 
 class Unanswered(Exception):
-    """Nobody answers, or the answer breaks off; the message says how."""
+    """Nobody answers, or the answer breaks off; the message says why."""
 
 
-def request(
-    method: str, url: str, *, timeout_s: float, body: Any = None, headers: Mapping[str, str] | None = None
-) -> httpx2.Response:
-    """Return the whole answer, whatever its status; raise as `open_response`."""
-    with open_response(method, url, timeout_s=timeout_s, body=body, headers=headers) as response:
-        response.read()
-        return response
+class Response:
+    """An answer as it arrives.
+
+    Attributes:
+        status: its HTTP status.
+    """
+
+    def __init__(self, receive: Callable[[], Any]) -> None:
+        self._receive = receive
+        self.status: int = receive()
+
+    def read(self) -> bytes:
+        """Return all that is left of the body."""
+        return b"".join(iter(self._receive, END))
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield each line of the body, without its end, as soon as it is complete."""
+        rest = b""
+        for chunk in iter(self._receive, END):
+            *lines, rest = (rest + chunk).split(b"\n")
+            yield from lines
+        if rest:
+            yield rest
+
+
+def request(method: str, url: str, *, timeout_s: float, **options: Any) -> tuple[int, bytes]:
+    """Return status and body of an answer; options and errors are those of `open_response`."""
+    with open_response(method, url, timeout_s=timeout_s, **options) as response:
+        return response.status, response.read()
 
 
 @contextmanager
 def open_response(
-    method: str, url: str, *, timeout_s: float, body: Any = None, headers: Mapping[str, str] | None = None
-) -> Iterator[httpx2.Response]:
-    """Send `body` as JSON, and give the answer once its status is there; leaving the block hangs up.
+    method: str,
+    url: str,
+    *,
+    timeout_s: float,
+    body: Any = None,
+    headers: Mapping[str, str] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[Response]:
+    """Send a request, and yield the answer once its status is there; leaving the block hangs up.
+
+    Args:
+        timeout_s: seconds without a byte after which the server counts as lost.
+        body: sent as JSON.
+        check: called again and again while this process waits; what it raises hangs up.
 
     Raises:
-        Unanswered: nobody answers, breaks off, or is silent for `timeout_s` seconds.
+        Unanswered: the server is lost.
     """
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def receive() -> Any:
+        while True:
+            check()
+            try:
+                event = events.get(timeout=POLL_S)
+            except queue.Empty:
+                continue
+            if isinstance(event, Exception):
+                raise event
+            return event
+
+    sending = _send(events, timeout_s, method=method, url=url, json=body, headers=headers)
+    task = asyncio.run_coroutine_threadsafe(sending, _event_loop(os.getpid()))
+    try:
+        yield Response(receive)
+    finally:
+        task.cancel()
+
+
+async def _send(events: queue.SimpleQueue[Any], timeout_s: float, **request: Any) -> None:
+    """Put the status of the answer, each chunk of its body and `END` into `events`, or the error that ended it."""
     import httpx2
 
     try:
-        with _client().stream(method, url, json=body, headers=headers, timeout=timeout_s) as response:
-            yield response
+        verify = _certificates() if request["url"].startswith("https:") else False
+        timeout = httpx2.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
+        async with httpx2.AsyncClient(trust_env=False, verify=verify, timeout=timeout) as client:
+            response = await client.send(client.build_request(**request), stream=True)
+            events.put(response.status_code)
+            async for chunk in response.aiter_bytes():
+                events.put(chunk)
+        events.put(END)
+    except httpx2.TimeoutException as error:
+        events.put(Unanswered(f"{type(error).__name__}: not a byte in {timeout_s:g} s"))
     except httpx2.HTTPError as error:
-        raise Unanswered(f"{type(error).__name__}: {error}") from error
+        root: BaseException = error
+        while cause := root.__cause__ or root.__context__:
+            root = cause
+        events.put(Unanswered(f"{type(root).__name__}: {root}"))
+    except Exception as error:
+        events.put(error)
 
 
 @functools.cache
-def _client() -> httpx2.Client:
-    import httpx2
+def _event_loop(process: int) -> asyncio.AbstractEventLoop:
+    """Return the event loop of a process, on a thread of its own, which a fork does not have."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
-    return httpx2.Client(trust_env=False, limits=httpx2.Limits(max_keepalive_connections=0))
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    return ssl.create_default_context()

@@ -124,6 +124,6 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 def _answers(address: str) -> bool:
     try:
-        return request("GET", f"http://{address}/health", timeout_s=0.2).is_success
+        return request("GET", f"http://{address}/health", timeout_s=0.2)[0] == 200
     except Unanswered:
         return False

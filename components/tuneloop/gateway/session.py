@@ -29,7 +29,7 @@ from tuneloop.inference.engines import Sampling
 from tuneloop.training import checkpoint
 
 if TYPE_CHECKING:
-    from tuneloop.training.fsdp import Ranks
+    from tuneloop.training.fsdp.ranks import Ranks
     from tuneloop.training.lora import Lora
 
 SCHEME = "tinker://"

@@ -273,7 +273,7 @@ def _guarded(held: Held) -> Iterator[None]:
 
 
 def _ranks(device: str) -> Any:
-    from tuneloop.training.fsdp import Ranks
+    from tuneloop.training.fsdp.ranks import Ranks
 
     ranks = Ranks(device, 1)  # type: ignore[arg-type]
     if device == "auto" and ranks.device.type == "cpu":

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.http import Unanswered, open_response
+from tuneloop.core.http import Response, Unanswered, open_response
 from tuneloop.inference.engines.endpoint import check_url
 from tuneloop.inference.generate import read_canary
 
@@ -73,9 +73,9 @@ class Probe:
             Failed: the status is not 200, or a line is no JSON object.
         """
         with self._send(body) as response:
-            if response.status_code != 200:
-                raise Failed(f"answers {response.status_code}: {response.read().decode(errors='replace')[:300]}")
-            for line in filter(None, response.iter_lines()):
+            if response.status != 200:
+                raise Failed(f"answers {response.status}: {response.read().decode(errors='replace')[:300]}")
+            for line in filter(bytes.strip, response.lines()):
                 try:
                     message = json.loads(line)
                 except json.JSONDecodeError as error:
@@ -87,7 +87,7 @@ class Probe:
     def status(self, body: dict[str, Any]) -> int:
         """The status of an answer."""
         with self._send(body) as response:
-            return response.status_code
+            return response.status
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] = (0,), **body: Any) -> list[list[Any]]:
         """Completions of each prompt, for each seed; every index answered once."""
@@ -115,7 +115,7 @@ class Probe:
         return found or []
 
     @contextmanager
-    def _send(self, body: dict[str, Any]) -> Iterator[Any]:
+    def _send(self, body: dict[str, Any]) -> Iterator[Response]:
         """Send a request; leaving the block hangs up."""
         try:
             with open_response("POST", f"{self.url}/generate", body=body, timeout_s=self.timeout_s) as response:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from tuneloop.kfp.io import Task
-from tuneloop.runs.report import page
+from tuneloop.runs.report import render_page
 from tuneloop.runs.run_record import Run
 
 
@@ -14,7 +14,7 @@ def main(argv: Sequence[str]) -> int:
     """Write the report of whatever the run has committed; also of one that failed."""
     task = Task.read(argv[1])
     run = Run(task.parameters["run"], task.parameters["store"])
-    task.write("report", page(run))
+    task.write("report", render_page(run))
     scores = {f"{score.how} (version {score.version})": score.value for score in run.evaluations()}
     task.describe("rewards", scores)
     task.finish()

@@ -174,7 +174,7 @@ def _ready(probe: Mapping[str, Any], container: Mapping[str, Any], cwd: Path, en
             address = f"127.0.0.1:{_port(get['port'], container)}/{str(get.get('path', '')).removeprefix('/')}"
             headers = {h["name"]: h["value"] for h in get.get("httpHeaders", [])}
             url = f"{str(get.get('scheme', 'http')).lower()}://{address}"
-            return request("GET", url, headers=headers, timeout_s=timeout_s).status_code < 400
+            return request("GET", url, headers=headers, timeout_s=timeout_s)[0] < 400
         if tcp := probe.get("tcpSocket"):
             socket.create_connection(("127.0.0.1", _port(tcp["port"], container)), timeout=timeout_s).close()
         if command := probe.get("exec"):

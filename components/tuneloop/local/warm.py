@@ -45,6 +45,7 @@ Kind = Literal["stages", "server"]
 
 STAGES = (
     "tuneloop.core.component",
+    "httpx2",
     "pyarrow.parquet",
     "tokenizers",
     "safetensors.torch",
@@ -62,7 +63,7 @@ STAGES = (
     "tuneloop.rewards.exact",
     "tuneloop.rewards.scoring",
     "tuneloop.training.epochs",
-    "tuneloop.training.fsdp",
+    "tuneloop.training.fsdp.trainer",
 )
 SERVER = (
     "tuneloop.core.component",

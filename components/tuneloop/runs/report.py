@@ -6,15 +6,17 @@ import base64
 import gzip
 import html
 import json
+import string
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import yaml
 
 from tuneloop.runs.delivery import deliveries
-from tuneloop.runs.run_record import Curve, Entry, Run, Score
+from tuneloop.runs.run_record import Curve, Entry, Run
 from tuneloop.runs.summary import clock, devices, how, iterations_line, reward_line, size
 
 SAMPLES = 12
@@ -22,8 +24,8 @@ FIRST = ("mean_reward", "kl", "entropy", "loss", "mean_length")
 """Quantities whose curves come first, in this order; any other quantity that a stage recorded follows."""
 
 
-def page(run: Run) -> str:
-    """The report of `run` as a self-contained HTML page."""
+def render_page(run: Run) -> str:
+    """Return the report of `run` as a self-contained HTML page."""
     figures = [*_figures(run.curves()), *_phase_figures(run)]
     body = [
         f"<h1>{_text(run.name)}</h1>",
@@ -38,7 +40,8 @@ def page(run: Run) -> str:
         _packages(run),
         _config(run),
     ]
-    return PAGE.format(
+    template = string.Template((Path(__file__).parent / "report.html").read_text("utf-8"))
+    return template.substitute(
         title=_text(run.name),
         body="\n".join(part for part in body if part),
         figures=json.dumps(figures, allow_nan=False).replace("</", "<\\/"),
@@ -123,7 +126,7 @@ def _layout(title: str, x: str, y: str, **more: Any) -> dict[str, Any]:
 
 
 def _samples(run: Run) -> str:
-    """Completions of the same prompts by the first and the last policy that was judged."""
+    """Show completions of the same prompts by the first and the last policy that was evaluated."""
     scores = run.evaluations() or run.training_rewards()
     if not scores:
         return ""
@@ -132,35 +135,32 @@ def _samples(run: Run) -> str:
     rows = []
     for row in run.samples(last.entry)[: SAMPLES if before else 0]:
         was = before.get(row["id"], {})
-        told = [row["prompt"], was.get("completion", "–"), _mark(was), row["completion"], _mark(row), row["answer"]]
-        rows.append([str(value) for value in told])
+        cells = [row["prompt"], was.get("completion", "–"), _mark(was), row["completion"], _mark(row), row["answer"]]
+        rows.append([str(cell) for cell in cells])
     before_after = [f"{when} (version {score.version})" for when, score in (("before", first), ("after", last))]
     head = ["prompt", before_after[0], "score", before_after[1], "score", "answer"]
     if first is last:
         rows, head = [[row[0], *row[3:]] for row in rows], [head[0], *head[3:]]
-    return f"<h2>Samples</h2><p>{_text(_told(run, first, last))}</p>" + _table(head, rows, kind="samples")
-
-
-def _told(run: Run, first: Score, last: Score) -> str:
-    return f"The first of the completions that the mean rewards are taken over: {how(run, last)}."
+    note = f"The first of the completions that the mean rewards are taken over: {how(run, last)}."
+    return f"<h2>Samples</h2><p>{_text(note)}</p>" + _table(head, rows, kind="samples")
 
 
 def _provenance(run: Run) -> str:
-    """Which rollouts made which version, on what, by which code."""
+    """Show which rollouts made which version, on what device, by which code."""
     if not run.checkpoints:
         return ""
     rows = []
     for entry in run.checkpoints:
-        about = entry.manifest.provenance
+        provenance = entry.manifest.provenance
         rows.append(
             [
                 f"{entry.manifest.facts['version']}",
                 entry.key,
                 _short(entry.manifest.digest),
                 "; ".join(_origin(run, name, ref) for name, ref in sorted(entry.manifest.inputs.items())),
-                str(about.get("device", "not stated")),
-                str(about.get("world_size", "")),
-                str(about.get("code", "")),
+                str(provenance.get("device", "not stated")),
+                str(provenance.get("world_size", "")),
+                str(provenance.get("code", "")),
                 size(sum(f.size for f in entry.manifest.files.values())),
                 f"{entry.seconds:.1f}",
             ]
@@ -170,25 +170,24 @@ def _provenance(run: Run) -> str:
 
 
 def _efficiency(run: Run) -> str:
-    """What the stages that train made of their devices; of a stage that ran many times the median, and the most
-    memory."""
-    found: dict[str, list[Entry]] = {}
+    """Show how well the stages that train used their devices: over all runs of a stage, medians and the most memory."""
+    by_stage: dict[str, list[Entry]] = {}
     for entry in run.entries:
         if "efficiency" in entry.manifest.facts and "tokens_per_s" in entry.manifest.timings:
-            found.setdefault(entry.manifest.stage, []).append(entry)
+            by_stage.setdefault(entry.manifest.stage, []).append(entry)
     rows = []
-    for stage, entries in found.items():
-        told = [entry.manifest.facts["efficiency"] for entry in entries]
+    for stage, entries in by_stage.items():
+        figures = [entry.manifest.facts["efficiency"] for entry in entries]
         speed = median(entry.manifest.timings["tokens_per_s"] for entry in entries)
-        mfu = [each["mfu"] for each in told if each["mfu"] is not None]
-        waits = [each["communication_s"] / each["step_s"] for each in told if "step_s" in each]
+        mfu = [each["mfu"] for each in figures if each["mfu"] is not None]
+        waits = [each["communication_s"] / each["step_s"] for each in figures if "step_s" in each]
         rows.append(
             [
                 f"{stage}, {len(entries)} times" if len(entries) > 1 else stage,
                 f"{speed:.4g}",
-                f"{median(each['flops_per_s'] for each in told) / 1e12:.3g}",
+                f"{median(each['flops_per_s'] for each in figures) / 1e12:.3g}",
                 f"{median(mfu):.1%}" if mfu else "the device's peak is not known",
-                size(max(each["peak_memory_bytes"] for each in told)),
+                size(max(each["peak_memory_bytes"] for each in figures)),
                 f"{median(waits):.1%} of a step" if waits else "one process, or not measured",
             ]
         )
@@ -197,7 +196,7 @@ def _efficiency(run: Run) -> str:
 
 
 def _weights(run: Run) -> str:
-    """What each version took, from the trainer to the engine: `tuneloop.runs.delivery`."""
+    """Show what each version took, from the trainer to the engine: `tuneloop.runs.delivery`."""
     rows = [
         [
             f"{d.version}",
@@ -222,7 +221,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _origin(run: Run, name: str, ref: str) -> str:
-    """An input artifact by the place in the run that holds it; rewards by the rollouts that they score."""
+    """Name an input artifact by its place in the run; rewards by the rollouts that they score."""
     maker, digest = run.maker(ref), _short(ref)
     if maker is None:
         return f"{name} {digest} (outside this run)"
@@ -231,15 +230,15 @@ def _origin(run: Run, name: str, ref: str) -> str:
 
 
 def _packages(run: Run) -> str:
-    found: dict[str, set[str]] = {}
+    versions: dict[str, set[str]] = {}
     for entry in run.entries:
-        about = entry.manifest.provenance
-        named = {"tuneloop": about.get("tuneloop"), "python": about.get("python"), "image": about.get("image")}
-        for name, version in {**named, **about.get("packages", {})}.items():
-            found.setdefault(name, set()).add(str(version))
-    if not found:
+        provenance = entry.manifest.provenance
+        own = {name: provenance.get(name) for name in ("tuneloop", "python", "image")}
+        for name, version in {**own, **provenance.get("packages", {})}.items():
+            versions.setdefault(name, set()).add(str(version))
+    if not versions:
         return ""
-    return "<h2>Packages</h2>" + _table((), ([k, ", ".join(sorted(v))] for k, v in found.items()), kind="facts")
+    return "<h2>Packages</h2>" + _table((), ([k, ", ".join(sorted(v))] for k, v in versions.items()), kind="facts")
 
 
 def _config(run: Run) -> str:
@@ -279,38 +278,3 @@ def _plotly() -> str:
     from plotly.offline import get_plotlyjs
 
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
-
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>{title} · tuneloop</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 1200px; margin: 2em auto; padding: 0 1em; }}
-h1, h2 {{ font-weight: 600; }}
-table {{ border-collapse: collapse; font-size: 13px; }}
-td, th {{ padding: 3px 14px 3px 0; text-align: left; vertical-align: top; border-bottom: 1px solid #e4e4e4; }}
-.facts td:first-child {{ color: #666; }}
-.samples td, .provenance td {{ font-family: ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }}
-.figures {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 8px; margin-top: 1em; }}
-figure {{ margin: 0; }}
-</style>
-</head>
-<body>
-{body}
-<script type="application/json" id="figures">{figures}</script>
-<script type="text/plain" id="plotly">{plotly}</script>
-<script>
-(async () => {{
-  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), c => c.charCodeAt(0));
-  if (!packed.length) return;
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  (0, eval)(await new Response(stream).text());
-  JSON.parse(document.getElementById("figures").textContent).forEach((figure, i) =>
-    Plotly.newPlot(`figure-${{i}}`, figure.data, figure.layout, {{responsive: true, displayModeBar: false}}));
-}})();
-</script>
-</body>
-</html>
-"""

@@ -101,7 +101,7 @@ def test_a_worker_that_is_gone_counts_no_more_one_that_is_only_silent_does(crew:
     crew.hire("a")
     crew.hire("b")
     crew.lose("b")
-    with pytest.raises(Retryable, match=r"worker backend/b at .*Connection refused"):
+    with pytest.raises(Retryable, match=r"worker backend/b at .*ConnectionRefused"):
         refit(Listed(crew), NEW, timeout_s=20)
     assert set(refit(Listed(crew, [lambda: None, lambda: crew.fire("b")]), NEW).workers) == {"backend/a"}
 

@@ -20,7 +20,7 @@ from tuneloop.gateway import worker as module
 from tuneloop.gateway.session import CreateModel, OptimStep, SaveWeights, Session
 from tuneloop.gateway.worker import Worker
 from tuneloop.sharing.turns import open_turns
-from tuneloop.training.fsdp import Ranks
+from tuneloop.training.fsdp.ranks import Ranks
 
 MODEL = "local.session-0123456789:train:0"
 

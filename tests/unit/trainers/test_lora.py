@@ -14,7 +14,9 @@ from tuneloop.argo.memory_estimate import adapters, shape_of, whole
 from tuneloop.core.artifacts import scan
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document
-from tuneloop.training.fsdp import Policy, Ranks, Trainer
+from tuneloop.training.fsdp.policy import Policy
+from tuneloop.training.fsdp.ranks import Ranks
+from tuneloop.training.fsdp.trainer import Trainer
 from tuneloop.training.lora import Lora, disabled
 from tuneloop.training.scorer import ScoreTrainer
 from tuneloop.workflow.rendered_stages import Stage
@@ -87,9 +89,9 @@ def test_only_adapters_are_trained_and_saved(model, documents, tmp_path):
 def test_adapters_are_as_many_as_the_plan_counts(model, documents):
     shape = shape_of("m", json.loads((model / "config.json").read_text()), model)
     for options, targets in (({"r": 3}, "all-linear"), ({"r": 4, "target_modules": ["q_proj", "down_proj"]}, "two")):
-        stage = Stage("sft", "sft", {"lora": json.dumps(options)}, "", 0, 1)
+        stage = Stage("sft", "tuneloop.stages.sft", {"lora": json.dumps(options)}, "", 0, 1)
         assert adapters(stage, shape) == trained(model, documents, 0, lora=Lora(**options)).count(), targets
-    unknown = Stage("sft", "sft", {"lora": '{"target_modules": ".*_proj"}'}, "", 0, 1)
+    unknown = Stage("sft", "tuneloop.stages.sft", {"lora": '{"target_modules": ".*_proj"}'}, "", 0, 1)
     assert adapters(unknown, shape) is None and not whole(unknown, shape, 64)
 
 

@@ -11,14 +11,9 @@ until the address answers again, has the policy loaded there (a server that is s
 
 from __future__ import annotations
 
-import functools
-import http.client
-import io
 import ipaddress
 import json
 import os
-import select
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +24,7 @@ from urllib.parse import urlsplit
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable, Unavailable, UserError
+from tuneloop.core.http import POLL_S, Response, Unanswered, open_response
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Sampling
 
@@ -43,9 +39,6 @@ address, which takes the minutes that loading a large model takes."""
 ELSEWHERE_S = 30.0
 """How long another one may be: on a cluster a pod that is started again has another address, which only another attempt
 of the stage is told."""
-CONNECT_S = 10.0
-"""Seconds after which an address that does not answer at all, as that of a pod that is gone, counts as lost."""
-POLL_S = 0.2
 
 
 class Lost(Unavailable):
@@ -102,11 +95,15 @@ class Client:
             left = [i for i in range(len(requests)) if i not in results]
             asked = [asdict(requests[i]) for i in left]
             body = {"requests": asked, "sampling": asdict(sampling), "version": self.version}
-            with self._open("POST", "/generate", body) as reply:
-                while len(results) < len(requests):
-                    if said := self._read_line(reply, len(results), len(requests)):
-                        results[left[said["index"]]] = [Completion(**c) for c in said["completions"]]
+            with self._open("POST", "/generate", body) as response:
+                for line in response.lines():
+                    if line.strip():  # an empty one only says that the server is alive
+                        answer = self._parse(line)
+                        results[left[answer["index"]]] = [Completion(**c) for c in answer["completions"]]
                     done(len(results))
+                    if len(results) == len(requests):
+                        return
+            raise Lost(f"{self.endpoint}: broke off after {len(results)} of {len(requests)} requests")
 
         self._persist(attempt, self._renew, lambda: len(results), len(requests))
         return [results[i] for i in range(len(requests))]
@@ -207,67 +204,39 @@ class Client:
         self.pulled = served.get("pulled") or {}
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
-        with self._open(method, path, body) as reply, self._faults():
-            return json.loads(reply.read())
+        with self._open(method, path, body) as response:
+            return self._parse(response.read())
 
-    def _read_line(self, reply: http.client.HTTPResponse, finished: int, total: int) -> dict[str, Any] | None:
-        """A finished request; None where the server only says that it is alive."""
-        with self._faults():
-            line = reply.readline()
-            said: dict[str, Any] | None = json.loads(line) if line.strip() else None
-        if not line:
-            raise Lost(f"{self.endpoint}: broke off after {finished} of {total} requests")
-        if said and "error" in said:
-            raise Lost(f"{self.endpoint}: {said['error']}")
-        return said
+    def _parse(self, text: bytes) -> Any:
+        try:
+            answer = json.loads(text)
+        except ValueError as error:
+            raise self._lost(f"{type(error).__name__}: {error}") from error
+        if "error" in answer:
+            raise Lost(f"{self.endpoint}: {answer['error']}")
+        return answer
+
+    def _lost(self, reason: object) -> Lost:
+        return Lost(f"{self.endpoint}: {reason}; is `python -m tuneloop.inference.server` running there?")
 
     @contextmanager
-    def _open(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
-        """An answered request with status 200; asked again while the server is loading (409)."""
+    def _open(self, method: str, path: str, body: Any = None) -> Iterator[Response]:
+        """Yield an answer with status 200; ask again while the server is loading (409)."""
         deadline = time.monotonic() + self.timeout_s
-        connection = self._connection()
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            while True:
-                with self._faults():
-                    if connection.sock is None:
-                        self._connect(connection)
-                    connection.request(
-                        method, self._parts.path.rstrip("/") + path, data, {"Content-Type": "application/json"}
-                    )
-                    reply = connection.getresponse()
+        options: Any = {"timeout_s": self.timeout_s, "body": body, "check": self.check}
+        while True:
+            try:
+                with open_response(method, self.endpoint + path, **options) as response:
                     self._met = True
-                    said = b"" if reply.status == 200 else reply.read()
-                if reply.status == 200:
-                    yield reply
-                    return
-                self._refused(reply.status, said, path, time.monotonic() > deadline)
-                self.check()
-                time.sleep(POLL_S)
-        finally:
-            connection.close()
-
-    def _connection(self) -> http.client.HTTPConnection:
-        host, port, connect_s = self._parts.hostname or "", self._parts.port, min(CONNECT_S, self.timeout_s)
-        if self._parts.scheme == "https":
-            return http.client.HTTPSConnection(host, port, timeout=connect_s)
-        connection = http.client.HTTPConnection(host, port, timeout=connect_s)
-        made: Any = functools.partial(_Reply, timeout_s=self.timeout_s, check=lambda: self.check())
-        connection.response_class = made
-        return connection
-
-    def _connect(self, connection: http.client.HTTPConnection) -> None:
-        connection.connect()
-        held: Any = connection.sock
-        held.settimeout(self.timeout_s)  # until here it was the shorter one
-
-    @contextmanager
-    def _faults(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise Lost(f"{self.endpoint}: {reason}; is `python -m tuneloop.inference.server` running there?") from error
+                    if response.status == 200:
+                        yield response
+                        return
+                    reason = response.read()
+            except Unanswered as error:
+                raise self._lost(error) from error
+            self._refused(response.status, reason, path, time.monotonic() > deadline)
+            self.check()
+            time.sleep(POLL_S)
 
     def _refused(self, status: int, said: bytes, path: str, late: bool) -> None:
         """Raise what the answer means; return where asking again may help."""
@@ -284,40 +253,6 @@ class Client:
             raise Lost(f"{self.endpoint}: answers {status}: {text}")
         if late:
             raise Retryable(f"{self.endpoint}: answers {status}: {text}")
-
-
-class _Reply(http.client.HTTPResponse):
-    """A response that calls `check` while there is nothing to read."""
-
-    def __init__(
-        self, sock: socket.socket, *args: Any, timeout_s: float, check: Callable[[], None], **more: Any
-    ) -> None:
-        super().__init__(sock, *args, **more)
-        made: Any = self.fp  # what `socket.makefile` makes, whose raw stream holds the socket
-        self.fp = io.BufferedReader(_Watched(made.detach(), timeout_s, check))
-
-
-class _Watched(io.RawIOBase):
-    """The bytes of `raw`, a socket's stream; the signal that stops a stage is heard while there are none."""
-
-    def __init__(self, raw: Any, timeout_s: float, check: Callable[[], None]) -> None:
-        self._raw, self._timeout_s, self._check = raw, timeout_s, check
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        deadline = time.monotonic() + self._timeout_s
-        while not select.select([self._raw], [], [], min(POLL_S, self._timeout_s))[0]:
-            self._check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"silent for {self._timeout_s:g} s")
-        count: int | None = self._raw.readinto(buffer)
-        return count
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
 
 
 def _nothing() -> None: ...

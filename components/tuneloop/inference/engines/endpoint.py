@@ -9,15 +9,13 @@ replica is lost, and is aborted by hanging up. Every completion says which versi
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import json
 import math
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -28,6 +26,7 @@ from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import from_validation
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.http import Response, Unanswered, open_response
 from tuneloop.core.seeds import derive
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Engine, Sampling
@@ -150,7 +149,6 @@ class Endpoint:
         self.requests = self.retries = 0
         self._hook = plugins.load("engines", options.hook) if options.hook else None
         self._turns = itertools.count()
-        self._open: set[socket.socket | None] = set()
         self._stopping = threading.Event()
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
@@ -176,7 +174,7 @@ class Endpoint:
                 done(len(asked) - len(left))
             return [future.result() for future in asked]
         finally:
-            self._hang_up()
+            self._stopping.set()  # whoever still waits hangs up; the endpoint drops what it runs
             pool.shutdown(cancel_futures=True)
 
     def score(self, ids: Sequence[int]) -> list[float]:
@@ -192,7 +190,7 @@ class Endpoint:
         return said.prompt_logprobs
 
     def close(self) -> None:
-        self._hang_up()
+        self._stopping.set()
 
     def _complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         """One prompt's completions, over as many attempts as it takes."""
@@ -309,35 +307,21 @@ class Endpoint:
     def _ask(self, url: str, payload: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
         """The lines of one answer."""
         about = self._prepare(url, payload)
-        parts = urlsplit(about["url"])
-        connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = connect(parts.hostname or "", parts.port, timeout=self.timeout_s)
-        held: socket.socket | None = None
-        reply: http.client.HTTPResponse | None = None
+        options: Any = {"timeout_s": self.timeout_s, "body": about["payload"], "headers": about["headers"]}
         try:
-            connection.connect()
-            held = connection.sock
-            self._open.add(held)
-            if self._stopping.is_set():  # who hangs up may not have seen this one
-                raise Lost("stopped")
+            self._check_stop()
             self.requests += 1
-            connection.request("POST", parts.path, json.dumps(about["payload"]), about["headers"])
-            reply = connection.getresponse()
-            if reply.status != 200:
-                self._refused(reply)
-            yield _lines(reply)
+            with open_response("POST", about["url"], check=self._check_stop, **options) as response:
+                if response.status != 200:
+                    self._refused(response)
+                yield _lines(response)
         except Lost as lost:
             lost.about = about
             raise
-        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-            broken = Lost(f"{type(error).__name__}: {error}")
+        except (Unanswered, json.JSONDecodeError) as error:
+            broken = Lost(str(error))
             broken.about = about
             raise broken from error
-        finally:
-            self._open.discard(held)
-            connection.close()
-            if reply is not None:
-                reply.close()  # the socket belongs to both
 
     def _prepare(self, url: str, payload: dict[str, Any]) -> dict[str, Any]:
         about: dict[str, Any] = {
@@ -354,18 +338,15 @@ class Endpoint:
             raise TypeError(f"the hook {self.options.hook} must return a dict, not {type(changed).__name__}")
         return {**about, **changed}
 
-    def _refused(self, reply: http.client.HTTPResponse) -> None:
-        text = " ".join(reply.read(2000).decode(errors="replace").split())[:300]
-        if reply.status in LATER:
-            raise Lost(f"answers {reply.status}: {text}")
-        raise UserError("--endpoint", ", ".join(self.urls), f"answers {reply.status}: {text}")
+    def _refused(self, response: Response) -> None:
+        text = " ".join(response.read().decode(errors="replace").split())[:300]
+        if response.status in LATER:
+            raise Lost(f"answers {response.status}: {text}")
+        raise UserError("--endpoint", ", ".join(self.urls), f"answers {response.status}: {text}")
 
-    def _hang_up(self) -> None:
-        """Whoever still waits stops; the endpoint sees the connections close, and drops what it runs."""
-        self._stopping.set()
-        for held in list(self._open):
-            with suppress(OSError, AttributeError):  # it is closed already
-                held.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+    def _check_stop(self) -> None:
+        if self._stopping.is_set():
+            raise Lost("stopped")
 
 
 def _ended(part: Partial, sampling: Sampling) -> str:
@@ -380,10 +361,9 @@ def _seed(part: Partial) -> int:
     return derive(part.seed, "continue", len(part.ids)) if part.ids else part.seed
 
 
-def _lines(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    while line := reply.readline():
-        if line.strip():
-            said = json.loads(line)
-            if "error" in said:
-                raise Lost(str(said["error"]))
-            yield said
+def _lines(response: Response) -> Iterator[dict[str, Any]]:
+    for line in filter(bytes.strip, response.lines()):
+        message = json.loads(line)
+        if "error" in message:
+            raise Lost(str(message["error"]))
+        yield message

@@ -75,13 +75,13 @@ class Worker:
             Retryable: the worker refuses or fails.
         """
         try:
-            response = request("POST", f"{self.url.rstrip('/')}/engine/{route}", body=body, timeout_s=timeout_s)
+            status, content = request("POST", f"{self.url.rstrip('/')}/engine/{route}", body=body, timeout_s=timeout_s)
         except Unanswered as error:
             raise Unreachable(f"worker {self}: {route}: {error}") from error
-        answer = _object(response.text)
-        if response.status_code != 200 or answer.get("status") != "ok":
-            text = " ".join(response.text.split())[:300]
-            raise Retryable(f"worker {self}: {route}: answers {response.status_code}: {text}")
+        text = content.decode(errors="replace")
+        answer = _object(text)
+        if status != 200 or answer.get("status") != "ok":
+            raise Retryable(f"worker {self}: {route}: answers {status}: {' '.join(text.split())[:300]}")
         return answer
 
     def version(self, timeout_s: float = 10.0) -> str:

@@ -7,6 +7,7 @@ The operator gives the graph's frontend a Service ``<name>-frontend``; with ``DY
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -45,7 +46,7 @@ class Dynamo:
     def discover(self) -> list[Worker]:
         url = f"http://{self.host}:{RL_PORT}/v1/rl/workers"
         try:
-            answer = request("GET", url, timeout_s=30).json()
+            answer = json.loads(request("GET", url, timeout_s=30)[1])
         except (Unanswered, ValueError) as error:
             remedy = "does its frontend run with DYN_ENABLE_RL=true and DYN_RL_PORT=8001?"
             raise Retryable(f"{url}: {error}; {remedy}") from error

@@ -284,7 +284,7 @@ def _probe(cluster: Connection, service: str, port: int) -> tuple[int, str]:
     if cluster.context == IN_CLUSTER:
         try:
             url = f"http://{service}.{cluster.namespace}:{port}/health"
-            return request("GET", url, timeout_s=10).status_code, ""
+            return request("GET", url, timeout_s=10)[0], ""
         except Unanswered as error:
             return 0, str(error)
     from kubernetes.client import ApiException
