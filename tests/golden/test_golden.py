@@ -19,6 +19,14 @@ FORMS = {
     "": [],
     "-transformers": ["--set", "engine.name=transformers", "--set", "loop.evaluate_every=5"],
     "-asynchronous": ["--set", "loop.asynchronous=true", "--set", "loop.evaluate_every=5"],
+    "-pods": [
+        "--set",
+        "engine.name=transformers",
+        "--set",
+        "loop.evaluate_every=5",
+        "--set",
+        "loop.iterations_per_pod=10",
+    ],
     "-shared": [
         *("--set", "cluster.share.group=demo", "--set", "cluster.share.device_class=gpu.example.com"),
         *("--set", "cluster.share.roles=apart", "--set", "cluster.share.request=512Mi"),
@@ -33,7 +41,7 @@ def test_rendered_yaml(
 ) -> None:
     if form and "loop" not in find(str(pipeline)).Config.model_fields:
         pytest.skip("has no loop")
-    if form in ("-asynchronous", "-shared") and pipeline.stem != "grpo":
+    if form in ("-asynchronous", "-pods", "-shared") and pipeline.stem != "grpo":
         pytest.skip("the loop is grpo's")
     assert invoke(["render", str(pipeline), *FORMS[form]]) == 0
     text = capsys.readouterr().out

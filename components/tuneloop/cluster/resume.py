@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from tuneloop.argo.multi_stage_pod import find_segment, unfolded
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster.watch import nodes
 from tuneloop.core.artifacts import canonical
@@ -19,6 +18,7 @@ from tuneloop.core.store import normalize
 from tuneloop.inference import generate
 from tuneloop.runs.run_record import differences
 from tuneloop.workflow.manifest import effective_spec
+from tuneloop.workflow.pod_loop import find_pod, unfold
 from tuneloop.workflow.rendered_stages import read_loop
 
 
@@ -50,7 +50,7 @@ def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
     if "store" in given:
         given["store"] = normalize(given["store"])
     pipeline = spec.get("podMetadata", {}).get("labels", {}).get("app.kubernetes.io/name")
-    templates = unfolded({"spec": {**spec, "templates": spec.get("templates") or []}})[0]["spec"]["templates"]
+    templates = unfold({"spec": {**spec, "templates": spec.get("templates") or []}})[0]["spec"]["templates"]
     stages = {t["name"]: _tracked(t) for t in templates if _is_stage(t)}
     return {**({"pipeline": pipeline} if pipeline else {}), **given, **stages}
 
@@ -80,5 +80,5 @@ def _is_stage(template: Mapping[str, Any]) -> bool:
 def _has_made_a_version(workflow: Mapping[str, Any]) -> bool:
     spec = effective_spec(workflow)
     made = {name for name, role in read_loop({"spec": spec}).items() if role == "trainer"}
-    made |= {segment["name"]} if (segment := find_segment({"spec": spec})) else set()
+    made |= {pod["name"]} if (pod := find_pod({"spec": spec})) else set()
     return any(node.template in made and node.phase == "Succeeded" for node in nodes(workflow).values())
