@@ -94,10 +94,10 @@ class Worker:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        said = json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 class Fleet(Protocol):
@@ -122,9 +122,9 @@ def open_fleet(url: str) -> Fleet:
     Raises:
         UserError: an unknown scheme, or a URL that the backend does not understand.
     """
-    scheme, there, _ = url.partition("://")
+    scheme, address, _ = url.partition("://")
     known = sorted({*BACKENDS, *(set(plugins.names("fleet")) - set(plugins.shipped("fleet")))})
-    if not there or scheme not in known:
+    if not address or scheme not in known:
         remedy = "must be a URL: http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace"
         raise UserError("fleet", url, f"{remedy}; schemes: {', '.join(known)}")
     fleet: Fleet = plugins.load("fleet", BACKENDS.get(scheme, scheme), "open_fleet")(url)
