@@ -95,10 +95,10 @@ class Worker:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        said = json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 class Fleet(Protocol):
@@ -123,9 +123,9 @@ def open_fleet(url: str) -> Fleet:
     Raises:
         UserError: an unknown scheme, or a URL that the backend does not understand.
     """
-    scheme, there, _ = url.partition("://")
+    scheme, address, _ = url.partition("://")
     opened = None
-    if there and (name := URLS.get(scheme, scheme)) in plugins.names("fleet"):
+    if address and (name := URLS.get(scheme, scheme)) in plugins.names("fleet"):
         opened = _opener(name)
     if opened is None:
         remedy = "must be a URL: http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace"
