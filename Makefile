@@ -37,7 +37,7 @@ $(INSTALLED): requirements/dev.txt pyproject.toml | $(UV)
 install: $(INSTALLED) ## make .venv with everything (hashed requirements; about 6 GB)
 
 demo: $(INSTALLED) ## SFT, then a GRPO loop with real vLLM on this CPU, evaluated before and after, with a report
-	$(BIN)/tuneloop run sft_then_grpo --run $(RUN) --set seed=$(SEED)
+	$(BIN)/tuneloop demo --run $(RUN) --set seed=$(SEED)
 
 test: lint ## lint, unit tests, and of each kind one whole loop: at most ten minutes on two cores
 	$(PYTEST) $(WARM) -m "not slow"

@@ -83,6 +83,8 @@ def demo(
         engine, why = demo_engine()
         typer.echo(f"{name}: engine {engine}, {why}")
         settings = [f"engine.name={engine}", *settings]
+    if not any(each.startswith("loop") for each in settings):
+        settings = ["loop.iterations_per_pod=20", *settings]  # else starting processes takes as long as the stages
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a model this small is slower with its work shared between threads
     return run("sft_then_grpo", name, store, None, settings, parallelism, track, warm)
 

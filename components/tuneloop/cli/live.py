@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PROGRESS = re.compile(r"^\w+: (?P<done>\d+)/(?P<total>\d+) \S")
 """A line of `tuneloop.core.progress`."""
+ITERATION = re.compile(r"^iteration \d+/\d+  reward ")
+"""A line of `tuneloop.local.iterations`, one for each iteration of a pod that runs several."""
 
 
 class Display:
@@ -96,6 +98,8 @@ class Display:
             self.told[node.id] = line
             if not self.live and int(match["done"]) < int(match["total"]):
                 self._print(line)
+        elif ITERATION.match(line):
+            self._print(line)
 
     def _enter(self, node: Node) -> None:
         iteration = iteration_of(node)

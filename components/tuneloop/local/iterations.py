@@ -53,6 +53,7 @@ class Iterations:
     def __init__(self, loop: PodLoop, *, run: str, last: int, per_pod: int, target: float) -> None:
         self._loop, self._run, self._last, self._per_pod, self._target = loop, run, last, per_pod, target
         self.stopped = False
+        self._seconds: dict[str, float] = {}
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self, values: Mapping[str, str]) -> tuple[int, dict[str, str]]:
@@ -69,9 +70,12 @@ class Iterations:
         end = max(first, min(self._last, first + -first % self._per_pod))
         try:
             for number in range(first, end + 1):
+                self._seconds = {}
                 outputs = self._iterate({**values, **outputs, "iteration": str(number)})
                 _report_progress(number - first + 1, end - first + 1)
-                if float(outputs[self._loop.reward.partition(".")[2]]) >= self._target:
+                reward = float(outputs[self._loop.reward.partition(".")[2]])
+                self._print_iteration(number, reward)
+                if reward >= self._target:
                     break
         except StageEnded as error:
             return error.code, {}
@@ -99,10 +103,14 @@ class Iterations:
             if code:
                 raise StageEnded(code)
             results = {path.name: path.read_text() for path in Path(outputs).iterdir()}
-        text = "  ".join(f"{name} {value}" for name, value in results.items() if "@" not in value)
-        seconds = time.monotonic() - started
-        print(f"iterations: {values['iteration']} {step.name}  {seconds:.2f} s  {text}", file=sys.stderr, flush=True)
+        self._seconds[step.name] = time.monotonic() - started
         return {f"{step.name}.{name}": value for name, value in results.items()}
+
+    def _print_iteration(self, number: int, reward: float) -> None:
+        """Print the line of an iteration, which the console of `tuneloop run` shows, too."""
+        stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items())
+        line = f"iteration {number}/{self._last}  reward {reward:.3f}  {sum(self._seconds.values()):.1f} s  ({stages})"
+        print(line, file=sys.stderr, flush=True)
 
     def _execute(self, step: StageCall, words: Sequence[str]) -> int:
         python, option, module = (*step.command, "", "", "")[:3]
