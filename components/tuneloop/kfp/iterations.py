@@ -118,7 +118,7 @@ def _await_ready(process: subprocess.Popen[bytes], url: str, pod: Iterations) ->
     deadline = time.monotonic() + BOOT_S
     while process.poll() is None:
         with contextlib.suppress(Unanswered):
-            if request("GET", url, timeout_s=5).is_success:
+            if request("GET", url, timeout_s=5)[0] == 200:
                 return
         if pod.stopped:
             raise ServerEnded(say(f"{INTERRUPTED}: the rollout server was not ready yet", EXIT_RETRY))
