@@ -24,10 +24,11 @@ from tuneloop.argo.continuation import proceed_template
 from tuneloop.argo.multi_stage_pod import pod_template
 from tuneloop.argo.pod_fields import OUTPUTS, pod_fields, retry_fields
 from tuneloop.argo.template import workflow
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect
 from tuneloop.workflow.pod_loop import PodLoop, StageCall
-from tuneloop.workflow.settings import Cluster
+from tuneloop.workflow.settings import RUN_LABEL, Cluster
 
 IN = "{{inputs.parameters.%s}}"
 MORE = "asInt(%s) < asInt(workflow.parameters.iterations)"
@@ -140,11 +141,13 @@ def measure(cluster: Connection, made: dict[str, Any], iterations: int) -> None:
     run = f"b{uuid.uuid4().hex[:8]}"
     name = made["metadata"]["generateName"].rstrip("-")
     begun = time.monotonic()
-    argo.create(cluster, argo.prepare(made, run=run, store="memory:///bench", namespace=cluster.namespace), run)
+    argo.create(
+        cluster, run_workflows.prepare(made, run=run, store="memory:///bench", namespace=cluster.namespace), run
+    )
     try:
         code = argo.wait(cluster, run)
         seconds = time.monotonic() - begun
-        found = argo.workflows(cluster, run)
+        found = run_workflows.workflows(cluster, run)
         whole, status = ([_size(w) for w in found], [_size(w["status"]) for w in found])
         print(
             f"{name:6} exit {code}  {len(found)} workflows  {seconds:7.1f} s, {seconds / iterations:.2f} s an iteration"
@@ -158,7 +161,7 @@ def measure(cluster: Connection, made: dict[str, Any], iterations: int) -> None:
         argo.stop(cluster, run)
         group, version, plural = WORKFLOWS
         cluster.custom.delete_collection_namespaced_custom_object(
-            group, version, cluster.namespace, plural, label_selector=f"{argo.RUN_LABEL}={run}"
+            group, version, cluster.namespace, plural, label_selector=f"{RUN_LABEL}={run}"
         )
 
 

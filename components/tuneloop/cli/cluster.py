@@ -50,6 +50,7 @@ def submit(
 ) -> int:
     """Send a pipeline to a cluster, once everything it needs was found there."""
     from tuneloop.cli.verdict import tell
+    from tuneloop.cluster import run_workflows
     from tuneloop.cluster import submit as argo
     from tuneloop.cluster.preflight import notices, problems
     from tuneloop.config.loading import find
@@ -60,7 +61,7 @@ def submit(
     graph = _graph(fleet, run, namespace) if fleet else None
     found = find(pipeline)
     workflow = found.build(found.configure(config, [*_rolled_out_by(graph), *(sets or ())]))
-    made = argo.prepare(workflow, run=run, store=store, namespace=namespace, priority=priority)
+    made = run_workflows.prepare(workflow, run=run, store=store, namespace=namespace, priority=priority)
     for notice in notices(made):
         typer.echo(f"note: {notice}", err=True)
     if server:
@@ -75,7 +76,7 @@ def submit(
             typer.echo(f"error: {problem}", err=True)
         return 2
     if check:
-        argo.after(made, argo.listed(there, run), run)
+        argo.after(made, run_workflows.listed(there, run), run)
         typer.echo(f"{run}: can be submitted to {there.context}, namespace {namespace}")
         return 0
     begun = time.monotonic()
@@ -88,7 +89,9 @@ def submit(
         return 0
     said = _print_logs(there, run, None, follow=True, since=name)
     argo.wait(there, run)
-    return tell(run, retry_until_available(lambda: argo.workflows(there, run)), time.monotonic() - begun, said, options)
+    return tell(
+        run, retry_until_available(lambda: run_workflows.workflows(there, run)), time.monotonic() - begun, said, options
+    )
 
 
 def _graph(manifest: Path, run: str, namespace: str) -> dict[str, Any]:
@@ -187,7 +190,7 @@ def diff(
 ) -> int:
     """Show how a cluster differs from what is rendered. Exits with 0: it does not; 1: it does; more: no answer."""
     from tuneloop.cluster.drift import run_drift, template_drift
-    from tuneloop.cluster.submit import template_name
+    from tuneloop.cluster.run_workflows import template_name
     from tuneloop.config.loading import find
     from tuneloop.kube.api_errors import translate_api_errors
     from tuneloop.kube.connection import connect

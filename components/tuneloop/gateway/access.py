@@ -110,9 +110,9 @@ class TokenReviews:
         )
 
     def _ask(self, caller: Caller, namespace: str) -> bool:
-        about = {"group": "argoproj.io", "resource": "workflows", "verb": "create", "namespace": namespace}
+        attributes = {"group": "argoproj.io", "resource": "workflows", "verb": "create", "namespace": namespace}
         spec = {
-            "resourceAttributes": about,
+            "resourceAttributes": attributes,
             "user": caller.user,
             "groups": list(caller.groups),
             "extra": {name: list(values) for name, values in caller.extra},

@@ -118,10 +118,10 @@ class Gateway:
             quota.check(wanted, self.backend.sessions(wanted.namespace))
             store = quota.store or self.store
             self.backend.create(name, wanted, caller.user, f"{store}/sessions/{wanted.namespace}/{name}")
-        made = self.backend.get(wanted.namespace, name)
-        if made is None:
+        session = self.backend.get(wanted.namespace, name)
+        if session is None:
             raise Refused(503, f"{name} was ended while it was made; create it again")
-        return made, True
+        return session, True
 
     def listing(self, caller: Caller, namespace: str) -> list[Session]:
         """The sessions of a namespace.
@@ -140,8 +140,8 @@ class Gateway:
         Raises:
             Refused: 404, whether it is unknown or somebody else's.
         """
-        if found := self.backend.get(*self._place(caller, id)):
-            return found
+        if session := self.backend.get(*self._place(caller, id)):
+            return session
         raise Refused(404, f"no session {id!r}")
 
     def end(self, caller: Caller, id: str) -> None:
@@ -168,8 +168,8 @@ class Gateway:
             Refused: 404; 410, it is over; 503, it has not started in time.
         """
         await asyncio.to_thread(self._place, caller, id)
-        if found := self._found.get(id):
-            return found
+        if known := self._found.get(id):
+            return known
         deadline = time.monotonic() + WAIT
         while True:
             session = await asyncio.to_thread(self.get, caller, id)
@@ -276,8 +276,8 @@ def build(gateway: Gateway) -> FastAPI:
 
     @app.post("/v1/sessions")
     def create(request: Request, body: Small, caller: Known) -> Response:
-        made, new = gateway.create(caller, Wanted.model_validate(_object(body)), _key(request))
-        return JSONResponse(made.public(), 201 if new else 200)
+        session, new = gateway.create(caller, Wanted.model_validate(_object(body)), _key(request))
+        return JSONResponse(session.public(), 201 if new else 200)
 
     @app.get("/v1/sessions")
     def listing(caller: Known, namespace: str = "") -> dict[str, Any]:
@@ -299,13 +299,13 @@ def build(gateway: Gateway) -> FastAPI:
 
     @app.post("/api/v1/create_session")
     def tinker_session(request: Request, body: Small, caller: Known) -> dict[str, Any]:
-        told = _object(body)
-        if not isinstance(asked := told.get("user_metadata") or {}, dict):
-            raise UserError("user_metadata", asked, "names and values")
-        wanted = {name: asked[name] for name in ("accelerators", "turns", "policy", "patience") if name in asked}
-        about = {"namespace": told.get("project_id") or "", "display_name": told.get("display_name") or ""}
-        made, _ = gateway.create(caller, Wanted.model_validate({**about, **wanted}), _key(request))
-        return {"type": "create_session", "session_id": made.id}
+        fields = _object(body)
+        if not isinstance(metadata := fields.get("user_metadata") or {}, dict):
+            raise UserError("user_metadata", metadata, "names and values")
+        wanted = {name: metadata[name] for name in ("accelerators", "turns", "policy", "patience") if name in metadata}
+        names = {"namespace": fields.get("project_id") or "", "display_name": fields.get("display_name") or ""}
+        session, _ = gateway.create(caller, Wanted.model_validate({**names, **wanted}), _key(request))
+        return {"type": "create_session", "session_id": session.id}
 
     @app.post("/api/v1/sessions/{id}/finish")
     def finish(id: str, caller: Known) -> Response:
@@ -353,9 +353,9 @@ def _named(request: Request, body: bytes) -> str:
     """The session, model, sampling session or request that a body is about."""
     if request.headers.get("content-type", "").startswith(wire.PROTOBUF):
         return wire.model_of(body)
-    told = _object(body)
+    fields = _object(body)
     try:
-        return next(str(told[name]) for name in ABOUT if told.get(name))
+        return next(str(fields[name]) for name in ABOUT if fields.get(name))
     except StopIteration:
         raise Refused(422, f"the body names no session: one of {', '.join(ABOUT)}") from None
 
@@ -363,12 +363,12 @@ def _named(request: Request, body: bytes) -> str:
 def _object(body: bytes) -> dict[str, Any]:
     """What a body says."""
     try:
-        told = json.loads(body)
+        value = json.loads(body)
     except (ValueError, RecursionError):
-        told = None
-    if not isinstance(told, dict):
+        value = None
+    if not isinstance(value, dict):
         raise Refused(422, "the body is no JSON object")
-    return told
+    return value
 
 
 def _event(name: str, data: Any) -> bytes:

@@ -47,12 +47,12 @@ class Jobs:
             self.batch.create_namespaced_job(wanted.namespace, self._job(name, wanted, creator, artifacts), **TIMEOUT)
 
     def get(self, namespace: str, name: str) -> Session | None:
-        found = [
+        sessions = [
             session
             for session in self._list(namespace, f"{LABEL}={name}")
             if session.name == name and session.phase != "ending"
         ]
-        return found[0] if found else None
+        return sessions[0] if sessions else None
 
     def sessions(self, namespace: str) -> list[Session]:
         return self._list(namespace, LABEL)
@@ -127,17 +127,17 @@ class Jobs:
 
 
 def _session(job: Any, pod: Any) -> Session:
-    told: Mapping[str, str] = job.metadata.annotations
+    annotations: Mapping[str, str] = job.metadata.annotations
     env = {each.name: each.value for each in job.spec.template.spec.containers[0].env}
     phase, reason = _phase(job, pod)
     address = f"{pod.status.pod_ip}:{PORT}" if phase == "running" and pod.status.pod_ip else None
     return Session(
         name=job.metadata.name,
-        wanted=Wanted.model_validate_json(told[WANTED]),
-        creator=told[CREATOR],
+        wanted=Wanted.model_validate_json(annotations[WANTED]),
+        creator=annotations[CREATOR],
         created=job.metadata.creation_timestamp.isoformat(),
         phase=phase,
-        artifacts=told[ARTIFACTS],
+        artifacts=annotations[ARTIFACTS],
         key=env[KEY],
         address=address,
         reason=reason,

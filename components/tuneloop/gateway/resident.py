@@ -106,7 +106,7 @@ class Resident:
             raise UserError("data", [], "there is none; send at least one datum")
         options = losses.check(name, config)
         documents = [_document(datum, losses.INPUTS[name], self.trainer) for datum in data]
-        found: dict[int, np.ndarray] = {}
+        by_datum: dict[int, np.ndarray] = {}
         total, before = 0.0, self.spoiled
         self.trainer.max_length = max(len(document.ids) for document in documents)
         with self.trainer.frozen() if forward_only else nullcontext():
@@ -124,9 +124,9 @@ class Resident:
                     loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
                 parts = logprobs.detach().cpu().split([len(data[i].tokens) for i in micro])
-                found |= {i: part.numpy() for i, part in zip(micro, parts)}
+                by_datum |= {i: part.numpy() for i, part in zip(micro, parts)}
         self.spoiled = before
-        return [found[i] for i in range(len(data))], {"loss:sum": total}
+        return [by_datum[i] for i in range(len(data))], {"loss:sum": total}
 
     def optim_step(self, adam: AdamParams) -> dict[str, float]:
         """One step with the gradients gathered since the last one.
@@ -185,8 +185,8 @@ class Resident:
             draft.discard()
             raise
         stage.timings["total"] = time.perf_counter() - clock
-        about = {"facts": stage.facts, "timings": stage.timings, "provenance": provenance(began, self.ranks.world)}
-        manifest = draft.commit(stage=STAGE, inputs={"policy": base.ref}, **about)
+        record = {"facts": stage.facts, "timings": stage.timings, "provenance": provenance(began, self.ranks.world)}
+        manifest = draft.commit(stage=STAGE, inputs={"policy": base.ref}, **record)
         if manifest.root != draft.attempt:
             raise UserError("save_state", url, "is taken; choose another name")
         return Artifact(url)

@@ -246,48 +246,48 @@ class Session:
         self._ranks = functools.cache(ranks)
         self._sampler = functools.cache(Sampler)
 
-    def create_model(self, asked: CreateModel) -> str:
+    def create_model(self, request: CreateModel) -> str:
         """A request for a new model, its number 0."""
-        model = f"{self.id}:train:{asked.model_seq_id}"
-        lora = asked.lora_config.lora()
+        model = f"{self.id}:train:{request.model_seq_id}"
+        lora = request.lora_config.lora()
 
         def work() -> dict[str, Any]:
-            policy = self._artifact(asked.base_model)
-            self.models[model] = Resident(policy, self._ranks(), lora, seed=asked.lora_config.seed or 0)
-            self.names[model] = asked.base_model
+            policy = self._artifact(request.base_model)
+            self.models[model] = Resident(policy, self._ranks(), lora, seed=request.lora_config.seed or 0)
+            self.names[model] = request.base_model
             return {"model_id": model, "type": "create_model"}
 
         self.ledger.open(model, 0)
-        return self._submit(model, 0, asked, work)
+        return self._submit(model, 0, request, work)
 
-    def load_weights(self, asked: LoadWeights) -> str:
+    def load_weights(self, request: LoadWeights) -> str:
         """A request to go on from a checkpoint, or for a new model made from one."""
-        if asked.model_id is None and asked.model_seq_id is None:
+        if request.model_id is None and request.model_seq_id is None:
             raise UserError("model_id", None, "is required, or model_seq_id of a new model")
-        model = asked.model_id or f"{self.id}:train:{asked.model_seq_id}"
+        model = request.model_id or f"{self.id}:train:{request.model_seq_id}"
 
         def work() -> dict[str, Any]:
-            policy = self._artifact(asked.path)
-            if asked.model_id:
+            policy = self._artifact(request.path)
+            if request.model_id:
                 with self._changing(model) as resident:
-                    resident.load(policy, asked.optimizer)
+                    resident.load(policy, request.optimizer)
             else:
-                self.models[model] = Resident(policy, self._ranks(), optimizer=asked.optimizer)
-                self.names[model] = asked.path
-            return {"path": asked.path, "model_id": model, "type": "load_weights"}
+                self.models[model] = Resident(policy, self._ranks(), optimizer=request.optimizer)
+                self.names[model] = request.path
+            return {"path": request.path, "model_id": model, "type": "load_weights"}
 
-        if asked.model_id is None:
+        if request.model_id is None:
             self.ledger.open(model, 0)
-        return self._submit(model, asked.seq_id if asked.model_id else 0, asked, work)
+        return self._submit(model, request.seq_id if request.model_id else 0, request, work)
 
-    def forward_backward(self, body: bytes, asked: wire.ForwardBackward) -> str:
+    def forward_backward(self, body: bytes, request: wire.ForwardBackward) -> str:
         """A request for gradients; `body` tells it from others."""
 
         def work() -> Losses:
-            model = self._model(asked.model_id)
-            return Losses(*model.forward_backward(asked.data, asked.loss_fn, asked.config, asked.forward_only))
+            model = self._model(request.model_id)
+            return Losses(*model.forward_backward(request.data, request.loss_fn, request.config, request.forward_only))
 
-        return self._submit(asked.model_id, asked.seq_id, body, work)
+        return self._submit(request.model_id, request.seq_id, body, work)
 
     def refuse(self, body: bytes, model: str, number: int, error: Exception) -> str:
         """A request that can not be done, and takes its number all the same: those after it would wait for ever."""
@@ -297,56 +297,56 @@ class Session:
 
         return self._submit(model, number, body, work)
 
-    def optim_step(self, asked: OptimStep) -> str:
+    def optim_step(self, request: OptimStep) -> str:
         """A request for an optimizer step."""
 
         def work() -> dict[str, Any]:
-            with self._changing(asked.model_id) as resident:
-                return {"metrics": resident.optim_step(asked.adam_params), "type": "optim_step"}
+            with self._changing(request.model_id) as resident:
+                return {"metrics": resident.optim_step(request.adam_params), "type": "optim_step"}
 
-        return self._submit(asked.model_id, asked.seq_id, asked, work)
+        return self._submit(request.model_id, request.seq_id, request, work)
 
-    def save_weights(self, asked: SaveWeights, kind: str = "weights") -> str:
+    def save_weights(self, request: SaveWeights, kind: str = "weights") -> str:
         """A request for a checkpoint below ``<artifacts>/train-<n>/<kind>``."""
-        if asked.path is None or not NAME.fullmatch(asked.path):
-            raise UserError("path", asked.path, "a name of letters, digits, dots, dashes and underscores")
-        if asked.overwrite:
+        if request.path is None or not NAME.fullmatch(request.path):
+            raise UserError("path", request.path, "a name of letters, digits, dots, dashes and underscores")
+        if request.overwrite:
             raise UserError("overwrite", True, "a checkpoint is written once; choose another name")
-        path = f"{SCHEME}{asked.model_id}/{kind}/{asked.path}"
+        path = f"{SCHEME}{request.model_id}/{kind}/{request.path}"
 
         def work() -> dict[str, Any]:
             url = self._url(path)
             if find(url) is not None:
-                raise UserError("path", asked.path, "is taken; choose another name")
-            about = {"session": self.id, **({"ttl_seconds": asked.ttl_seconds} if asked.ttl_seconds else {})}
-            self._model(asked.model_id).save(url, **about)
+                raise UserError("path", request.path, "is taken; choose another name")
+            facts = {"session": self.id, **({"ttl_seconds": request.ttl_seconds} if request.ttl_seconds else {})}
+            self._model(request.model_id).save(url, **facts)
             return {"path": path, "type": "save_weights" + "_for_sampler" * (kind != "weights")}
 
-        return self._submit(asked.model_id, asked.seq_id, asked, work)
+        return self._submit(request.model_id, request.seq_id, request, work)
 
-    def save_weights_for_sampler(self, asked: SaveWeights) -> str:
+    def save_weights_for_sampler(self, request: SaveWeights) -> str:
         """A request for weights to sample from: under a name a checkpoint, else in memory, of which the newest stay."""
-        if asked.path is not None:
-            return self.save_weights(asked, "sampler_weights")
-        if asked.kind != "snapshot":
-            raise UserError("kind", asked.kind, "only snapshots are known here; their weights never change")
-        number = asked.sampling_session_seq_id
+        if request.path is not None:
+            return self.save_weights(request, "sampler_weights")
+        if request.kind != "snapshot":
+            raise UserError("kind", request.kind, "only snapshots are known here; their weights never change")
+        number = request.sampling_session_seq_id
 
         def work() -> dict[str, Any]:
             sampling = f"{self.id}:sample:{f'u{len(self.samplers)}' if number is None else number}"
-            self.samplers[sampling] = self._model(asked.model_id).snapshot()
+            self.samplers[sampling] = self._model(request.model_id).snapshot()
             self._unnamed.append(sampling)
             while len(self._unnamed) > SNAPSHOTS:
                 self.samplers[self._unnamed.pop(0)] = None
             self.ledger.open(sampling)
             return {"sampling_session_id": sampling, "path": None, "type": "save_weights_for_sampler"}
 
-        return self._submit(asked.model_id, asked.seq_id, asked, work)
+        return self._submit(request.model_id, request.seq_id, request, work)
 
-    def create_sampling(self, asked: CreateSampling) -> str:
+    def create_sampling(self, request: CreateSampling) -> str:
         """A sampling session of a checkpoint; its id."""
-        sampling = f"{self.id}:sample:{asked.sampling_session_seq_id}"
-        named = asked.model_path or asked.base_model
+        sampling = f"{self.id}:sample:{request.sampling_session_seq_id}"
+        named = request.model_path or request.base_model
         if not named:
             raise UserError("base_model", None, "is required, or model_path")
         policy = self._artifact(named)
@@ -355,30 +355,30 @@ class Session:
         self.ledger.open(sampling)
         return sampling
 
-    def sample(self, asked: Sample) -> str:
+    def sample(self, request: Sample) -> str:
         """A request for completions. Those at once that differ in their prompts alone are done together."""
-        for name, value in (asked.model_extra or {}).items():
+        for name, value in (request.model_extra or {}).items():
             if value and name not in ("base_model", "model_path"):
                 raise UserError(name, value, "is not known here; leave it out")
-        params = asked.sampling_params
+        params = request.sampling_params
         if params.top_k != -1 or params.top_p != 1:
             value = {"top_k": params.top_k, "top_p": params.top_p}
             raise UserError("sampling_params", value, "the distribution is never cut here: top_k -1, top_p 1")
         if isinstance(params.stop, str) or any(isinstance(stop, str) for stop in params.stop or ()):
             raise UserError("sampling_params.stop", params.stop, "give token ids; text is not known here")
-        if not (ids := _tokens(asked.prompt)):
+        if not (ids := _tokens(request.prompt)):
             raise UserError("prompt", [], "is empty")
-        alike = (asked.sampling_session_id, params.max_tokens, params.temperature, canonical(params.stop))
-        batch = None if asked.prompt_logprobs or params.max_tokens is None else alike
-        entry = Entry(_fingerprint(asked), self._sample, (asked, ids), batch)
-        return self.ledger.submit(asked.sampling_session_id, asked.seq_id, entry)
+        alike = (request.sampling_session_id, params.max_tokens, params.temperature, canonical(params.stop))
+        batch = None if request.prompt_logprobs or params.max_tokens is None else alike
+        entry = Entry(_fingerprint(request), self._sample, (request, ids), batch)
+        return self.ledger.submit(request.sampling_session_id, request.seq_id, entry)
 
     def info(self, model: str) -> dict[str, Any]:
         """What ``get_info`` says of a model."""
         resident = self._model(model)
         base = resident.trainer.base
         local = local_path(base.url)
-        about = {
+        model_data = {
             "arch": base.manifest.facts.get("architecture"),
             "model_name": self.names[model],
             "tokenizer_id": str(local / base.manifest.root / "model") if local else base.manifest.facts.get("model"),
@@ -386,7 +386,7 @@ class Session:
         rank = resident.lora.r if resident.lora else None
         return {
             "type": "get_info",
-            "model_data": about,
+            "model_data": model_data,
             "model_id": model,
             "is_lora": rank is not None,
             "lora_rank": rank,
@@ -427,8 +427,8 @@ class Session:
         while self._asleep:
             self._asleep.pop().trainer.wake()
 
-    def _submit(self, stream: str, number: int | None, asked: Any, work: Callable[[], Any]) -> str:
-        return self.ledger.submit(stream, number, Entry(_fingerprint(asked), lambda _: [work()]))
+    def _submit(self, stream: str, number: int | None, request: Any, work: Callable[[], Any]) -> str:
+        return self.ledger.submit(stream, number, Entry(_fingerprint(request), lambda _: [work()]))
 
     def _sample(self, entries: list[Entry]) -> list[Samples]:
         wanted: list[tuple[Sample, list[int]]] = [entry.asked for entry in entries]
@@ -438,9 +438,9 @@ class Session:
         for _, ids in wanted:
             room = limit.context - len(ids)
             if room < 1 or not 0 <= min(ids) <= max(ids) < limit.vocabulary:
-                about = f"{len(ids)} tokens, {min(ids)} to {max(ids)}"
+                span = f"{len(ids)} tokens, {min(ids)} to {max(ids)}"
                 remedy = f"the model has {limit.vocabulary} tokens and a context of {limit.context}"
-                raise UserError("prompt", about, remedy)
+                raise UserError("prompt", span, remedy)
         length = min([params.max_tokens or limit.context, *(limit.context - len(ids) for _, ids in wanted)])
         if len(wanted) > 1 and length < (params.max_tokens or 0):
             raise UserError("prompt", length, "one of several has less room; they are done one by one")
@@ -448,7 +448,7 @@ class Session:
             params.temperature, length, stops if params.stop is None else tuple(int(stop) for stop in params.stop)
         )
         requests = [Request(str(e.number), e.asked[1], _seeds(e.asked[0], e.number)) for e in entries]
-        made = self._sampler().sample(snapshot, requests, sampling)
+        groups = self._sampler().sample(snapshot, requests, sampling)
         scored = [self._sampler().score(snapshot, ids) if a.prompt_logprobs else None for a, ids in wanted]
         return [
             Samples(
@@ -459,7 +459,7 @@ class Session:
                 prompt,
                 snapshot.version,
             )
-            for completions, prompt in zip(made, scored)
+            for completions, prompt in zip(groups, scored)
         ]
 
     def _model(self, model: str) -> Resident:
@@ -532,11 +532,11 @@ def _read_limits(directory: Path) -> tuple[Limits, tuple[int, ...]]:
     return Limits(context, int(text.vocab_size)), stop_ids(load_tokenizer(directory), directory)
 
 
-def _seeds(asked: Sample, number: int) -> list[int]:
+def _seeds(request: Sample, number: int) -> list[int]:
     """One for each completion: of the seed that was given, else of the request."""
-    given = asked.sampling_params.seed
-    stream: tuple[int | str, ...] = () if given is not None else (asked.sampling_session_id, number)
-    return [derive(given or 0, "sample", *stream, i) for i in range(asked.num_samples)]
+    given = request.sampling_params.seed
+    stream: tuple[int | str, ...] = () if given is not None else (request.sampling_session_id, number)
+    return [derive(given or 0, "sample", *stream, i) for i in range(request.num_samples)]
 
 
 def _tokens(prompt: Prompt) -> list[int]:
@@ -545,6 +545,6 @@ def _tokens(prompt: Prompt) -> list[int]:
     return [token for chunk in prompt.chunks for token in chunk.tokens]
 
 
-def _fingerprint(asked: Any) -> str:
-    body = asked if isinstance(asked, bytes) else canonical(asked.model_dump(mode="json")).encode()
+def _fingerprint(request: Any) -> str:
+    body = request if isinstance(request, bytes) else canonical(request.model_dump(mode="json")).encode()
     return hashlib.sha256(body).hexdigest()

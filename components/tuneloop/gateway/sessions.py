@@ -49,8 +49,8 @@ class Wanted(BaseModel):
 
     def name(self, caller: str, key: str) -> str:
         """The session's, by SHA-256 over namespace, caller and key."""
-        told = canonical([self.namespace, caller, key]).encode()
-        return f"session-{hashlib.sha256(told).hexdigest()[:10]}"
+        identity = canonical([self.namespace, caller, key]).encode()
+        return f"session-{hashlib.sha256(identity).hexdigest()[:10]}"
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Session:
 
     def public(self) -> dict[str, Any]:
         """What its users see."""
-        told = {name: getattr(self, name) for name in ("id", "phase", "reason", "creator", "created", "artifacts")}
-        return {**told, **self.wanted.model_dump()}
+        fields = {name: getattr(self, name) for name in ("id", "phase", "reason", "creator", "created", "artifacts")}
+        return {**fields, **self.wanted.model_dump()}
 
 
 class Backend(Protocol):
@@ -116,8 +116,8 @@ class Quota(BaseModel):
         Raises:
             Refused: 429.
         """
-        there = [session for session in others if session.phase in (*ALIVE, "ending")]
-        have = {"sessions": len(there), "accelerators": sum(session.wanted.accelerators for session in there)}
+        alive = [session for session in others if session.phase in (*ALIVE, "ending")]
+        have = {"sessions": len(alive), "accelerators": sum(session.wanted.accelerators for session in alive)}
         for what, more in (("sessions", 1), ("accelerators", wanted.accelerators)):
             limit = getattr(self, what)
             if more and have[what] + more > limit:

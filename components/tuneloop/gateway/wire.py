@@ -148,8 +148,8 @@ def _dense(name: str, tensor: Any) -> np.ndarray:
     try:
         return np.frombuffer(tensor.dense, dtype).reshape(shape or -1)
     except ValueError as error:
-        about = f"{len(tensor.dense)} bytes as {dtype} {list(shape)}"
-        raise UserError(f"loss_fn_inputs.{name}", about, f"do not fit ({error})") from error
+        size = f"{len(tensor.dense)} bytes as {dtype} {list(shape)}"
+        raise UserError(f"loss_fn_inputs.{name}", size, f"do not fit ({error})") from error
 
 
 @functools.cache
@@ -163,7 +163,7 @@ def _messages() -> dict[str, Any]:
 
     def add(message: Any, number: int, kind: str, name: str) -> None:
         base = kind.rstrip("*%")
-        made = message.field.add(name=name, number=number, label=kinds.LABEL_REPEATED if base != kind else 1)
+        field = message.field.add(name=name, number=number, label=kinds.LABEL_REPEATED if base != kind else 1)
         if kind.endswith("%"):
             entry = message.nested_type.add(name="".join(map(str.title, name.split("_"))) + "Entry")
             entry.options.map_entry = True
@@ -171,15 +171,15 @@ def _messages() -> dict[str, Any]:
             add(entry, 2, base, "value")
             base = f"{message.name}.{entry.name}"
         scalar = getattr(kinds, f"TYPE_{base.upper()}", None)
-        made.type = scalar or kinds.TYPE_MESSAGE
+        field.type = scalar or kinds.TYPE_MESSAGE
         if scalar is None:
-            made.type_name = f".{package}.{base}"
+            field.type_name = f".{package}.{base}"
 
     for line in filter(None, SCHEMA.split("\n")):
         name, fields = line.split(None, 1)
         message = file.message_type.add(name=name)
-        for about in fields.split(", "):
-            number, kind, label = about.split()
+        for definition in fields.split(", "):
+            number, kind, label = definition.split()
             add(message, int(number), kind, label)
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())

@@ -37,7 +37,7 @@ from pydantic import BaseModel, ValidationError
 from tuneloop.core import fencing
 from tuneloop.core.component import from_validation
 from tuneloop.core.errors import EXIT_USER, Retryable, UserError, failed, say
-from tuneloop.gateway import session as asked
+from tuneloop.gateway import session as requests
 from tuneloop.gateway import wire
 from tuneloop.gateway.ledger import Conflict, Gone
 from tuneloop.gateway.session import Session
@@ -80,13 +80,13 @@ class Worker:
 
         session = self.session
         posts: dict[str, Callable[..., Any]] = {
-            "create_model": self._queued(asked.CreateModel, session.create_model),
-            "load_weights": self._queued(asked.LoadWeights, session.load_weights),
+            "create_model": self._queued(requests.CreateModel, session.create_model),
+            "load_weights": self._queued(requests.LoadWeights, session.load_weights),
             "forward_backward": self.forward_backward,
-            "optim_step": self._queued(asked.OptimStep, session.optim_step),
-            "save_weights": self._queued(asked.SaveWeights, session.save_weights),
-            "save_weights_for_sampler": self._queued(asked.SaveWeights, session.save_weights_for_sampler),
-            "asample": self._queued(asked.Sample, session.sample),
+            "optim_step": self._queued(requests.OptimStep, session.optim_step),
+            "save_weights": self._queued(requests.SaveWeights, session.save_weights),
+            "save_weights_for_sampler": self._queued(requests.SaveWeights, session.save_weights_for_sampler),
+            "asample": self._queued(requests.Sample, session.sample),
             "create_sampling_session": self.create_sampling,
             "retrieve_future": self.retrieve,
             "get_info": self.info,
@@ -112,16 +112,16 @@ class Worker:
         """Protobuf, or the same as JSON."""
         body = await request.body()
         proto = request.headers.get("content-type", "").startswith(wire.PROTOBUF)
-        with self._numbered(body, proto) as made:
-            wanted = wire.read_forward_backward(body) if proto else asked.read_forward_backward(body)
-            made.append(self.session.forward_backward(body, wanted))
-        return _json({"request_id": made[0], "model_id": made[0].rpartition(":")[0]})
+        with self._numbered(body, proto) as ids:
+            wanted = wire.read_forward_backward(body) if proto else requests.read_forward_backward(body)
+            ids.append(self.session.forward_backward(body, wanted))
+        return _json({"request_id": ids[0], "model_id": ids[0].rpartition(":")[0]})
 
     async def create_sampling(self, request: Any) -> Any:
         """A sampling session of a checkpoint, which is found first."""
-        body = asked.CreateSampling.model_validate_json(await request.body())
-        made = await asyncio.to_thread(self.session.create_sampling, body)
-        return _json({"type": "create_sampling_session", "sampling_session_id": made})
+        body = requests.CreateSampling.model_validate_json(await request.body())
+        sampling = await asyncio.to_thread(self.session.create_sampling, body)
+        return _json({"type": "create_sampling_session", "sampling_session_id": sampling})
 
     async def retrieve(self, request: Any) -> Any:
         """A result, or 408 while there is none."""
@@ -136,8 +136,8 @@ class Worker:
             mine = not isinstance(error, UserError | Gone)
             if mine:
                 log.error("%s failed", name, exc_info=error)
-            said = f"{type(error).__name__}: {error}" if mine else str(error)
-            return _json({"error": said, "category": "server" if mine else "user"})
+            message = f"{type(error).__name__}: {error}" if mine else str(error)
+            return _json({"error": message, "category": "server" if mine else "user"})
         return _result(future.result(), wire.PROTOBUF in request.headers.get("accept", ""))
 
     async def info(self, request: Any) -> Any:
@@ -152,21 +152,21 @@ class Worker:
         async def answer(request: Any) -> Any:
             body = await request.body()
             samples = 0
-            with self._numbered(body) as made:
+            with self._numbered(body) as requests:
                 wanted = kind.model_validate_json(body)
-                made.append(submit(wanted))
+                requests.append(submit(wanted))
                 samples = getattr(wanted, "num_samples", 0)
-            ids = [f"{made[0]}:{i}" for i in range(samples)]
-            return _json({"request_id": made[0], **({"sample_sequence_ids": ids} if ids else {})})
+            ids = [f"{requests[0]}:{i}" for i in range(samples)]
+            return _json({"request_id": requests[0], **({"sample_sequence_ids": ids} if ids else {})})
 
         return answer
 
     @contextlib.contextmanager
     def _numbered(self, body: bytes, proto: bool = False) -> Iterator[list[str]]:
         """Gathers a request's id. One to a model that is refused within has one, too, and the refusal as its result."""
-        made: list[str] = []
+        ids: list[str] = []
         try:
-            yield made
+            yield ids
         except (Conflict, Gone):
             raise
         except Exception as error:
@@ -174,7 +174,7 @@ class Worker:
             if not model or number is None:
                 raise
             refusal = from_validation(error) if isinstance(error, ValidationError) else error
-            made.append(self.session.refuse(body, model, number, refusal))
+            ids.append(self.session.refuse(body, model, number, refusal))
 
     def _keyed(self, answer: Callable[..., Any]) -> Callable[..., Any]:
         async def checked(request: Any) -> Any:
@@ -193,11 +193,11 @@ class Worker:
             if not (entries := ledger.take(1.0)):
                 continue
             try:
-                with self._turn() as held:
+                with self._turn() as lease:
                     look = time.monotonic() + SHARE
                     while entries:
-                        if held:
-                            held.check()
+                        if lease:
+                            lease.check()
                         self.session.do(entries)
                         entries = []
                         if self.turns and time.monotonic() > look:
@@ -225,11 +225,11 @@ class Worker:
             yield None
             return
         file = os.environ.get(fencing.VARIABLE)
-        told = functools.partial(fencing.write, Path(file)) if file else None
-        with self.turns.acquire(stop=self.stopping, told=told) as held, _guarded(held):
+        write_grant = functools.partial(fencing.write, Path(file)) if file else None
+        with self.turns.acquire(stop=self.stopping, told=write_grant) as lease, _guarded(lease):
             self.session.wake()
             try:
-                yield held
+                yield lease
             finally:
                 self.session.sleep()
 
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(KEY, None, "is required: whoever starts the worker chooses it")
         turns = None
         if options.turns:
-            from tuneloop.sharing.turns import open_turns
+            from tuneloop.sharing.opening import open_turns
 
             os.environ[fencing.VARIABLE] = os.path.join(tempfile.mkdtemp(prefix="tuneloop-"), "turn.json")
             turns = open_turns(options.turns, who=options.session, policy=options.policy, patience=options.patience)
@@ -254,14 +254,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _guarded(held: Held) -> Iterator[None]:
+def _guarded(lease: Held) -> Iterator[None]:
     """Ends this process as soon as the turn is lost: the device may be somebody else's in a moment."""
     over = threading.Event()
 
     def guard() -> None:
         while not over.wait(0.2):
             try:
-                held.check()
+                lease.check()
             except Retryable as lost:
                 os._exit(failed(lost))
 
@@ -318,9 +318,9 @@ def until_told(server: Any, listener: socket.socket) -> None:
 def _address(body: bytes) -> tuple[str, int | None]:
     """Model and number of a request in JSON, as far as it says."""
     with contextlib.suppress(ValueError):
-        told = json.loads(body)
-        if isinstance(told, dict) and isinstance(told.get("seq_id"), int):
-            return str(told.get("model_id") or ""), told["seq_id"]
+        value = json.loads(body)
+        if isinstance(value, dict) and isinstance(value.get("seq_id"), int):
+            return str(value.get("model_id") or ""), value["seq_id"]
     return "", None
 
 
@@ -363,7 +363,7 @@ def _result(result: Any, proto: bool) -> Any:
 
     if isinstance(result, dict):
         return _json(result)
-    headers = {VERSION: str(result.version)} if isinstance(result, asked.Samples) else {}
+    headers = {VERSION: str(result.version)} if isinstance(result, requests.Samples) else {}
     if proto:
         return Response(result.proto(), media_type=wire.PROTOBUF, headers=headers)
     return _json(result.json(), headers=headers)

@@ -91,15 +91,15 @@ class Probe:
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] = (0,), **body: Any) -> list[list[Any]]:
         """Completions of each prompt, for each seed; every index answered once."""
-        found: dict[int, list[Any]] = {}
-        for said in self.lines(ask(prompts, seeds, **body)):
-            if "completions" in said:
-                expect(said.get("index") not in found, f"answers request {said.get('index')} twice")
-                found[said["index"]] = said["completions"]
-        expect(sorted(found) == list(range(len(prompts))), f"answers requests {sorted(found)} of {len(prompts)}")
-        for made in found.values():
-            expect(len(made) == len(seeds), f"gives {len(made)} completions for {len(seeds)} seeds")
-        return [found[i] for i in range(len(prompts))]
+        answers: dict[int, list[Any]] = {}
+        for message in self.lines(ask(prompts, seeds, **body)):
+            if "completions" in message:
+                expect(message.get("index") not in answers, f"answers request {message.get('index')} twice")
+                answers[message["index"]] = message["completions"]
+        expect(sorted(answers) == list(range(len(prompts))), f"answers requests {sorted(answers)} of {len(prompts)}")
+        for completions in answers.values():
+            expect(len(completions) == len(seeds), f"gives {len(completions)} completions for {len(seeds)} seeds")
+        return [answers[i] for i in range(len(prompts))]
 
     def one(self, prompt: Sequence[int], seed: int = 0, **body: Any) -> Any:
         """One completion."""
@@ -107,12 +107,12 @@ class Probe:
 
     def scores(self, ids: Sequence[int], **body: Any) -> list[float]:
         """Log-probability at temperature 1 of each id but the first."""
-        said = self.one(ids, prompt_logprobs=True, temperature=0.0, max_tokens=1, **body)
-        found: list[float] | None = said.get("prompt_logprobs")
-        expect(found is not None, "gives no prompt_logprobs where they are asked for")
-        length = len(found or [])
+        completion = self.one(ids, prompt_logprobs=True, temperature=0.0, max_tokens=1, **body)
+        logprobs: list[float] | None = completion.get("prompt_logprobs")
+        expect(logprobs is not None, "gives no prompt_logprobs where they are asked for")
+        length = len(logprobs or [])
         expect(length == len(ids) - 1, f"scores {length + 1} ids of a prompt of {len(ids)}: it is not taken as it is")
-        return found or []
+        return logprobs or []
 
     @contextmanager
     def _send(self, body: dict[str, Any]) -> Iterator[Response]:
@@ -140,30 +140,38 @@ def expect(holds: bool, why: str) -> None:
 
 def form(probe: Probe) -> None:
     """completions have ids, logprobs, finish_reason, start_version, end_version"""
-    for said in probe.generate([probe.prompt(0), probe.prompt(1)], [1, 2, 3])[0]:
+    for completion in probe.generate([probe.prompt(0), probe.prompt(1)], [1, 2, 3])[0]:
         for name, kind in (("ids", list), ("logprobs", list), ("finish_reason", str), ("start_version", int)):
-            expect(isinstance(said.get(name), kind), f"gives {name} {said.get(name)!r}")
-        expect(len(said["ids"]) == len(said["logprobs"]), f"{len(said['ids'])} ids, {len(said['logprobs'])} logprobs")
-        expect(all(isinstance(i, int) for i in said["ids"]), "gives ids that are no integers")
-        expect(all(math.isfinite(p) and p <= 1e-3 for p in said["logprobs"]), "gives logprobs above 0 or not finite")
-        expect(said["finish_reason"] in ("stop", "length"), f"ends with {said['finish_reason']!r}")
+            expect(isinstance(completion.get(name), kind), f"gives {name} {completion.get(name)!r}")
+        expect(
+            len(completion["ids"]) == len(completion["logprobs"]),
+            f"{len(completion['ids'])} ids, {len(completion['logprobs'])} logprobs",
+        )
+        expect(all(isinstance(i, int) for i in completion["ids"]), "gives ids that are no integers")
+        expect(
+            all(math.isfinite(p) and p <= 1e-3 for p in completion["logprobs"]), "gives logprobs above 0 or not finite"
+        )
+        expect(completion["finish_reason"] in ("stop", "length"), f"ends with {completion['finish_reason']!r}")
 
 
 def lengths(probe: Probe) -> None:
     """max_tokens is kept to the token"""
     for limit in (1, 5):
-        said = probe.one(probe.prompt(2), max_tokens=limit)
-        expect(len(said["ids"]) == limit, f"gives {len(said['ids'])} tokens where max_tokens is {limit}")
-        expect(said["finish_reason"] == "length", f"says {said['finish_reason']!r} at max_tokens")
+        completion = probe.one(probe.prompt(2), max_tokens=limit)
+        expect(len(completion["ids"]) == limit, f"gives {len(completion['ids'])} tokens where max_tokens is {limit}")
+        expect(completion["finish_reason"] == "length", f"says {completion['finish_reason']!r} at max_tokens")
 
 
 def stops(probe: Probe) -> None:
     """a completion ends with the first stop token, and contains it"""
     free = probe.one(probe.prompt(3), 5, max_tokens=8)["ids"]
     at = free.index(free[4])
-    said = probe.one(probe.prompt(3), 5, max_tokens=8, stop_token_ids=[free[4]])
-    expect(said["ids"] == free[: at + 1], f"gives {said['ids']}, not {free[: at + 1]}, with stop token {free[4]}")
-    expect(said["finish_reason"] == "stop", f"says {said['finish_reason']!r} at a stop token")
+    completion = probe.one(probe.prompt(3), 5, max_tokens=8, stop_token_ids=[free[4]])
+    expect(
+        completion["ids"] == free[: at + 1],
+        f"gives {completion['ids']}, not {free[: at + 1]}, with stop token {free[4]}",
+    )
+    expect(completion["finish_reason"] == "stop", f"says {completion['finish_reason']!r} at a stop token")
 
 
 def seeds(probe: Probe) -> None:
@@ -203,9 +211,9 @@ def scored(probe: Probe) -> None:
     worst = 0.0
     for seed in range(30, 33):
         prompt = probe.prompt(seed)
-        said = probe.one(prompt, seed, max_tokens=8)
-        theirs = probe.scores(prompt + said["ids"])[len(prompt) - 1 :]
-        worst = max(worst, sum(abs(a - b) for a, b in zip(said["logprobs"], theirs)) / len(theirs))
+        completion = probe.one(prompt, seed, max_tokens=8)
+        theirs = probe.scores(prompt + completion["ids"])[len(prompt) - 1 :]
+        worst = max(worst, sum(abs(a - b) for a, b in zip(completion["logprobs"], theirs)) / len(theirs))
     expect(worst <= probe.tolerance, f"samples with other log-probabilities than it scores (by {worst:.3f} nats)")
 
 
@@ -228,18 +236,21 @@ def heat(probe: Probe) -> None:
 
 def versions(probe: Probe) -> None:
     """every completion says one version from start to end, or one for each token"""
-    for said in probe.generate([probe.prompt(6)], [0, 1])[0]:
-        start, end = said.get("start_version"), said.get("end_version")
+    for completion in probe.generate([probe.prompt(6)], [0, 1])[0]:
+        start, end = completion.get("start_version"), completion.get("end_version")
         expect(isinstance(start, int) and isinstance(end, int) and 0 <= start <= end, f"says versions {start}, {end}")
-        each = said.get("versions") or []
-        expect(start == end or len(each) == len(said["ids"]), "changed version and does not say at which token")
+        each = completion.get("versions") or []
+        expect(start == end or len(each) == len(completion["ids"]), "changed version and does not say at which token")
 
 
 def exact(probe: Probe) -> None:
     """a demanded version is the one that answers, and 409 where it is not served"""
     served = probe.one(probe.prompt(7))["end_version"]
-    said = probe.one(probe.prompt(7), version=served)
-    expect(said["start_version"] == said["end_version"] == served, f"answers with {said['start_version']}")
+    completion = probe.one(probe.prompt(7), version=served)
+    expect(
+        completion["start_version"] == completion["end_version"] == served,
+        f"answers with {completion['start_version']}",
+    )
     for wrong in (served + FAR, max(served - 1, 0) if served else FAR):
         status = probe.status(ask([probe.prompt(7)], [0], version=wrong))
         expect(status == 409, f"serves version {served}, and answers {status} where version {wrong} is demanded")
@@ -265,15 +276,18 @@ def streams(probe: Probe) -> None:
     """streamed tokens are those of the completion, each with its version"""
     parts: dict[int, list[tuple[int, float]]] = {}
     whole: list[Any] = []
-    for said in probe.lines(ask([probe.prompt(9)], [3, 4], max_tokens=12, stream=True)):
-        if "sample" in said:
-            expect(isinstance(said.get("version"), int), "streams tokens without their version")
-            parts.setdefault(said["sample"], []).extend(zip(said["ids"], said["logprobs"]))
-        elif "completions" in said:
-            whole = said["completions"]
+    for message in probe.lines(ask([probe.prompt(9)], [3, 4], max_tokens=12, stream=True)):
+        if "sample" in message:
+            expect(isinstance(message.get("version"), int), "streams tokens without their version")
+            parts.setdefault(message["sample"], []).extend(zip(message["ids"], message["logprobs"]))
+        elif "completions" in message:
+            whole = message["completions"]
     expect(bool(parts), "streams nothing where stream is asked for")
-    for j, said in enumerate(whole):
-        expect(parts.get(j) == list(zip(said["ids"], said["logprobs"])), "streams other tokens than the completion has")
+    for j, message in enumerate(whole):
+        expect(
+            parts.get(j) == list(zip(message["ids"], message["logprobs"])),
+            "streams other tokens than the completion has",
+        )
 
 
 def aborts(probe: Probe) -> None:

@@ -91,17 +91,17 @@ class Prompts:
 
     def rows(self, places: Sequence[int]) -> list[dict[str, Any]]:
         """Those at `places`, with the columns `COLUMNS`; at most a row group in memory."""
-        about = self._file.metadata
-        ends = list(itertools.accumulate(about.row_group(k).num_rows for k in range(about.num_row_groups)))
+        metadata = self._file.metadata
+        ends = list(itertools.accumulate(metadata.row_group(k).num_rows for k in range(metadata.num_row_groups)))
         groups: dict[int, list[int]] = {}
         for place in places:
             groups.setdefault(bisect.bisect_right(ends, place), []).append(place)
-        found: dict[int, dict[str, Any]] = {}
+        by_place: dict[int, dict[str, Any]] = {}
         for k, wanted in groups.items():
-            start = ends[k] - about.row_group(k).num_rows
+            start = ends[k] - metadata.row_group(k).num_rows
             part = self._file.read_row_group(k, columns=list(COLUMNS)).take([place - start for place in wanted])
-            found |= zip(wanted, part.to_pylist())
-        return [found[place] for place in places]
+            by_place |= zip(wanted, part.to_pylist())
+        return [by_place[place] for place in places]
 
 
 def generate(
@@ -179,16 +179,16 @@ def prove(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float
     Raises:
         StaleWeights: they differ still.
     """
-    found = _doubt(engine, policy, tolerance)
-    if isinstance(found, str):
+    result = _doubt(engine, policy, tolerance)
+    if isinstance(result, str):
         engine.load(policy, force=True)
-        found = _doubt(engine, policy, tolerance)
-    if isinstance(found, str):
+        result = _doubt(engine, policy, tolerance)
+    if isinstance(result, str):
         raise StaleWeights(
-            f"{found}, also after loading it once more; restart the engine, and if it stays so, compare its dtype "
+            f"{result}, also after loading it once more; restart the engine, and if it stays so, compare its dtype "
             f"with the policy's (canary_tolerance is {tolerance})"
         )
-    return found
+    return result
 
 
 def _doubt(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float] | str:

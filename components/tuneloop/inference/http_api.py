@@ -155,11 +155,11 @@ class HttpApi:
     def served(self) -> dict[str, Any]:
         """What is served now."""
         engine = self.loop.engine
-        said = {"version": engine.version, "digest": engine.digest, "engine": engine.name, "context": engine.context}
+        status = {"version": engine.version, "digest": engine.digest, "engine": engine.name, "context": engine.context}
         if self.follower:
             pulled = self.follower.pulled and {**self.follower.pulled, "converged_s": self.follower.converged_s()}
-            said |= {"follows": self.follower.store.url, "trouble": self.follower.trouble, "pulled": pulled}
-        return said
+            status |= {"follows": self.follower.store.url, "trouble": self.follower.trouble, "pulled": pulled}
+        return status
 
     async def health(self, request: Any) -> Any:
         """Readiness."""
@@ -181,8 +181,8 @@ class HttpApi:
             await asyncio.to_thread(self.follower.reach, body.version, digest, force=body.force)
         else:
             policy = await asyncio.to_thread(_fetch, body.ref)
-            engine, about = self.loop.engine, (policy.manifest.facts["version"], policy.manifest.digest)
-            if body.force or (engine.version, engine.digest) != about:
+            engine, wanted = self.loop.engine, (policy.manifest.facts["version"], policy.manifest.digest)
+            if body.force or (engine.version, engine.digest) != wanted:
                 await asyncio.wrap_future(change_policy(self.loop, policy))
         return _json(await asyncio.to_thread(self.served))
 
@@ -195,8 +195,8 @@ class HttpApi:
             raise UserError("stream", True, "can not be had with prompt_logprobs; ask for one of them")
         here, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Any]]()
 
-        def emit(index: int, said: Any) -> None:
-            here.call_soon_threadsafe(events.put_nowait, (index, said))
+        def emit(index: int, message: Any) -> None:
+            here.call_soon_threadsafe(events.put_nowait, (index, message))
 
         ticket = await self._admit(body, emit)
         lines = self._stream(ticket, events, len(body.requests))
@@ -205,7 +205,7 @@ class HttpApi:
     async def score(self, request: Any) -> Any:
         """Score ids with the weights that are served."""
         body = ScoreBody.model_validate_json(await request.body())
-        asked = GenerateBody(
+        request_body = GenerateBody(
             requests=[RequestBody(id="score", prompt_ids=body.ids, seeds=[0])],
             sampling=SamplingBody(temperature=0.0, max_tokens=1),
             version=body.version,
@@ -214,10 +214,10 @@ class HttpApi:
         here = asyncio.get_running_loop()
         scored: asyncio.Future[Any] = here.create_future()
 
-        def emit(index: int, said: Any) -> None:
-            here.call_soon_threadsafe(scored.set_result, (index, said))
+        def emit(index: int, message: Any) -> None:
+            here.call_soon_threadsafe(scored.set_result, (index, message))
 
-        await self._admit(asked, emit)
+        await self._admit(request_body, emit)
         index, said = await scored
         if index < 0:
             raise Refused(503, said)
@@ -228,8 +228,8 @@ class HttpApi:
         """Read back every tensor."""
         if self.follower is None:
             raise UserError("verify", "--policy", "only a server with --weights keeps the files to compare with")
-        version, held = await asyncio.to_thread(self.follower.verify)
-        return _json({"version": version, **asdict(held)})
+        version, comparison = await asyncio.to_thread(self.follower.verify)
+        return _json({"version": version, **asdict(comparison)})
 
     async def pause(self, request: Any) -> Any:
         """Generate nothing until `resume`."""
@@ -299,18 +299,18 @@ class HttpApi:
         try:
             while left:
                 try:
-                    index, said = await asyncio.wait_for(events.get(), 1.0)
+                    index, message = await asyncio.wait_for(events.get(), 1.0)
                 except TimeoutError:
                     yield b"\n"
                     continue
                 if index < 0:
-                    yield _line({"error": said})
+                    yield _line({"error": message})
                     return
-                if isinstance(said, tuple):
-                    yield _line({"index": index, "sample": said[0], **asdict(said[1])})
+                if isinstance(message, tuple):
+                    yield _line({"index": index, "sample": message[0], **asdict(message[1])})
                     continue
                 left -= 1
-                yield _line({"index": index, "completions": [_said(c) for c in said]})
+                yield _line({"index": index, "completions": [_said(c) for c in message]})
                 if self.attempts:
                     attempts, self.attempts = self.attempts, None
                     await asyncio.to_thread(record_progress, attempts)

@@ -43,8 +43,8 @@ def _find(name: str, args: Mapping[str, Any], prefix: str = "") -> Callable[...,
     Raises:
         UserError: it does not, with `prefix` and the argument's name as the field.
     """
-    found = plugins.load("environments", name)
-    create: Callable[..., Environment] = found if callable(found) else found.create
+    factory = plugins.load("environments", name)
+    create: Callable[..., Environment] = factory if callable(factory) else factory.create
     plugins.parameters(name, create, args, first=1, prefix=prefix)
     return create
 
@@ -80,10 +80,10 @@ class Play:
         """
         create = _find(self.name, self.args, "environment_args.")
         try:
-            made: Environment = validate_call(create)(row, **self.args)
+            environment: Environment = validate_call(create)(row, **self.args)
         except ValidationError as error:
             raise from_validation(error, "environment_args.") from None
-        return made
+        return environment
 
 
 @dataclass
@@ -104,11 +104,11 @@ class _Live:
     reward: float | None = None
     escape: str = ""
 
-    def hear(self, said: Completion) -> None:
+    def hear(self, completion: Completion) -> None:
         """Take a turn of the policy."""
-        self.versions += said.versions or [said.start_version] * len(said.ids)
-        self.extend(said.ids, said.logprobs, sampled=True)
-        self.last, self.turns, self.finish_reason = said.ids, self.turns + 1, said.finish_reason
+        self.versions += completion.versions or [completion.start_version] * len(completion.ids)
+        self.extend(completion.ids, completion.logprobs, sampled=True)
+        self.last, self.turns, self.finish_reason = completion.ids, self.turns + 1, completion.finish_reason
 
     def extend(self, ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
         self.ids += ids
@@ -116,10 +116,10 @@ class _Live:
         self.mask += [sampled] * len(ids)
 
     def episode(self) -> Episode:
-        about = {"turns": self.turns, "reward": self.reward, **({"escape": self.escape} if self.escape else {})}
+        facts = {"turns": self.turns, "reward": self.reward, **({"escape": self.escape} if self.escape else {})}
         start, end = self.versions[0], self.versions[-1]
         return Episode(
-            self.ids, self.logprobs, self.finish_reason, start, end, self.versions, None, self.mask, self.last, about
+            self.ids, self.logprobs, self.finish_reason, start, end, self.versions, None, self.mask, self.last, facts
         )
 
 
@@ -156,8 +156,8 @@ def play(
         names = {one.id for one in alive}
         over = sum(all(one.id not in names for one in group) for group in everyone)
         beat = functools.partial(_beat, done, over)
-        asked = [Request(one.id, one.prompt + one.ids, [seed(one.id, one.turns)]) for one in alive]
-        for one, (completion,) in zip(alive, engine.generate(asked, sampling, beat)):
+        turns = [Request(one.id, one.prompt + one.ids, [seed(one.id, one.turns)]) for one in alive]
+        for one, (completion,) in zip(alive, engine.generate(turns, sampling, beat)):
             one.hear(completion)
     done(len(requests))
     return [[one.episode() for one in group] for group in everyone]

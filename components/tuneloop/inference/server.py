@@ -142,16 +142,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--policy", metavar="REF", help="the checkpoint to start with")
     parser.add_argument("--weights", metavar="URL", help="follow the versions published below this URL")
     parser.add_argument("--weights-dir", metavar="DIR", help="assemble them here (default: a temporary directory)")
-    about = "seconds between looks at the pointer; who asks for a version makes it look at once (default: 1)"
-    parser.add_argument("--poll-interval", type=float, default=1.0, help=about)
-    about = "when weights change, running requests finish first, or go on with the new ones (default: wait)"
-    parser.add_argument("--pause", choices=["wait", "keep"], default="wait", help=about)
+    text = "seconds between looks at the pointer; who asks for a version makes it look at once (default: 1)"
+    parser.add_argument("--poll-interval", type=float, default=1.0, help=text)
+    text = "when weights change, running requests finish first, or go on with the new ones (default: wait)"
+    parser.add_argument("--pause", choices=["wait", "keep"], default="wait", help=text)
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1); nobody needs a token"
     )
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)")
-    about = "URL of a record of the starts before this one; after too many without an answer it ends (default: none)"
-    parser.add_argument("--attempts", metavar="URL", help=about)
+    text = "URL of a record of the starts before this one; after too many without an answer it ends (default: none)"
+    parser.add_argument("--attempts", metavar="URL", help=text)
     parser.add_argument("--engine-args", type=_object, default={}, help="vLLM's EngineArgs, a JSON object")
     return parser.parse_args(argv)
 

@@ -45,16 +45,16 @@ def resolve_inputs(
         values[name] = value if name in parameters else text(substitute(value, scope))
         if parameter.get("enum") and values[name] not in map(text, parameter["enum"]):
             raise ExpressionError(f"inputs.parameters.{name}: {values[name]!r} is not one of {parameter['enum']}")
-    found: dict[str, Path | str] = {}
+    resolved: dict[str, Path | str] = {}
     for artifact in declared.get("artifacts", []):
         name = artifact["name"]
         if name in artifacts:
-            found[name] = artifacts[name]
+            resolved[name] = artifacts[name]
         elif "raw" in artifact:
-            found[name] = substitute(artifact["raw"]["data"], scope | _prefixed("inputs.parameters", values))
+            resolved[name] = substitute(artifact["raw"]["data"], scope | _prefixed("inputs.parameters", values))
         elif not artifact.get("optional"):
             raise ExpressionError(f"inputs.artifacts.{name} of template {template['name']} was not supplied")
-    return Inputs(values, found, _prefixed("inputs.parameters", values) | _paths(template, values))
+    return Inputs(values, resolved, _prefixed("inputs.parameters", values) | _paths(template, values))
 
 
 def _paths(template: Mapping[str, Any], values: Mapping[str, str]) -> Scope:
@@ -84,17 +84,17 @@ def resolve_arguments(given: Mapping[str, Any], scope: Scope) -> tuple[dict[str,
             parameters[parameter["name"]] = text(substitute(parameter["value"], scope))
     artifacts: dict[str, Path | str] = {}
     for artifact in given.get("artifacts", []):
-        found = _artifact(artifact, scope)
-        if found is not None:
-            artifacts[artifact["name"]] = found
+        value = _artifact(artifact, scope)
+        if value is not None:
+            artifacts[artifact["name"]] = value
     return parameters, artifacts
 
 
 def resolve_outputs(declared: Mapping[str, Any], scope: Scope) -> tuple[dict[str, str], dict[str, Path | str]]:
     """Return the outputs of a DAG or steps template whose tasks have settled."""
     parameters = {parameter["name"]: _output(parameter, scope) for parameter in declared.get("parameters", [])}
-    found = {artifact["name"]: _artifact(artifact, scope) for artifact in declared.get("artifacts", [])}
-    return parameters, {name: place for name, place in found.items() if place is not None}
+    artifacts = {artifact["name"]: _artifact(artifact, scope) for artifact in declared.get("artifacts", [])}
+    return parameters, {name: place for name, place in artifacts.items() if place is not None}
 
 
 def _output(parameter: Mapping[str, Any], scope: Scope) -> str:
@@ -119,16 +119,16 @@ def _artifact(artifact: Mapping[str, Any], scope: Scope) -> Path | str | None:
     if "raw" in artifact:
         return text(substitute(artifact["raw"]["data"], scope))
     if "fromExpression" in artifact:
-        found = expressions.evaluate(artifact["fromExpression"], scope)
+        value = expressions.evaluate(artifact["fromExpression"], scope)
     else:
         tag = str(artifact.get("from", "")).strip().removeprefix("{{").removesuffix("}}").strip()
-        found = expressions.evaluate(tag[1:], scope) if tag.startswith("=") else scope.get(tag)
-    if found is None:
+        value = expressions.evaluate(tag[1:], scope) if tag.startswith("=") else scope.get(tag)
+    if value is None:
         if artifact.get("optional"):
             return None
         raise ExpressionError(f"artifact {artifact['name']}: unable to resolve {artifact.get('from', 'its source')}")
     below = substitute(artifact.get("subPath", ""), scope)
-    return Path(found) / below if below else found  # type: ignore[no-any-return]
+    return Path(value) / below if below else value  # type: ignore[no-any-return]
 
 
 def list_items(task: Mapping[str, Any], scope: Scope) -> list[Any] | None:
@@ -138,12 +138,12 @@ def list_items(task: Mapping[str, Any], scope: Scope) -> list[Any] | None:
     if task.get("withParam"):
         value = substitute(task["withParam"], scope)
         try:
-            found = json.loads(value)
+            items = json.loads(value)
         except json.JSONDecodeError:
-            found = None
-        if not isinstance(found, list):
+            items = None
+        if not isinstance(items, list):
             raise ExpressionError(f"withParam value could not be parsed as a JSON list: {value[:80]}")
-        return found
+        return items
     if task.get("withSequence"):
         return _sequence({key: substitute(text(value), scope) for key, value in task["withSequence"].items()})
     return None

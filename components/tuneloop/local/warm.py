@@ -152,11 +152,11 @@ def main() -> None:
         return
     gc.collect()
     gc.freeze()  # children do not walk, and so do not copy, what was imported
-    said: dict[str, object] = {"ready": True, "took": time.perf_counter() - clock}
+    message: dict[str, object] = {"ready": True, "took": time.perf_counter() - clock}
     if not own:
         channel = _connection(channel)
-        said = {"ready": True, "took": 0.0, "env": env, "code": code}
-    channel.sendall(json.dumps(said).encode() + b"\n")
+        message = {"ready": True, "took": 0.0, "env": env, "code": code}
+    channel.sendall(json.dumps(message).encode() + b"\n")
     die_with(None)
     adopt_orphans()
     request = serve(channel)

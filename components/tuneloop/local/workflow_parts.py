@@ -38,8 +38,8 @@ def execute_parts(
     Raises:
         UserError: as `execute`.
     """
-    found = read(workdir)
-    done = list(found.parts) if found else []
+    state = read(workdir)
+    done = list(state.parts) if state else []
     metadata = workflow.get("metadata", {})
     run = str(metadata.get("name") or metadata.get("generateName", "run-").rstrip("-"))
     while True:

@@ -15,10 +15,10 @@ import reasoning_gym
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
     """The task's own score of the stripped completion, 0 to 1; None for a prompt that is not from reasoning_gym."""
-    about = metadata.get("reasoning_gym")
-    if about is None:
+    task = metadata.get("reasoning_gym")
+    if task is None:
         return None
-    return float(_verifier(about["task"], json.dumps(about["config"]))(completion.strip(), about["entry"]))
+    return float(_verifier(task["task"], json.dumps(task["config"]))(completion.strip(), task["entry"]))
 
 
 @functools.lru_cache(maxsize=64)

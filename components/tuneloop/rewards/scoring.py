@@ -93,11 +93,11 @@ def find_reward(name: str) -> Reward:
         UserError: unknown, not importable, or not a reward.
     """
     try:
-        found = plugins.load("rewards", name)
+        plugin = plugins.load("rewards", name)
     except ImportError as error:
         remedy = f"needs {error.name or error}; pip install 'tuneloop[rewards]'"
         raise UserError("rewards", name, remedy) from error
-    function = found if callable(found) else getattr(found, "score", None)
+    function = plugin if callable(plugin) else getattr(plugin, "score", None)
     if not callable(function):
         raise UserError("rewards", name, "has no function score(completion, answer, metadata)")
     home = sys.modules.get(getattr(function, "__module__", ""))
@@ -262,8 +262,8 @@ def _serve(pipe: int, jobs: Sequence[_Job], rows: Sequence[Row], rewards: Mappin
 def _judge(reward: Reward, row: Row) -> _Verdict:
     try:
         metadata = json.loads(row["metadata"] or "{}")
-        if isinstance(about := metadata.get("environment"), dict) and about.get("escape"):
-            raise Escape(about["escape"])
+        if isinstance(episode := metadata.get("environment"), dict) and episode.get("escape"):
+            raise Escape(episode["escape"])
         value = reward.function(row["completion"], row["answer"], metadata)
         if value is None:
             return _Verdict("unverifiable", "could not judge it")

@@ -93,8 +93,8 @@ class Client:
 
         def attempt() -> None:
             left = [i for i in range(len(requests)) if i not in results]
-            asked = [asdict(requests[i]) for i in left]
-            body = {"requests": asked, "sampling": asdict(sampling), "version": self.version}
+            waiting = [asdict(requests[i]) for i in left]
+            body = {"requests": waiting, "sampling": asdict(sampling), "version": self.version}
             with self._open("POST", "/generate", body) as response:
                 for line in response.lines():
                     if line.strip():  # an empty one only says that the server is alive
@@ -196,10 +196,10 @@ class Client:
         if self.sleeps:
             self._json("POST", "/wake_up", {})
         served = self._json("GET", "/version")
-        about = policy.manifest.facts["version"], policy.manifest.digest
-        if force or (served["version"], served["digest"]) != about:
-            asked = {"ref": policy.ref, "version": policy.manifest.facts["version"], "force": force}
-            served = self._json("POST", "/load", asked)
+        wanted = policy.manifest.facts["version"], policy.manifest.digest
+        if force or (served["version"], served["digest"]) != wanted:
+            request = {"ref": policy.ref, "version": policy.manifest.facts["version"], "force": force}
+            served = self._json("POST", "/load", request)
         self.context, self.version, self.digest = served["context"], served["version"], served["digest"]
         self.pulled = served.get("pulled") or {}
 
@@ -238,9 +238,9 @@ class Client:
             self.check()
             time.sleep(POLL_S)
 
-    def _refused(self, status: int, said: bytes, path: str, late: bool) -> None:
+    def _refused(self, status: int, content: bytes, path: str, late: bool) -> None:
         """Raise what the answer means; return where asking again may help."""
-        text = said.decode(errors="replace")
+        text = content.decode(errors="replace")
         try:
             text = json.loads(text)["error"]
         except (ValueError, KeyError, TypeError):

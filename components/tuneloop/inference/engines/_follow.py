@@ -65,10 +65,10 @@ class Follower(threading.Thread):
                 self.trouble = ""
             except Exception as error:  # whatever it is: a follower that has died would serve old weights for ever
                 expected = isinstance(error, (UserError, Retryable, Refused))
-                said = str(error) if expected else f"{type(error).__name__}: {error}"
-                if said != self.trouble:
-                    print(f"serve: {said}", file=sys.stderr, flush=True)
-                self.trouble = said
+                trouble = str(error) if expected else f"{type(error).__name__}: {error}"
+                if trouble != self.trouble:
+                    print(f"serve: {trouble}", file=sys.stderr, flush=True)
+                self.trouble = trouble
             self._announce()
             self._wake.wait(self.poll_s)
             self._wake.clear()
@@ -104,8 +104,8 @@ class Follower(threading.Thread):
     def verify(self) -> tuple[int, Readback]:
         """The version that is served, and all that the engine holds compared with its files."""
         with self._one:
-            asked = self.loop.call(lambda engine: (engine.version, read_back(engine.engine, self.directory)))
-            return asked.result()  # type: ignore[no-any-return]
+            comparison = self.loop.call(lambda engine: (engine.version, read_back(engine.engine, self.directory)))
+            return comparison.result()  # type: ignore[no-any-return]
 
     def _look(self) -> None:
         latest = pointer.read(self.store)
@@ -136,16 +136,16 @@ class Follower(threading.Thread):
             if (self.loop.engine.version, self.loop.engine.digest) == (version, digest) and not force:
                 return  # a step that changed nothing gives another version the same digest
             self.pulled = {}
-            held: list[Readback] = []
+            comparisons: list[Readback] = []
             change = self.loop.change(
-                self.directory, version, digest, self.mode, lambda e: held.append(prove(e, self.directory))
+                self.directory, version, digest, self.mode, lambda e: comparisons.append(prove(e, self.directory))
             )
             try:
                 took = change.result()
             except Refused:
                 (self.directory / MARKER).unlink(missing_ok=True)
                 raise
-            self.trouble, self.pulled = "", _about(done, took, held[0])
+            self.trouble, self.pulled = "", _about(done, took, comparisons[0])
             self._record()
 
     def _record(self) -> None:
@@ -165,14 +165,14 @@ def prove(engine: Vllm, model: Path) -> Readback:
     Raises:
         RuntimeError: it is not, or for some tensors nobody can tell.
     """
-    held = read_back(engine.engine, model, PROBE)
-    for names, what in ((held.different, "differ"), (held.unread, "can not be read back from this engine")):
+    comparison = read_back(engine.engine, model, PROBE)
+    for names, what in ((comparison.different, "differ"), (comparison.unread, "can not be read back from this engine")):
         if names:
-            raise RuntimeError(f"{len(names)} of {held.tensors} tensors {what}, {names[0]} among them")
-    return held
+            raise RuntimeError(f"{len(names)} of {comparison.tensors} tensors {what}, {names[0]} among them")
+    return comparison
 
 
-def _about(done: Materialized, took: dict[str, float], held: Readback) -> dict[str, Any]:
+def _about(done: Materialized, took: dict[str, float], comparison: Readback) -> dict[str, Any]:
     return {
         "version": done.version,
         "deltas": done.deltas,
@@ -181,7 +181,7 @@ def _about(done: Materialized, took: dict[str, float], held: Readback) -> dict[s
         **{f"{name}_s": seconds for name, seconds in done.timings.items()},
         **{f"{name}_s": seconds for name, seconds in took.items()},
         "pause_s": took["change"] + took["check"],
-        "tensors": held.tensors,
-        "identical": held.identical,
+        "tensors": comparison.tensors,
+        "identical": comparison.identical,
         "served_at": time.time(),
     }

@@ -114,7 +114,7 @@ class EngineLoop(threading.Thread):
         The future raises `Refused`: 409 for another version, 503 where nothing is served, 400 for bad requests.
         """
         how = {"prompt_logprobs": prompt_logprobs, "stream": stream}
-        return self._command(lambda: self._admit(requests, sampling, version, min_version, emit, how), held=True)
+        return self._command(lambda: self._admit(requests, sampling, version, min_version, emit, how), pausable=True)
 
     def pause(self, mode: Mode) -> Future[None]:
         """Generate nothing until `resume`: what runs finishes first (``wait``) or stays where it is (``keep``); who
@@ -160,12 +160,12 @@ class EngineLoop(threading.Thread):
     def _busy(self) -> bool:
         return bool(self._tickets)
 
-    def _command(self, work: Callable[[], Any], *, held: bool = False) -> Future[Any]:
+    def _command(self, work: Callable[[], Any], *, pausable: bool = False) -> Future[Any]:
         """Run `work` on this thread, in its turn; while the loop is paused not, if it is to be held."""
         answer: Future[Any] = Future()
 
         def execute() -> None:
-            if held and self.paused:
+            if pausable and self.paused:
                 self._held.append(execute)
                 return
             try:
@@ -207,8 +207,8 @@ class EngineLoop(threading.Thread):
         self.paused = True
 
     def _resume(self) -> None:
-        self.paused, held, self._held = False, self._held, []
-        for execute in held:
+        self.paused, commands, self._held = False, self._held, []
+        for execute in commands:
             execute()
 
     def _sleep(self, level: int) -> None:
@@ -247,8 +247,8 @@ class EngineLoop(threading.Thread):
         if self.trouble:
             raise Refused(503, self.trouble)
         if version not in (None, served) or (min_version is not None and served < min_version):
-            asked = f"version {version}" if version is not None else f"version {min_version} or later"
-            raise Refused(409, f"serves version {served}, {asked} was asked for; load it first")
+            demand = f"version {version}" if version is not None else f"version {min_version} or later"
+            raise Refused(409, f"serves version {served}, {demand} was asked for; load it first")
 
     def _step(self) -> None:
         """Drop what was cancelled, run one step of the engine, hand out what it finished."""

@@ -54,19 +54,19 @@ def compare(worker: Any, model: str, every: int) -> dict[str, bool | None]:
     from safetensors import safe_open
 
     module = worker.get_model()
-    found: dict[str, bool | None] = {}
+    identical: dict[str, bool | None] = {}
     experts: dict[str, _Experts] = {}
     for path in sorted(Path(model).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 if (place := EXPERT.match(name)) and (layer := _module(module, f"{place['layer']}.routed_experts")):
-                    found[name] = None
+                    identical[name] = None
                     experts.setdefault(place["layer"], _Experts(layer)).add(name, place, file.get_tensor(name))
                 else:
-                    found[name] = _holds(module, name, file.get_tensor(name), every)
+                    identical[name] = _holds(module, name, file.get_tensor(name), every)
     for those in experts.values():
-        found |= those.held()
-    return found
+        identical |= those.held()
+    return identical
 
 
 def _module(model: Any, name: str) -> Any:
@@ -84,14 +84,14 @@ def _holds(model: Any, name: str, want: Tensor, every: int) -> bool | None:
         if attribute in names and fused != attribute:
             part, parts, place = names.index(attribute), len(names), f"{owner}.{fused}"
     layer = _module(model, place)
-    held = getattr(layer, leaf, None)
-    if held is None or len(sizes := getattr(layer, "output_partition_sizes", [None])) != parts:
+    tensor = getattr(layer, leaf, None)
+    if tensor is None or len(sizes := getattr(layer, "output_partition_sizes", [None])) != parts:
         return None
     own = _own(layer, want, sizes[part])
     if own is None:
         return None
     first = sum(sizes[:part]) if part else 0
-    answers = list(_views(layer, leaf, held, own, slice(first, first + own.shape[0]) if own.ndim else ..., every))
+    answers = list(_views(layer, leaf, tensor, own, slice(first, first + own.shape[0]) if own.ndim else ..., every))
     return all(answers) if answers else None
 
 
@@ -110,13 +110,13 @@ def _own(layer: Any, want: Tensor, rows: int | None) -> Tensor | None:
     return want
 
 
-def _views(layer: Any, leaf: str, held: Tensor, want: Tensor, rows: Any, every: int) -> Iterator[bool]:
+def _views(layer: Any, leaf: str, tensor: Tensor, want: Tensor, rows: Any, every: int) -> Iterator[bool]:
     """Each way in which the layer holds the tensor, and whether it agrees."""
     import torch
 
-    want = want.to(held.dtype)
-    if held.numel():
-        yield _same(held[rows].cpu(), want)
+    want = want.to(tensor.dtype)
+    if tensor.numel():
+        yield _same(tensor[rows].cpu(), want)
     if leaf == "weight" and want.ndim == 2 and hasattr(layer, "cpu_linear"):
         columns = torch.arange(0, want.shape[1], every)
         units = torch.zeros(len(columns), want.shape[1], dtype=want.dtype)
@@ -125,11 +125,11 @@ def _views(layer: Any, leaf: str, held: Tensor, want: Tensor, rows: Any, every: 
         yield torch.equal(answer, want[:, columns].t())
 
 
-def _same(held: Tensor, want: Tensor) -> bool:
+def _same(tensor: Tensor, want: Tensor) -> bool:
     import torch
 
-    return held.shape == want.shape and torch.equal(
-        held.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)
+    return tensor.shape == want.shape and torch.equal(
+        tensor.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)
     )
 
 
@@ -150,22 +150,22 @@ class _Experts:
 
     def held(self) -> dict[str, bool | None]:
         """Name → whether the layer holds it; None for all where experts are spread, or packed with padding."""
-        found: dict[str, bool | None] = {}
+        identical: dict[str, bool | None] = {}
         size, whole = self.layer.intermediate_size_per_partition, self.layer.local_num_experts
         for attribute, rows in (("w13_weight", {"gate": 0, "up": size}), ("w2_weight", {"down": 0})):
-            held = getattr(self.layer, attribute)
+            packed = getattr(self.layer, attribute)
             mine = {name: part for name, part in self.parts.items() if part[1] in rows}
             shape = (whole, len(rows) * size, self.layer.hidden_size)
             shape = shape if attribute == "w13_weight" else (whole, self.layer.hidden_size, size)
-            if held.shape != shape or len(mine) != whole * len(rows) or self.layer.global_num_experts != whole:
+            if packed.shape != shape or len(mine) != whole * len(rows) or self.layer.global_num_experts != whole:
                 continue
-            want = held.new_empty(shape)
+            want = packed.new_empty(shape)
             for expert, which, part in mine.values():
                 want[expert, rows[which] : rows[which] + part.shape[0]] = part
             want = self._packed(want)
-            same = [_same(a.cpu(), b.cpu()) for a, b in zip(held, want)]
-            found |= {name: same[expert] for name, (expert, _, _) in mine.items()}
-        return found
+            same = [_same(a.cpu(), b.cpu()) for a, b in zip(packed, want)]
+            identical |= {name: same[expert] for name, (expert, _, _) in mine.items()}
+        return identical
 
     def _packed(self, weights: Tensor) -> Tensor:
         """As the kernel that this layer chose wants them."""

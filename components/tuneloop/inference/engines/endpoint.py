@@ -163,16 +163,16 @@ class Endpoint:
     ) -> list[list[Completion]]:
         self._stopping.clear()
         pool = ThreadPoolExecutor(min(self.options.concurrency, max(len(requests), 1)))
-        asked: list[Future[list[Completion]]] = []
+        futures: list[Future[list[Completion]]] = []
         try:
-            asked = [pool.submit(self._complete, request, sampling) for request in requests]
-            left: set[Future[list[Completion]]] = set(asked)
+            futures = [pool.submit(self._complete, request, sampling) for request in requests]
+            left: set[Future[list[Completion]]] = set(futures)
             while left:
                 ended, left = wait(left, timeout=0.2, return_when=FIRST_COMPLETED)
                 for future in ended:
                     future.result()
-                done(len(asked) - len(left))
-            return [future.result() for future in asked]
+                done(len(futures) - len(left))
+            return [future.result() for future in futures]
         finally:
             self._stopping.set()  # whoever still waits hangs up; the endpoint drops what it runs
             pool.shutdown(cancel_futures=True)
@@ -182,12 +182,12 @@ class Endpoint:
         self._stopping.clear()
         request, sampling = Request("canary", list(ids), [0]), Sampling(0.0, 1, ())
         body = {"sampling": asdict(sampling), "version": self.version, "prompt_logprobs": True}
-        (said,) = self._retry(lambda url: self._whole(url, request, body, sampling))
-        if said.start_version != self.version:
-            raise self._wrong(f"answers with version {said.start_version} where {self.version} was demanded")
-        if said.prompt_logprobs is None or len(said.prompt_logprobs) != len(ids) - 1:
+        (completion,) = self._retry(lambda url: self._whole(url, request, body, sampling))
+        if completion.start_version != self.version:
+            raise self._wrong(f"answers with version {completion.start_version} where {self.version} was demanded")
+        if completion.prompt_logprobs is None or len(completion.prompt_logprobs) != len(ids) - 1:
             raise self._wrong("gives no prompt_logprobs, one for each id but the first")
-        return said.prompt_logprobs
+        return completion.prompt_logprobs
 
     def close(self) -> None:
         self._stopping.set()
@@ -214,24 +214,26 @@ class Endpoint:
             try:
                 return attempt(url)
             except Lost as lost:
-                about = lost.about or self.options.model_dump()
-                if tries >= about["max_retries"] or self._stopping.is_set():
+                sent = lost.about or self.options.model_dump()
+                if tries >= sent["max_retries"] or self._stopping.is_set():
                     raise Retryable(f"{url}: {lost}, after {tries} retries") from lost
-                self._stopping.wait(min(about["retry_sleep"], 0.02 * 2.0 ** min(tries // len(self.urls), 20)))
+                self._stopping.wait(min(sent["retry_sleep"], 0.02 * 2.0 ** min(tries // len(self.urls), 20)))
                 tries += 1
                 self.retries += 1
 
     def _whole(self, url: str, request: Request, body: Mapping[str, Any], sampling: Sampling) -> list[Completion]:
         """All completions of one prompt from one answer."""
         with self._ask(url, {"requests": [asdict(request)], **body}) as lines:
-            for said in lines:
-                if "completions" in said:
-                    made = [self._read(c, sampling.max_tokens) for c in said["completions"]]
-                    if len(made) != len(request.seeds):
-                        raise self._wrong(f"gives {len(made)} completions where {len(request.seeds)} were asked for")
-                    if any(c.finish_reason == "abort" for c in made):
+            for message in lines:
+                if "completions" in message:
+                    completions = [self._read(c, sampling.max_tokens) for c in message["completions"]]
+                    if len(completions) != len(request.seeds):
+                        raise self._wrong(
+                            f"gives {len(completions)} completions where {len(request.seeds)} were asked for"
+                        )
+                    if any(c.finish_reason == "abort" for c in completions):
                         raise Lost("a completion was aborted")
-                    return made
+                    return completions
             raise Lost("broke off before the end")
 
     def _go_on(
@@ -244,54 +246,56 @@ class Endpoint:
         lengths = {len(part.ids) for part in parts if part.done is None}
         for length in sorted(lengths):  # all 0 at first; after a loss each is where it was
             some = [part for part in parts if part.done is None and len(part.ids) == length]
-            asked = [Request(request.id, request.prompt_ids + part.ids, [_seed(part)]) for part in some]
+            continued = [Request(request.id, request.prompt_ids + part.ids, [_seed(part)]) for part in some]
             left = replace(sampling, max_tokens=sampling.max_tokens - length)
-            payload = {"requests": [asdict(r) for r in asked], **body, "sampling": asdict(left), "stream": True}
+            payload = {"requests": [asdict(r) for r in continued], **body, "sampling": asdict(left), "stream": True}
             with self._ask(url, payload) as lines:
-                for said in lines:
-                    if "sample" in said:
-                        self._extend(some[said["index"]], said)
-                    elif "completions" in said:
-                        part = some[said["index"]]
-                        part.done = self._finish(part, said["completions"][0], sampling)
+                for message in lines:
+                    if "sample" in message:
+                        self._extend(some[message["index"]], message)
+                    elif "completions" in message:
+                        part = some[message["index"]]
+                        part.done = self._finish(part, message["completions"][0], sampling)
                 if any(part.done is None for part in some):
                     raise Lost("broke off before the end")
 
-    def _extend(self, part: Partial, said: Mapping[str, Any]) -> None:
-        self._check_version(said["version"])
-        part.ids += said["ids"]
-        part.logprobs += said["logprobs"]
-        part.versions += [said["version"]] * len(said["ids"])
+    def _extend(self, part: Partial, message: Mapping[str, Any]) -> None:
+        self._check_version(message["version"])
+        part.ids += message["ids"]
+        part.logprobs += message["logprobs"]
+        part.versions += [message["version"]] * len(message["ids"])
 
-    def _finish(self, part: Partial, said: Mapping[str, Any], sampling: Sampling) -> Completion:
-        if said["finish_reason"] == "abort":
+    def _finish(self, part: Partial, fields: Mapping[str, Any], sampling: Sampling) -> Completion:
+        if fields["finish_reason"] == "abort":
             raise Lost("a completion was aborted")
-        if not part.ids or part.ids[len(part.ids) - len(said["ids"]) :] != said["ids"]:
+        if not part.ids or part.ids[len(part.ids) - len(fields["ids"]) :] != fields["ids"]:
             raise self._wrong("streams other tokens than it says that a completion has")
         mixed = part.versions if len(set(part.versions)) > 1 else []
-        whole = {**said, "ids": part.ids, "logprobs": part.logprobs, "versions": mixed}
+        whole = {**fields, "ids": part.ids, "logprobs": part.logprobs, "versions": mixed}
         return self._read(
             {**whole, "start_version": part.versions[0], "end_version": part.versions[-1]}, sampling.max_tokens
         )
 
-    def _read(self, said: Mapping[str, Any], max_tokens: int) -> Completion:
+    def _read(self, fields: Mapping[str, Any], max_tokens: int) -> Completion:
         """A completion, if it can be one."""
         try:
-            made = Completion(**said)
+            completion = Completion(**fields)
         except TypeError as error:
             raise self._wrong(f"gives completions of another form ({error})") from error
-        if made.start_version != made.end_version and not made.versions:
+        if completion.start_version != completion.end_version and not completion.versions:
             raise self._wrong("gives two versions, and not which of them made which token")
-        versions = made.versions or [made.start_version]
-        if not 0 < len(made.ids) <= max_tokens or len(made.logprobs) != len(made.ids):
-            raise self._wrong(f"gives {len(made.ids)} ids and {len(made.logprobs)} log-probabilities of {max_tokens}")
-        if not all(math.isfinite(p) and p <= 1e-3 for p in made.logprobs):
+        versions = completion.versions or [completion.start_version]
+        if not 0 < len(completion.ids) <= max_tokens or len(completion.logprobs) != len(completion.ids):
+            raise self._wrong(
+                f"gives {len(completion.ids)} ids and {len(completion.logprobs)} log-probabilities of {max_tokens}"
+            )
+        if not all(math.isfinite(p) and p <= 1e-3 for p in completion.logprobs):
             raise self._wrong("gives log-probabilities that are above 0 or not finite")
-        if made.versions and len(made.versions) != len(made.ids):
+        if completion.versions and len(completion.versions) != len(completion.ids):
             raise self._wrong("gives another number of versions than of ids")
         for version in versions:
             self._check_version(version)
-        return made
+        return completion
 
     def _check_version(self, version: int) -> None:
         if not self.version - self.max_staleness <= version <= self.version:
@@ -306,25 +310,25 @@ class Endpoint:
     @contextmanager
     def _ask(self, url: str, payload: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
         """The lines of one answer."""
-        about = self._prepare(url, payload)
-        options: Any = {"timeout_s": self.timeout_s, "body": about["payload"], "headers": about["headers"]}
+        sent = self._prepare(url, payload)
+        options: Any = {"timeout_s": self.timeout_s, "body": sent["payload"], "headers": sent["headers"]}
         try:
             self._check_stop()
             self.requests += 1
-            with open_response("POST", about["url"], check=self._check_stop, **options) as response:
+            with open_response("POST", sent["url"], check=self._check_stop, **options) as response:
                 if response.status != 200:
                     self._refused(response)
                 yield _lines(response)
         except Lost as lost:
-            lost.about = about
+            lost.about = sent
             raise
         except (Unanswered, json.JSONDecodeError) as error:
             broken = Lost(str(error))
-            broken.about = about
+            broken.about = sent
             raise broken from error
 
     def _prepare(self, url: str, payload: dict[str, Any]) -> dict[str, Any]:
-        about: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "url": f"{url}/generate",
             "payload": payload,
             "headers": {"Content-Type": "application/json"},
@@ -332,11 +336,11 @@ class Endpoint:
             "retry_sleep": self.options.retry_sleep,
         }
         if self._hook is None:
-            return about
-        changed = self._hook(about)
+            return fields
+        changed = self._hook(fields)
         if not isinstance(changed, dict):
             raise TypeError(f"the hook {self.options.hook} must return a dict, not {type(changed).__name__}")
-        return {**about, **changed}
+        return {**fields, **changed}
 
     def _refused(self, response: Response) -> None:
         text = " ".join(response.read().decode(errors="replace").split())[:300]

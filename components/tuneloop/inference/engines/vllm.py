@@ -74,10 +74,10 @@ def check_here(args: Mapping[str, Any], prefix: str) -> None:
     Raises:
         UserError: as `check`.
     """
-    found = importlib.util.find_spec("vllm")
-    if not args or found is None or found.origin is None:
+    spec = importlib.util.find_spec("vllm")
+    if not args or spec is None or spec.origin is None:
         return
-    path = Path(found.origin).with_name("engine") / "arg_utils.py"
+    path = Path(spec.origin).with_name("engine") / "arg_utils.py"
     classes = [n for n in ast.parse(path.read_bytes()).body if isinstance(n, ast.ClassDef) and n.name == "EngineArgs"]
     known = [ast.unparse(n.target) for each in classes for n in each.body if isinstance(n, ast.AnnAssign)]
     for name in args.keys() - set(known):
@@ -109,9 +109,9 @@ class Vllm:
         Raises:
             UserError: vLLM is absent, refuses an argument, or runs a model of another shape.
         """
-        about = policy.manifest.facts["version"], policy.manifest.digest
-        if (self.version, self.digest) != about or force:
-            self.change(policy.path / "model", *about)
+        wanted = policy.manifest.facts["version"], policy.manifest.digest
+        if (self.version, self.digest) != wanted or force:
+            self.change(policy.path / "model", *wanted)
 
     def change(self, model: Path, version: int, digest: str) -> None:
         """Start on, or change in place to, the weights in a model directory.
@@ -246,8 +246,8 @@ class Vllm:
     def step(self) -> Iterator[tuple[str, Answer]]:
         """One forward of all that is queued; names and answers of what it finished, and of what is streamed."""
         for out in self.engine.step():
-            key, said = out.request_id, out.outputs[0]
-            new = Tokens(list(said.token_ids), list(map(float, said.logprobs.logprobs)), self.version)
+            key, output = out.request_id, out.outputs[0]
+            new = Tokens(list(output.token_ids), list(map(float, output.logprobs.logprobs)), self.version)
             if key in self._streamed:
                 whole = self._streamed[key]
                 whole.ids.extend(new.ids)
@@ -264,14 +264,14 @@ class Vllm:
         for key in keys:
             self._forget(key)
 
-    def _completion(self, key: str, out: Any, made: Tokens) -> Completion:
+    def _completion(self, key: str, out: Any, tokens: Tokens) -> Completion:
         versions = self._spans.get(key, [])
-        versions = [*versions, *[self.version] * (len(made.ids) - len(versions))]
+        versions = [*versions, *[self.version] * (len(tokens.ids) - len(versions))]
         scored = None if out.prompt_logprobs is None else list(map(float, out.prompt_logprobs.logprobs))
         self._forget(key)
         return Completion(
-            made.ids,
-            made.logprobs,
+            tokens.ids,
+            tokens.logprobs,
             out.outputs[0].finish_reason or "abort",
             versions[0],
             versions[-1],
@@ -362,9 +362,11 @@ def _start(model: Path, args: Mapping[str, Any]) -> Any:
     given = {"disable_log_stats": True, "use_tqdm_on_load": False, **args, **fixed}
     try:
         # The context only chooses defaults: those of vLLM's own offline class, which are for throughput.
-        made = EngineArgs(model=str(model), **given)
-        config = made.create_engine_config(UsageContext.LLM_CLASS)
-        return LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=made.disable_log_stats)
+        engine_args = EngineArgs(model=str(model), **given)
+        config = engine_args.create_engine_config(UsageContext.LLM_CLASS)
+        return LLMEngine.from_vllm_config(
+            config, UsageContext.LLM_CLASS, disable_log_stats=engine_args.disable_log_stats
+        )
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError("--engine-args", dict(args), _first_line(error)) from error
 

@@ -53,18 +53,18 @@ class Dynamo:
         return read_workers(answer)
 
 
-def read_workers(said: dict[str, Any]) -> list[Worker]:
+def read_workers(answer: dict[str, Any]) -> list[Worker]:
     """The workers of an answer of ``/v1/rl/workers``, each instance once.
 
     Raises:
         UserError: another protocol, or a worker that can not be brought to a version.
         Retryable: the frontend could not ask one of them.
     """
-    if said.get("protocol_version") != 1:
+    if answer.get("protocol_version") != 1:
         remedy = "of /v1/rl/workers is not 1; this tuneloop knows no other"
-        raise UserError("protocol_version", said.get("protocol_version"), remedy)
-    found: dict[str, Worker] = {}
-    for each in said.get("workers", ()):
+        raise UserError("protocol_version", answer.get("protocol_version"), remedy)
+    workers: dict[str, Worker] = {}
+    for each in answer.get("workers", ()):
         name = f"{each.get('component')}/{each['instance_id']}"
         if each.get("error"):
             raise Retryable(f"worker {name}: {each['error']}")
@@ -73,8 +73,8 @@ def read_workers(said: dict[str, Any]) -> list[Worker]:
         if missing:
             remedy = f"lacks {', '.join(missing)}; start it with --enable-rl and DYN_SYSTEM_PORT"
             raise UserError("worker", name, remedy)
-        found[name] = Worker(name, each["system_url"].rstrip("/"), routes)
-    return list(found.values())
+        workers[name] = Worker(name, each["system_url"].rstrip("/"), routes)
+    return list(workers.values())
 
 
 def open_fleet(url: str) -> Fleet:

@@ -65,8 +65,8 @@ def render(
     graphs = [document for document in documents if document and document.get("kind") == KIND]
     if len(graphs) != 1:
         raise UserError("manifest", f"{len(graphs)} of kind {KIND}", "must be one")
-    made: dict[str, Any] = copy.deepcopy(dict(graphs[0]))
-    metadata = made.setdefault("metadata", {})
+    graph: dict[str, Any] = copy.deepcopy(dict(graphs[0]))
+    metadata = graph.setdefault("metadata", {})
     metadata.update({key: value for key, value in (("name", name), ("namespace", namespace)) if value})
     if labels:
         metadata["labels"] = {**metadata.get("labels", {}), **labels}
@@ -74,13 +74,13 @@ def render(
         path, equals, text = item.partition("=")
         if not equals:
             raise UserError("--set", item, "write path=value")
-        _put(made, path.split("."), yaml.safe_load(text), item)
+        _put(graph, path.split("."), yaml.safe_load(text), item)
     if image:
-        for container in _containers(made):
+        for container in _containers(graph):
             container.setdefault("image", image)
     if not metadata.get("name"):
         raise UserError("manifest", None, "the graph has no name; give it one")
-    return made
+    return graph
 
 
 def _put(place: Any, path: Sequence[str], value: Any, item: str) -> None:
@@ -100,16 +100,16 @@ def _item(place: Any, name: str, item: str) -> Any:
 
 def _containers(graph: dict[str, Any]) -> list[dict[str, Any]]:
     """The main container of each component, as ``v1alpha1`` (services) and ``v1beta1`` (components) have it."""
-    spec, found = graph.setdefault("spec", {}), []
+    spec, main_containers = graph.setdefault("spec", {}), []
     for service in (spec.get("services") or {}).values():
-        found.append(service.setdefault("extraPodSpec", {}).setdefault("mainContainer", {}))
+        main_containers.append(service.setdefault("extraPodSpec", {}).setdefault("mainContainer", {}))
     for component in spec.get("components") or ():
         containers = component.setdefault("podTemplate", {}).setdefault("spec", {}).setdefault("containers", [])
         main = next((c for c in containers if c.get("name") == "main"), None)
         if main is None:
             containers.append(main := {"name": "main"})
-        found.append(main)
-    return found
+        main_containers.append(main)
+    return main_containers
 
 
 def served(cluster: Connection) -> str:
@@ -123,14 +123,14 @@ def served(cluster: Connection) -> str:
     for version in VERSIONS:
         with translate_api_errors(cluster):
             try:
-                found = cluster.custom.get_api_resources(GROUP, version)
+                kinds = cluster.custom.get_api_resources(GROUP, version)
             except ApiException as error:
                 if error.status == 403:
                     return version
                 if error.status != 404:
                     raise
                 continue
-        if any(resource.name == PLURAL for resource in found.resources):
+        if any(resource.name == PLURAL for resource in kinds.resources):
             return version
     raise UserError("cluster", cluster.context, f"has no {KIND} ({PLURAL}.{GROUP}); install Dynamo's operator first")
 
@@ -174,7 +174,7 @@ def bring_up(
         Retryable: it was not ready in time; as above.
     """
     name = str(graph["metadata"]["name"])
-    made, started = _ensure(cluster, graph, recreate, tell), None
+    created, started = _ensure(cluster, graph, recreate, tell), None
     try:
         _wait(cluster, name, timeout, poll, tell)
         if start is not None:
@@ -184,7 +184,7 @@ def bring_up(
     except BaseException:
         if started is not None:
             _delete(cluster, *WORKFLOWS, started)
-        if made:
+        if created:
             down(cluster, name)
             tell(f"{name}: taken down again")
         raise
@@ -214,27 +214,27 @@ def _ensure(cluster: Connection, graph: Object, recreate: bool, tell: Callable[[
 def drift(wanted: Any, live: Any, at: str) -> list[str]:
     """Paths at which `live` lacks or changes what is `wanted`; what it has beyond that is the operator's."""
     if isinstance(wanted, Mapping):
-        there = live if isinstance(live, Mapping) else {}
-        return [path for key in wanted for path in drift(wanted[key], there.get(key), f"{at}.{key}")]
+        fields = live if isinstance(live, Mapping) else {}
+        return [path for key in wanted for path in drift(wanted[key], fields.get(key), f"{at}.{key}")]
     if isinstance(wanted, list) and isinstance(live, list) and len(wanted) == len(live):
         return [path for i, item in enumerate(wanted) for path in drift(item, live[i], f"{at}[{i}]")]
     return [] if wanted == live else [at]
 
 
 def _wait(cluster: Connection, name: str, timeout: float, poll: float, tell: Callable[[str], object]) -> None:
-    deadline, told = time.monotonic() + timeout, ""
+    deadline, reported = time.monotonic() + timeout, ""
     while True:
-        found = gates(cluster, name)
-        shut = "; ".join(f"{gate.name}: {gate.why}" for gate in found if not gate.open)
+        conditions = gates(cluster, name)
+        shut = "; ".join(f"{gate.name}: {gate.why}" for gate in conditions if not gate.open)
         if not shut:
             break
-        if found[0].why == "failed":
+        if conditions[0].why == "failed":
             raise UserError("graph", name, f"its operator gave up: {_condition(cluster, name)}")
         if time.monotonic() > deadline:
             raise Retryable(f"{name}: not ready after {timeout:g} s ({shut})")
-        if shut != told:
+        if shut != reported:
             tell(f"{name}: {shut}")
-            told = shut
+            reported = shut
         time.sleep(poll)
     tell(f"{name}: ready")
 
@@ -274,9 +274,9 @@ def pods_gate(pods: Sequence[Any]) -> Gate:
     return Gate("pods", 0 < len(live) == len(ready), f"{len(ready)} of {len(live)} ready")
 
 
-def frontend_gate(status: int, told: str = "") -> Gate:
+def frontend_gate(status: int, reason: str = "") -> Gate:
     """Something answers there, if only with 404. `status` is 0 where nobody does."""
-    return Gate("frontend", status not in (0, *DOWN), f"answers {status}" if status else told or "does not answer")
+    return Gate("frontend", status not in (0, *DOWN), f"answers {status}" if status else reason or "does not answer")
 
 
 def _probe(cluster: Connection, service: str, port: int) -> tuple[int, str]:
@@ -303,8 +303,8 @@ def _probe(cluster: Connection, service: str, port: int) -> tuple[int, str]:
 def _of_the_api(error: Any) -> bool:
     """Whether the API server itself answered, for want of the Service."""
     try:
-        said = json.loads(error.body)
-        return bool(said["kind"] == "Status" and said["details"]["kind"] == "services")
+        status = json.loads(error.body)
+        return bool(status["kind"] == "Status" and status["details"]["kind"] == "services")
     except (TypeError, ValueError, KeyError):
         return False
 

@@ -56,8 +56,8 @@ class Refitted:
 def target(policy: Artifact) -> Target:
     """A checkpoint as workers are told of it: by its directory where the store is a volume, else by its reference."""
     version, digest = policy.manifest.facts["version"], policy.manifest.digest
-    held = local_path(policy.url)
-    model = f"{held}/{policy.manifest.root}/model" if held else f"{policy.url}@{digest}"
+    local = local_path(policy.url)
+    model = f"{local}/{policy.manifest.root}/model" if local else f"{policy.url}@{digest}"
     return Target(f"{version}@{digest}", model)
 
 
@@ -81,11 +81,11 @@ def refit(
         if done.passes and not done.workers and not lost:
             time.sleep(1.0)  # nobody so far: they may be starting
         done.passes += 1
-        found = {worker.id: worker for worker in fleet.discover()}
-        new = [worker for name, worker in found.items() if name not in done.workers]
-        if found and not new:
-            done.workers = {name: done.workers[name] for name in found}
-            done.urls = [worker.url for worker in found.values()]
+        workers = {worker.id: worker for worker in fleet.discover()}
+        new = [worker for name, worker in workers.items() if name not in done.workers]
+        if workers and not new:
+            done.workers = {name: done.workers[name] for name in workers}
+            done.urls = [worker.url for worker in workers.values()]
             done.seconds = time.monotonic() - start
             return done
         lost = _pass(new, wanted, timeout_s, force, done)
@@ -101,8 +101,8 @@ def _pass(
     """Change `workers` at the same time, add those that have the version to `done`, and return those that are gone."""
     lost: dict[str, Unreachable] = {}
     with ThreadPoolExecutor(max(len(workers), 1)) as pool:
-        asked = {worker.id: pool.submit(_change, worker, wanted, timeout_s, force) for worker in workers}
-    for name, future in asked.items():
+        futures = {worker.id: pool.submit(_change, worker, wanted, timeout_s, force) for worker in workers}
+    for name, future in futures.items():
         try:
             done.workers[name], updating = future.result()
             done.updates |= {name: updating} if updating else {}

@@ -157,26 +157,26 @@ def _collect(process: subprocess.Popen[bytes], reader: int, limits: Limits) -> t
     end = time.monotonic() + limits.seconds
     assert process.stdout is not None
     most = {process.stdout.fileno(): limits.output, reader: NOTES}
-    found = dict.fromkeys(most, b"")
+    received = dict.fromkeys(most, b"")
     with selectors.DefaultSelector() as waiting:
         for number in most:
             waiting.register(number, selectors.EVENT_READ)
         while waiting.get_map():
             ready = waiting.select(max(end - time.monotonic(), 0))
             if not ready:
-                return *found.values(), "timeout"  # type: ignore[return-value]
+                return *received.values(), "timeout"  # type: ignore[return-value]
             for key, _ in ready:
                 data = os.read(key.fd, 1 << 16)
-                found[key.fd] = (found[key.fd] + data)[: most[key.fd] + 1]
+                received[key.fd] = (received[key.fd] + data)[: most[key.fd] + 1]
                 if not data:
                     waiting.unregister(key.fd)
-                elif len(found[key.fd]) > most[key.fd]:
-                    return *found.values(), "output"  # type: ignore[return-value]
+                elif len(received[key.fd]) > most[key.fd]:
+                    return *received.values(), "output"  # type: ignore[return-value]
     try:
         process.wait(max(end - time.monotonic(), 0.1))
     except subprocess.TimeoutExpired:  # it closed both and goes on
-        return *found.values(), "timeout"  # type: ignore[return-value]
-    return *found.values(), None  # type: ignore[return-value]
+        return *received.values(), "timeout"  # type: ignore[return-value]
+    return *received.values(), None  # type: ignore[return-value]
 
 
 def _judge(code: int, out: str, notes: str, over: Kind | None) -> Ending:

@@ -139,20 +139,20 @@ def watch(notes: int, readable: list[str]) -> None:
 
 def _call(number: int, *arguments: object) -> int:
     given = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    found = int(libc.syscall(ctypes.c_long(number), *given))
-    if found < 0:
+    result = int(libc.syscall(ctypes.c_long(number), *given))
+    if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"system call {number}: {os.strerror(code)}")
-    return found
+    return result
 
 
-def shut_in(about: dict[str, Any]) -> None:
+def shut_in(options: dict[str, Any]) -> None:
     """All of it; what fails is written to the notes, and the program is not run."""
-    notes, readable = about["notes"], about["readable"]
+    notes, readable = options["notes"], options["readable"]
     try:
         libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: dies with who judges it
         libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-        limit(about["seconds"], about["memory"])
+        limit(options["seconds"], options["memory"])
         landlock(readable)
         seccomp()
         watch(notes, readable)  # last: what comes before uses ctypes, which the program may not
