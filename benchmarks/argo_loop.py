@@ -96,7 +96,8 @@ def _pods(stages: int, per_pod: int, image: str, place: Cluster) -> DAG:
     about: Any = {"command": ["sh", "-c", script], "flags": [], "wires": {"told": "iteration"}, "output": "made"}
     steps = [StageCall(name=f"s{index}", **about) for index in range(1, stages + 1)]
     told = f"s{stages}.told"
-    pod = pod_template(PodLoop(steps=steps, carry={"told": told}, reward=told), names, names, {}, per_pod, place)
+    described = PodLoop(steps=steps, carry={"told": told}, reward=told)
+    pod = pod_template(described, names, names, {}, per_pod=per_pod, cluster=place)
     pod.image = image
     last = (
         "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters.%s : tasks.iterations.outputs.parameters.%s"

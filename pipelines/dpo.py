@@ -8,10 +8,9 @@ The reference is the policy after SFT; its log-probabilities are computed once, 
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from tuneloop.cli.pipeline_file import builders
+from tuneloop.cli.pipeline_file import builders, run_file
 from tuneloop.config.pipeline import SET_BY_PIPELINE, PipelineConfig
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
@@ -71,11 +70,4 @@ def draw(graph: Graph) -> None:
 
 
 build_argo, build_kfp = builders("dpo", stages, draw)
-
-if "hera._cli" in sys.modules:  # `hera generate yaml` takes what it finds in the module
-    workflow = build_argo(Config())
-
-if __name__ == "__main__":  # sends it to the Argo server that ARGO_SERVER names
-    from tuneloop.cli.cluster import submit_pipeline
-
-    sys.exit(submit_pipeline(__file__, sys.argv[1:]))
+workflow = run_file(__name__, __file__, lambda: build_argo(Config()))

@@ -5,10 +5,9 @@ tuneloop run sft --set data.source=jsonl --set data.source_args.train=examples.j
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from tuneloop.cli.pipeline_file import builders
+from tuneloop.cli.pipeline_file import builders, run_file
 from tuneloop.config.pipeline import SET_BY_PIPELINE, Nodes, PipelineConfig
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
@@ -56,11 +55,4 @@ def draw(graph: Graph) -> None:
 
 
 build_argo, build_kfp = builders("sft", stages, draw)
-
-if "hera._cli" in sys.modules:  # `hera generate yaml` takes what it finds in the module
-    workflow = build_argo(Config())
-
-if __name__ == "__main__":  # sends it to the Argo server that ARGO_SERVER names
-    from tuneloop.cli.cluster import submit_pipeline
-
-    sys.exit(submit_pipeline(__file__, sys.argv[1:]))
+workflow = run_file(__name__, __file__, lambda: build_argo(Config()))

@@ -50,15 +50,21 @@ def describe_loop(
 
 
 def pod_template(
-    loop: PodLoop, inputs: Sequence[str], outputs: Sequence[str], values: Mapping[str, str], per_pod: int,
+    loop: PodLoop,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    values: Mapping[str, str],
+    *,
+    per_pod: int,
     cluster: Cluster,
-) -> Container:  # fmt: skip
+) -> Container:
     """Return the template `iterations`, a container that runs `per_pod` of them.
 
     Args:
         inputs: its input parameters, which are values of the loop.
         outputs: its output parameters.
         values: more values of the loop.
+        cluster: what the pod asks for.
     """
     from hera.workflows import Container, Parameter
     from hera.workflows.models import ValueFrom

@@ -63,8 +63,8 @@ def iterations_template(loop: Loop, specs: Sequence[StageSpec], config: LoopPipe
     """Make the template of a pod of several iterations."""
     published, settings = config.published(RUN), config.loop
     described = describe_loop(loop, specs, {"seed": config.seed}, published, settings.evaluate_every)
-    sizes = (settings.iterations_per_pod, config.cluster)
-    return pod_template(described, loop.inputs, loop.pod_outputs, published, *sizes)
+    about: Any = {"per_pod": settings.iterations_per_pod, "cluster": config.cluster}
+    return pod_template(described, loop.inputs, loop.pod_outputs, published, **about)
 
 
 def template_of(spec: StageSpec, config: PipelineConfig, loop: Loop | None) -> Any:
@@ -93,14 +93,14 @@ class Tasks:
 
     def stage(self, component: Component, name: str = "", **inputs: Output) -> Outputs:
         name = name or component.template
-        given = {flag(k): value for k, value in inputs.items()}
-        task = self._templates[component.template](
-            name=name, arguments={**given, flag(component.output): f"{RUN}/{name}"}
-        )
+        given = {**inputs, component.output: f"{RUN}/{name}"}
+        arguments = {flag(k): value for k, value in given.items()}
+        task = self._templates[component.template](name=name, arguments=arguments)
         parents = {value.task.name: value.task for value in inputs.values()}
         implied = {each for parent in parents for each in self._before[parent]}
-        for parent in parents.keys() - implied:
-            parents[parent] >> task
+        for parent in parents:
+            if parent not in implied:
+                parents[parent] >> task
         self._before[name] = {*parents, *implied}
         return Outputs(task)
 

@@ -1,7 +1,8 @@
-"""What a pipeline's file builds of what it says: an Argo Workflow, and a KFP pipeline."""
+"""What a pipeline's file builds of what it says, an Argo Workflow and a KFP pipeline; and the file as a program."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,3 +35,20 @@ def builders(
         return build_pipeline(name, config, stages(config), draw, loop)
 
     return build_argo, build_kfp
+
+
+def run_file(name: str, path: str, build: Callable[[], Any]) -> Any:
+    """Submit the pipeline, where its file is run as a program, to the Argo server that ARGO_SERVER names.
+
+    Args:
+        name, path: ``__name__`` and ``__file__`` of the file.
+        build: makes its Workflow.
+
+    Returns:
+        the Workflow for `hera generate yaml`, which takes what it finds in a module; nothing otherwise.
+    """
+    if name == "__main__":
+        from tuneloop.cli.cluster import submit_pipeline
+
+        sys.exit(submit_pipeline(path, sys.argv[1:]))
+    return build() if "hera._cli" in sys.modules else None

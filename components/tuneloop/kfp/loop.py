@@ -84,7 +84,7 @@ class LoopTasks:
     def iterate(self, values: Mapping[str, Any], url: Any) -> tuple[Any, dict[str, Any]]:
         """Make the tasks of one iteration, or the one of several in a pod; return the last, and what it hands on."""
         if self.config.loop.iterations_per_pod:
-            given = {name: values[name] for name in (*self.loop.passed, *self.loop.carry)}
+            given = {name: values[name] for name in self.loop.passed}
             task = self.steps["iterations"](
                 "iterations", url=self.url, seed=self.shared["seed"], **{TARGET: self.target}, **given
             )

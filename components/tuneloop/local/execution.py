@@ -18,7 +18,7 @@ from typing import Any
 
 from tuneloop.local.journal import BROKEN, DONE, Journal, Node, Workflow
 from tuneloop.local.pod_files import PodFilesystem
-from tuneloop.local.processes import Launches, Process, end_process
+from tuneloop.local.processes import Launcher, Process, end_process
 from tuneloop.local.results import Call, Result, Scope
 from tuneloop.workflow import manifest
 from tuneloop.workflow.expression_values import text
@@ -47,7 +47,7 @@ class Execution:
         workdir: Path,
         *,
         parallelism: int | None,
-        launcher: Launches,
+        launcher: Launcher,
         env: Mapping[str, str],
         cwd: Path,
         grace: float,

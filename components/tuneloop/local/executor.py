@@ -20,7 +20,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.local.execution import Execution, OnLog, OnNode
 from tuneloop.local.graph import run_template
 from tuneloop.local.journal import Node, Workflow, hold, outcome_code
-from tuneloop.local.processes import Launcher, Launches, base_environment
+from tuneloop.local.processes import Launcher, base_environment
 from tuneloop.local.results import Call, Result
 from tuneloop.local.warm import Kind, serves, warmable
 from tuneloop.workflow import manifest
@@ -54,7 +54,6 @@ def execute(
     entrypoint: str | None = None,
     parallelism: int | None = None,
     warm: bool = True,
-    launcher: Launches | None = None,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     grace: float = 60.0,
@@ -70,7 +69,6 @@ def execute(
         entrypoint: another template to start at; its inputs are taken from `arguments`.
         parallelism: pods at a time, daemons apart; default: the spec's, else the number of cores, at least 4.
         warm: start tuneloop's own stages as forks of a process that has imported torch (`tuneloop.local.warm`).
-        launcher: starts the processes of pods, in place of `warm`; closed at the end.
         env: added to every pod's environment (the container's own wins).
         cwd: of every pod; default: the current directory.
         grace: seconds between SIGTERM and SIGKILL, when the template names no terminationGracePeriodSeconds.
@@ -91,7 +89,7 @@ def execute(
             parameters,
             workdir,
             parallelism=parallelism,
-            launcher=launcher or Launcher(environment, _kinds(spec["templates"]) if warm else ()),
+            launcher=Launcher(environment, _kinds(spec["templates"]) if warm else ()),
             env=environment,
             cwd=cwd or Path.cwd(),
             grace=grace,

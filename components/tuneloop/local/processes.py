@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.provenance import code_digest
@@ -152,18 +152,6 @@ class ProcessServer:
             self.settled.set()
         elif "failed" in message:
             self.failure = message["failed"]
-
-
-class Launches(Protocol):
-    """What starts the processes of pods."""
-
-    def start(
-        self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: Path, stderr: Path, patient: bool
-    ) -> Process:
-        """Start `argv`."""
-
-    def close(self) -> None:
-        """End what still runs."""
 
 
 class Launcher:

@@ -21,10 +21,16 @@ class StageSpec:
     """A stage of a pipeline, with the parameters that are the same in each of its calls."""
 
     def __init__(
-        self, component: Component, settings: BaseModel, *, processes: int = 1, nodes: int = 1, **parameters: Any
+        self,
+        component: Component,
+        settings: BaseModel | None = None,
+        *,
+        processes: int = 1,
+        nodes: int = 1,
+        **parameters: Any,
     ) -> None:
         self.component, self.processes, self.nodes = component, processes, nodes
-        self.parameters = {**settings.model_dump(), **parameters}
+        self.parameters = {**(settings.model_dump() if settings else {}), **parameters}
 
     def accepted(self, names: Sequence[str]) -> list[str]:
         """Return those of `names` that are parameters of the stage."""

@@ -50,6 +50,8 @@ def test_a_task_depends_on_those_whose_outputs_it_takes_and_on_no_other() -> Non
         scored = graph.stage(toy.reward, rollouts=batch.rollouts)
         graph.stage(toy.policy_update, policy=first.checkpoint, rewards=scored.rewards)
         graph.stage(toy.evaluate, "evaluate-before", policy=first.checkpoint)
+        other = graph.stage(toy.sft, "other")
+        graph.stage(toy.policy_update, "update-other", policy=other.checkpoint, rewards=scored.rewards)
 
     stages = (toy.sft, toy.rollout, toy.reward, toy.policy_update, toy.evaluate)
     specs = [StageSpec(stage, stage.settings(without={"seed"})()) for stage in stages]
@@ -60,6 +62,8 @@ def test_a_task_depends_on_those_whose_outputs_it_takes_and_on_no_other() -> Non
         "reward": "rollout",
         "policy-update": "reward",
         "evaluate-before": "sft",
+        "other": None,
+        "update-other": "other && reward",
     }
 
 

@@ -1,7 +1,6 @@
 """Processes of a run: daemons, signals, and what is left when the executor is killed."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -73,10 +72,9 @@ def ask(port: int, path: str = "/") -> Template:
 
 def gone(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
         return True
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 IP = given(ip="{{tasks.serve.ip}}")
