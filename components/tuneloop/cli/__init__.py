@@ -6,7 +6,6 @@ stage that failed.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 
@@ -14,7 +13,7 @@ import typer
 
 import tuneloop
 from tuneloop.cli import author, cluster, endpoint, execute, fleet, gateway, gc, inspect, kfp, turns, weights
-from tuneloop.core.errors import EXIT_USER, NoKeys, Retryable, UserError, failed, say
+from tuneloop.cli.exits import run_command
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -82,16 +81,4 @@ def main() -> None:
 
 def invoke(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
-    try:
-        return app(kfp.route(arguments), prog_name="tuneloop", standalone_mode=False) or 0
-    except NoKeys as error:
-        return failed(error.mistake)
-    except (UserError, Retryable) as error:
-        return failed(error)
-    except (KeyboardInterrupt, typer.Abort):
-        return say("interrupted", 130)
-    except BrokenPipeError:  # `tuneloop … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except typer.TyperException as error:
-        return say(f"error: {error.format_message()} (see --help)", EXIT_USER)
+    return run_command(lambda: app(kfp.route(arguments), prog_name="tuneloop", standalone_mode=False))

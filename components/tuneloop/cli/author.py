@@ -8,18 +8,7 @@ from typing import Annotated
 
 import typer
 
-PIPELINE = Annotated[
-    str, typer.Argument(help="A pipeline's name (in ./pipelines, or shipped), or the path of its file.")
-]
-CONFIG = Annotated[
-    Path | None,
-    typer.Option("--config", "-c", help="YAML file with the configuration; what it lacks keeps its default."),
-]
-SETS = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override one key, as in a.b=1; the value is YAML. Repeatable."),
-]
-OUTPUT = Annotated[Path | None, typer.Option("--output", "-o", help="Write here, not to standard output.")]
+from tuneloop.cli.arguments import CONFIG, OUTPUT, PIPELINE, SETS
 
 
 def plan(

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuneloop.cli.author import CONFIG, PIPELINE, SETS
-from tuneloop.cli.execute import RUN
-from tuneloop.cli.inspect import JSON, print_json
-from tuneloop.core.errors import EXIT_USER, UserError
+from tuneloop.cli.arguments import CONFIG, CONTEXT, JSON, NAMESPACE, PIPELINE, RUN, SETS
+from tuneloop.cli.exits import run_command
+from tuneloop.cli.inspect import print_json
+from tuneloop.core.errors import UserError
 
 if TYPE_CHECKING:
     from tuneloop.cli.show import Stage
     from tuneloop.cluster.watch import Status
     from tuneloop.kube.connection import Connection
 
-NAMESPACE = Annotated[str, typer.Option("--namespace", "-n", help="Where the runs live.")]
-CONTEXT = Annotated[str | None, typer.Option("--context", help="Of the kubeconfig; default: the current one.")]
 
 app = typer.Typer(no_args_is_help=True, help="The runs on a cluster.")
 
@@ -139,16 +137,18 @@ def submit_pipeline(path: str, arguments: list[str]) -> int:
     Returns:
         the exit code.
     """
-    from tuneloop.cli import invoke
     from tuneloop.cluster.argo_server import address
 
-    if {"-h", "--help"} & set(arguments):
-        return invoke(["submit", "--help"])
-    try:
-        return invoke(["submit", path, "--server", address(), *arguments])
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        return EXIT_USER
+    program = typer.Typer(add_completion=False, rich_markup_mode=None)
+    program.command()(submit)
+    asks = bool({"-h", "--help"} & set(arguments))
+
+    def command() -> int | None:
+        words = ["--help"] if asks else [path, "--server", address(), *arguments]
+        found: int | None = program(words, prog_name=f"python {path}", standalone_mode=False)
+        return found
+
+    return run_command(command)
 
 
 def schedule(

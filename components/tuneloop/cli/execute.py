@@ -10,15 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuneloop.cli.author import CONFIG, PIPELINE, SETS
+from tuneloop.cli.arguments import CONFIG, PIPELINE, RUN, SETS, STORE
 
 if TYPE_CHECKING:
     from tuneloop.runs.run_record import Run
 
-RUN = Annotated[str, typer.Argument(help="The run's name.")]
-STORE = Annotated[
-    str, typer.Option("--store", help="Where artifacts lie: a path, or file://, s3://, gs://, az:// and a prefix.")
-]
 TRACK = Annotated[
     bool, typer.Option("--track/--no-track", help="Mirror the run into MLflow (MLFLOW_TRACKING_URI) as it goes.")
 ]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tuneloop.cli.cluster import CONTEXT, NAMESPACE
+from tuneloop.cli.arguments import CONTEXT, NAMESPACE
 
 app = typer.Typer(no_args_is_help=True, help="Fleets of rollout workers that are brought to each version.")
 FLEET = Annotated[

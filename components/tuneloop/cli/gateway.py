@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tuneloop.cli.cluster import CONTEXT
+from tuneloop.cli.arguments import CONTEXT
 
 
 def gateway(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tuneloop.cli.execute import RUN, STORE
+from tuneloop.cli.arguments import RUN, STORE
 
 
 def gc(

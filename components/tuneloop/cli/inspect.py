@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuneloop.cli.execute import RUN, STORE
+from tuneloop.cli.arguments import JSON, RUN, STORE
 
 if TYPE_CHECKING:
     from tuneloop.local.journal import Node
     from tuneloop.runs.run_record import Run, Score
 
-JSON = Annotated[bool, typer.Option("--json", help="For programs: nothing is cut; the keys are in docs/commands.md.")]
 
 UNREAD = ("damaged", "unreachable")
 """Phases of a run in the list that could not be read."""

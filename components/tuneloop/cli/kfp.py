@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tuneloop.cli.author import CONFIG, OUTPUT, PIPELINE, SETS, put
-from tuneloop.cli.execute import RUN
-from tuneloop.cli.inspect import JSON, print_json
+from tuneloop.cli.arguments import CONFIG, JSON, OUTPUT, PIPELINE, RUN, SETS
+from tuneloop.cli.author import put
+from tuneloop.cli.inspect import print_json
 
 ENDPOINT = Annotated[
     str | None, typer.Option("--endpoint", envvar="KF_PIPELINES_ENDPOINT", help="URL of the KFP API, or of its UI.")

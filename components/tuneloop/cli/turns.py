@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuneloop.cli.cluster import CONTEXT, NAMESPACE
+from tuneloop.cli.arguments import CONTEXT, NAMESPACE
 
 if TYPE_CHECKING:
     from tuneloop.sharing.document import Document, Seat

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuneloop.cli.execute import STORE
+from tuneloop.cli.arguments import STORE
 
 if TYPE_CHECKING:
     from tuneloop.runs.run_record import Run

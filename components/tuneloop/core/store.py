@@ -17,7 +17,6 @@ import errno
 import fcntl
 import io
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,20 +34,9 @@ from obstore.exceptions import (
 )
 
 from tuneloop.core.errors import Corrupt, NoKeys, Unavailable, UserError
+from tuneloop.core.object_stores import KEYS, METADATA, REFUSALS, is_plain_http, shorten
 
 SCHEMES = ("file", "s3", "gs", "az", "memory")
-_REFUSALS = ("AccessDenied", "InvalidAccessKey", "InvalidBucketName", "NoSuchBucket", "SignatureDoesNotMatch")
-"""S3's answers that asking again does not change; of listings obstore knows none of them."""
-_KEYS = {
-    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, for an S3 of your own AWS_ENDPOINT_URL",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY",
-}
-"""Where each scheme's keys come from."""
-_METADATA = ("169.254.169.254", "metadata.google.internal")
-"""Where a cloud's machine gets its keys: asked when there are no others."""
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-_ENDPOINT = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]+))?(/[A-Za-z0-9._~/-]*)?")
 
 
 class Conflict(RuntimeError):
@@ -112,11 +100,11 @@ class Store:
         self.root = local_path(self.url)
         if self.root is None:
             scheme = urlparse(self.url).scheme
-            http = scheme == "s3" and _plain_http()
+            http = scheme == "s3" and is_plain_http()
             try:
                 self._objects = obstore.store.from_url(self.url, client_options={"allow_http": http})
             except BaseError as error:  # nobody was asked yet: it is a setting
-                raise UserError("store", self.url, f"{_short(error)}; set {_KEYS.get(scheme, 'another')}") from error
+                raise UserError("store", self.url, f"{shorten(error)}; set {KEYS.get(scheme, 'another')}") from error
 
     def get(self, key: str) -> bytes | None:
         """The bytes of `key`, or None if it does not exist."""
@@ -320,11 +308,11 @@ class Store:
         try:
             yield
         except (PermissionError, PermissionDeniedError, UnauthenticatedError) as error:
-            raise UserError("store", f"{self.url}/{key}", f"not permitted ({_short(error)}); grant access") from error
+            raise UserError("store", f"{self.url}/{key}", f"not permitted ({shorten(error)}); grant access") from error
         except FileExistsError:
             raise
         except FileNotFoundError as error:
-            what = "cannot be made" if self.root is not None else _short(error)
+            what = "cannot be made" if self.root is not None else shorten(error)
             raise UserError("store", f"{self.url}/{key}", f"{what}; correct the URL") from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -335,11 +323,11 @@ class Store:
         except (NotFoundError, AlreadyExistsError, PreconditionError):
             raise
         except BaseError as error:
-            text = _short(error)
-            if any(code in text for code in _REFUSALS):
+            text = shorten(error)
+            if any(code in text for code in REFUSALS):
                 raise UserError("store", self.url, f"{text}; check the bucket and the AWS_* variables") from error
-            if any(host in text for host in _METADATA):
-                remedy = f"no keys; set {_KEYS[urlparse(self.url).scheme]}"
+            if any(host in text for host in METADATA):
+                remedy = f"no keys; set {KEYS[urlparse(self.url).scheme]}"
                 raise NoKeys(UserError("store", self.url, remedy)) from error
             raise Unavailable(f"store: {self.url}/{key}: {text}") from error
 
@@ -375,28 +363,6 @@ class _Object(io.RawIOBase):
                 buffer[:length] = obstore.get_range(self.store._objects, self.key, start=self.at, length=length)
             self.at += length
         return length
-
-
-def _plain_http() -> bool:
-    """Whether the environment names an S3 without TLS.
-
-    Raises:
-        UserError: it names one that is no URL; obstore would panic.
-    """
-    given = {name: value for name in _ENDPOINTS if (value := os.environ.get(name))}
-    for name, value in given.items():
-        found = _ENDPOINT.fullmatch(value)
-        if not found or int(found["port"] or 0) >= 1 << 16:
-            raise UserError(name, value, "is no URL of an S3; write http://HOST:PORT or https://HOST")
-    return any(value.startswith("http://") for value in given.values())
-
-
-def _short(error: BaseException) -> str:
-    """What a service said: of its XML the code alone, which its manual explains."""
-    text = str(error)
-    if code := re.search(r"<Code>([^<]+)</Code>", text):
-        return code[1]
-    return " ".join(text.partition("Debug source:")[0].split())[:300]
 
 
 def fsync(path: Path, *, directory: bool = False) -> None:

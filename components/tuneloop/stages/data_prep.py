@@ -17,6 +17,7 @@ from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, val
 from tuneloop.core import plugins
 from tuneloop.core.component import UNTRACKED, Results, Stage, component, from_validation
 from tuneloop.core.errors import UserError
+from tuneloop.core.progress import Progress
 from tuneloop.data import Example, Splits
 from tuneloop.data.tables import Examine, Preparation, Writer, examine, ray_data, tables
 from tuneloop.rewards.scoring import find_reward, full_marks, parse_spec
@@ -127,17 +128,11 @@ def data_prep(
     Raises:
         UserError: an unknown source, argument or reward; too few examples; a gold answer that its reward rejects.
     """
-    spec = json.dumps(rewards, sort_keys=True)
-    parse_spec(spec)
+    parse_spec(spec := json.dumps(rewards, sort_keys=True))
     if system is not None and not chat:
         raise UserError("data_prep.system", system, "needs --chat true")
-    wanted: dict[Split, int] = {
-        "eval": eval,
-        "sft": sft,
-        "preference_eval": preference_eval,
-        "preference": preference,
-        "train": train,
-    }
+    order: tuple[Split, ...] = ("eval", "sft", "preference_eval", "preference", "train")
+    wanted = dict(zip(order, (eval, sft, preference_eval, preference, train)))
     splits = load_source(source, source_args, sum(wanted.values()), stage.seed("data"))
     pairs = iter(splits.train if splits.preference is None else splits.preference)
     streams = {"eval": splits.eval, "sft": splits.sft, "preference_eval": pairs, "preference": pairs}
@@ -151,26 +146,33 @@ def data_prep(
     with stage.timed("prepare"), ray_data() if preparation == "ray" else nullcontext(here) as mapped:
         for name, number in wanted.items():
             rows = _rows(streams.get(name, splits.train), name, number, seen, spec, reward_args, chat, system)
-            with Writer(stage.out / f"{name}.parquet", SCHEMAS[name], optional=SCHEMAS[name] is PAIRS) as out:
-                for table in mapped(tables(rows), functools.partial(examine, rewards=judges, timeout_s=timeout_s)):
-                    stage.check_stop()
-                    tally.add(name, table)
-                    answers = pc.fill_null(table["answer"], "")
-                    out.write(table.set_column(table.column_names.index("answer"), "answer", answers))
-                    bar.update(tally.total)
-            found, least = tally.rows.get(name, 0), min(number, 1) if name == "train" else number
-            if found < least:
-                asked = "one is needed" if name == "train" else "ask for fewer, or give it more data"
-                raise UserError(f"data_prep.{name}", number, f"{source} has only {found} left; {asked}")
+            examined = mapped(tables(rows), functools.partial(examine, rewards=judges, timeout_s=timeout_s))
+            _write_split(stage, name, examined, tally, bar)
+            _check_count(source, name, number, tally.rows.get(name, 0))
     tally.check()
     counts = {name: tally.rows[name] for name in wanted if (stage.out / f"{name}.parquet").exists()}
-    if tally.unchecked:
-        stage.facts["unchecked"] = tally.unchecked
-    if preparation == "ray":
-        stage.facts["examined"] = dict(tally.hosts)
-    stage.facts.update(rows=counts, source=source, rewards=rewards)
+    unchecked = {"unchecked": tally.unchecked} if tally.unchecked else {}
+    hosts = {"examined": dict(tally.hosts)} if preparation == "ray" else {}
+    stage.facts.update(rows=counts, source=source, rewards=rewards, **unchecked, **hosts)
     stage.log(", ".join(f"{name} {number}" for name, number in counts.items()))
     return {name: counts[name] for name in ("train", "eval", "sft")}
+
+
+def _write_split(stage: Stage, name: Split, examined: Iterable[pa.Table], tally: Tally, bar: Progress) -> None:
+    """Write the rows of a split as they are examined; what has no answer gets an empty one."""
+    with Writer(stage.out / f"{name}.parquet", SCHEMAS[name], optional=SCHEMAS[name] is PAIRS) as out:
+        for table in examined:
+            stage.check_stop()
+            tally.add(name, table)
+            answers = pc.fill_null(table["answer"], "")
+            out.write(table.set_column(table.column_names.index("answer"), "answer", answers))
+            bar.update(tally.total)
+
+
+def _check_count(source: str, name: Split, number: int, found: int) -> None:
+    if found < (min(number, 1) if name == "train" else number):
+        asked = "one is needed" if name == "train" else "ask for fewer, or give it more data"
+        raise UserError(f"data_prep.{name}", number, f"{source} has only {found} left; {asked}")
 
 
 def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) -> Splits:

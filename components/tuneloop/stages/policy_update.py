@@ -116,9 +116,8 @@ def policy_update(
     learner = Objective(stage, objective, temperature, options.per_device_train_batch_size)
     scored = [sample for sample in samples if sample.score is not None and sample.document.target_count]
     if objective.beta and reference is not None:
-        with stage.timed("reference"):
-            with reference_policy(reference, trainer, about) as frozen:
-                learner.score(frozen, scored, "reference")
+        with stage.timed("reference"), reference_policy(reference, trainer, about) as frozen:
+            learner.score(frozen, scored, "reference")
     in_reward = bool(objective.beta) and objective.kl_in == "reward"
     if in_reward:
         with stage.timed("old_logprobs"):
@@ -127,17 +126,7 @@ def policy_update(
     if options.updates_per_batch > 1 and not in_reward:
         with stage.timed("old_logprobs"):
             learner.score(trainer, [sample for sample in samples if sample.used], "old")
-    losses = []
-    with stage.timed("train"):
-        parts = mini_batches(stage, samples, options.updates_per_batch)
-        batches = [part for part in parts if any(sample.used for sample in part)]
-        for number, batch in enumerate(batches, start=1):
-            watched = iteration <= 1 and number == len(batches)  # once a loop: a profiler takes its time
-            with trainer.watched() if watched else nullcontext():
-                losses.append(learner.step(trainer, batch))
-    tokens = sum(len(sample.document.ids) for sample in samples if sample.used)
-    stage.timings["tokens_per_s"] = tokens / stage.timings["train"]
-    stage.facts["efficiency"] = trainer.efficiency(stage.timings["tokens_per_s"])
+    losses = take_steps(stage, trainer, learner, samples, options.updates_per_batch, watch=iteration <= 1)
     _report(stage, samples, iteration, len(losses))
     version = checkpoint.write(stage, trainer, policy, options.saved_dtype)
     _kept[_identity(stage.attempt, optimization, about)] = trainer
@@ -196,6 +185,28 @@ def why_fresh(
     if state["stage"] != "policy_update" or state["betas"] != [optimization.adam_beta1, optimization.adam_beta2]:
         return f"{state['stage']} wrote it with betas {state['betas']}"
     return None if state.get("lora") == lora else f"it was written with lora {state.get('lora')}"
+
+
+def take_steps(
+    stage: Stage, trainer: Trainer, learner: Objective, samples: Sequence[Sample], updates: int, *, watch: bool
+) -> list[float]:
+    """Take an optimizer step on each mini-batch that has something to teach; the losses.
+
+    Args:
+        updates: mini-batches.
+        watch: measure the last step's communication; once a loop, as a profiler takes its time.
+    """
+    losses = []
+    with stage.timed("train"):
+        parts = mini_batches(stage, samples, updates)
+        batches = [part for part in parts if any(sample.used for sample in part)]
+        for number, batch in enumerate(batches, start=1):
+            with trainer.watched() if watch and number == len(batches) else nullcontext():
+                losses.append(learner.step(trainer, batch))
+    tokens = sum(len(sample.document.ids) for sample in samples if sample.used)
+    stage.timings["tokens_per_s"] = tokens / stage.timings["train"]
+    stage.facts["efficiency"] = trainer.efficiency(stage.timings["tokens_per_s"])
+    return losses
 
 
 def give_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None:

@@ -1,0 +1,43 @@
+"""What object stores take from the environment, and what they answer."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from tuneloop.core.errors import UserError
+
+REFUSALS = ("AccessDenied", "InvalidAccessKey", "InvalidBucketName", "NoSuchBucket", "SignatureDoesNotMatch")
+"""S3's answers that asking again does not change; of listings obstore knows none of them."""
+KEYS = {
+    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, for an S3 of your own AWS_ENDPOINT_URL",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""Where each scheme's keys come from."""
+METADATA = ("169.254.169.254", "metadata.google.internal")
+"""Where a cloud's machine gets its keys: asked when there are no others."""
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+ENDPOINT = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]+))?(/[A-Za-z0-9._~/-]*)?")
+
+
+def is_plain_http() -> bool:
+    """Whether the environment names an S3 without TLS.
+
+    Raises:
+        UserError: it names one that is no URL; obstore would panic.
+    """
+    given = {name: value for name in ENDPOINTS if (value := os.environ.get(name))}
+    for name, value in given.items():
+        found = ENDPOINT.fullmatch(value)
+        if not found or int(found["port"] or 0) >= 1 << 16:
+            raise UserError(name, value, "is no URL of an S3; write http://HOST:PORT or https://HOST")
+    return any(value.startswith("http://") for value in given.values())
+
+
+def shorten(error: BaseException) -> str:
+    """What a service said: of its XML the code alone, which its manual explains."""
+    text = str(error)
+    if code := re.search(r"<Code>([^<]+)</Code>", text):
+        return code[1]
+    return " ".join(text.partition("Debug source:")[0].split())[:300]
