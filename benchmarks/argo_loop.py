@@ -17,16 +17,18 @@ import time
 import uuid
 from typing import Any
 
-from hera.workflows import DAG, Container, Parameter, Workflow
+from hera.workflows import DAG, Container, Parameter
 from hera.workflows.models import ValueFrom
 
 from tuneloop.argo.continuation import proceed_template
-from tuneloop.argo.multi_stage_pod import segment_template
+from tuneloop.argo.multi_stage_pod import pod_template
 from tuneloop.argo.pod_fields import OUTPUTS, pod_fields, retry_fields
 from tuneloop.argo.template import workflow
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect
-from tuneloop.workflow.settings import Cluster
+from tuneloop.workflow.pod_loop import PodLoop, StageCall
+from tuneloop.workflow.settings import RUN_LABEL, Cluster
 
 IN = "{{inputs.parameters.%s}}"
 MORE = "asInt(%s) < asInt(workflow.parameters.iterations)"
@@ -43,11 +45,10 @@ def build(
         per_pod: iterations a pod, a divisor of `per_workflow`; 0: a pod a stage.
     """
     place = Cluster(cpu="20m", memory="64Mi" if not per_pod else "256Mi", queue="")
-    with workflow("pod", {"iterations": iterations, "per_workflow": per_pod}) as graph:
-        _loop(_stage(image, place), stages, HERE % "inputs.parameters.iteration")
-    with workflow("empty", {"iterations": iterations, "per_workflow": per_workflow}) as built:
+    parameters = {"iterations": iterations, "per_workflow": per_workflow, "target_reward": "inf"}
+    with workflow("empty", parameters) as built:
         if per_pod:
-            loop = _pods(graph, per_pod, image, place)
+            loop = _pods(stages, per_pod, image, place)
         else:
             loop = _loop(_stage(image, place), stages, HERE % "inputs.parameters.iteration")
         proceed = proceed_template("main", ("iteration", "told"), place)
@@ -88,18 +89,23 @@ def _stage(image: str, place: Cluster) -> Container:
     )
 
 
-def _pods(graph: Workflow, per_pod: int, image: str, place: Cluster) -> DAG:
-    """The loop with a pod for every `per_pod` iterations, as `pipelines/grpo.py` has it."""
+def _pods(stages: int, per_pod: int, image: str, place: Cluster) -> DAG:
+    """The loop with a pod for every `per_pod` iterations, as `tuneloop.argo.loop` has it."""
     names = ("iteration", "told")
-    fixed = {"iterations": "{{workflow.parameters.iterations}}", "per-workflow": str(per_pod)}
-    segment = segment_template(graph, "loop", names, names, fixed=fixed, cluster=place)
-    segment.image = image
-    last = "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters.%s : tasks.segment.outputs.parameters.%s"
+    script = 'printf %s "$1" > "$TUNELOOP_OUTPUTS/told"'  # $0 is a flag, as those that follow
+    about: Any = {"command": ["sh", "-c", script], "flags": [], "wires": {"told": "iteration"}, "output": "made"}
+    steps = [StageCall(name=f"s{index}", **about) for index in range(1, stages + 1)]
+    told = f"s{stages}.told"
+    pod = pod_template(PodLoop(steps=steps, carry={"told": told}, reward=told), names, names, {}, per_pod, place)
+    pod.image = image
+    last = (
+        "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters.%s : tasks.iterations.outputs.parameters.%s"
+    )
     outputs = [Parameter(name=k, value_from=ValueFrom(expression=last % (k, k))) for k in names]
-    reached = "tasks.segment.outputs.parameters.iteration"
+    reached = "tasks.iterations.outputs.parameters.iteration"
     with DAG(name="loop", inputs=[Parameter(name=n) for n in names], outputs=outputs) as loop:
-        work = segment(name="segment", arguments={name: IN % name for name in names})
-        given = {"iteration": "{{=asInt(%s) + 1}}" % reached, "told": "{{tasks.segment.outputs.parameters.told}}"}
+        work = pod(name="iterations", arguments={name: IN % name for name in names})
+        given = {"iteration": "{{=asInt(%s) + 1}}" % reached, "told": "{{tasks.iterations.outputs.parameters.told}}"}
         work >> loop(name="next", arguments=given, when="{{=%s%s}}" % (HERE % reached, MORE % reached))
     return loop
 
@@ -134,11 +140,13 @@ def measure(cluster: Connection, made: dict[str, Any], iterations: int) -> None:
     run = f"b{uuid.uuid4().hex[:8]}"
     name = made["metadata"]["generateName"].rstrip("-")
     begun = time.monotonic()
-    argo.create(cluster, argo.prepare(made, run=run, store="memory:///bench", namespace=cluster.namespace), run)
+    argo.create(
+        cluster, run_workflows.prepare(made, run=run, store="memory:///bench", namespace=cluster.namespace), run
+    )
     try:
         code = argo.wait(cluster, run)
         seconds = time.monotonic() - begun
-        found = argo.workflows(cluster, run)
+        found = run_workflows.workflows(cluster, run)
         whole, status = ([_size(w) for w in found], [_size(w["status"]) for w in found])
         print(
             f"{name:6} exit {code}  {len(found)} workflows  {seconds:7.1f} s, {seconds / iterations:.2f} s an iteration"
@@ -152,7 +160,7 @@ def measure(cluster: Connection, made: dict[str, Any], iterations: int) -> None:
         argo.stop(cluster, run)
         group, version, plural = WORKFLOWS
         cluster.custom.delete_collection_namespaced_custom_object(
-            group, version, cluster.namespace, plural, label_selector=f"{argo.RUN_LABEL}={run}"
+            group, version, cluster.namespace, plural, label_selector=f"{RUN_LABEL}={run}"
         )
 
 

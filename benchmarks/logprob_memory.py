@@ -34,7 +34,8 @@ def measure(which: str, directory: Path) -> dict[str, float]:
     ids = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     if which == "tuneloop":
         from tuneloop.formats.token_files import Document
-        from tuneloop.training.fsdp import Policy, Ranks
+        from tuneloop.training.fsdp.policy import Policy
+        from tuneloop.training.fsdp.ranks import Ranks
 
         policy = Policy(directory, Ranks("cpu"))
         model = policy.model

@@ -65,7 +65,9 @@ def ours(model: Path, dtype: str, data: list[tuple[list[int], int]]) -> Callable
     from tuneloop.core.component import Params, Stage
     from tuneloop.formats.token_files import Document
     from tuneloop.stages.sft import train_step
-    from tuneloop.training.fsdp import Optimization, Ranks, Trainer
+    from tuneloop.training.fsdp.ranks import Ranks
+    from tuneloop.training.fsdp.trainer import Trainer
+    from tuneloop.training.options import Optimization
 
     adam = Optimization(1e-3, "constant", 0, 0, 0.0, 0.9, 0.95, 1.0)
     trainer = Trainer(model, Ranks("cpu"), adam, dtype=dtype, max_length=LONGEST)

@@ -65,9 +65,11 @@ def main() -> None:
 
 def stages_that_wait(store: Path, unit: float) -> None:
     """Seconds until three runs of three iterations have ended, by each policy."""
+    from tuneloop.sharing.document import POLICIES
+    from tuneloop.sharing.opening import open_turns
     from tuneloop.sharing.plans import GROUP, in_turn
     from tuneloop.sharing.simulate import Rules, Task, simulate
-    from tuneloop.sharing.turns import POLICIES, open_turns, pause
+    from tuneloop.sharing.turns import pause
 
     loop: tuple[tuple[str, str, Role], ...] = (
         ("rollout", "sampler", "sampler"),
@@ -109,9 +111,10 @@ def real_runs(store: Path, iterations: int, runs: int) -> None:
     """Seconds a step of each plan."""
     from tuneloop.cli.share import workloads
     from tuneloop.runs.run_record import Run
+    from tuneloop.sharing.document import POLICIES
     from tuneloop.sharing.plans import ALONE, GROUP, OVERLAPPED, SHARED, compare
     from tuneloop.sharing.simulate import Rules
-    from tuneloop.sharing.turns import POLICIES, pause
+    from tuneloop.sharing.turns import pause
 
     settings: dict[str, object] = {
         **{"engine.name": "transformers", "loop.iterations": iterations, "loop.target_reward": 2},

@@ -14,9 +14,9 @@ from urllib.parse import urlparse
 
 import pytest
 
-from tuneloop.cluster import submit as argo
 from tuneloop.core.store import Store
 from tuneloop.kube.connection import Connection, connect
+from tuneloop.workflow.settings import RUN_LABEL
 
 ROOT = Path(__file__).parents[2]
 STORE = os.environ.get("TUNELOOP_TEST_STORE", "s3://artifacts/tests")
@@ -72,7 +72,7 @@ def run(cluster: Connection) -> Iterator[str]:
     name = f"t{uuid.uuid4().hex[:8]}"
     yield name
     for suffix in ("", "-a", "-b"):
-        label = f"{argo.RUN_LABEL}={name}{suffix}"
+        label = f"{RUN_LABEL}={name}{suffix}"
         kubectl("-n", cluster.namespace, "delete", "workflows,pods", "-l", label, "--wait=false")
     kubectl("-n", cluster.namespace, "delete", "configmap", "toy", "--ignore-not-found")
 

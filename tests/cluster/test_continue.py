@@ -11,12 +11,14 @@ from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import digests, empty_loop, toy
 from tests.cluster.test_queue import until
 from tests.unit.toy import make
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.continue_run import proceed
 from tuneloop.cluster.drift import run_drift, template_drift
 from tuneloop.cluster.watch import status
 from tuneloop.kube.connection import NAMESPACE, WORKFLOWS, Connection
 from tuneloop.local.journal import Node
+from tuneloop.workflow.settings import RUN_LABEL
 
 pytestmark = pytest.mark.cluster
 
@@ -51,7 +53,7 @@ def test_parts_are_one_run_and_stop_ends_the_newest(cluster: Connection, run: st
 @pytest.mark.slow
 def test_what_is_submitted_from_a_template_is_a_run(cluster: Connection, run: str) -> None:
     """As from Argo's page, or `argo submit --from`: labels and parts come from the template; live is as rendered."""
-    template = argo.as_template(empty_loop(2, 1), run)
+    template = run_workflows.as_template(empty_loop(2, 1), run)
     apply = ["kubectl", "apply", "--server-side", "-f", "-"]
     subprocess.run(apply, input=yaml.safe_dump(template), text=True, check=True, capture_output=True)
     try:
@@ -61,13 +63,13 @@ def test_what_is_submitted_from_a_template_is_a_run(cluster: Connection, run: st
         made = {k: template[k] for k in ("apiVersion", "metadata")} | {"kind": "Workflow"}
         made["spec"] = {"workflowTemplateRef": {"name": run}, "arguments": {"parameters": given}}
         argo._create(cluster, made, run)
-        until(lambda: bool(cluster.list(*WORKFLOWS, selector=f"{argo.RUN_LABEL}={run}")))
+        until(lambda: bool(cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")))
         until(lambda: _phases(cluster, run) == ["Succeeded"] * 2)
         assert [node.outputs["told"] for node in pods(cluster, run, "stage")] == ["1", "2"]
         assert len(_pods(run)) == 3
         # A second attempt of the step finds what the first has made.
         assert proceed(cluster, run, "main", {"iteration": "2", "told": "1"}) == f"{run}-2"
-        assert len(argo.workflows(cluster, run)) == 2
+        assert len(run_workflows.workflows(cluster, run)) == 2
     finally:
         kubectl("-n", cluster.namespace, "delete", "workflowtemplate", run)
 
@@ -97,7 +99,7 @@ def test_nothing_with_the_runs_label_is_left(cluster: Connection, run: str) -> N
     argo.submit(cluster, toy(sft=60), run=run, store=STORE)
     until(lambda: _running(run, "sft"))
     assert argo.stop(cluster, run) == 1
-    label = f"{argo.RUN_LABEL}={run}"
+    label = f"{RUN_LABEL}={run}"
     kinds = "pods,services,jobs,configmaps,secrets,persistentvolumeclaims,workloads,jobsets,rayjobs,workflows"
     left = kubectl("-n", cluster.namespace, "get", kinds, "-l", label, "-o", "name").split()
     assert f"workflow.argoproj.io/{run}" in left
@@ -110,17 +112,17 @@ def test_nothing_with_the_runs_label_is_left(cluster: Connection, run: str) -> N
 
 
 def _phases(cluster: Connection, run: str) -> list[str]:
-    return [argo.phase(workflow) for workflow in argo.workflows(cluster, run)]
+    return [run_workflows.phase(workflow) for workflow in run_workflows.workflows(cluster, run)]
 
 
 def _pods(run: str) -> list[str]:
-    return kubectl("-n", NAMESPACE, "get", "pods", "-l", f"{argo.RUN_LABEL}={run}", "--no-headers").splitlines()
+    return kubectl("-n", NAMESPACE, "get", "pods", "-l", f"{RUN_LABEL}={run}", "--no-headers").splitlines()
 
 
 def _running(run: str, template: str) -> list[tuple[str, str]]:
     """Name and uid of its pods whose containers run."""
     path = "{range .items[*]}{.metadata.name} {.metadata.uid} {.status.containerStatuses[*].ready}{'\\n'}{end}"
-    label = f"{argo.RUN_LABEL}={run}"
+    label = f"{RUN_LABEL}={run}"
     said = kubectl("-n", NAMESPACE, "get", "pods", "-l", label, "-o", f"jsonpath={path}")
     pods = (line.split() for line in said.splitlines())
     return [(name, uid) for name, uid, *ready in pods if f"-{template}-" in name and ready == ["true"] * 2]

@@ -11,6 +11,7 @@ from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import status
 from tuneloop.config.loading import find
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.settings import RUN_LABEL
 
 pytestmark = pytest.mark.cluster
 
@@ -38,7 +39,7 @@ def test_every_workflow_has_a_server_of_its_own(cluster: Connection, run: str) -
     assert "iterations/2/policy-update" in made and "export" in made
 
     def gone() -> bool:
-        left = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{argo.RUN_LABEL}={run}").items
+        left = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items
         return "Running" not in [pod.status.phase for pod in left]
 
     until(gone)

@@ -10,7 +10,7 @@ from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import logs, status
 from tuneloop.core.ends import AWAY, EVICTED, KILL, MEMORY, SUCCEEDED, classify_end
 from tuneloop.kube.connection import Connection
-from tuneloop.workflow.settings import Cluster
+from tuneloop.workflow.settings import RUN_LABEL, Cluster
 
 pytestmark = pytest.mark.cluster
 
@@ -62,7 +62,7 @@ def test_what_ends_is_started_again_however_long_it_ran(cluster: Connection, run
     until(lambda: _ran_for(cluster, new, OLD_LIMIT_S + 5))
     for name in (new, old):
         cluster.core.delete_collection_namespaced_pod(
-            cluster.namespace, label_selector=f"{argo.RUN_LABEL}={name}", grace_period_seconds=0
+            cluster.namespace, label_selector=f"{RUN_LABEL}={name}", grace_period_seconds=0
         )
     assert argo.wait(cluster, new) == 0
     assert argo.wait(cluster, old) != 0
@@ -82,7 +82,7 @@ def _ran_for(cluster: Connection, run: str, seconds: float) -> bool:
     """Whether the kubelet started the pod's container so long ago."""
     import datetime
 
-    for pod in cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{argo.RUN_LABEL}={run}").items:
+    for pod in cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items:
         for container in pod.status.container_statuses or ():
             if container.name == "main" and container.state.running:
                 begun = container.state.running.started_at

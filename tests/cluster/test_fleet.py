@@ -13,11 +13,13 @@ from tests.cluster.test_queue import until
 from tests.cluster.volumes import apply
 from tuneloop.argo.pod_fields import RESTRICTED
 from tuneloop.cli import invoke
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.core.errors import UserError
 from tuneloop.inference.fleet import graph as graphs
 from tuneloop.inference.fleet import open_fleet
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.settings import RUN_LABEL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -48,7 +50,7 @@ def manifest(cluster: Connection, name: str, *more: str, labels: dict[str, str] 
 
 
 def start(cluster: Connection, run: str) -> str:
-    made = argo.prepare(sleeper(60, ""), run=run, store=STORE, namespace=cluster.namespace)
+    made = run_workflows.prepare(sleeper(60, ""), run=run, store=STORE, namespace=cluster.namespace)
     return argo.create(cluster, made, run)
 
 
@@ -63,11 +65,11 @@ def test_a_graph_is_ready_before_its_run_and_goes_with_it(
         assert "ownerReferences" not in graphs.find(cluster, run)["metadata"]
         return start(cluster, run)
 
-    wanted = manifest(cluster, run, labels={argo.RUN_LABEL: run})
+    wanted = manifest(cluster, run, labels={RUN_LABEL: run})
     assert graphs.bring_up(cluster, wanted, begin, tell=said.append, timeout=300) == run
     assert said[0] == f"{run}: created" and said[-2:] == [f"{run}: ready", "start"]
     live = graphs.find(cluster, run)
-    workflow = argo.workflows(cluster, run)[0]["metadata"]
+    workflow = run_workflows.workflows(cluster, run)[0]["metadata"]
     (owner,) = live["metadata"]["ownerReferences"]
     assert (owner["uid"], owner["controller"]) == (workflow["uid"], False)
     assert live["spec"] == wanted["spec"] and "serviceAccount" not in json.dumps(live)
@@ -107,7 +109,7 @@ def refitted(cluster: Connection, run: str) -> str:
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [container],
     }
-    about = {"name": f"{run}-refit", "namespace": cluster.namespace, "labels": {argo.RUN_LABEL: run}}
+    about = {"name": f"{run}-refit", "namespace": cluster.namespace, "labels": {RUN_LABEL: run}}
     apply(json.dumps({"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": pod}))
     own = ["-n", cluster.namespace]
     phase = lambda: kubectl(*own, "get", "pod", f"{run}-refit", "-o", "jsonpath={.status.phase}")  # noqa: E731

@@ -13,6 +13,7 @@ from tuneloop.argo.lint import lint
 from tuneloop.argo.pipeline import LIMITS, Tasks, build_templates, template_of
 from tuneloop.argo.tasks import Output
 from tuneloop.argo.template import stage_template, workflow
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import logs, nodes
 from tuneloop.config.loading import find
@@ -21,7 +22,7 @@ from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.sft import sft
-from tuneloop.workflow.settings import Cluster
+from tuneloop.workflow.settings import RUN_LABEL, Cluster
 
 pytestmark = pytest.mark.cluster
 
@@ -69,12 +70,12 @@ def test_one_of_two_pods_is_killed_and_the_bytes_are_those_of_one_pod(cluster: C
     deadline = time.monotonic() + 420
     while not trained(cluster, run):
         assert time.monotonic() < deadline
-        assert argo.phase(argo.workflows(cluster, run)[-1]) in ("Pending", "Running")
+        assert run_workflows.phase(run_workflows.workflows(cluster, run)[-1]) in ("Pending", "Running")
         time.sleep(1)
     victim = f"{PODS}={run}-sft,batch.kubernetes.io/job-completion-index=1"
     kubectl("-n", cluster.namespace, "delete", "pod", "-l", victim, "--grace-period=0", "--force")
     assert argo.wait(cluster, run) == 0
-    found = argo.workflows(cluster, run)[-1]
+    found = run_workflows.workflows(cluster, run)[-1]
     references = {n.display_name: n.outputs.get("checkpoint", "") for n in nodes(found).values()}
     assert references["one"].partition("@")[2] == references["pair"].partition("@")[2] != ""
     jobset = cluster.get("jobset.x-k8s.io", "v1alpha2", "jobsets", f"{run}-sft")
@@ -126,9 +127,9 @@ def test_the_updates_of_a_loop_are_jobsets_with_the_bytes_of_one_pod(cluster: Co
     grpo = find("grpo")
     argo.submit(cluster, updated(grpo.module, grpo.configure(sets=LOOP)), run=run, store=STORE)
     assert argo.wait(cluster, run) == 0
-    jobs = cluster.list("jobset.x-k8s.io", "v1alpha2", "jobsets", selector=f"{argo.RUN_LABEL}={run}")
+    jobs = cluster.list("jobset.x-k8s.io", "v1alpha2", "jobsets", selector=f"{RUN_LABEL}={run}")
     assert [job["metadata"]["name"] for job in jobs] == [f"{run}-policy-update-{i}" for i in (1, 2)]
-    found = digests(nodes(argo.workflows(cluster, run)[-1]).values(), run)
+    found = digests(nodes(run_workflows.workflows(cluster, run)[-1]).values(), run)
     assert {i: found[f"iterations/{i}/policy-update"] for i in "12"} == {i: found[f"one/{i}"] for i in "12"}
     said = [line for stage, line in logs(cluster, run) if stage == "one-2"]
     assert any(re.search(r"policy_update: 1 steps on (8|12|16) of 16 rollouts", line) for line in said), said

@@ -11,6 +11,7 @@ import pytest
 from tests.cluster.conftest import STORE
 from tests.cluster.making import digests
 from tests.cluster.test_queue import until
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import logs, nodes, status
 from tuneloop.config.loading import find
@@ -33,7 +34,7 @@ def test_stopped_and_resumed_equals_this_machine(cluster: Connection, run: str, 
     argo.submit(cluster, workflow, run=run, store=STORE)
     until(lambda: _trained(cluster, run))
     assert argo.stop(cluster, run) == 1
-    stopped = nodes(argo.workflows(cluster, run)[0]).values()
+    stopped = nodes(run_workflows.workflows(cluster, run)[0]).values()
     assert {node.phase for node in stopped if node.display_name.startswith("sft")} == {"Failed"}
 
     assert argo.submit(cluster, workflow, run=run, store=STORE) == f"{run}-2"

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.cluster.conftest import STORE, forwarded, kubectl, sleeper
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.preflight import LISTED, problems
 from tuneloop.cluster.watch import status
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.cluster
 
 
 def _queue(workflow: dict[str, Any]) -> None:
-    workflow["spec"]["templates"][0]["metadata"]["labels"][argo.QUEUE_LABEL] = "nobody"
+    workflow["spec"]["templates"][0]["metadata"]["labels"][run_workflows.QUEUE_LABEL] = "nobody"
 
 
 def _cpu(workflow: dict[str, Any]) -> None:
@@ -59,7 +60,7 @@ def _path(workflow: dict[str, Any]) -> None:
 def test_what_is_missing(
     cluster: Connection, run: str, spoil: Callable[[dict[str, Any]], None], field: str, told: str
 ) -> None:
-    made = argo.prepare(sleeper(1), run=run, store=STORE)
+    made = run_workflows.prepare(sleeper(1), run=run, store=STORE)
     assert problems(cluster, made) == []
     spoil(made)
     (problem,) = problems(cluster, made)
@@ -75,11 +76,11 @@ def test_a_bucket_that_is_not_there(
     for name, value in secret.items():
         monkeypatch.setenv(name, base64.b64decode(value).decode())
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    assert problems(cluster, argo.prepare(sleeper(1), run=run, store=STORE)) == []
-    (problem,) = problems(cluster, argo.prepare(sleeper(1), run=run, store="s3://no-such-bucket/runs"))
+    assert problems(cluster, run_workflows.prepare(sleeper(1), run=run, store=STORE)) == []
+    (problem,) = problems(cluster, run_workflows.prepare(sleeper(1), run=run, store="s3://no-such-bucket/runs"))
     assert problem.field == "store" and "correct the URL" in str(problem)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    (problem,) = problems(cluster, argo.prepare(sleeper(1), run=run, store=STORE))
+    (problem,) = problems(cluster, run_workflows.prepare(sleeper(1), run=run, store=STORE))
     assert problem.field == "store"
 
 
@@ -95,7 +96,7 @@ def endpoint(cluster: Connection) -> Iterator[str]:
 def test_an_image_that_no_node_has(cluster: Connection, run: str) -> None:
     if any(len(node.status.images) >= LISTED for node in cluster.core.list_node().items):
         pytest.skip("a node has more images than it reports")
-    made = argo.prepare(sleeper(1), run=run, store=STORE)
+    made = run_workflows.prepare(sleeper(1), run=run, store=STORE)
     container = made["spec"]["templates"][0]["container"]
     container["image"] = "tuneloop/base:forgotten"
     (problem,) = problems(cluster, made)
@@ -108,7 +109,7 @@ def test_an_unknown_priority(cluster: Connection, run: str) -> None:
     with pytest.raises(UserError, match="'urgent': is no WorkloadPriorityClass"):
         argo.submit(cluster, sleeper(1), run=run, store=STORE, priority="urgent")
     with pytest.raises(UserError, match="no workflow in namespace"):  # nothing was created
-        argo.workflows(cluster, run)
+        run_workflows.workflows(cluster, run)
 
 
 def test_a_namespace_that_does_not_exist(cluster: Connection, run: str) -> None:
@@ -142,7 +143,7 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("KUBECONFIG", str(path))
     dead = connect()
     with pytest.raises(UserError, match=r"cluster: 'dead': http://127.0.0.1:9 does not answer"):
-        argo.workflows(dead, "any")
+        run_workflows.workflows(dead, "any")
 
 
 def _as(cluster: Connection, user: str) -> Connection:
@@ -161,7 +162,7 @@ def _as(cluster: Connection, user: str) -> Connection:
 def test_an_account_that_may_not_create(cluster: Connection, run: str) -> None:
     """The account of the stages has no rights: what it may not see counts as present."""
     stage = _as(cluster, "system:serviceaccount:tuneloop:tuneloop-stage")
-    (problem,) = problems(stage, argo.prepare(sleeper(1), run=run, store=STORE))
+    (problem,) = problems(stage, run_workflows.prepare(sleeper(1), run=run, store=STORE))
     assert "may not create workflows in namespace tuneloop" in str(problem)
 
 

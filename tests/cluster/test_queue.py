@@ -9,6 +9,7 @@ from tests.cluster.conftest import STORE, sleeper
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import logs, status
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.settings import RUN_LABEL
 
 pytestmark = pytest.mark.cluster
 
@@ -55,7 +56,5 @@ def test_stop_releases_what_waits_and_what_runs(cluster: Connection, tight: str,
         assert argo.wait(cluster, name) != 0
         assert not status(cluster, name).waiting
     pods = cluster.core.list_namespaced_pod(cluster.namespace).items
-    assert not [
-        p for p in pods if p.metadata.labels.get(argo.RUN_LABEL) in (first, second) and p.status.phase == "Running"
-    ]
+    assert not [p for p in pods if p.metadata.labels.get(RUN_LABEL) in (first, second) and p.status.phase == "Running"]
     assert ("sleep", "begun") in list(logs(cluster, first))

@@ -17,6 +17,7 @@ from tuneloop.cluster.schedule import CRON, LABEL, schedule, unschedule
 from tuneloop.cluster.watch import status
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import WORKFLOWS, Connection
+from tuneloop.workflow.settings import RUN_LABEL
 
 pytestmark = pytest.mark.cluster
 
@@ -49,8 +50,8 @@ def said(cluster: Connection, workflow: str) -> str:
 
 
 def runs(cluster: Connection, name: str) -> list[str]:
-    found = cluster.list(*WORKFLOWS, selector=f"{LABEL}={name},{argo.RUN_LABEL}")
-    return [w["metadata"]["labels"][argo.RUN_LABEL] for w in found]
+    found = cluster.list(*WORKFLOWS, selector=f"{LABEL}={name},{RUN_LABEL}")
+    return [w["metadata"]["labels"][RUN_LABEL] for w in found]
 
 
 def test_new_data_is_a_new_run_and_old_data_is_skipped(cluster: Connection, name: str) -> None:
@@ -84,7 +85,7 @@ def test_ticks_that_overlap_are_skipped_and_so_is_a_look_while_a_run_is_under_wa
 
     def second() -> str | None:
         """The second look, once it has begun."""
-        for workflow in cluster.list(*WORKFLOWS, selector=f"{LABEL}={name},!{argo.RUN_LABEL}"):
+        for workflow in cluster.list(*WORKFLOWS, selector=f"{LABEL}={name},!{RUN_LABEL}"):
             ended = workflow.get("status", {}).get("finishedAt") or "under way"
             seen[workflow["metadata"]["name"]] = (workflow["metadata"]["creationTimestamp"], ended)
         return sorted(seen, key=seen.__getitem__)[1] if len(seen) > 1 else None

@@ -9,6 +9,7 @@ import yaml
 
 from tests.cluster.conftest import ROOT, STORE, forwarded
 from tests.cluster.test_queue import until
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.argo_server import Server
 from tuneloop.cluster.watch import status
@@ -43,8 +44,8 @@ def test_a_pipeline_file_submits_itself_and_returns_how_the_run_ended(
         f"{run}: submitted as workflow {run} to http://{server}",
     )
     rendered = find("sft").build(find("sft").configure(config))
-    (live,) = argo.workflows(cluster, run)
-    wanted = argo.prepare(rendered, run=run, store=STORE)
+    (live,) = run_workflows.workflows(cluster, run)
+    wanted = run_workflows.prepare(rendered, run=run, store=STORE)
     assert live["spec"]["arguments"] == wanted["spec"]["arguments"]
     # The server writes down empty fields, too.
     mine, theirs = ([t.get("container", {}).get("args") for t in w["spec"]["templates"]] for w in (wanted, live))

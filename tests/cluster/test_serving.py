@@ -11,6 +11,7 @@ from tests.cluster.conftest import ROOT, STORE, kubectl
 from tests.cluster.test_jobset import RUN, SMALL
 from tests.cluster.volumes import apply
 from tuneloop.argo.template import stage_template, workflow
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import nodes
 from tuneloop.kube.connection import Connection
@@ -68,7 +69,7 @@ def served(cluster: Connection, run: str, tmp_path: Path) -> Iterator[str]:
             data >> model >> save(name="export", arguments={"policy": policy, "model": f"{RUN}/export"})
     argo.submit(cluster, built.to_dict(), run=run, store=STORE)
     assert argo.wait(cluster, run) == 0
-    outputs = {n.display_name: n.outputs for n in nodes(argo.workflows(cluster, run)[-1]).values()}
+    outputs = {n.display_name: n.outputs for n in nodes(run_workflows.workflows(cluster, run)[-1]).values()}
     name, _, tag = SMALL.images.format(image="rollout").rpartition(":")
     component = os.path.relpath(ROOT / "manifests" / "components" / "model-server", tmp_path)
     text = OVERLAY.replace("COMPONENT", component).replace("REFERENCE", outputs["export"]["model"])

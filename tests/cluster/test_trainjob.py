@@ -11,6 +11,7 @@ from tests.cluster.test_jobset import RUN, SMALL
 from tests.cluster.volumes import apply, volume
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.argo.trainjob import as_job, as_rayjob, trainjob
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.launch import delete, launch
 from tuneloop.cluster.watch import nodes
@@ -19,6 +20,7 @@ from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends.native import Native
 from tuneloop.training.backends.trl import Trl
+from tuneloop.workflow.settings import RUN_LABEL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -64,9 +66,9 @@ def made(cluster: Connection) -> Iterator[dict[str, str]]:
             data >> bring(name="base-model", arguments={"prompts": prompts, "checkpoint": f"{RUN}/base-model"})
     argo.submit(cluster, built.to_dict(), run=run, store=STORE)
     assert argo.wait(cluster, run) == 0
-    found = nodes(argo.workflows(cluster, run)[-1]).values()
+    found = nodes(run_workflows.workflows(cluster, run)[-1]).values()
     yield {"at": f"{STORE}/{run}"} | {k: v for node in found for k, v in node.outputs.items() if "@" in v}
-    kubectl("-n", cluster.namespace, "delete", "workflows,pods", "-l", f"{argo.RUN_LABEL}={run}", "--wait=false")
+    kubectl("-n", cluster.namespace, "delete", "workflows,pods", "-l", f"{RUN_LABEL}={run}", "--wait=false")
 
 
 def launched(cluster: Connection, job: dict[str, Any]) -> int:

@@ -19,9 +19,10 @@ from tuneloop.argo.template import stage_template, workflow
 from tuneloop.cli import invoke
 from tuneloop.cluster import submit as argo
 from tuneloop.kube.connection import Connection
-from tuneloop.sharing.turns import Document, open_turns
+from tuneloop.sharing.document import Document
+from tuneloop.sharing.opening import open_turns
 from tuneloop.stages.data_prep import data_prep
-from tuneloop.workflow.settings import Share
+from tuneloop.workflow.settings import RUN_LABEL, Share
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PATIENCE = 15.0
@@ -57,12 +58,12 @@ def document(cluster: Connection, group: str) -> Document:
 
 def worked(cluster: Connection, *runs: str) -> list[tuple[str, str, str]]:
     """(began, ended, run) of the stages' containers, by the node's clock."""
-    selector = f"{argo.RUN_LABEL} in ({','.join(runs)})"
+    selector = f"{RUN_LABEL} in ({','.join(runs)})"
     pods = json.loads(kubectl("-n", cluster.namespace, "get", "pods", "-l", selector, "-o", "json"))["items"]
     found = []
     for pod in pods:
         main = next(c for c in pod["status"]["containerStatuses"] if c["name"] == "main")["state"]["terminated"]
-        found.append((main["startedAt"], main["finishedAt"], pod["metadata"]["labels"][argo.RUN_LABEL]))
+        found.append((main["startedAt"], main["finishedAt"], pod["metadata"]["labels"][RUN_LABEL]))
     return sorted(found)
 
 
@@ -87,7 +88,7 @@ def test_two_runs_take_turns_and_outlive_a_killed_holder(
         ["waits", second],
     ]
     killed = document(cluster, run)
-    pods = f"{argo.RUN_LABEL}={run}"
+    pods = f"{RUN_LABEL}={run}"
     kubectl("-n", cluster.namespace, "delete", "pods", "-l", pods, "--force", "--grace-period=0")
     until(lambda: document(cluster, run).number > killed.number, 3 * PATIENCE)
     assert argo.wait(cluster, second) == 0
@@ -97,7 +98,7 @@ def test_two_runs_take_turns_and_outlive_a_killed_holder(
 
 RACER = """
 import sys, time
-from tuneloop.sharing.turns import open_turns
+from tuneloop.sharing.opening import open_turns
 turns = open_turns(sys.argv[1], who=sys.argv[2], patience=10)
 for _ in range(4):
     with turns.acquire(timeout=300) as held:

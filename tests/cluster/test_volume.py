@@ -10,9 +10,11 @@ import pytest
 from tests.cluster.conftest import ROOT, kubectl
 from tests.cluster.test_jobset import SMALL, twice
 from tests.cluster.volumes import apply, volume
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import nodes
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.settings import RUN_LABEL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -28,11 +30,11 @@ def test_checkpoints_pass_through_a_volume_and_memory_grows_in_place(
             argo.submit(cluster, twice(mounted, max_steps=60), run=run, store="file:///store/runs")
             _grow(cluster, run)
             assert argo.wait(cluster, run) == 0
-            ends = {n.display_name: n.outputs for n in nodes(argo.workflows(cluster, run)[-1]).values()}
+            ends = {n.display_name: n.outputs for n in nodes(run_workflows.workflows(cluster, run)[-1]).values()}
             refs = [ends[name]["checkpoint"] for name in ("one", "pair")]
             assert [ref.partition("@")[0] for ref in refs] == [f"file:///store/runs/{run}/{n}" for n in ("one", "pair")]
             assert refs[0].partition("@")[2] == refs[1].partition("@")[2] != ""
-            kubectl("-n", cluster.namespace, "delete", "workflows,pods", "-l", f"{argo.RUN_LABEL}={run}")
+            kubectl("-n", cluster.namespace, "delete", "workflows,pods", "-l", f"{RUN_LABEL}={run}")
     finally:
         apply(claim, "delete")
 
@@ -47,7 +49,7 @@ def _grow(cluster: Connection, run: str) -> None:
     while not found:
         assert time.monotonic() < deadline
         time.sleep(0.5)
-        pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{argo.RUN_LABEL}={run}").items
+        pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items
         found = [p.metadata.name for p in pods if "sft-one-pod" in p.metadata.name and p.status.phase == "Running"]
     more = {"requests": {"memory": "1700Mi"}, "limits": {"memory": "1700Mi"}}
     patch = json.dumps({"spec": {"containers": [{"name": "main", "resources": more}]}})

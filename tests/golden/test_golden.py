@@ -1,5 +1,6 @@
 """Every pipeline's rendered YAML is what it was; `make golden` rewrites it after a wanted change."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import yaml
 
 from tuneloop.cli import invoke
-from tuneloop.cluster.submit import as_template, template_name
+from tuneloop.cluster.run_workflows import as_template, template_name
 from tuneloop.config.loading import dump, find
 
 HERE = Path(__file__).parent
@@ -18,6 +19,14 @@ FORMS = {
     "": [],
     "-transformers": ["--set", "engine.name=transformers", "--set", "loop.evaluate_every=5"],
     "-asynchronous": ["--set", "loop.asynchronous=true", "--set", "loop.evaluate_every=5"],
+    "-pods": [
+        "--set",
+        "engine.name=transformers",
+        "--set",
+        "loop.evaluate_every=5",
+        "--set",
+        "loop.iterations_per_pod=10",
+    ],
     "-shared": [
         *("--set", "cluster.share.group=demo", "--set", "cluster.share.device_class=gpu.example.com"),
         *("--set", "cluster.share.roles=apart", "--set", "cluster.share.request=512Mi"),
@@ -30,9 +39,9 @@ FORMS = {
 def test_rendered_yaml(
     pipeline: Path, form: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if form and pipeline.stem in ("sft", "dpo"):
+    if form and "loop" not in find(str(pipeline)).Config.model_fields:
         pytest.skip("has no loop")
-    if form in ("-asynchronous", "-shared") and pipeline.stem != "grpo":
+    if form in ("-asynchronous", "-pods", "-shared") and pipeline.stem != "grpo":
         pytest.skip("the loop is grpo's")
     assert invoke(["render", str(pipeline), *FORMS[form]]) == 0
     text = capsys.readouterr().out
@@ -50,7 +59,15 @@ def test_the_template_in_manifests_is_the_pipeline(pipeline: Path, request: pyte
     if request.config.getoption("--update-golden"):
         manifest.write_text(text)
     assert manifest.read_text() == text, "rendered otherwise than before; `make golden` if that is wanted"
-    assert manifest.name in yaml.safe_load((MANIFESTS / "kustomization.yaml").read_text())["resources"]
+
+
+def test_the_manifests_hold_every_pipeline(request: pytest.FixtureRequest) -> None:
+    kustomization = MANIFESTS / "kustomization.yaml"
+    names = ", ".join(f"{pipeline.stem}.yaml" for pipeline in PIPELINES)
+    text = re.sub(r"^resources: .*", f"resources: [{names}]", kustomization.read_text(), flags=re.MULTILINE)
+    if request.config.getoption("--update-golden"):
+        kustomization.write_text(text)
+    assert kustomization.read_text() == text, "another list of pipelines than before; `make golden` if that is wanted"
 
 
 def test_every_golden_file_has_its_pipeline() -> None:

@@ -19,7 +19,8 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
 from tests.unit.trainers.test_fsdp import ADAM
 from tuneloop.training.batching import Document
-from tuneloop.training.fsdp import Ranks, Trainer
+from tuneloop.training.fsdp.ranks import Ranks
+from tuneloop.training.fsdp.trainer import Trainer
 
 trainer = Trainer(Path(sys.argv[1]), Ranks("cpu", 2), ADAM)
 documents = [Document([i + 1, 2, 3, 4], [False, True, True, True]) for i in range(8)]

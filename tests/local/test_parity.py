@@ -16,7 +16,8 @@ from tuneloop.algorithms._preference import Judged
 from tuneloop.algorithms._terms import soft_overlong
 from tuneloop.formats.token_files import Document
 from tuneloop.stages.reward_model import bradley_terry
-from tuneloop.training.fsdp import Policy, Ranks
+from tuneloop.training.fsdp.policy import Policy
+from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.pairs import Mismatched, Pair, sums
 from tuneloop.training.scorer import Scorer
 

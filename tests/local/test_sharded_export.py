@@ -16,9 +16,12 @@ from tests.waiting import LIMIT_S
 from tests.warm import python
 from tuneloop import weights
 from tuneloop.core.artifacts import scan
-from tuneloop.training import export_weights
-from tuneloop.training.fsdp import Optimization, Ranks, Trainer, open_model
+from tuneloop.training.fsdp import export as sharded_export
+from tuneloop.training.fsdp.policy import open_model
+from tuneloop.training.fsdp.ranks import Ranks
+from tuneloop.training.fsdp.trainer import Trainer
 from tuneloop.training.lora import Lora
+from tuneloop.training.options import Optimization
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 ADAM = Optimization(1e-2, "constant", 0, 0, 0.01, 0.9, 0.95, 1.0)
@@ -48,7 +51,7 @@ def test_the_files_are_those_of_one_process(tmp_path: Path) -> None:
 def export(how: str, work: Path, ranks: Ranks) -> None:
     """What a rank does: one export each way."""
     source, target = work / "source", work / "ours"
-    export_weights.FILE_SIZE = "20KB" if how == "files" else "50GB"
+    sharded_export.FILE_SIZE = "20KB" if how == "files" else "50GB"
     trainer = Trainer(source, ranks, ADAM, lora=Lora(r=2) if how == "lora" else None)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -65,7 +68,7 @@ def export(how: str, work: Path, ranks: Ranks) -> None:
     if ranks.rank == 0:
         one = open_model(source, torch.bfloat16, "sdpa")
         one.load_state_dict(whole)
-        one.save_pretrained(work / "theirs", max_shard_size=export_weights.FILE_SIZE)
+        one.save_pretrained(work / "theirs", max_shard_size=sharded_export.FILE_SIZE)
         for name, value in one.state_dict().items():
             assert torch.equal(value, written.state_dict()[name])
     else:

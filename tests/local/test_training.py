@@ -28,8 +28,10 @@ from tuneloop.core.errors import Interrupted
 from tuneloop.formats.token_files import Document
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.sft import sft
-from tuneloop.training.fsdp import Optimization, Ranks, Trainer
+from tuneloop.training.fsdp.ranks import Ranks
+from tuneloop.training.fsdp.trainer import Trainer
 from tuneloop.training.lora import Lora
+from tuneloop.training.options import Optimization
 
 pytestmark = pytest.mark.local
 

@@ -23,7 +23,7 @@ from tuneloop.local import journal
 from tuneloop.local.journal import Journal, Node, Workflow
 from tuneloop.runs import run_record
 from tuneloop.runs.run_record import Record
-from tuneloop.sharing.turns import open_turns
+from tuneloop.sharing.opening import open_turns
 
 ROOT = Path(__file__).parents[2]
 TOY = str(ROOT / "tests" / "unit" / "toy_pipeline.py")
@@ -118,7 +118,7 @@ def test_every_option_has_help(call: Call) -> None:
         (["status", "--nonsense"], "No such option"),
         (["stop", "x", "--timeout", "soon"], "'--timeout'"),
         (["resume"], "Missing argument"),
-        (["schema", "nope"], "known: dpo, grpo, sft, sft_then_grpo"),
+        (["schema", "nope"], "or give the path of a .py file"),
         (["schema", "nope.py"], "no such file"),
         (["render", TOY, "--set", "iteration=2"], "did you mean iterations?"),
         (["render", TOY, "--set", "iterations=many"], "valid integer"),

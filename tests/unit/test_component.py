@@ -7,14 +7,14 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from tests.waiting import LIMIT_S
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.component import OptionalInput, Results, Stage, component
+from tuneloop.core.component import OptionalInput, Options, Results, Stage, component
 
 STAGE = '''
 import os, time
@@ -88,6 +88,36 @@ def test_a_stage_may_read_and_write_the_same_kind(tmp_path: Path, monkeypatch: p
     assert double.run(["--thing", first, "--thing-out", f"{tmp_path}/b"]) == 0
     made = Artifact(f"{tmp_path}/b").manifest
     assert (made.kind, made.inputs, made.results) == ("thing", {"thing": first}, {"length": 2})
+
+
+class Shared(Options):
+    """Of several stages."""
+
+    rate: float = Field(0.5, gt=0, description="of learning")
+    steps: int = Field(3, ge=1)
+    unused: str = "kept"
+
+
+class Fewer(Shared):
+    """With other defaults, in another order, and without one."""
+
+    flags: ClassVar[tuple[str, ...]] = ("steps", "rate")
+    steps: int = Field(7, ge=1)
+
+
+def test_options_that_stages_share_are_flags_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    @component("thing", results={"total": float})
+    def shares(stage: Stage, *, before: int = 1, options: Fewer, after: int = 2) -> Results:
+        """Multiply."""
+        (stage.out / "unused").write_text(options.unused)
+        return {"total": before * options.rate * options.steps * after}
+
+    assert list(shares.Params.model_fields) == ["before", "steps", "rate", "after"]
+    assert shares(out=f"{tmp_path}/a").results == {"total": 7.0}
+    assert shares(out=f"{tmp_path}/b", rate=2.0).params == {"before": 1, "steps": 7, "rate": 2.0, "after": 2}
+    assert (Artifact(f"{tmp_path}/b").path / "unused").read_text() == "kept"
+    assert shares.run(["--thing", f"{tmp_path}/c", "--rate", "0"]) == 2
+    assert "shares.rate: '0': Input should be greater than 0" in capsys.readouterr().err
 
 
 def test_commits_once_and_says_its_results(toy: Path, tmp_path: Path) -> None:

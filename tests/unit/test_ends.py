@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.argo.making import dag, named, run, shell, task
-from tuneloop.config.loading import find
+from tuneloop.config.loading import find, known
 from tuneloop.core.ends import (
     AWAY,
     BUG,
@@ -108,7 +108,7 @@ def test_the_docs_have_the_table() -> None:
 def strategies() -> dict[str, dict[str, Any]]:
     """Pipeline and template → retry strategy, of all that is rendered."""
     found = {}
-    for name in ("sft", "grpo", "dpo", "sft_then_grpo"):
+    for name in known():
         pipeline = find(name)
         for template in pipeline.build(pipeline.configure(None, []))["spec"]["templates"]:
             if "retryStrategy" in template:

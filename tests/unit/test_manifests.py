@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tuneloop.cluster.launch import KINDS, Kind
-from tuneloop.config.loading import dump, find
+from tuneloop.config.loading import dump, find, known
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "manifests"
@@ -65,7 +65,7 @@ def test_the_launcher_may_start_every_kind_of_job_and_people_may_end_it(kind: Ki
         )
 
 
-@pytest.mark.parametrize("name", ["sft", "grpo", "sft_then_grpo"])
+@pytest.mark.parametrize("name", known())
 def test_a_rendered_workflow_names_what_the_base_ships(name: str) -> None:
     pipeline = find(name)
     text = dump(pipeline.build(pipeline.configure()))

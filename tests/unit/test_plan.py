@@ -184,11 +184,6 @@ def test_every_grain_that_a_plan_lists_can_be_chosen(iterations: int, part: int)
         found.configure(None, [f"{key}={value}" for key, value in sets.items()])
 
 
-def test_the_trainers_own_bound_of_logits_is_counted() -> None:
-    fsdp = pytest.importorskip("tuneloop.training.fsdp")
-    assert memory_estimate.AT_ONCE == fsdp.LOGITS
-
-
 def test_gradient_checkpointing_is_counted() -> None:
     model = Model("m", 1000, "", layers=10, hidden=8, kv_heads=1, head_dim=8, vocab=16)
     flags = ("--max-length", "32", "--per-device-train-batch-size", "4", "--dtype", "bfloat16")

@@ -13,7 +13,8 @@ from typing import Any
 
 from tuneloop.argo.claims import misplaced
 from tuneloop.core.errors import UserError
-from tuneloop.workflow.expressions import TAG, ExpressionError, parse
+from tuneloop.workflow.expression_values import ExpressionError
+from tuneloop.workflow.expressions import TAG, parse
 from tuneloop.workflow.manifest import depends
 from tuneloop.workflow.settings import QUEUE_LABEL
 

@@ -23,6 +23,7 @@ from hera.workflows import DAG, Parameter
 from tuneloop.argo.continuation import proceed_template
 from tuneloop.argo.tasks import ITERATION, RUN, Output, input_tag, output_parameter, output_term, task_tag, term
 from tuneloop.config.loop import LoopPipelineConfig
+from tuneloop.core.program import flag
 from tuneloop.workflow.loop import Loop, Step, output_of, step_of
 
 Templates = Mapping[str, Any]
@@ -74,7 +75,7 @@ def call(step: Step, templates: Templates, values: Mapping[str, str], **about: A
     given = {k: values[wire] if wire in values else task_tag(*wire.split(".")) for k, wire in step.wires.items()}
     arguments = list(given.items())
     behind = max(i for i, name in enumerate(given) if name in step.component.inputs)
-    arguments.insert(behind + 1, (step.component.output, f"{ITERATION}/{step.name}"))
+    arguments.insert(behind + 1, (flag(step.component.output), f"{ITERATION}/{step.name}"))
     return templates[step.name](name=step.name, arguments=dict(arguments), **about)
 
 
@@ -92,7 +93,7 @@ def call_once(step: Step, templates: Templates, values: Mapping[str, str], name:
     arguments = {k: values[wire] for k, wire in step.wires.items() if wire != "iteration"}
     if "iteration" in step.wires.values():
         arguments["iteration"] = "0"
-    arguments[step.component.output] = f"{RUN}/{name}"
+    arguments[flag(step.component.output)] = f"{RUN}/{name}"
     return templates[step.name](name=name, arguments=arguments, **about)
 
 
@@ -153,9 +154,9 @@ def build_iteration(loop: Loop, templates: Templates, evaluate_every: int, batch
 
 def build_pods(loop: Loop, pod: Any) -> Any:
     """Make the template `loop` of several iterations a pod: the container `pod` runs them, and the next follows it."""
-    ended = g.tasks.segment.outputs.parameters
+    ended = g.tasks.iterations.outputs.parameters
     with dag("loop", loop.inputs, last_outputs({name: ended[name] for name in loop.pod_outputs})) as made:
-        work = pod(name="segment", arguments=tags(loop.inputs))
+        work = pod(name="iterations", arguments=tags(loop.inputs))
         following = {"iteration": f"{ended.iteration.as_int() + 1:=}", **{k: Output(work, k) for k in loop.carry}}
         more = goes_on_here(ended.iteration, term(ended, output_of(loop.reward)))
         work >> made(name="next", arguments={**tags(loop.inputs), **following}, when=f"{more:=}")

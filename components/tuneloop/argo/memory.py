@@ -17,8 +17,8 @@ from tuneloop.argo.claims import share_of
 from tuneloop.argo.colocation import number
 from tuneloop.argo.jobset import written
 from tuneloop.argo.memory_estimate import Model, asked, context_of, memory, model_of, whole
-from tuneloop.argo.multi_stage_pod import unfolded
 from tuneloop.workflow.manifest import applied, labels_of
+from tuneloop.workflow.pod_loop import find_pod, unfold
 from tuneloop.workflow.rendered_stages import container_of, read_loop, read_stage
 from tuneloop.workflow.settings import GROUP_LABEL, UNKNOWN
 
@@ -47,7 +47,7 @@ def fit(workflow: dict[str, Any]) -> None:
     unlimited = [(template, job) for template, job in found if _unlimited(container_of(template, job))]
     if not unlimited:
         return
-    within, _ = unfolded(workflow)
+    pod, (within, _) = find_pod(workflow), unfold(workflow)
     stages = {t["name"]: read_stage(t) for t in within["spec"]["templates"]}
     model, context = model_of(list(stages.values())), context_of(list(stages.values()))
     if not isinstance(model, Model):
@@ -55,7 +55,7 @@ def fit(workflow: dict[str, Any]) -> None:
     inner = [stages[name] for name in read_loop(within)]
     share = share_of(workflow)
     for template, job in unlimited:
-        run = [stages[template["name"]]] if template["name"] in stages else inner
+        run = inner if template is pod else [stages[template["name"]]]
         parts = [part for stage in run for part in memory(stage, model, context)]
         if parts:
             container = container_of(template, job)

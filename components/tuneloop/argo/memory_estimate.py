@@ -21,12 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import UserError
+from tuneloop.training.options import LOGITS, TrainerOptions
 from tuneloop.workflow.rendered_stages import Stage
 
-PAIRED = ("preference", "reward_model")
-"""Stages whose batch counts pairs of sequences."""
-AT_ONCE = 1 << 25
-"""Logits that the trainer holds at a time: `tuneloop.training.fsdp.LOGITS`, which needs torch to be read."""
 CPU_POOL = 1 << 30
 """Bytes of KV cache that our vLLM server asks for on a CPU, unless told otherwise."""
 PROGRAM = {"server": 3 << 30, "gpu": 8 << 30, "": 1 << 30}
@@ -203,7 +200,7 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
         parts.append((f"{count:,} × 4 weights of the reference{shared}", count * 4 / stage.nodes))
     length, batch = stage.number("max_length") or context, stage.number("per_device_train_batch_size")
     if length and batch:
-        batch *= 2 if stage.component and stage.component.name in PAIRED else 1
+        batch *= _sequences(stage)
         tokens, wide = batch * length, 1 if stage.flags.get("dtype") == "bfloat16" else 2
         layers = f"{model.layers} layers × 34"
         numbers = model.layers * 34
@@ -213,9 +210,15 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
         text = f"{batch:g} × {length:g} tokens × {layers} × {model.hidden}{' × 2 (float32)' if wide == 2 else ''}{each}"
         parts.append((f"{text} activations", tokens * numbers * model.hidden * wide * ranks))
         logits = tokens * model.vocab
-        whole = f"{batch:g} × {length:g} × {model.vocab}" if logits <= AT_ONCE else f"{AT_ONCE:,}"
-        parts.append((f"{whole} logits at once × 8{each}", min(logits, AT_ONCE) * 8 * ranks))
+        whole = f"{batch:g} × {length:g} × {model.vocab}" if logits <= LOGITS else f"{LOGITS:,}"
+        parts.append((f"{whole} logits at once × 8{each}", min(logits, LOGITS) * 8 * ranks))
     return parts
+
+
+def _sequences(stage: Stage) -> int:
+    """How many sequences an example of a trainer has."""
+    models = stage.component.options.values() if stage.component else ()
+    return max((model.sequences for model in models if issubclass(model, TrainerOptions)), default=1)
 
 
 def _sampling_memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:

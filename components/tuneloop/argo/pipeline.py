@@ -7,10 +7,11 @@ from typing import Any
 
 from hera.workflows import DAG, Workflow
 
-from tuneloop.argo.loop import Templates, build_loop, build_part, build_pods, call_loop, dag, serve, tags
-from tuneloop.argo.multi_stage_pod import segment_template
-from tuneloop.argo.tasks import RUN, Output, Outputs, input_tag, output_parameter, task_tag
+from tuneloop.argo.loop import Templates, build_loop, build_part, build_pods, call_loop
+from tuneloop.argo.multi_stage_pod import describe_loop, pod_template
+from tuneloop.argo.tasks import RUN, Output, Outputs
 from tuneloop.argo.template import server_template, stage_template, workflow
+from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.component import Component
 from tuneloop.core.program import flag
@@ -33,9 +34,8 @@ def build_workflow(
         loop: what `draw` calls as the loop.
     """
     limits = config.loop.model_dump(include=LIMITS) if loop else None
-    graph = pod_graph(config, specs, loop) if loop and config.loop.iterations_per_pod else None
     with workflow(name, limits, cluster=config.cluster) as built:
-        templates = build_templates(config, specs, loop, graph)
+        templates = build_templates(config, specs, loop)
         if loop:
             templates["part"] = build_part(loop, templates, config)
         with DAG(name="main"):
@@ -43,21 +43,28 @@ def build_workflow(
     return built
 
 
-def build_templates(
-    config: Any, specs: Sequence[StageSpec], loop: Loop | None, graph: Workflow | None = None
-) -> dict[str, Any]:
+def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> dict[str, Any]:
     """Make the template of each stage, of the rollout server before the loop's, and of the loop behind them."""
     made: dict[str, Any] = {}
     repeated = [step.component for step in loop.steps] if loop else []
+    per_pod = config.loop.iterations_per_pod if loop else 0
     for spec in specs:
         if loop and spec.component is repeated[0]:
             made |= server_templates(config)
-        if not (graph and spec.component in repeated):
+        if not (per_pod and spec.component in repeated):
             made[spec.component.template] = template_of(spec, config, loop)
         if loop and spec.component is repeated[-1]:
-            pod = pod_template(graph, loop, config) if graph else None
+            pod = iterations_template(loop, specs, config) if per_pod else None
             made["loop"] = build_pods(loop, pod) if pod else build_loop(loop, made, config)
     return made
+
+
+def iterations_template(loop: Loop, specs: Sequence[StageSpec], config: LoopPipelineConfig) -> Any:
+    """Make the template of a pod of several iterations."""
+    published, settings = config.published(RUN), config.loop
+    described = describe_loop(loop, specs, {"seed": config.seed}, published, settings.evaluate_every)
+    sizes = (settings.iterations_per_pod, config.cluster)
+    return pod_template(described, loop.inputs, loop.pod_outputs, published, *sizes)
 
 
 def template_of(spec: StageSpec, config: PipelineConfig, loop: Loop | None) -> Any:
@@ -87,7 +94,9 @@ class Tasks:
     def stage(self, component: Component, name: str = "", **inputs: Output) -> Outputs:
         name = name or component.template
         given = {flag(k): value for k, value in inputs.items()}
-        task = self._templates[component.template](name=name, arguments={**given, component.output: f"{RUN}/{name}"})
+        task = self._templates[component.template](
+            name=name, arguments={**given, flag(component.output): f"{RUN}/{name}"}
+        )
         parents = {value.task.name: value.task for value in inputs.values()}
         implied = {each for parent in parents for each in self._before[parent]}
         for parent in parents.keys() - implied:
@@ -98,31 +107,3 @@ class Tasks:
     def loop(self, serve: Output, **values: Output) -> None:
         assert self._loop, "the pipeline is built with its loop"
         call_loop(self._loop, self._templates, self._config, serve, values)
-
-
-def pod_graph(config: Any, specs: Sequence[StageSpec], loop: Loop, *, served: bool = False) -> Workflow:
-    """Return the part of the loop that one pod runs; to be called outside a Workflow.
-
-    Args:
-        served: the rollout server is in the same pod, for there is none beside it; the graph's entry is `pod`, then.
-    """
-    limits = {**config.loop.model_dump(include=LIMITS), "per_workflow": config.loop.iterations_per_pod}
-    inner = {spec.component: spec for spec in specs}
-    with workflow("pod", limits) as graph:
-        calls = [*loop.steps, loop.check]
-        made = {step.name: template_of(inner[step.component], config, loop) for step in calls}
-        made |= server_templates(config) if served else {}
-        repeated = build_loop(loop, made, config)
-        if served:
-            ended = [output_parameter(k, value=task_tag("loop", k)) for k in loop.pod_outputs]
-            with dag("pod", loop.passed, ended):
-                server, endpoint = serve(made, config, input_tag("policy"))
-                server >> repeated(name="loop", arguments={**tags(loop.passed), "endpoint": endpoint})
-    return graph
-
-
-def pod_template(graph: Workflow, loop: Loop, config: Any) -> Any:
-    """Make the template of a pod of several iterations."""
-    fixed = {name: f"{{{{workflow.parameters.{name}}}}}" for name in ("run", "store", "iterations", "target-reward")}
-    fixed["per-workflow"] = str(config.loop.iterations_per_pod)
-    return segment_template(graph, "loop", loop.inputs, loop.pod_outputs, fixed=fixed, cluster=config.cluster)

@@ -102,12 +102,10 @@ def stage_template(
     given = params.model_dump() if isinstance(params, BaseModel) else dict(params)
     if nodes > 1:
         given["expected_world_size"] = nodes * processes
-    resolved = component.validate({k: v for k, v in given.items() if k not in dynamic} | _needed(component, dynamic))
-    literal = {k: v for k, v in resolved.model_dump(mode="json").items() if k not in dynamic and v is not None}
     passed = [*component.inputs, component.output, *dynamic]
     optional = {name for name, required in component.inputs.items() if not required}
     optional |= {name for name in dynamic if not component.Params.model_fields[name].is_required()}
-    flags = [word for k, v in literal.items() for word in (f"--{flag(k)}", _text(v))]
+    flags = constant_flags(component, given, dynamic)
     flags += [word for k in passed for word in (f"--{flag(k)}", f"{{{{inputs.parameters.{flag(k)}}}}}")]
     outputs = [component.output, *component.results]
     made = Container(
@@ -162,9 +160,17 @@ def server_template(
     )
 
 
-def _needed(component: Component, dynamic: Sequence[str]) -> dict[str, Any]:
-    """Stand-ins for required parameters that the graph passes, so that the others can be validated here."""
-    return {name: "0" for name in dynamic if component.Params.model_fields[name].is_required()}
+def constant_flags(component: Component, given: Mapping[str, Any], dynamic: Sequence[str]) -> list[str]:
+    """Return the flags of the stage's parameters, resolved here, but for those that the graph passes.
+
+    Raises:
+        UserError: a parameter that the stage refuses.
+    """
+    fields = component.Params.model_fields
+    needed = {name: "0" for name in dynamic if fields[name].is_required()}  # stand-ins, to validate the others
+    resolved = component.validate({k: v for k, v in given.items() if k not in dynamic} | needed)
+    literal = {k: v for k, v in resolved.model_dump(mode="json").items() if k not in dynamic and v is not None}
+    return [word for k, v in literal.items() for word in (f"--{flag(k)}", _text(v))]
 
 
 def _text(value: Any) -> str:

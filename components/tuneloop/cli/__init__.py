@@ -45,14 +45,29 @@ def version() -> None:
     print_version()
 
 
-COMMANDS: tuple[Callable[..., int | None], ...] = (
-    *(author.plan, author.lint, author.render, author.schema),
-    *(execute.demo, execute.run, execute.resume, execute.stop, cluster.submit, cluster.schedule, cluster.diff),
-    *(inspect.status, inspect.logs, inspect.report, inspect.track, gc.gc, turns.turns, gateway.gateway),
-)
-for command in COMMANDS:
-    name = command.__name__
-    app.command(epilog=f"With --to kfp: `tuneloop kfp {name} --help`." if name in kfp.verbs() else None)(command)
+COMMANDS: dict[str, Callable[..., int | None]] = {
+    "plan": author.plan,
+    "lint": author.lint,
+    "render": author.render,
+    "schema": author.schema,
+    "demo": execute.demo,
+    "run": execute.run,
+    "resume": execute.resume,
+    "stop": execute.stop,
+    "submit": cluster.submit,
+    "schedule": cluster.schedule,
+    "diff": cluster.diff,
+    "status": inspect.status,
+    "logs": inspect.logs,
+    "report": inspect.report,
+    "track": inspect.track,
+    "gc": gc.gc,
+    "turns": turns.turns,
+    "gateway": gateway.gateway,
+}
+for name, command in COMMANDS.items():
+    about = f"With --to kfp: `tuneloop kfp {name} --help`." if name in kfp.verbs() else None
+    app.command(name, epilog=about)(command)
 app.add_typer(weights.app, name="weights")
 app.add_typer(endpoint.app, name="endpoint")
 app.add_typer(fleet.app, name="fleet")

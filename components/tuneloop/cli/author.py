@@ -93,7 +93,7 @@ def render(
     ] = False,
 ) -> None:
     """Print the Argo Workflow as YAML. It is what `run` executes and a cluster takes; equal settings, equal bytes."""
-    from tuneloop.cluster.submit import as_template, template_name
+    from tuneloop.cluster.run_workflows import as_template, template_name
     from tuneloop.config.loading import dump, find
 
     found = find(pipeline)

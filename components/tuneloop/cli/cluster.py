@@ -50,6 +50,7 @@ def submit(
 ) -> int:
     """Send a pipeline to a cluster, once everything it needs was found there."""
     from tuneloop.cli.verdict import tell
+    from tuneloop.cluster import run_workflows
     from tuneloop.cluster import submit as argo
     from tuneloop.cluster.preflight import notices, problems
     from tuneloop.config.loading import find
@@ -60,7 +61,7 @@ def submit(
     graph = _graph(fleet, run, namespace) if fleet else None
     found = find(pipeline)
     workflow = found.build(found.configure(config, [*_rolled_out_by(graph), *(sets or ())]))
-    made = argo.prepare(workflow, run=run, store=store, namespace=namespace, priority=priority)
+    made = run_workflows.prepare(workflow, run=run, store=store, namespace=namespace, priority=priority)
     for notice in notices(made):
         typer.echo(f"note: {notice}", err=True)
     if server:
@@ -75,7 +76,7 @@ def submit(
             typer.echo(f"error: {problem}", err=True)
         return 2
     if check:
-        argo.after(made, argo.listed(there, run), run)
+        argo.after(made, run_workflows.listed(there, run), run)
         typer.echo(f"{run}: can be submitted to {there.context}, namespace {namespace}")
         return 0
     begun = time.monotonic()
@@ -88,7 +89,9 @@ def submit(
         return 0
     said = _print_logs(there, run, None, follow=True, since=name)
     argo.wait(there, run)
-    return tell(run, retry_until_available(lambda: argo.workflows(there, run)), time.monotonic() - begun, said, options)
+    return tell(
+        run, retry_until_available(lambda: run_workflows.workflows(there, run)), time.monotonic() - begun, said, options
+    )
 
 
 def _graph(manifest: Path, run: str, namespace: str) -> dict[str, Any]:
@@ -187,7 +190,7 @@ def diff(
 ) -> int:
     """Show how a cluster differs from what is rendered. Exits with 0: it does not; 1: it does; more: no answer."""
     from tuneloop.cluster.drift import run_drift, template_drift
-    from tuneloop.cluster.submit import template_name
+    from tuneloop.cluster.run_workflows import template_name
     from tuneloop.config.loading import find
     from tuneloop.kube.api_errors import translate_api_errors
     from tuneloop.kube.connection import connect
@@ -205,7 +208,7 @@ def diff(
     return 1 if told else 0
 
 
-@app.command()
+@app.command("unschedule")
 def unschedule(
     name: Annotated[str, typer.Argument(help="Of the schedule.")],
     namespace: NAMESPACE = "tuneloop",
@@ -219,7 +222,7 @@ def unschedule(
     typer.echo(f"{name}: no longer scheduled")
 
 
-@app.command()
+@app.command("status")
 def status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
     """Show the stages of a run, their newest results, and what each waiting pod waits for.
 
@@ -244,7 +247,7 @@ def status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloop", c
     show_stages(_stages(seen), places=0)
 
 
-@app.command()
+@app.command("logs")
 def logs(
     run: RUN,
     stage: Annotated[str | None, typer.Argument(help="A stage's name in the graph, as `status` shows it.")] = None,
@@ -258,7 +261,7 @@ def logs(
     _print_logs(connect(namespace, context), run, stage, follow)
 
 
-@app.command()
+@app.command("stop")
 def stop(
     run: RUN,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the pods to end.")] = 120.0,
@@ -273,7 +276,7 @@ def stop(
     typer.echo(f"{run}: stopped" if ended else f"{run}: was not under way")
 
 
-@app.command()
+@app.command("claims")
 def claims(namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
     """Show the claims of shared devices, and who sits on them; frees the seats of runs that have ended."""
     from tuneloop.cluster.watch import claims as read

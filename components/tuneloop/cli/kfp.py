@@ -27,7 +27,7 @@ AT_ARGO = ("status", "logs", "stop", "unschedule")
 """Those of `tuneloop cluster`; the first three have namesakes for this machine."""
 
 
-@app.command()
+@app.command("render")
 def render(
     pipeline: PIPELINE,
     config: CONFIG = None,
@@ -49,7 +49,7 @@ def render(
     put(text, output)
 
 
-@app.command()
+@app.command("submit")
 def submit(
     pipeline: PIPELINE,
     run: Annotated[str, typer.Option("--run", help="Name of the run; the same again resumes it once it has ended.")],
@@ -71,7 +71,7 @@ def submit(
     typer.echo(f"{run}: submitted as {run_id}; see `tuneloop kfp status {run}`")
 
 
-@app.command()
+@app.command("schedule")
 def schedule(
     pipeline: PIPELINE,
     name: Annotated[str, typer.Option("--name", help="Of the schedule; each run adds the time of its tick.")],
@@ -93,7 +93,7 @@ def schedule(
     typer.echo(f"{name}: runs at {cron}; `tuneloop kfp unschedule {name}` ends that")
 
 
-@app.command()
+@app.command("unschedule")
 def unschedule(
     name: Annotated[str, typer.Argument(help="Of the schedule.")],
     endpoint: ENDPOINT = None,
@@ -105,7 +105,7 @@ def unschedule(
     typer.echo(f"{name}: no longer scheduled")
 
 
-@app.command()
+@app.command("status")
 def status(run: RUN, as_json: JSON = False, endpoint: ENDPOINT = None) -> int:
     """Show the tasks of a run. Ends with 1 if the run has failed."""
     from tuneloop.cli.tables import show
@@ -123,7 +123,7 @@ def status(run: RUN, as_json: JSON = False, endpoint: ENDPOINT = None) -> int:
     return 1 if found.state == "FAILED" else 0
 
 
-@app.command()
+@app.command("logs")
 def logs(
     run: RUN,
     task: Annotated[str | None, typer.Argument(help="A task's name in the graph.")] = None,
@@ -136,7 +136,7 @@ def logs(
         typer.echo(f"{name} | {line}")
 
 
-@app.command()
+@app.command("stop")
 def stop(run: RUN, endpoint: ENDPOINT = None) -> None:
     """End a run; submitting it again goes on where it stopped."""
     from tuneloop.kfp import client
@@ -166,7 +166,7 @@ def build(pipeline: str, config: Path | None, sets: list[str] | None) -> Any:
 
 def verbs() -> list[str]:
     """The commands that there are for Kubeflow Pipelines."""
-    return [command.callback.__name__ for command in app.registered_commands if command.callback]
+    return [command.name for command in app.registered_commands if command.name]
 
 
 def route(arguments: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ import typer
 from tuneloop.cli.cluster import CONTEXT, NAMESPACE
 
 if TYPE_CHECKING:
-    from tuneloop.sharing.turns import Document, Seat
+    from tuneloop.sharing.document import Document, Seat
 
 
 def turns(
@@ -44,7 +44,7 @@ def _in_cluster(namespace: str, context: str | None) -> dict[str, Document]:
 def _in_store(store: str, group: str | None) -> dict[str, Document]:
     from tuneloop.core.errors import UserError
     from tuneloop.sharing.file import STORED
-    from tuneloop.sharing.turns import open_turns
+    from tuneloop.sharing.opening import open_turns
 
     if group is None:
         raise UserError("GROUP", None, "is needed beside --store: the runs' cluster.share.group")

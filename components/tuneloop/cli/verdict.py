@@ -9,6 +9,7 @@ import typer
 
 from tuneloop.cli.live import label
 from tuneloop.cli.show import blamed, culprit
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import nodes
 from tuneloop.core.errors import EXIT_USER
@@ -35,7 +36,7 @@ def tell(
     last, pods = workflows[-1], [n for each in workflows for n in nodes(each).values() if n.type == "Pod"]
     code, message = argo.exit_code(last), last.get("status", {}).get("message")
     why = f": {message}" if message else ""
-    ended = f"{argo.phase(last).lower()}{why}, exit code {code}" if code else "succeeded"
+    ended = f"{run_workflows.phase(last).lower()}{why}, exit code {code}" if code else "succeeded"
     facts = aligned({"mean reward": _reward(pods, _evaluators(workflows)), "model": _model(pods)})
     typer.echo("\n".join(filter(None, (f"\n{run}: {ended} ({seconds:.1f} s)", facts))))
     if code:

@@ -14,9 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import NAMESPACE
+from tuneloop.workflow.settings import RUN_LABEL
 
 
 class Server:
@@ -41,7 +43,7 @@ class Server:
         self._service = WorkflowsService(host=url, token=token, verify_ssl=not skip, namespace=namespace)
 
     def submit(self, made: Mapping[str, Any], run: str) -> str:
-        """Create a workflow from `tuneloop.cluster.submit.prepare`; see `tuneloop.cluster.submit.create`.
+        """Create a workflow from `tuneloop.cluster.run_workflows.prepare`; see `tuneloop.cluster.submit.create`.
 
         Raises:
             UserError: the server cannot be reached or refuses; the run is under way.
@@ -59,13 +61,13 @@ class Server:
     def workflows(self, run: str) -> list[dict[str, Any]]:
         """The workflows of a run, oldest first."""
         with self._faults():
-            found = self._service.list_workflows(self.namespace, label_selector=f"{argo.RUN_LABEL}={run}")
+            found = self._service.list_workflows(self.namespace, label_selector=f"{RUN_LABEL}={run}")
         items = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in found.items or ()]
         return sorted(items, key=lambda item: str(item["metadata"]["creationTimestamp"]))
 
     def wait(self, run: str, *, poll: float = 2.0) -> int:
         """Wait for the newest workflow of a run to end; see `tuneloop.cluster.submit.wait`."""
-        while argo.phase(newest := self.workflows(run)[-1]) not in argo.DONE:
+        while run_workflows.phase(newest := self.workflows(run)[-1]) not in run_workflows.DONE:
             time.sleep(poll)
         return argo.exit_code(newest)
 

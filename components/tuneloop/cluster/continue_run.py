@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.core.errors import Retryable, UserError, failed
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect
-from tuneloop.workflow.settings import LOCAL, NEXT
+from tuneloop.workflow.settings import LOCAL, NEXT, RUN_LABEL
 
 if TYPE_CHECKING:
     pass
@@ -57,8 +58,10 @@ def proceed(cluster: Connection, name: str, entrypoint: str, arguments: Mapping[
     """
     with translate_api_errors(cluster):
         own = cluster.get(*WORKFLOWS, name)
-    run = own["metadata"]["labels"][argo.RUN_LABEL]
-    return argo.create_numbered(cluster, following(own, entrypoint, arguments), run, argo.number(run, name) + 1)
+    run = own["metadata"]["labels"][RUN_LABEL]
+    return argo.create_numbered(
+        cluster, following(own, entrypoint, arguments), run, run_workflows.number(run, name) + 1
+    )
 
 
 def following(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
@@ -68,9 +71,9 @@ def following(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[s
         kind: {k: v for k, v in metadata.get(kind, {}).items() if "workflows.argoproj.io/" not in k}
         for kind in ("labels", "annotations")
     }
-    kept["annotations"][argo.CONTINUES] = metadata["name"]
+    kept["annotations"][run_workflows.CONTINUES] = metadata["name"]
     made = {"apiVersion": workflow["apiVersion"], "kind": "Workflow", "metadata": kept, "spec": workflow["spec"]}
-    return argo.started_at(made, entrypoint, arguments)
+    return run_workflows.started_at(made, entrypoint, arguments)
 
 
 if __name__ == "__main__":

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import itertools
-import json
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Mapping
 from typing import Any
 
-from tuneloop.argo.multi_stage_pod import find_segment, unfolded
-from tuneloop.cluster import submit as argo
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster.schedule import LABEL, TEMPLATES, template_spec
 from tuneloop.config.loading import dump
-from tuneloop.core.artifacts import canonical
-from tuneloop.core.component import find_component
 from tuneloop.core.errors import UserError
-from tuneloop.core.program import flag
-from tuneloop.core.store import normalize
-from tuneloop.inference import generate
 from tuneloop.kube.connection import Connection
-from tuneloop.runs.run_record import differences
-from tuneloop.workflow.manifest import effective_spec
-from tuneloop.workflow.rendered_stages import read_loop
 
 
 def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) -> str:
@@ -44,81 +32,17 @@ def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) 
         remedy = f"is no WorkflowTemplate of namespace {cluster.namespace}; apply manifests/components/pipelines"
         raise UserError("template", name, remedy) from None
     if LABEL not in live["metadata"].get("labels", {}):
-        return _difference(live["spec"], argo.as_template(workflow, name)["spec"], name)
-    made = argo.prepare(workflow, run=name, store=_parameter(live, "store"), namespace=cluster.namespace)
+        return _difference(live["spec"], run_workflows.as_template(workflow, name)["spec"], name)
+    made = run_workflows.prepare(workflow, run=name, store=_parameter(live, "store"), namespace=cluster.namespace)
     return _difference(live["spec"], template_spec(made, name), name)
 
 
 def run_drift(cluster: Connection, workflow: Mapping[str, Any], run: str) -> str:
     """The newest workflow of a run against `workflow`, as submitted to that run; see `template_drift`."""
-    live = argo.workflows(cluster, run)[-1]
-    made = argo.prepare(workflow, run=run, store=_parameter(live, "store"), namespace=cluster.namespace)
+    live = run_workflows.workflows(cluster, run)[-1]
+    made = run_workflows.prepare(workflow, run=run, store=_parameter(live, "store"), namespace=cluster.namespace)
     spec = {k: v for k, v in live["spec"].items() if k != "shutdown"}
-    return _difference(spec, argo.started_like(made, live)["spec"], live["metadata"]["name"])
-
-
-def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str) -> None:
-    """Refuse a workflow that is not of the run whose `earlier` workflows, oldest first, have ended.
-
-    As on one machine (`tuneloop run`), settings may be mended until the loop has made a version: the stages themselves
-    refuse what does not fit their committed outputs. What pods ask for, and what no stage compares with its output
-    (addresses, patience, processes), may change at any time.
-
-    Raises:
-        UserError: another pipeline or store; other settings after a version was made.
-    """
-    before = {k: v for each in earlier for k, v in _settings(each).items()}
-    asked = {k: v for k, v in _settings(made).items() if k in before}
-    differing = differences(asked, {k: before[k] for k in asked})
-    begun = any(argo.phase(each) == "Succeeded" or _has_made_a_version(each) for each in earlier)
-    elsewhere = [name for name in ("pipeline", "store") if name in differing]
-    if elsewhere or (differing and begun):
-        what = ", ".join(elsewhere or differing[:5])
-        remedy = f"exists with another {what}; submit it as it was, or choose another name"
-        raise UserError("--run", run, remedy)
-
-
-def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides what a run computes: its pipeline, its parameters, and each stage's own, where it says them."""
-    spec = effective_spec(workflow)
-    given = {p["name"]: p["value"] for p in spec.get("arguments", {}).get("parameters", ()) if "value" in p}
-    if "store" in given:
-        given["store"] = normalize(given["store"])
-    pipeline = spec.get("podMetadata", {}).get("labels", {}).get("app.kubernetes.io/name")
-    templates = unfolded({"spec": {**spec, "templates": spec.get("templates") or []}})[0]["spec"]["templates"]
-    stages = {t["name"]: _tracked(t) for t in templates if _is_stage(t)}
-    return {**({"pipeline": pipeline} if pipeline else {}), **given, **stages}
-
-
-def _tracked(template: Mapping[str, Any]) -> dict[str, str]:
-    """The flags that a stage compares with those of its committed output; all, where it is not installed here."""
-    command = template["container"]["command"]
-    words = [str(word) for word in template["container"].get("args", ())]
-    flags = {name.removeprefix("--"): value for name, value in itertools.pairwise(words) if name.startswith("--")}
-    component = find_component(command[-1], template["name"]) if "-m" in command else None
-    if component is None:
-        return flags
-    untracked = {*map(flag, component.untracked)}
-    flags = {name: value for name, value in flags.items() if name not in untracked}
-    if component.identity is generate.identity and "engine-args" in flags:
-        asked = generate.identity(SimpleNamespace(engine_args=json.loads(flags["engine-args"])))
-        flags["engine-args"] = canonical(asked)
-    return flags
-
-
-def _is_stage(template: Mapping[str, Any]) -> bool:
-    """No server, and nothing that only deals with the cluster."""
-    command = (template.get("container") or {}).get("command", ())
-    return bool(command) and not template.get("daemon") and not any("tuneloop.cluster" in word for word in command)
-
-
-def _has_made_a_version(workflow: Mapping[str, Any]) -> bool:
-    from tuneloop.cluster.watch import nodes
-
-    spec = effective_spec(workflow)
-    made = {name for name, role in read_loop({"spec": spec}).items() if role == "trainer"}
-    made |= {segment["name"]} if (segment := find_segment({"spec": spec})) else set()
-    return any(node.template in made and node.phase == "Succeeded" for node in nodes(workflow).values())
+    return _difference(spec, run_workflows.started_like(made, live)["spec"], live["metadata"]["name"])
 
 
 def _parameter(live: Mapping[str, Any], name: str) -> str:

@@ -17,7 +17,7 @@ from tuneloop.argo.claims import misplaced, share_of
 from tuneloop.argo.colocation import check
 from tuneloop.argo.lease_sidecar import sidecar
 from tuneloop.cluster.reservations import API, KINDS, claims
-from tuneloop.cluster.submit import PRIORITY_LABEL, QUEUE_LABEL, queued
+from tuneloop.cluster.run_workflows import queued
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 from tuneloop.kube.api_errors import translate_api_errors
@@ -26,7 +26,7 @@ from tuneloop.sharing import lease
 from tuneloop.sharing.sidecar import arguments
 from tuneloop.sharing.turns import Turns
 from tuneloop.workflow.manifest import applied, labels_of
-from tuneloop.workflow.settings import GROUP_LABEL
+from tuneloop.workflow.settings import GROUP_LABEL, PRIORITY_LABEL, QUEUE_LABEL
 
 CLAIMS = KINDS["ResourceClaim"]
 KUEUE = ("kueue.x-k8s.io", "v1beta2")

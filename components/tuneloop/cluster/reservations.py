@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.argo.claims import DEVICES, GIVE, TAKE
-from tuneloop.cluster import submit as argo
+from tuneloop.cluster import run_workflows
 from tuneloop.core.errors import Retryable, UserError, failed
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, connect
@@ -192,7 +192,7 @@ def _active(cluster: Connection, without: str = "") -> Active:
     found: dict[str, list[Owner]] = defaultdict(list)
     for workflow in cluster.list(*WORKFLOWS, selector=ACTIVE):
         about = workflow["metadata"]
-        if about["name"] != without and argo.phase(workflow) not in argo.DONE:
+        if about["name"] != without and run_workflows.phase(workflow) not in run_workflows.DONE:
             found[about["labels"][RUN_LABEL]].append((about["name"], about["uid"]))
     return found
 

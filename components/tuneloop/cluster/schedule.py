@@ -20,12 +20,14 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 from tuneloop.argo.pod_fields import SCRATCH
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.core.artifacts import split_ref
 from tuneloop.core.errors import Retryable, UserError, failed
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect
 from tuneloop.workflow.manifest import labels_of
+from tuneloop.workflow.settings import RUN_LABEL
 
 LABEL = "tuneloop.dev/schedule"
 CRON = ("argoproj.io", "v1alpha1", "cronworkflows")
@@ -72,7 +74,7 @@ def schedule(
     check_cron(cron)
     if timezone:
         check_timezone(timezone)
-    made = argo.prepare(workflow, run=name, store=store, namespace=cluster.namespace, priority=priority)
+    made = run_workflows.prepare(workflow, run=name, store=store, namespace=cluster.namespace, priority=priority)
     check_names(made, f"{name}-{'0' * DIGITS}")
     look = looking(made, name)
     if found := problems(cluster, made):
@@ -91,7 +93,7 @@ def schedule(
 
 def template_spec(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The spec of the WorkflowTemplate of schedule `name`."""
-    spec: dict[str, Any] = argo.as_template(workflow, name)["spec"]
+    spec: dict[str, Any] = run_workflows.as_template(workflow, name)["spec"]
     # The newest run that succeeded is what says that its data is done with.
     spec.get("ttlStrategy", {}).pop("secondsAfterSuccess", None)
     return spec
@@ -151,7 +153,7 @@ def looking(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
     start["arguments"] = {"parameters": [{"name": "prompts", "value": ref}]}
     main = {"name": "main", "dag": {"tasks": [task, start]}}
     labels = spec["podMetadata"]["labels"]
-    labels.pop(argo.RUN_LABEL)
+    labels.pop(RUN_LABEL)
     spec.pop("onExit", None)  # it holds no seat
     return {**spec, "entrypoint": "main", "templates": [data, _start(data), main]}
 
@@ -201,15 +203,15 @@ def start(cluster: Connection, name: str, store: str, prompts: str) -> str:
     assert digest, prompts
     run = f"{name}-{digest.partition(':')[2][:DIGITS]}"
     with translate_api_errors(cluster):
-        mine = [w for w in cluster.list(*WORKFLOWS, selector=LABEL + "=" + name) if argo.RUN_LABEL in labels_of(w)]
-    if active := [labels_of(w)[argo.RUN_LABEL] for w in mine if argo.phase(w) not in argo.DONE]:
+        mine = [w for w in cluster.list(*WORKFLOWS, selector=LABEL + "=" + name) if RUN_LABEL in labels_of(w)]
+    if active := [labels_of(w)[RUN_LABEL] for w in mine if run_workflows.phase(w) not in run_workflows.DONE]:
         return f"skipped: {active[-1]} is under way"
-    same = [w for w in mine if labels_of(w)[argo.RUN_LABEL] == run]
-    if same and argo.phase(same[-1]) == "Succeeded":
+    same = [w for w in mine if labels_of(w)[RUN_LABEL] == run]
+    if same and run_workflows.phase(same[-1]) == "Succeeded":
         return f"skipped: no new data since {run}"
     parameters = [{"name": "run", "value": run}, {"name": "store", "value": store}]
     spec = {"workflowTemplateRef": {"name": name}, "entrypoint": "main", "arguments": {"parameters": parameters}}
-    metadata = {"labels": {argo.RUN_LABEL: run, LABEL: name}}
+    metadata = {"labels": {RUN_LABEL: run, LABEL: name}}
     body = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": metadata, "spec": spec}
     return f"started {argo.create(cluster, body, run)}"
 

@@ -10,119 +10,31 @@ What goes wrong is one line (`UserError`, `Retryable`), whatever the client libr
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import tuneloop
+from tuneloop.cluster.launch import KINDS
+from tuneloop.cluster.preflight import problems
+from tuneloop.cluster.reservations import sweep
+from tuneloop.cluster.resume import check_resumable
+from tuneloop.cluster.run_workflows import (
+    CONTINUES,
+    DONE,
+    annotations_of,
+    listed,
+    number,
+    phase,
+    prepare,
+    started_like,
+    workflows,
+)
+from tuneloop.cluster.watch import nodes
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
-from tuneloop.kube.connection import NAMESPACE, WORKFLOWS, Connection
-from tuneloop.workflow.manifest import applied
-from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE_LABEL, RUN_LABEL
-
-DONE = ("Succeeded", "Failed", "Error")
-CONTINUES = "tuneloop.dev/continues"
-"""Annotation: the workflow of the same run that this one follows."""
-
-
-def prepare(
-    workflow: Mapping[str, Any],
-    *,
-    run: str,
-    store: str,
-    namespace: str = NAMESPACE,
-    priority: str | None = None,
-) -> dict[str, Any]:
-    """`workflow` as the object that `submit` creates: named and labelled by its run, its pods too.
-
-    Args:
-        store: URL of the store, as the pods reach it.
-        priority: WorkloadPriorityClass of the stages that queue.
-
-    Raises:
-        UserError: the workflow has no parameters ``run`` and ``store``; `run` is no name, or too long for its jobs;
-            `store` names no bucket.
-    """
-    from tuneloop.argo.jobset import check_names
-    from tuneloop.core.store import normalize
-    from tuneloop.runs.run_record import check_name
-
-    check_name(run)
-    normalize(store)
-    made = copy.deepcopy(dict(workflow))
-    metadata = made.setdefault("metadata", {})
-    metadata.pop("generateName", None)
-    metadata.update(name=run, namespace=namespace)
-    metadata.setdefault("labels", {})[RUN_LABEL] = run
-    spec = made["spec"]
-    spec.setdefault("podMetadata", {}).setdefault("labels", {})[RUN_LABEL] = run
-    parameters = {item["name"]: item for item in spec.get("arguments", {}).get("parameters", ())}
-    for name, value in (("run", run), ("store", store)):
-        if name not in parameters:
-            raise UserError(f"spec.arguments.parameters.{name}", None, "is missing; tuneloop's pipelines have it")
-        parameters[name]["value"] = value
-    if priority:
-        for template in made["spec"].get("templates", ()):
-            _prioritize(template, priority)
-    check_names(made, run)
-    return made
-
-
-def _prioritize(template: dict[str, Any], priority: str) -> None:
-    from tuneloop.argo.jobset import written
-
-    job = applied(template)
-    labels = (job or template).get("metadata", {}).get("labels", {})
-    if QUEUE_LABEL in labels:
-        labels[PRIORITY_LABEL] = priority
-        if job:
-            template["resource"]["manifest"] = written(job)
-
-
-def as_template(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`workflow` as the WorkflowTemplate `name`; what is submitted from it gets the labels of its run by itself."""
-    labels = workflow["metadata"].get("labels", {})
-    spec = copy.deepcopy(workflow["spec"])
-    spec.setdefault("podMetadata", {}).setdefault("labels", {})[RUN_LABEL] = "{{workflow.parameters.run}}"
-    spec["workflowMetadata"] = {"labelsFrom": {RUN_LABEL: {"expression": "workflow.parameters.run"}}}
-    metadata = {"name": name, "namespace": NAMESPACE, "labels": {k: v for k, v in labels.items() if k != RUN_LABEL}}
-    if annotations := workflow["metadata"].get("annotations"):
-        metadata["annotations"] = annotations
-    return {"apiVersion": "argoproj.io/v1alpha1", "kind": "WorkflowTemplate", "metadata": metadata, "spec": spec}
-
-
-def template_name(pipeline: str) -> str:
-    """The name of a pipeline's WorkflowTemplate: one for each version, so that a run under way keeps its own."""
-    return f"{pipeline.replace('_', '-')}-v{tuneloop.__version__.replace('.', '-')}"
-
-
-def queued(workflow: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Template → labels, of those that wait in a queue, or whose job does."""
-    templates = workflow["spec"].get("templates", ())
-    labels = {t["name"]: (applied(t) or t).get("metadata", {}).get("labels", {}) for t in templates}
-    return {name: each for name, each in labels.items() if QUEUE_LABEL in each}
-
-
-def workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
-    """The workflows of a run, oldest first.
-
-    Raises:
-        UserError: there is none.
-    """
-    with translate_api_errors(cluster):
-        found = cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
-    if not found:
-        remedy = f"no workflow in namespace {cluster.namespace} of {cluster.context} has the label {RUN_LABEL}={run}"
-        raise UserError("run", run, remedy)
-    # Kubernetes tells seconds apart; two workflows of one second follow their numbers.
-    return sorted(found, key=lambda w: (w["metadata"]["creationTimestamp"], number(run, w["metadata"]["name"])))
-
-
-def phase(workflow: Mapping[str, Any]) -> str:
-    """Of a workflow; ``Pending`` before the controller has seen it."""
-    return str(workflow.get("status", {}).get("phase") or "Pending")
+from tuneloop.kube.connection import WORKFLOWS, Connection
+from tuneloop.sharing.lease import release
+from tuneloop.workflow.settings import RUN_LABEL
 
 
 def submit(
@@ -137,8 +49,6 @@ def submit(
         UserError: something is missing on the cluster (what else is, stands in the notes), or the run is under way;
             nothing was created.
     """
-    from tuneloop.cluster.preflight import problems
-
     made = prepare(workflow, run=run, store=store, namespace=cluster.namespace, priority=priority)
     if found := problems(cluster, made):
         for other in found[1:]:
@@ -158,20 +68,12 @@ def create(cluster: Connection, made: Mapping[str, Any], run: str) -> str:
     return create_numbered(cluster, made, run, at) if at > 1 else _create(cluster, made, run)
 
 
-def listed(cluster: Connection, run: str) -> list[dict[str, Any]]:
-    """The workflows of a run, as the API server lists them; none of a run that there is not."""
-    with translate_api_errors(cluster):
-        return cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
-
-
 def after(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str) -> tuple[Mapping[str, Any], int]:
     """`made` as it goes on after the `earlier` workflows of its run, oldest first; and its number.
 
     Raises:
         UserError: one of them is under way, or the run is of another pipeline, store or, once begun, other settings.
     """
-    from tuneloop.cluster.drift import check_resumable
-
     if active := [w["metadata"]["name"] for w in earlier if phase(w) not in DONE]:
         remedy = f"is under way as workflow {active[0]}; `tuneloop cluster stop` it, or choose another name"
         raise UserError("run", run, remedy)
@@ -179,35 +81,6 @@ def after(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: st
         return made, 1
     check_resumable(made, earlier, run)
     return started_like(made, earlier[-1]), max(number(run, w["metadata"]["name"]) for w in earlier) + 1
-
-
-def started_like(made: Mapping[str, Any], newest: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`made`, but where `newest`, a later workflow of the same run, starts."""
-    spec = newest["spec"]
-    known = {p["name"] for p in made["spec"]["arguments"]["parameters"]}
-    given = spec.get("arguments", {}).get("parameters", ())
-    carried = {p["name"]: p["value"] for p in given if p["name"] not in known}
-    return started_at(made, spec["entrypoint"], carried) if carried else made
-
-
-def _annotations(workflow: Mapping[str, Any]) -> Mapping[str, str]:
-    found: Mapping[str, str] = workflow["metadata"].get("annotations") or {}
-    return found
-
-
-def started_at(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
-    """`workflow` from another template on, which gets `arguments`."""
-    spec = workflow["spec"]
-    given = {p["name"]: p for p in spec.get("arguments", {}).get("parameters", ())}
-    given |= {name: {"name": name, "value": value} for name, value in arguments.items()}
-    arguments_of = {**spec.get("arguments", {}), "parameters": list(given.values())}
-    return {**workflow, "spec": {**spec, "entrypoint": entrypoint, "arguments": arguments_of}}
-
-
-def number(run: str, name: str) -> int:
-    """Which workflow of the run `name` is: ``demo`` is 1, ``demo-2`` 2."""
-    rest = name.removeprefix(f"{run}-")
-    return int(rest) if rest.isdigit() else 1
 
 
 def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: int) -> str:
@@ -223,8 +96,8 @@ def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: 
             if not isinstance(cause, ApiException) or cause.status != 409:
                 raise
         with translate_api_errors(cluster):
-            found = _annotations(cluster.get(*WORKFLOWS, name))
-        follows = _annotations(made).get(CONTINUES)
+            found = annotations_of(cluster.get(*WORKFLOWS, name))
+        follows = annotations_of(made).get(CONTINUES)
         if follows and found.get(CONTINUES) == follows:
             return name
         at += 1
@@ -250,8 +123,6 @@ def stop(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
     Raises:
         Retryable: they did not end in time.
     """
-    from tuneloop.sharing.lease import release
-
     stopped: set[str] = set()
 
     def ended() -> bool:
@@ -274,8 +145,6 @@ def stop(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
 
 def _leave_seats(cluster: Connection) -> None:
     """A run that was terminated has had no exit handler."""
-    from tuneloop.cluster.reservations import sweep
-
     try:
         sweep(cluster)
     except UserError as error:
@@ -286,8 +155,6 @@ def _leave_seats(cluster: Connection) -> None:
 def _delete_jobs(cluster: Connection, run: str) -> None:
     """Jobs of several pods outlive the step that started them: end them by name."""
     from kubernetes.client import ApiException
-
-    from tuneloop.cluster.launch import KINDS
 
     for kind in KINDS.values():
         with translate_api_errors(cluster):
@@ -334,8 +201,6 @@ def wait(cluster: Connection, run: str, *, poll: float = 2.0) -> int:
 
 def exit_code(workflow: Mapping[str, Any]) -> int:
     """What `tuneloop submit --wait` returns for a workflow that has ended."""
-    from tuneloop.cluster.watch import nodes
-
     if phase(workflow) == "Succeeded":
         return 0
     codes = {node.exit_code for node in nodes(workflow).values() if node.phase in ("Failed", "Error")}

@@ -16,11 +16,12 @@ from typing import Any
 
 from tuneloop.argo.claims import TAKE
 from tuneloop.cluster import reservations
-from tuneloop.cluster.submit import DONE, QUEUE_LABEL, RUN_LABEL, phase, workflows
+from tuneloop.cluster.run_workflows import DONE, phase, workflows
 from tuneloop.core.errors import UserError
 from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
 from tuneloop.kube.connection import Connection
 from tuneloop.local.journal import Node
+from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
 
 NODE_NAME = "workflows.argoproj.io/node-name"
 WORKLOADS = ("kueue.x-k8s.io", "v1beta2", "workloads")

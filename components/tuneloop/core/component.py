@@ -32,11 +32,12 @@ from typing import Annotated, Any, Literal
 
 import xxhash
 from pydantic import ValidationError, create_model
+from pydantic.config import JsonDict
 
 from tuneloop.core import program
 from tuneloop.core.artifacts import DIGEST, Artifact, Draft, Manifest, Role, canonical, find, split_ref
 from tuneloop.core.attempts import admit_attempt
-from tuneloop.core.context import Params, Stage, hearing
+from tuneloop.core.context import Options, Params, Stage, hearing
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import flag
 from tuneloop.core.provenance import devices, provenance
@@ -49,7 +50,7 @@ OptionalInput = Annotated[Artifact | None, "input"]
 Results = Mapping[str, Any]
 Image = Literal["base", "trainer", "rollout"]
 
-UNTRACKED = {"tuneloop": "identity"}
+UNTRACKED: JsonDict = {"tuneloop": "identity"}
 """Mark a parameter that does not change what is computed (an address, a log level):
 ``Field(json_schema_extra=UNTRACKED)`` keeps it out of the comparison with a committed output."""
 
@@ -66,6 +67,7 @@ class Component:
         accelerator: whether the stage asks for GPUs where the cluster has them.
         results: name → type of the scalars that the workflow may read.
         Params: pydantic model of the parameters.
+        options: parameters that are flattened into `Params`: name → their model.
         inputs: input name → whether it is required.
     """
 
@@ -86,7 +88,7 @@ class Component:
         self.name = function.__name__
         self.template = self.name.replace("_", "-")
         self.summary = (inspect.getdoc(function) or "").split("\n")[0]
-        self.inputs, self.Params = _read_signature(function)
+        self.inputs, self.options, self.Params = _read_signature(function)
         self.output = f"{kind}_out" if kind in self.inputs else kind
         flags = [*self.inputs, self.output, *self.Params.model_fields]
         assert len(flags) == len(set(flags)), f"{self.name}: two flags of one name among {flags}"
@@ -172,7 +174,15 @@ class Component:
 
     def run(self, argv: Sequence[str]) -> int:
         """Run as a program and return the exit code."""
-        return program.run(self, argv)
+
+        def work() -> None:
+            given = program.parse(argv, self.name, self.__doc__, self.inputs, self.output, self.Params.model_fields)
+            url = given.pop(self.output)
+            manifest = self(out=url, **given)
+            if int(os.environ.get("RANK", "0")) == 0:
+                program.write_outputs({self.output: f"{split_ref(url)[0]}@{manifest.digest}", **manifest.results})
+
+        return program.run(work)
 
     def _open(self, params: Params, inputs: Mapping[str, Artifact], out: str) -> Stage:
         env = os.environ
@@ -222,8 +232,10 @@ class Component:
         clock = time.perf_counter()
         if given := devices():
             stage.log(f"devices {', '.join(given)}")
-        arguments: dict[str, Any] = {name: inputs.get(name) for name in self.inputs}
-        results = dict(self.function(stage, **arguments, **stage.params.__dict__) or {})
+        arguments: dict[str, Any] = {name: inputs.get(name) for name in self.inputs} | dict(stage.params.__dict__)
+        for name, model in self.options.items():
+            arguments[name] = model.model_construct(**{field: arguments.pop(field) for field in model.names()})
+        results = dict(self.function(stage, **arguments) or {})
         assert results.keys() == self.results.keys(), f"{self.name} must return {sorted(self.results)}"
         draft = Draft(stage.out_url, attempt=stage.attempt)
         stage._bring(draft)
@@ -257,7 +269,8 @@ def component(
     """Make a stage of a typed function.
 
     Positional parameters after the first (the `Stage`) are input artifacts; keyword-only ones are parameters,
-    described by ``Annotated[type, Field(description=…, ge=…)]``.
+    described by ``Annotated[type, Field(description=…, ge=…)]``. Each field of a parameter whose type is a subclass of
+    `Options` is a parameter of its own.
 
     Args:
         kind: what the output is. It names the flag that takes the output's URL: ``--<kind>``, or ``--<kind>-out`` in a
@@ -300,19 +313,26 @@ def from_validation(error: ValidationError, prefix: str = "") -> UserError:
     return UserError(field, first["input"], first["msg"])
 
 
-def _read_signature(function: Callable[..., Any]) -> tuple[dict[str, bool], type[Params]]:
+def _read_signature(
+    function: Callable[..., Any],
+) -> tuple[dict[str, bool], dict[str, type[Options]], type[Params]]:
     hints = typing.get_type_hints(function, include_extras=True)
     inputs: dict[str, bool] = {}
+    options: dict[str, type[Options]] = {}
     fields: dict[str, Any] = {}
     for name, parameter in list(inspect.signature(function).parameters.items())[1:]:
-        if parameter.kind is parameter.KEYWORD_ONLY:
+        if isinstance(hints[name], type) and issubclass(hints[name], Options):
+            options[name] = hints[name]
+            known = hints[name].model_fields
+            fields |= {field: (known[field].annotation, copy.copy(known[field])) for field in hints[name].names()}
+        elif parameter.kind is parameter.KEYWORD_ONLY:
             default = ... if parameter.default is parameter.empty else parameter.default
             fields[name] = (hints[name], default)
         else:
             assert hints[name] in (Input, OptionalInput), f"{function.__name__}({name}): Input, or keyword-only"
             inputs[name] = hints[name] is Input or hints[name] == Input
     model = create_model(f"{function.__name__}_params", __base__=Params, **fields)
-    return inputs, model
+    return inputs, options, model
 
 
 def _digest_only(value: Any) -> Any:
@@ -322,4 +342,4 @@ def _digest_only(value: Any) -> Any:
     return value
 
 
-__all__ = ["UNTRACKED", "Component", "Input", "OptionalInput", "Params", "Results", "Stage", "component"]
+__all__ = ["UNTRACKED", "Component", "Input", "OptionalInput", "Options", "Params", "Results", "Stage", "component"]

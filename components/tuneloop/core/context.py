@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -24,6 +24,22 @@ class Params(BaseModel):
     """A stage's parameters; generated from its signature."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Options(BaseModel):
+    """Parameters that several stages share: one of this type is flattened, each of its fields is a flag.
+
+    Attributes:
+        flags: the fields that are flags, in their order; empty: all, as they are declared.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    flags: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The fields that are flags."""
+        return cls.flags or tuple(cls.model_fields)
 
 
 @dataclasses.dataclass

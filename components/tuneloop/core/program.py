@@ -11,13 +11,12 @@ import traceback
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tuneloop.core import fencing
-from tuneloop.core.artifacts import split_ref
 from tuneloop.core.attempts import Exhausted, wait_before_ending
 from tuneloop.core.errors import (
     EXIT_GAVE_UP,
@@ -32,28 +31,20 @@ from tuneloop.core.errors import (
     write_termination_message,
 )
 
-if TYPE_CHECKING:
-    from tuneloop.core.component import Component
-
 TRAINING = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets"}
 """What comes with the extra ``train``."""
 
 
-def run(component: Component, argv: Sequence[str]) -> int:
-    """Run as a program and return the exit code; ended early where the process has lost its turn."""
+def run(work: Callable[[], None]) -> int:
+    """Run a program's work and return its exit code; ended early where the process has lost its turn."""
     with fencing.watched():
-        return _run(component, argv)
+        return _run(work)
 
 
-def _run(component: Component, argv: Sequence[str]) -> int:
+def _run(work: Callable[[], None]) -> int:
     try:
         fencing.grant()  # one that was refused begins nothing
-        arguments = vars(_parser(component).parse_args(argv))
-        given = {k: v for k, v in arguments.items() if v not in (None, "")}  # a workflow passes "" for absent
-        url = given.pop(component.output)
-        manifest = component(out=url, **given)
-        if int(os.environ.get("RANK", "0")) == 0:
-            write_outputs({component.output: f"{split_ref(url)[0]}@{manifest.digest}", **manifest.results})
+        work()
         return 0
     except UserError as error:
         return _say(f"error: {error}", EXIT_USER)
@@ -78,24 +69,34 @@ def _run(component: Component, argv: Sequence[str]) -> int:
         return 1
 
 
-def _parser(component: Component) -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog=f"python -m tuneloop.stages.{component.name}", description=component.__doc__, allow_abbrev=False
-    )
+def parse(
+    argv: Sequence[str],
+    name: str,
+    description: str | None,
+    inputs: Mapping[str, bool],
+    output: str,
+    fields: Mapping[str, FieldInfo],
+) -> dict[str, Any]:
+    """Read a stage's command line: what is given of its inputs, its output and its parameters.
+
+    Raises:
+        UserError: a flag that is unknown, or one that is missing.
+    """
+    parser = _Parser(prog=f"python -m tuneloop.stages.{name}", description=description, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     group = parser.add_argument_group("artifacts")
-    for name, required in component.inputs.items():
-        group.add_argument(f"--{flag(name)}", dest=name, required=required, metavar="REF")
-    about = "where the output is committed"
-    group.add_argument(f"--{flag(component.output)}", dest=component.output, required=True, metavar="URL", help=about)
+    for each, required in inputs.items():
+        group.add_argument(f"--{flag(each)}", dest=each, required=required, metavar="REF")
+    group.add_argument(
+        f"--{flag(output)}", dest=output, required=True, metavar="URL", help="where the output is committed"
+    )
     group = parser.add_argument_group("parameters")
-    for name, field in component.Params.model_fields.items():
-        about = (field.description or "").replace("%", "%%")
-        default = "required" if field.is_required() else f"default: {field.default}".replace("%", "%%")
-        group.add_argument(
-            f"--{flag(name)}", dest=name, metavar=name.upper(), type=_decoder(field), help=f"{about} ({default})"
-        )
-    return parser
+    for each, field in fields.items():
+        default = "required" if field.is_required() else f"default: {field.default}"
+        text = f"{field.description or ''} ({default})".replace("%", "%%")
+        group.add_argument(f"--{flag(each)}", dest=each, metavar=each.upper(), type=_decoder(field), help=text)
+    given = vars(parser.parse_args(argv))
+    return {key: value for key, value in given.items() if value not in (None, "")}  # a workflow passes "" for absent
 
 
 def write_outputs(values: Mapping[str, Any]) -> None:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tuneloop.formats.token_files import Document
-    from tuneloop.training.fsdp import Policy, Ranks, Trainer
+    from tuneloop.training.fsdp.policy import Policy
+    from tuneloop.training.fsdp.ranks import Ranks
+    from tuneloop.training.fsdp.trainer import Trainer
     from tuneloop.training.lora import Lora
 
 STAGE = "session"
@@ -204,7 +206,7 @@ class Resident:
     def _open(self, policy: Artifact, optimizer: bool) -> None:
         import torch
 
-        from tuneloop.training.fsdp import Trainer
+        from tuneloop.training.fsdp.trainer import Trainer
 
         state = checkpoint.trainer_state(policy)
         if optimizer and state is None:
@@ -259,7 +261,7 @@ class Sampler:
         self.engine.close()
 
     def _change(self, snapshot: Snapshot) -> None:
-        from tuneloop.training.fsdp import open_model
+        from tuneloop.training.fsdp.policy import open_model
 
         if self._ready is snapshot:
             return
@@ -309,7 +311,7 @@ def _adapters(policy: Artifact) -> Lora | None:
 
 
 def _optimization(adam: AdamParams) -> Any:
-    from tuneloop.training.fsdp import Optimization
+    from tuneloop.training.options import Optimization
 
     return Optimization(
         learning_rate=adam.learning_rate,

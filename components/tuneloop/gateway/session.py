@@ -36,7 +36,7 @@ from tuneloop.inference.engines import Sampling
 from tuneloop.training import checkpoint
 
 if TYPE_CHECKING:
-    from tuneloop.training.fsdp import Ranks
+    from tuneloop.training.fsdp.ranks import Ranks
 
 SCHEME = "tinker://"
 SNAPSHOTS = 2

@@ -242,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(KEY, None, "is required: whoever starts the worker chooses it")
         turns = None
         if options.turns:
-            from tuneloop.sharing.turns import open_turns
+            from tuneloop.sharing.opening import open_turns
 
             os.environ[fencing.VARIABLE] = os.path.join(tempfile.mkdtemp(prefix="tuneloop-"), "turn.json")
             turns = open_turns(options.turns, who=options.session, policy=options.policy, patience=options.patience)
@@ -272,7 +272,7 @@ def _guarded(lease: Held) -> Iterator[None]:
 
 
 def _ranks(device: str) -> Any:
-    from tuneloop.training.fsdp import Ranks
+    from tuneloop.training.fsdp.ranks import Ranks
 
     ranks = Ranks(device, 1)  # type: ignore[arg-type]
     if device == "auto" and ranks.device.type == "cpu":

@@ -11,13 +11,13 @@ The task's own pod only starts the job, prints what it prints, and ends with its
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kfp import dsl
 from kfp.dsl import Dataset, Input
 
-from tuneloop.argo.multi_stage_pod import as_text
 from tuneloop.config.kfp import Kfp
 from tuneloop.core.errors import UserError
 from tuneloop.kfp.template import LAUNCHER, REQUIRED, TYPES, Step, container, place
@@ -64,7 +64,7 @@ def launch_step(
         "job": (dsl.OutputPath(str), REQUIRED),
     }
     command = ["python3", "-m", "tuneloop.kfp.launch"]
-    extra = ["--namespace", kfp.jobs, "--manifest", as_text(job)]
+    extra = ["--namespace", kfp.jobs, "--manifest", _as_text(job)]
     kind = str(job["kind"]).lower()
     made = container(kind, f"Launch a {job['kind']} and follow it.", signature, ABOUT, image, command, extra)
 
@@ -74,3 +74,9 @@ def launch_step(
         return task
 
     return step
+
+
+def _as_text(manifest: Mapping[str, Any]) -> str:
+    """JSON in which KFP and the kubelet find nothing to replace: no tag, no variable."""
+    text = json.dumps(manifest, separators=(",", ":")).replace("$(", "\\u0024(")
+    return text.replace("{{", "{\\u007b")

@@ -8,12 +8,11 @@ from typing import Any
 
 from kfp import dsl
 
-from tuneloop.argo.pipeline import pod_graph
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
-from tuneloop.kfp.grain import segment_step
 from tuneloop.kfp.loop import LoopTasks, Steps
+from tuneloop.kfp.multi_stage_pod import iterations_step
 from tuneloop.kfp.stage import TARGET
 from tuneloop.kfp.template import position_step, report_step, stage_step
 from tuneloop.workflow.loop import Graph, Loop, StageSpec
@@ -78,8 +77,7 @@ def build_steps(config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> d
         about: Any = {"processes": spec.processes, "nodes": spec.nodes, **pods}
         steps[spec.component.template] = stage_step(spec.component, given, dynamic=spec.accepted(passed), **about)
     if loop and config.loop.iterations_per_pod:
-        graph = pod_graph(config, specs, loop, served=True)
-        steps["iterations"] = segment_step(graph, "pod", **pods)
+        steps["iterations"] = iterations_step(loop, specs, config)
     return steps
 
 

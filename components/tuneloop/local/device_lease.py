@@ -12,8 +12,8 @@ from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.pod_files import PodFilesystem
 from tuneloop.sharing.file import STORED
+from tuneloop.sharing.opening import open_turns
 from tuneloop.sharing.sidecar import arguments
-from tuneloop.sharing.turns import open_turns
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from tuneloop.local.pod_files import PodFilesystem
 from tuneloop.local.processes import Launches, Process, end_process
 from tuneloop.local.results import Call, Result, Scope
 from tuneloop.workflow import manifest
-from tuneloop.workflow.expressions import text
+from tuneloop.workflow.expression_values import text
 
 OnNode = Callable[[Node], None]
 """Called with a copy of a node whenever its phase, message, progress or `daemoned` changes, one call at a time, in the

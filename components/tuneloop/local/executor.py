@@ -24,7 +24,7 @@ from tuneloop.local.processes import Launcher, Launches, base_environment
 from tuneloop.local.results import Call, Result
 from tuneloop.local.warm import Kind, serves, warmable
 from tuneloop.workflow import manifest
-from tuneloop.workflow.expressions import text
+from tuneloop.workflow.expression_values import text
 
 
 @dataclass

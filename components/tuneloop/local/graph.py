@@ -31,7 +31,8 @@ from tuneloop.local.results import (
 )
 from tuneloop.local.retries import run_attempts
 from tuneloop.workflow import expressions
-from tuneloop.workflow.expressions import ExpressionError, substitute, text
+from tuneloop.workflow.expression_values import ExpressionError, text
+from tuneloop.workflow.expressions import substitute
 from tuneloop.workflow.manifest import depends
 
 MAX_DEPTH = 100

@@ -155,7 +155,7 @@ class ProcessServer:
 
 
 class Launches(Protocol):
-    """What starts the processes of pods: `Launcher`, or `tuneloop.local.resident.Resident`."""
+    """What starts the processes of pods."""
 
     def start(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: Path, stderr: Path, patient: bool

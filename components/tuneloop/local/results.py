@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from tuneloop.core.ends import NO_EXIT_CODE
 from tuneloop.local.journal import BROKEN
-from tuneloop.workflow.expressions import ExpressionError, text
+from tuneloop.workflow.expression_values import ExpressionError, text
 
 Scope = dict[str, Any]
 """Tag → value."""

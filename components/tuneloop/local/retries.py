@@ -16,7 +16,7 @@ from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.results import Call, Daemon, Result, Scope
 from tuneloop.workflow import expressions
-from tuneloop.workflow.expressions import ExpressionError
+from tuneloop.workflow.expression_values import ExpressionError
 from tuneloop.workflow.manifest import seconds
 
 FIRST: Scope = {

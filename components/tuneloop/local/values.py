@@ -10,7 +10,8 @@ from typing import Any
 
 from tuneloop.local.results import Result, Scope
 from tuneloop.workflow import expressions
-from tuneloop.workflow.expressions import ExpressionError, substitute, text
+from tuneloop.workflow.expression_values import ExpressionError, text
+from tuneloop.workflow.expressions import substitute
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ STAGES = (
     "tuneloop.rewards.exact",
     "tuneloop.rewards.scoring",
     "tuneloop.training.epochs",
-    "tuneloop.training.fsdp",
+    "tuneloop.training.fsdp.trainer",
 )
 SERVER = (
     "tuneloop.core.component",
@@ -103,7 +103,7 @@ others than the warm process has can not be its fork."""
 def warmable(argv: Sequence[str]) -> bool:
     """Whether `argv` is one of tuneloop's stages in a single process: ``python -m tuneloop.stages.… …``."""
     package, _, _ = (name := _program(argv)).rpartition(".")
-    return package == "stages" or name == "local.segment"
+    return package == "stages" or name == "local.iterations"
 
 
 def serves(argv: Sequence[str]) -> bool:

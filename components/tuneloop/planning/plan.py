@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from tuneloop.argo import colocation
 from tuneloop.argo.claims import TAKE
 from tuneloop.argo.memory_estimate import Model, asked, context_of, memory, model_of, whole
-from tuneloop.argo.multi_stage_pod import unfolded
 from tuneloop.planning.granularity import LOST, REQUEUE, compare, possible
 from tuneloop.runs.summary import size
 from tuneloop.workflow.manifest import calls
+from tuneloop.workflow.pod_loop import unfold
 from tuneloop.workflow.rendered_stages import LOOP, Stage, read_loop, read_stage
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def draw(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | 
     from rich.text import Text
     from rich.tree import Tree
 
-    workflow, grain = unfolded(workflow)
+    workflow, grain = unfold(workflow)
     templates = {template["name"]: template for template in workflow["spec"]["templates"]}
     pods = count_pods(workflow)
     stages = [read_stage(templates[template]) for template in pods]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from tuneloop.core.errors import Corrupt
 from tuneloop.core.store import Store
-from tuneloop.sharing.turns import Document, open_turns
+from tuneloop.sharing.document import Document
+from tuneloop.sharing.turns import Turns
 
 KEY = "turns.json"
 STORED = ".turns"
@@ -41,4 +42,5 @@ def release(url: str, run: str) -> None:
     """Give back what a run that has ended left, held or waiting, in all groups below `url`."""
     for key in Store(url).keys(""):
         if key.endswith(f"/{KEY}"):
-            open_turns(f"{url}/{key.removesuffix(f'/{KEY}')}", who=run).leave()
+            group = key.removesuffix(f"/{KEY}")
+            Turns(File(f"{url}/{group}"), group, who=run).leave()

@@ -23,7 +23,8 @@ from tuneloop.core.errors import Corrupt, Unavailable, UserError
 from tuneloop.core.store import Conflict
 from tuneloop.kube.api_errors import Unreachable, translate_api_errors
 from tuneloop.kube.connection import OWNER, Connection
-from tuneloop.sharing.turns import Document, Turns
+from tuneloop.sharing.document import Document
+from tuneloop.sharing.turns import Turns
 
 LEASES = ("coordination.k8s.io", "v1", "leases")
 PREFIX = "tuneloop-turns-"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from tuneloop.core.errors import UserError
+from tuneloop.sharing.document import POLICIES
 from tuneloop.sharing.simulate import Rules, Schedule, Task, percentile, simulate
-from tuneloop.sharing.turns import POLICIES
 
 ALONE, OVERLAPPED, SERIAL = "alone", "asynchronous", "one-after-another"
 SHARED = tuple(f"shared-{policy}" for policy in POLICIES)

@@ -21,7 +21,9 @@ from typing import NoReturn
 
 from tuneloop.core import fencing
 from tuneloop.core.errors import Retryable, UserError, failed
-from tuneloop.sharing.turns import POLICIES, Turns, open_turns
+from tuneloop.sharing.document import POLICIES
+from tuneloop.sharing.opening import open_turns
+from tuneloop.sharing.turns import Turns
 
 FLAGS = ("group", "run", "namespace", "file")
 

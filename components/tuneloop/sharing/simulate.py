@@ -2,7 +2,7 @@
 
 A run is a graph of tasks. A task whose predecessors have ended waits `lead` seconds (its pod is being made), asks for
 the turn of its device, and holds it for `seconds`. A task without a device (a reward on CPU) asks nobody. Whose turn it
-is, `tuneloop.sharing.turns.Document` says: what is simulated is what runs.
+is, `tuneloop.sharing.document.Document` says: what is simulated is what runs.
 
 Given what runs took with their devices to themselves, this says what they will take otherwise, as far as a task's
 seconds do not depend on what runs on other devices.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tuneloop.core.artifacts import Role
-from tuneloop.sharing.turns import Document, Policy
+from tuneloop.sharing.document import Document, Policy
 
 
 @dataclass(frozen=True)

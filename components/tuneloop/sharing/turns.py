@@ -22,143 +22,19 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, Literal, Protocol
-
-from pydantic import BaseModel, ConfigDict, Field
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from tuneloop.core.errors import Interrupted, Retryable, Unavailable, UserError
 from tuneloop.core.fencing import Grant, clock
 from tuneloop.core.store import Conflict
+from tuneloop.sharing.document import Document, Policy, Refused
 
-Policy = Literal["fifo", "lrs"]
-POLICIES: tuple[Policy, ...] = ("fifo", "lrs")
 SAFE = 2 / 3
 """Of `patience`: how long a beat is good for."""
 BEATS = 6
 """Within `patience`."""
-KNOWN = 100
-"""Runs whose last turn is remembered."""
-
 log = logging.getLogger("tuneloop.turns")
-
-
-class Refused(RuntimeError):
-    """What was asked of the document is not to be had: the turn is another's, or was lost."""
-
-
-class Seat(BaseModel):
-    """One attempt to have a turn, from its asking to its end.
-
-    Attributes:
-        ticket: names the attempt; never used again.
-        who: the run.
-        since: when it asked, or was served; Unix seconds, for people alone.
-        beat: goes up as long as it lives.
-    """
-
-    model_config = ConfigDict(frozen=True)
-    ticket: str
-    who: str
-    since: float = 0.0
-    beat: int = 0
-
-
-class Document(BaseModel):
-    """What a group knows; every function below gives a new one.
-
-    Attributes:
-        number: of the turn that was taken last; the holder's fencing token, which never goes back.
-        holder: whose turn it is.
-        waiting: in the order of asking.
-        served: run → number of its last turn; of one that had none yet, the number when it first asked.
-        policy, patience: of the group; the first to come sets them.
-    """
-
-    model_config = ConfigDict(frozen=True)
-    number: int = 0
-    holder: Seat | None = None
-    waiting: tuple[Seat, ...] = ()
-    served: dict[str, int] = Field(default_factory=dict)
-    policy: Policy = "fifo"
-    patience: float = 30.0
-
-    @property
-    def idle(self) -> bool:
-        """Whether nobody has a turn, and nobody wants one."""
-        return self.holder is None and not self.waiting
-
-    def order(self) -> tuple[Seat, ...]:
-        """Those who wait, in the order in which they will be served.
-
-        fifo: who asked first. lrs: whose run had its last turn least recently; a run that is new counts as served when
-        it asked, so that newcomers pass nobody. Each passes another at most once, so nobody starves.
-        """
-        if self.policy == "fifo":
-            return self.waiting
-        return tuple(sorted(self.waiting, key=lambda seat: self.served.get(seat.who, self.number)))
-
-    def seat(self, ticket: str) -> Seat | None:
-        """Where `ticket` sits: as holder, or among those who wait."""
-        seats = (self.holder, *self.waiting)
-        return next((seat for seat in seats if seat is not None and seat.ticket == ticket), None)
-
-    def ask(self, ticket: str, who: str, since: float = 0.0) -> Document:
-        """Queue up; nothing changes for one that sits already."""
-        if self.seat(ticket):
-            return self
-        served = {who: self.number, **self.served}
-        return self._but(waiting=(*self.waiting, Seat(ticket=ticket, who=who, since=since)), served=served)
-
-    def beat(self, ticket: str) -> Document:
-        """Show that one lives.
-
-        Raises:
-            Refused: it has no seat (any more).
-        """
-        if self.seat(ticket) is None:
-            raise Refused(f"{ticket} has lost its place")
-        return self._but(
-            holder=_beaten(self.holder, ticket) if self.holder else None,
-            waiting=tuple(_beaten(seat, ticket) for seat in self.waiting),
-        )
-
-    def take(self, ticket: str, silent: Collection[str] = (), since: float = 0.0) -> Document:
-        """Begin a turn. Tickets that are `silent` lose their seats.
-
-        Raises:
-            Refused: somebody lives who has the turn, or is to be served before.
-        """
-        seat = next((seat for seat in self.waiting if seat.ticket == ticket), None)
-        if seat is None:
-            raise Refused(f"{ticket} does not wait")
-        if self.holder is not None and self.holder.ticket not in silent:
-            raise Refused(f"it is the turn of {self.holder.who}")
-        first = next(each for each in self.order() if each == seat or each.ticket not in silent)
-        if first != seat:
-            raise Refused(f"{first.who} is to be served before")
-        number = self.number + 1
-        waiting = tuple(each for each in self.waiting if each != seat and each.ticket not in silent)
-        served = dict(sorted({**self.served, seat.who: number}.items(), key=lambda item: item[1])[-KNOWN:])
-        holder = seat.model_copy(update={"since": since, "beat": seat.beat + 1})
-        return self._but(number=number, holder=holder, waiting=waiting, served=served)
-
-    def quit(self, ticket: str) -> Document:
-        """End a turn, or wait no longer; nothing changes for one that has no seat."""
-        kept = self.holder if self.holder and self.holder.ticket != ticket else None
-        return self._but(holder=kept, waiting=tuple(seat for seat in self.waiting if seat.ticket != ticket))
-
-    def leave(self, who: str) -> Document:
-        """Take from a run all that it holds and waits for."""
-        kept = self.holder if self.holder and self.holder.who != who else None
-        return self._but(holder=kept, waiting=tuple(seat for seat in self.waiting if seat.who != who))
-
-    def _but(self, **changed: Any) -> Document:
-        return self.model_copy(update=changed)
-
-
-def _beaten(seat: Seat, ticket: str) -> Seat:
-    return seat.model_copy(update={"beat": seat.beat + 1}) if seat.ticket == ticket else seat
 
 
 class Silence:
@@ -407,31 +283,3 @@ class Held:
         finally:
             over.set()
             thread.join()
-
-
-def open_turns(url: str, *, who: str, policy: Policy = "fifo", patience: float = 30.0) -> Turns:
-    """The turns of the group at `url`, for the run `who`.
-
-    Args:
-        url: ``lease://namespace/group``, or a URL of the store whose last part is the group's name.
-        policy, patience: as `Turns`.
-
-    Raises:
-        UserError: no URL of these kinds, no such policy, or a patience too short to beat in.
-    """
-    if policy not in POLICIES:
-        raise UserError("policy", policy, f"use one of {', '.join(POLICIES)}")
-    if patience < 1:
-        raise UserError("patience", patience, "seconds, at least 1: a holder shows six times within it that it lives")
-    if url.startswith("lease://"):
-        from tuneloop.kube.connection import connect
-        from tuneloop.sharing.lease import Lease
-
-        namespace, _, group = url.removeprefix("lease://").partition("/")
-        if not namespace or not group or "/" in group:
-            raise UserError("turns", url, "write lease://namespace/group")
-        return Turns(Lease(connect(namespace), group), group, who=who, policy=policy, patience=patience)
-    from tuneloop.sharing.file import File
-
-    group = url.rstrip("/").rpartition("/")[2]
-    return Turns(File(url), group, who=who, policy=policy, patience=patience)

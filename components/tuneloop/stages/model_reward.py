@@ -12,7 +12,8 @@ from pydantic import Field
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
-from tuneloop.training import checkpoint, epochs
+from tuneloop.training import checkpoint
+from tuneloop.training.options import ScoringOptions
 
 
 @component("rewards", image="trainer", accelerator=True, role="scorer", results={"mean_reward": float})
@@ -23,11 +24,7 @@ def model_reward(
     *,
     weight: Annotated[float, Field(description="of the model's score in the sum")] = 1.0,
     per_device_eval_batch_size: Annotated[int, Field(ge=1, description="rollouts in a micro-batch")] = 64,
-    packing: epochs.Packing = "auto",
-    dtype: epochs.Dtype = "float32",
-    attn_implementation: epochs.Attention = "auto",
-    device: epochs.Device = "auto",
-    expected_world_size: epochs.WorldSize = None,
+    options: ScoringOptions,
 ) -> Results:
     """The reward model reads the very tokens that were sampled, so it must have the policy's tokenizer.
 
@@ -42,11 +39,10 @@ def model_reward(
 
     table = read(rollouts)
     sequences = [a + b for a, b in zip(table["prompt_ids"].to_pylist(), table["completion_ids"].to_pylist())]
-    ranks = checkpoint.open_ranks(stage, device, expected_world_size)
+    ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)
     with stage.timed("load"):
         longest = max(map(len, sequences)) + 1
-        about: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, "packing": packing}
-        model = Scorer(scorer.path / "model", ranks, max_length=longest, **about)
+        model = Scorer(scorer.path / "model", ranks, max_length=longest, **options.model_options)
     if max(max(ids) for ids in sequences) >= model.vocab_size:
         raise UserError("--scorer", scorer.url, "has a smaller vocabulary; train it from a model with this tokenizer")
     with stage.timed("score"):

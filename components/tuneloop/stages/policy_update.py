@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
@@ -13,19 +13,45 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, OptionalInput, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
+from tuneloop.training.options import TrainerOptions
 from tuneloop.training.policy_gradient import Objective
 from tuneloop.training.samples import Sample, check_sampling, floats, read_samples
 from tuneloop.weights.publication import Weights, publish_checkpoint
 
 if TYPE_CHECKING:
     from tuneloop.algorithms._objective import PolicyGradient
-    from tuneloop.training.fsdp import Optimization, Policy, Ranks, Trainer
+    from tuneloop.training.fsdp.policy import Policy
+    from tuneloop.training.fsdp.ranks import Ranks
+    from tuneloop.training.fsdp.trainer import Trainer
+    from tuneloop.training.options import Optimization
 
 
 def _check_schedule(max_steps: int, info: ValidationInfo) -> int:
     if info.data.get("lr_scheduler_type", "constant") != "constant" and not max_steps:
         raise ValueError(f"the schedule {info.data['lr_scheduler_type']} must know where it ends")
     return max_steps
+
+
+class PolicyUpdateOptions(TrainerOptions):
+    """Of a trainer on rollouts."""
+
+    flags: ClassVar[tuple[str, ...]] = (
+        *("learning_rate", "warmup_steps", "lr_scheduler_type", "max_steps", "adam_beta1", "adam_beta2"),
+        *("weight_decay", "max_grad_norm", "updates_per_batch", "per_device_train_batch_size", "max_staleness"),
+        *("packing", "gradient_checkpointing", "lora", "cpu_offload", "torch_compile", "use_liger_kernel"),
+        *("dtype", "save_dtype", "attn_implementation", "device", "expected_world_size"),
+    )
+
+    learning_rate: float = Field(5e-4, gt=0)
+    warmup_steps: int = Field(5, ge=0, description="counted over all iterations")
+    max_steps: Annotated[int, AfterValidator(_check_schedule)] = Field(
+        0, ge=0, description="of all iterations: where linear and cosine reach 0", validate_default=True
+    )
+    updates_per_batch: int = Field(
+        1, ge=1, description="optimizer steps: the groups are split into so many mini-batches, each used once"
+    )
+    per_device_train_batch_size: int = Field(128, ge=1, description="rollouts in a micro-batch")
+    max_staleness: int = Field(0, ge=0, description="versions that rollouts may be older than the policy")
 
 
 @component(
@@ -54,34 +80,7 @@ def policy_update(
         epochs.options_of("PolicyGradient"),
         Field(description="the algorithm's own options", validate_default=True),
     ] = {},  # noqa: B006
-    learning_rate: epochs.LearningRate = 5e-4,
-    warmup_steps: Annotated[int, Field(ge=0, description="counted over all iterations")] = 5,
-    lr_scheduler_type: epochs.Scheduler = "constant",
-    max_steps: Annotated[
-        int,
-        AfterValidator(_check_schedule),
-        Field(ge=0, description="of all iterations: where linear and cosine reach 0", validate_default=True),
-    ] = 0,
-    adam_beta1: epochs.Beta = 0.9,
-    adam_beta2: epochs.Beta = 0.99,
-    weight_decay: epochs.NotNegative = 0.0,
-    max_grad_norm: epochs.MaxGradNorm = 1.0,
-    updates_per_batch: Annotated[
-        int, Field(ge=1, description="optimizer steps: the groups are split into so many mini-batches, each used once")
-    ] = 1,
-    per_device_train_batch_size: Annotated[int, Field(ge=1, description="rollouts in a micro-batch")] = 128,
-    max_staleness: Annotated[int, Field(ge=0, description="versions that rollouts may be older than the policy")] = 0,
-    packing: epochs.Packing = "auto",
-    gradient_checkpointing: epochs.GradientCheckpointing = False,
-    lora: epochs.LoraOption = None,
-    cpu_offload: epochs.CpuOffload = False,
-    torch_compile: epochs.TorchCompile = False,
-    use_liger_kernel: epochs.UseLigerKernel = False,
-    dtype: epochs.Dtype = "float32",
-    save_dtype: epochs.SaveDtype = "auto",
-    attn_implementation: epochs.Attention = "auto",
-    device: epochs.Device = "auto",
-    expected_world_size: epochs.WorldSize = None,
+    options: PolicyUpdateOptions,
     reset_optimizer: Annotated[
         bool, Field(description="forget moments, step count, and that there were adapters")
     ] = False,
@@ -105,16 +104,16 @@ def policy_update(
     objective: PolicyGradient = epochs.open_algorithm(algorithm, algorithm_args, "PolicyGradient")
     if objective.beta and reference is None:
         raise UserError("algorithm_args.beta", objective.beta, "needs --reference, a checkpoint; or set it to 0")
-    temperature = check_sampling(policy, rewards, max_staleness)
-    samples = read_samples(rewards, int(policy.manifest.facts["version"]), max_staleness)
-    ranks = checkpoint.open_ranks(stage, device, expected_world_size)
-    optimization, about = epochs.asked(stage)
+    temperature = check_sampling(policy, rewards, options.max_staleness)
+    samples = read_samples(rewards, int(policy.manifest.facts["version"]), options.max_staleness)
+    ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)
+    optimization, about = options.optimization, options.model_options
     with stage.timed("load"):
         trainer, optimizer = open_trainer(stage, policy, ranks, optimization, about, reset_optimizer)
         trainer.max_length = max(len(sample.document.ids) for sample in samples)
         stage.facts.update(trainer.chosen(), optimizer=optimizer)
         stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
-    learner = Objective(stage, objective, temperature, per_device_train_batch_size)
+    learner = Objective(stage, objective, temperature, options.per_device_train_batch_size)
     scored = [sample for sample in samples if sample.score is not None and sample.document.target_count]
     if objective.beta and reference is not None:
         with stage.timed("reference"):
@@ -125,12 +124,13 @@ def policy_update(
         with stage.timed("old_logprobs"):
             learner.score(trainer, scored, "old")
     give_advantages(objective, samples)
-    if updates_per_batch > 1 and not in_reward:
+    if options.updates_per_batch > 1 and not in_reward:
         with stage.timed("old_logprobs"):
             learner.score(trainer, [sample for sample in samples if sample.used], "old")
     losses = []
     with stage.timed("train"):
-        batches = [b for b in mini_batches(stage, samples, updates_per_batch) if any(sample.used for sample in b)]
+        parts = mini_batches(stage, samples, options.updates_per_batch)
+        batches = [part for part in parts if any(sample.used for sample in part)]
         for number, batch in enumerate(batches, start=1):
             watched = iteration <= 1 and number == len(batches)  # once a loop: a profiler takes its time
             with trainer.watched() if watched else nullcontext():
@@ -139,7 +139,7 @@ def policy_update(
     stage.timings["tokens_per_s"] = tokens / stage.timings["train"]
     stage.facts["efficiency"] = trainer.efficiency(stage.timings["tokens_per_s"])
     _report(stage, samples, iteration, len(losses))
-    version = checkpoint.write(stage, trainer, policy, epochs.saved_dtype(stage))
+    version = checkpoint.write(stage, trainer, policy, options.saved_dtype)
     _kept[_identity(stage.attempt, optimization, about)] = trainer
     return {"loss": sum(losses) / len(losses) if losses else 0.0, "version": version}
 
@@ -166,7 +166,7 @@ def open_trainer(
     Where this very process wrote `policy` (several iterations in one process), its trainer is taken up again: the same
     numbers as in the checkpoint, without reading them.
     """
-    from tuneloop.training.fsdp import Trainer
+    from tuneloop.training.fsdp.trainer import Trainer
 
     kept = _kept.pop(_identity(policy.manifest.root, optimization, about), None)
     _kept.clear()
@@ -252,7 +252,7 @@ def mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[li
 def reference_policy(reference: Artifact, trainer: Trainer, about: Mapping[str, Any]) -> Iterator[Policy]:
     """The reference, for scoring: another model, or the trainer's own without adapters, where they are all that parts
     the two."""
-    from tuneloop.training.fsdp import Policy
+    from tuneloop.training.fsdp.policy import Policy
     from tuneloop.training.lora import disabled
 
     if trainer.lora and trainer.base.manifest.digest == reference.manifest.digest:

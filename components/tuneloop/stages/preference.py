@@ -15,12 +15,13 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
+from tuneloop.training.options import PairOptions
 from tuneloop.training.pairs import Mismatched, Pairs, Split, check_fits, plan, read_pairs, score, sums
 from tuneloop.weights.publication import Weights, publish_checkpoint
 
 if TYPE_CHECKING:
     from tuneloop.algorithms._preference import Preference
-    from tuneloop.training.fsdp import Trainer
+    from tuneloop.training.fsdp.trainer import Trainer
 
 Reference = Mapping[str, np.ndarray]
 """``chosen``, ``rejected``, and where KTO needs them ``chosen_kl``, ``rejected_kl``: float64 ``[pairs]`` each."""
@@ -51,29 +52,7 @@ def preference(
         epochs.options_of("Preference"),
         Field(description="the algorithm's own options", validate_default=True),
     ] = {},  # noqa: B006
-    max_steps: epochs.MaxSteps = 100,
-    per_device_train_batch_size: epochs.BatchSize = 32,
-    gradient_accumulation_steps: epochs.Accumulation = 1,
-    learning_rate: epochs.LearningRate = 1e-4,
-    lr_scheduler_type: epochs.Scheduler = "constant",
-    warmup_steps: epochs.WarmupSteps = 10,
-    weight_decay: epochs.NotNegative = 0.0,
-    adam_beta1: epochs.Beta = 0.9,
-    adam_beta2: epochs.Beta = 0.99,
-    max_grad_norm: epochs.MaxGradNorm = 1.0,
-    max_length: epochs.MaxLength = 256,
-    packing: epochs.Packing = "auto",
-    gradient_checkpointing: epochs.GradientCheckpointing = False,
-    lora: epochs.LoraOption = None,
-    cpu_offload: epochs.CpuOffload = False,
-    torch_compile: epochs.TorchCompile = False,
-    use_liger_kernel: epochs.UseLigerKernel = False,
-    dtype: epochs.Dtype = "float32",
-    attn_implementation: epochs.Attention = "auto",
-    save_dtype: epochs.SaveDtype = "auto",
-    save_steps: epochs.SaveSteps = 0,
-    device: epochs.Device = "auto",
-    expected_world_size: epochs.WorldSize = None,
+    options: PairOptions,
     weights: Weights = None,
     seed: int = 0,
 ) -> Results:
@@ -86,28 +65,28 @@ def preference(
         UserError: no pairs, one that is too long, or log-probabilities of other tokens.
         Interrupted: after SIGTERM, once a resume point is committed.
     """
-    from tuneloop.training.fsdp import Trainer
+    from tuneloop.training.fsdp.trainer import Trainer
 
     objective: Preference = epochs.open_algorithm(algorithm, algorithm_args, "Preference")
-    ranks = checkpoint.open_ranks(stage, device, expected_world_size)
+    ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)
     with stage.timed("data"):
         pairs = read_pairs(prompts, policy, "preference")
         reference = read_reference(logprobs, pairs, "preference", objective.needs_kl)
         held_out = read_pairs(prompts, policy, "preference_eval") or pairs
     with stage.timed("load"):
-        trainer = epochs.open_trainer(stage, Trainer, policy, ranks)
-        check_fits([pairs, held_out], trainer, max_length)
+        trainer = epochs.open_trainer(stage, Trainer, policy, ranks, options)
+        check_fits([pairs, held_out], trainer, options.max_length)
     stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
     with stage.timed("evaluate"):
-        before = accuracy(stage, trainer, held_out, 2 * per_device_train_batch_size)
-    learner = Learner(stage, trainer, objective, pairs, reference, per_device_train_batch_size)
-    batch = per_device_train_batch_size * gradient_accumulation_steps * ranks.world
-    loss = epochs.train(stage, trainer, len(pairs), batch, max_steps, save_steps, learner.step)
+        before = accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
+    learner = Learner(stage, trainer, objective, pairs, reference, options.per_device_train_batch_size)
+    batch = options.per_device_train_batch_size * options.gradient_accumulation_steps * ranks.world
+    loss = epochs.train(stage, trainer, len(pairs), batch, options.max_steps, options.save_steps, learner.step)
     with stage.timed("evaluate"):
-        after = accuracy(stage, trainer, held_out, 2 * per_device_train_batch_size)
+        after = accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
     stage.facts.update(accuracy_before=before, reference=logprobs.manifest.facts["digest"])
     stage.log(f"accuracy {before:.3f} → {after:.3f} on {len(held_out)} pairs")
-    version = checkpoint.write(stage, trainer, policy, epochs.saved_dtype(stage))
+    version = checkpoint.write(stage, trainer, policy, options.saved_dtype)
     return {"loss": loss, "accuracy": after, "version": version}
 
 

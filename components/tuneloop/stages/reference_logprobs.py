@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage, component
-from tuneloop.training import checkpoint, epochs
+from tuneloop.training import checkpoint
+from tuneloop.training.options import ScoringOptions
 from tuneloop.training.pairs import SPLITS, Mismatched, check_fits, read_pairs, score
+
+
+class ReferenceOptions(ScoringOptions):
+    """Of the reference policy."""
+
+    flags: ClassVar[tuple[str, ...]] = ("max_length", *ScoringOptions.flags)
 
 
 @component("logprobs", image="trainer", accelerator=True, results={"pairs": int})
@@ -21,12 +28,7 @@ def reference_logprobs(
     *,
     mismatched_pairs: Annotated[bool, Field(description="also what KTO estimates its divergence from")] = False,
     per_device_eval_batch_size: Annotated[int, Field(ge=1, description="completions in a micro-batch")] = 64,
-    max_length: epochs.MaxLength = 256,
-    packing: epochs.Packing = "auto",
-    dtype: epochs.Dtype = "float32",
-    attn_implementation: epochs.Attention = "auto",
-    device: epochs.Device = "auto",
-    expected_world_size: epochs.WorldSize = None,
+    options: ReferenceOptions,
 ) -> Results:
     """Score every chosen and rejected completion under `policy`, which `preference` will not leave too far behind.
 
@@ -34,19 +36,18 @@ def reference_logprobs(
         UserError: no pairs, or one that is longer than `max_length` or the model's context.
         Interrupted: on SIGTERM. Nothing is kept: a retry begins anew.
     """
-    from tuneloop.training.fsdp import Policy
+    from tuneloop.training.fsdp.policy import Policy
 
-    ranks = checkpoint.open_ranks(stage, device, expected_world_size)
+    ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)
     with stage.timed("load"):
-        about = {"dtype": dtype, "attn_implementation": attn_implementation, "packing": packing}
-        model = Policy(checkpoint.model_dir(policy), ranks, max_length=max_length, **about)  # type: ignore[arg-type]
+        model = Policy(checkpoint.model_dir(policy), ranks, **options.model_options)
         checkpoint.load_masters(model, policy)
     counts = {}
     for split in SPLITS:
         pairs = read_pairs(prompts, policy, split)
         if not pairs:
             continue
-        check_fits([pairs], model, max_length)
+        check_fits([pairs], model, options.max_length)
         with stage.timed("score"):
             found = score(stage, model, pairs.documents, per_device_eval_batch_size)
             rows = {"id": pairs.ids, "tokens": pairs.digests(), "chosen": found[0::2], "rejected": found[1::2]}

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.training import checkpoint, epochs
+from tuneloop.training.options import PairOptions
 from tuneloop.training.pairs import Pair, check_fits, plan, read_pairs
 
 if TYPE_CHECKING:
@@ -25,29 +26,7 @@ def reward_model(
     prompts: Input,
     *,
     center_rewards_coefficient: Annotated[float, Field(ge=0, description="draws scores of a pair to 0 in sum")] = 0.0,
-    max_steps: epochs.MaxSteps = 100,
-    per_device_train_batch_size: epochs.BatchSize = 32,
-    gradient_accumulation_steps: epochs.Accumulation = 1,
-    learning_rate: epochs.LearningRate = 1e-4,
-    lr_scheduler_type: epochs.Scheduler = "constant",
-    warmup_steps: epochs.WarmupSteps = 10,
-    weight_decay: epochs.NotNegative = 0.0,
-    adam_beta1: epochs.Beta = 0.9,
-    adam_beta2: epochs.Beta = 0.99,
-    max_grad_norm: epochs.MaxGradNorm = 1.0,
-    max_length: epochs.MaxLength = 256,
-    packing: epochs.Packing = "auto",
-    gradient_checkpointing: epochs.GradientCheckpointing = False,
-    lora: epochs.LoraOption = None,
-    cpu_offload: epochs.CpuOffload = False,
-    torch_compile: epochs.TorchCompile = False,
-    use_liger_kernel: epochs.UseLigerKernel = False,
-    dtype: epochs.Dtype = "float32",
-    attn_implementation: epochs.Attention = "auto",
-    save_dtype: epochs.SaveDtype = "auto",
-    save_steps: epochs.SaveSteps = 0,
-    device: epochs.Device = "auto",
-    expected_world_size: epochs.WorldSize = None,
+    options: PairOptions,
     seed: int = 0,
 ) -> Results:
     """Give the policy's body a head of one number, and train both until chosen completions score above rejected ones.
@@ -61,29 +40,29 @@ def reward_model(
     """
     from tuneloop.training.scorer import ScoreTrainer
 
-    ranks = checkpoint.open_ranks(stage, device, expected_world_size)
+    ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)
     with stage.timed("data"):
         pairs = read_pairs(prompts, policy, "preference")
         held_out = read_pairs(prompts, policy, "preference_eval") or pairs
     with stage.timed("load"):
-        trainer = epochs.open_trainer(stage, ScoreTrainer, policy, ranks)
-        check_fits([pairs, held_out], trainer, max_length)
+        trainer = epochs.open_trainer(stage, ScoreTrainer, policy, ranks, options)
+        check_fits([pairs, held_out], trainer, options.max_length)
 
     def step(chosen: list[int]) -> tuple[dict[str, float], int]:
         picked = [pairs[i] for i in chosen]
-        measures = train_step(stage, trainer, picked, per_device_train_batch_size, center_rewards_coefficient)
+        measures = train_step(stage, trainer, picked, options.per_device_train_batch_size, center_rewards_coefficient)
         return measures, sum(pair.length for pair in picked)
 
-    batch = per_device_train_batch_size * gradient_accumulation_steps * ranks.world
-    loss = epochs.train(stage, trainer, len(pairs), batch, max_steps, save_steps, step)
+    batch = options.per_device_train_batch_size * options.gradient_accumulation_steps * ranks.world
+    loss = epochs.train(stage, trainer, len(pairs), batch, options.max_steps, options.save_steps, step)
     with stage.timed("evaluate"):
-        right = accuracy(stage, trainer, held_out, per_device_train_batch_size)
+        right = accuracy(stage, trainer, held_out, options.per_device_train_batch_size)
     with stage.timed("save"):
         source, target = checkpoint.model_dir(policy), stage.out / "model"
         if stage.leader:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
-        trainer.export(source, target, epochs.saved_dtype(stage))
-    stage.facts.update(step=trainer.step, save_dtype=save_dtype, accuracy=right)
+        trainer.export(source, target, options.saved_dtype)
+    stage.facts.update(step=trainer.step, save_dtype=options.save_dtype, accuracy=right)
     stage.log(f"accuracy {right:.3f} on {len(held_out)} pairs")
     return {"loss": loss, "accuracy": right}
 

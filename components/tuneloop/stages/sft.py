@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 from pydantic import Field
@@ -14,13 +14,27 @@ from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Corpus
 from tuneloop.training import checkpoint, epochs
+from tuneloop.training.options import TrainerOptions
 from tuneloop.weights.publication import Weights, publish_checkpoint
 
 if TYPE_CHECKING:
     from tuneloop.formats.token_files import Document
-    from tuneloop.training.fsdp import Trainer
+    from tuneloop.training.fsdp.trainer import Trainer
 
 COLUMNS = ("id", "prompt", "chat", "completion")
+
+
+class SftOptions(TrainerOptions):
+    """Of a trainer on demonstrations."""
+
+    max_steps: int = Field(250, ge=1, description="optimizer steps")
+    per_device_train_batch_size: int = Field(32, ge=1, description="demonstrations in a micro-batch")
+    gradient_accumulation_steps: int = Field(
+        1, ge=1, description="a step is batch x accumulation x processes demonstrations"
+    )
+    learning_rate: float = Field(1e-3, gt=0)
+    warmup_steps: int = Field(20, ge=0)
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
 
 
 @component(
@@ -36,64 +50,41 @@ def sft(
     policy: Input,
     prompts: Input,
     *,
-    max_steps: epochs.MaxSteps = 250,
-    per_device_train_batch_size: Annotated[int, Field(ge=1, description="demonstrations in a micro-batch")] = 32,
-    gradient_accumulation_steps: Annotated[
-        int, Field(ge=1, description="a step is batch x accumulation x processes demonstrations")
-    ] = 1,
-    learning_rate: epochs.LearningRate = 1e-3,
-    lr_scheduler_type: epochs.Scheduler = "constant",
-    warmup_steps: epochs.WarmupSteps = 20,
-    weight_decay: epochs.NotNegative = 0.0,
-    adam_beta1: epochs.Beta = 0.9,
-    adam_beta2: epochs.Beta = 0.95,
-    max_grad_norm: epochs.MaxGradNorm = 1.0,
-    max_length: epochs.MaxLength = 256,
-    packing: epochs.Packing = "auto",
-    gradient_checkpointing: epochs.GradientCheckpointing = False,
-    lora: epochs.LoraOption = None,
-    cpu_offload: epochs.CpuOffload = False,
-    torch_compile: epochs.TorchCompile = False,
-    use_liger_kernel: epochs.UseLigerKernel = False,
-    dtype: epochs.Dtype = "float32",
-    attn_implementation: epochs.Attention = "auto",
-    save_dtype: epochs.SaveDtype = "auto",
-    save_steps: epochs.SaveSteps = 0,
-    device: epochs.Device = "auto",
-    expected_world_size: epochs.WorldSize = None,
+    options: SftOptions,
     weights: Weights = None,
     seed: int = 0,
 ) -> Results:
     """Fine-tune on demonstrations: cross-entropy of the completion's tokens and its end of sequence.
 
     The loss is the mean over all target tokens of a step, whatever the micro-batches and processes. Demonstrations
-    come in epochs, each in a random order that is a function of (seed, epoch); see `steps.train` on resuming.
+    come in epochs, each in a random order that is a function of (seed, epoch); see `epochs.train` on resuming.
     The optimizer starts fresh; parameters start from the checkpoint's float32 masters, where it has some.
 
     Raises:
         UserError: no demonstrations, a missing column, one that is longer than `max_length` or the model's context.
         Interrupted: after SIGTERM, once a resume point is committed.
     """
-    from tuneloop.training.fsdp import Trainer
+    from tuneloop.training.fsdp.trainer import Trainer
 
-    ranks = checkpoint.open_ranks(stage, device, expected_world_size)
+    ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)
     with stage.timed("data"):
-        documents = read_demonstrations(prompts, checkpoint.model_dir(policy), max_length)
+        documents = read_demonstrations(prompts, checkpoint.model_dir(policy), options.max_length)
     with stage.timed("load"):
-        trainer = epochs.open_trainer(stage, Trainer, policy, ranks)
-        epochs.check_fits({name: [document] for name, document in documents.extremes.items()}, trainer, max_length)
+        trainer = epochs.open_trainer(stage, Trainer, policy, ranks, options)
+        extremes = {name: [document] for name, document in documents.extremes.items()}
+        epochs.check_fits(extremes, trainer, options.max_length)
     stage.log(f"{len(documents)} demonstrations, {trainer.chosen()}")
-    batch = per_device_train_batch_size * gradient_accumulation_steps * ranks.world
+    batch = options.per_device_train_batch_size * options.gradient_accumulation_steps * ranks.world
 
     def step(chosen: list[int]) -> tuple[dict[str, float], int]:
         picked = [documents[i] for i in chosen]
-        loss, norm, rate = train_step(stage, trainer, picked, per_device_train_batch_size)
+        loss, norm, rate = train_step(stage, trainer, picked, options.per_device_train_batch_size)
         targets = sum(document.target_count for document in picked)
         measures = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "targets": targets}
         return measures, sum(len(document.ids) for document in picked)
 
-    loss = epochs.train(stage, trainer, len(documents), batch, max_steps, save_steps, step)
-    version = checkpoint.write(stage, trainer, policy, epochs.saved_dtype(stage))
+    loss = epochs.train(stage, trainer, len(documents), batch, options.max_steps, options.save_steps, step)
+    version = checkpoint.write(stage, trainer, policy, options.saved_dtype)
     return {"loss": loss, "version": version}
 
 

@@ -20,7 +20,9 @@ from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import canary_ids, canary_logprobs
 
 if TYPE_CHECKING:
-    from tuneloop.training.fsdp import Policy, Ranks, Trainer
+    from tuneloop.training.fsdp.policy import Policy
+    from tuneloop.training.fsdp.ranks import Ranks
+    from tuneloop.training.fsdp.trainer import Trainer
 
 
 def model_dir(policy: Artifact) -> Path:
@@ -48,7 +50,7 @@ def open_ranks(stage: Stage, device: Any, expected_world_size: int | None) -> Ra
     Raises:
         UserError: another device or number of processes than was asked for.
     """
-    from tuneloop.training.fsdp import Ranks
+    from tuneloop.training.fsdp.ranks import Ranks
 
     ranks = Ranks(device, expected_world_size)
     stage.barrier = ranks.barrier

@@ -1,4 +1,4 @@
-"""Training on examples in epochs: what `sft`, `preference` and `reward_model` share; and the parameters of all that
+"""Training on examples in epochs: what `sft`, `preference` and `reward_model` share; and the algorithms of all that
 train."""
 
 from __future__ import annotations
@@ -8,53 +8,24 @@ import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, ValidationInfo
+from pydantic import AfterValidator, ValidationError, ValidationInfo
 
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact, canonical
-from tuneloop.core.component import UNTRACKED, Stage, from_validation
+from tuneloop.core.component import Stage, from_validation
 from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint
-from tuneloop.training.lora import Lora
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tuneloop.formats.token_files import Document
-    from tuneloop.training.fsdp import Optimization, Policy, Ranks
-
-MaxSteps = Annotated[int, Field(ge=1, description="optimizer steps")]
-BatchSize = Annotated[int, Field(ge=1, description="pairs in a micro-batch")]
-Accumulation = Annotated[int, Field(ge=1, description="a step is batch x accumulation x processes pairs")]
-LearningRate = Annotated[float, Field(gt=0)]
-Scheduler = Literal["constant", "linear", "cosine"]
-WarmupSteps = Annotated[int, Field(ge=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-MaxGradNorm = Annotated[float, Field(ge=0, description="0: no clipping")]
-MaxLength = Annotated[int, Field(ge=2, description="tokens of prompt and completion; longer is an error")]
-Packing = Annotated[Literal["auto", "packed", "padded"], Field(description="auto: packed on CUDA, padded on CPU")]
-GradientCheckpointing = Annotated[bool, Field(description="compute activations twice, in place of keeping them")]
-Dtype = Annotated[Literal["float32", "bfloat16"], Field(description="of the computation; parameters stay float32")]
-SaveDtype = Annotated[
-    Literal["auto", "bfloat16", "float16", "float32"],
-    Field(description="of model/, which is what samples; auto: dtype, so that no rounding parts the two"),
-]
-Attention = Annotated[
-    str, Field(description="transformers' name; auto: FlashAttention 2 where it is installed, else sdpa")
-]
-SaveSteps = Annotated[int, Field(ge=0, description="a resume point each so many steps; 0: on SIGTERM only")]
-Device = Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: CUDA where there is some")]
-WorldSize = Annotated[int | None, Field(ge=1, description="refuse to train with another", json_schema_extra=UNTRACKED)]
-
-CpuOffload = Annotated[bool, Field(description="FSDP shards and optimizer in the host's memory; several GPUs only")]
-TorchCompile = Annotated[bool, Field(description="compile layers; resuming is then exact to float tolerance only")]
-UseLigerKernel = Annotated[bool, Field(description="liger-kernel's Triton kernels; GPUs only")]
-LoraOption = Annotated[Lora | None, Field(description="adapters by peft in place of all parameters; its names")]
+    from tuneloop.training.fsdp.policy import Policy
+    from tuneloop.training.fsdp.ranks import Ranks
+    from tuneloop.training.options import Optimization, TrainerOptions
 
 Kind = Literal["PolicyGradient", "Preference"]
 KINDS: dict[Kind, tuple[str, str]] = {
@@ -69,35 +40,8 @@ KINDS: dict[Kind, tuple[str, str]] = {
 }
 """Of algorithms: where the class is, and what to say of one that is not of it."""
 
-TRAINER_OPTIONS = (
-    "dtype",
-    "attn_implementation",
-    "packing",
-    "max_length",
-    "gradient_checkpointing",
-    "lora",
-    "cpu_offload",
-    "torch_compile",
-    "use_liger_kernel",
-)
-
 Step = Callable[[list[int]], tuple[dict[str, float], int]]
 """Takes one optimizer step on the examples of these indices; its measures, `loss` first of all, and its tokens."""
-
-
-def asked(stage: Stage) -> tuple[Optimization, dict[str, Any]]:
-    """What the stage's parameters say to a trainer: the optimization, and those of `TRAINER_OPTIONS` that it has."""
-    from tuneloop.training.fsdp import Optimization
-
-    given = stage.params.__dict__
-    optimization = Optimization(**{field.name: given[field.name] for field in fields(Optimization)})
-    return optimization, {name: given[name] for name in TRAINER_OPTIONS if name in given}
-
-
-def saved_dtype(stage: Stage) -> str:
-    """What `SaveDtype` comes to."""
-    given = stage.params.__dict__
-    return str(given["dtype"] if given["save_dtype"] == "auto" else given["save_dtype"])
 
 
 def find_algorithm(name: str, kind: Kind) -> Any:
@@ -157,17 +101,15 @@ def options_of(kind: Kind) -> AfterValidator:
     return AfterValidator(check)
 
 
-def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: Ranks) -> Any:
-    """A trainer with the stage's parameters.
+def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: Ranks, options: TrainerOptions) -> Any:
+    """A trainer with a stage's options.
 
     Args:
-        stage: has a parameter for every field of `Optimization`.
         kind: the class.
         policy: whose model is trained, from its float32 masters where it has some.
         ranks: who trains.
     """
-    optimization, about = asked(stage)
-    trainer = new_trainer(stage, kind, policy, ranks, optimization, about)
+    trainer = new_trainer(stage, kind, policy, ranks, options.optimization, options.model_options)
     checkpoint.load_masters(trainer, policy)
     stage.facts.update(trainer.chosen(), optimizer="fresh")
     return trainer
@@ -245,7 +187,7 @@ def _shuffled(count: int, seed: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
-def check_fits(documents: dict[str, Sequence[Document]], policy: Policy, max_length: int) -> None:
+def check_fits(documents: Mapping[str, Sequence[Document]], policy: Policy, max_length: int) -> None:
     """Whether a model can take all documents of all examples.
 
     Raises:

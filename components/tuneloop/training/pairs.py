@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tuneloop.formats.token_files import Document
-    from tuneloop.training.fsdp import Policy
+    from tuneloop.training.fsdp.policy import Policy
 
 Split = Literal["preference", "preference_eval"]
 SPLITS: tuple[Split, ...] = ("preference", "preference_eval")

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tuneloop.algorithms._objective import PolicyGradient
-    from tuneloop.training.fsdp import Policy, Ranks, Trainer
+    from tuneloop.training.fsdp.policy import Policy
+    from tuneloop.training.fsdp.ranks import Ranks
+    from tuneloop.training.fsdp.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from torch import Tensor
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document
 from tuneloop.training import distributed_checkpoint
-from tuneloop.training.fsdp import Policy, Trainer
+from tuneloop.training.fsdp.policy import Policy
+from tuneloop.training.fsdp.trainer import Trainer
 
 
 class _Scoring(torch.nn.Module):

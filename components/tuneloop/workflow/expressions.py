@@ -15,15 +15,22 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from decimal import Decimal
 from typing import Any
+
+from tuneloop.workflow.expression_values import (
+    ExpressionError,
+    apply_operator,
+    format_json,
+    get_member,
+    require_number,
+    text,
+    to_float,
+    to_int,
+    unquote,
+)
 
 TAG = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
 Scope = Mapping[str, Any]
-
-
-class ExpressionError(ValueError):
-    """A tag or expression that cannot be resolved; the message names it."""
 
 
 def substitute(value: Any, scope: Scope) -> Any:
@@ -83,23 +90,6 @@ def condition(when: str) -> bool:
     if not isinstance(value, bool):
         raise ExpressionError(f"'when' expression {when!r} is {text(value)}, not true or false")
     return value
-
-
-def text(value: Any) -> str:
-    """A value as Argo writes it into a parameter: JSON, without quotes around a string."""
-    return value if isinstance(value, str) else _json(value)
-
-
-def _json(value: Any) -> str:
-    if isinstance(value, float) and math.isfinite(value):
-        if value.is_integer() and abs(value) < 1e21:
-            return str(int(value))
-        return format(Decimal(repr(value)), "f") if 1e-6 <= abs(value) < 1e21 else repr(value).replace("e-0", "e-")
-    if isinstance(value, list):
-        return f"[{','.join(map(_json, value))}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{json.dumps(k)}:{_json(value[k])}" for k in sorted(value)) + "}"
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _resolve(tag: str, scope: Scope) -> str:
@@ -247,7 +237,7 @@ class _Parser:
             right = self.muted(left is None, lambda: self.binary(rank + 1))
             return right if left is None else left
         right = self.binary(rank if op in ("**", "^") else rank + 1)
-        return _operate(op, left, right) if self.live else None
+        return apply_operator(op, left, right) if self.live else None
 
     def boolean(self, value: Any, op: str) -> bool:
         if not self.live:
@@ -263,7 +253,7 @@ class _Parser:
             value = self.binary(8)
             if not self.live:
                 return None
-            return -_number(value, op) if op == "-" else _number(value, op)
+            return -require_number(value, op) if op == "-" else require_number(value, op)
         return self.postfix(self.primary())
 
     def postfix(self, value: Any) -> Any:
@@ -287,14 +277,14 @@ class _Parser:
         if kind != "name":
             raise self.refuse()
         self.at += 1
-        return _get(value, name) if self.live else None
+        return get_member(value, name) if self.live else None
 
     def index(self, value: Any) -> Any:
         key = self.ternary()
         if self.take(":"):
             raise ExpressionError("slices are not supported")
         self.need("]")
-        return _get(value, key) if self.live else None
+        return get_member(value, key) if self.live else None
 
     def primary(self) -> Any:
         kind, word = self.tokens[self.at]
@@ -303,7 +293,7 @@ class _Parser:
             plain = word.replace("_", "")
             return int(plain) if plain.isdigit() else float(plain)
         if kind == "string":
-            return _unquote(word)
+            return unquote(word)
         if kind == "name":
             return self.name(word)
         if word == "(":
@@ -346,7 +336,7 @@ class _Parser:
         try:
             return FUNCTIONS[word](*arguments) if self.live else None
         except (TypeError, ValueError) as error:
-            raise ExpressionError(f"{word}({', '.join(map(_json, arguments))}): {error}") from None
+            raise ExpressionError(f"{word}({', '.join(map(format_json, arguments))}): {error}") from None
 
     def sequence(self, end: str) -> list[Any]:
         values: list[Any] = []
@@ -362,112 +352,20 @@ class _Parser:
             kind, key = self.tokens[self.at]
             self.at += 1
             self.need(":")
-            values[_unquote(key) if kind == "string" else key] = self.ternary()
+            values[unquote(key) if kind == "string" else key] = self.ternary()
             if self.take(",") is None and self.tokens[self.at][1] != "}":
                 raise self.refuse()
         return values
 
 
-def _unquote(word: str) -> str:
-    if word[0] == "`":
-        return word[1:-1]
-    body = word[1:-1].replace("\\'", "'") if word[0] == "'" else word[1:-1]
-    return str(json.loads('"' + re.sub(r'(?<!\\)"', r"\"", body) + '"', strict=False))
-
-
-def _get(value: Any, key: Any) -> Any:
-    if isinstance(value, dict):
-        return value.get(key)
-    if isinstance(value, list) and isinstance(key, int) and not isinstance(key, bool):
-        if -len(value) <= key < len(value):
-            return value[key]
-        raise ExpressionError(f"index {key} is out of range of {len(value)} items")
-    raise ExpressionError(f"cannot take {key!r} of {text(value)}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _number(value: Any, op: str) -> Any:
-    if not _is_number(value):
-        raise ExpressionError(f"{op!r} needs a number, got {_json(value)} (asInt() and asFloat() make one of text)")
-    return value
-
-
-def _operate(op: str, left: Any, right: Any) -> Any:
-    if op in ("==", "!="):
-        same = (
-            left == right
-            and (_is_number(left) == _is_number(right))
-            and isinstance(left, bool) == isinstance(right, bool)
-        )
-        return same == (op == "==")
-    if op in _TEXT_OPERATORS:
-        if not (isinstance(left, str) and isinstance(right, str)):
-            raise ExpressionError(f"{op!r} needs two strings, got {_json(left)} and {_json(right)}")
-        return _TEXT_OPERATORS[op](left, right)
-    if op == "in":
-        if not isinstance(right, list | dict):
-            raise ExpressionError(f"'in' needs a list or map on its right, got {_json(right)}")
-        return any(_operate("==", left, item) for item in right)
-    if op in _ORDER or op == "+":
-        if isinstance(left, str) and isinstance(right, str):
-            return left + right if op == "+" else _ORDER[op](left, right)
-        if op != "+" and not (_is_number(left) and _is_number(right)):
-            raise ExpressionError(f"cannot compare {_json(left)} {op} {_json(right)}")
-    a, b = _number(left, op), _number(right, op)
-    try:
-        return {**_ORDER, **_ARITHMETIC}[op](a, b)
-    except (ZeroDivisionError, ValueError):  # math.fmod raises the latter
-        raise ExpressionError(f"{left} {op} {right}: division by zero") from None
-
-
-_ORDER: dict[str, Callable[[Any, Any], Any]] = {
-    "<": lambda a, b: a < b,
-    "<=": lambda a, b: a <= b,
-    ">": lambda a, b: a > b,
-    ">=": lambda a, b: a >= b,
-}
-_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-    "/": lambda a, b: a / b,
-    "%": lambda a, b: int(math.fmod(a, b)) if isinstance(a, int) and isinstance(b, int) else math.fmod(a, b),
-    "**": lambda a, b: float(a) ** b,
-    "^": lambda a, b: float(a) ** b,
-}
-_TEXT_OPERATORS: dict[str, Callable[[str, str], bool]] = {
-    "contains": lambda a, b: b in a,
-    "startsWith": str.startswith,
-    "endsWith": str.endswith,
-    "matches": lambda a, b: re.search(b, a) is not None,
-    "=~": lambda a, b: re.search(b, a) is not None,
-    "!~": lambda a, b: re.search(b, a) is None,
-}
-
-
-def _to_int(value: Any) -> int:
-    if isinstance(value, str):
-        if not re.fullmatch(r"[-+]?\d+", value):
-            raise ValueError("not an integer")
-        return int(value)
-    return int(_number(value, "int"))
-
-
-def _to_float(value: Any) -> float:
-    return float(value) if isinstance(value, str) else float(_number(value, "float"))
-
-
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "asInt": _to_int,
-    "int": _to_int,
-    "asFloat": _to_float,
-    "float": _to_float,
+    "asInt": to_int,
+    "int": to_int,
+    "asFloat": to_float,
+    "float": to_float,
     "string": text,
-    "toJson": _json,
-    "toJSON": _json,
+    "toJson": format_json,
+    "toJSON": format_json,
     "fromJSON": json.loads,
     "len": len,
     "abs": abs,

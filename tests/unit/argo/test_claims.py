@@ -13,8 +13,8 @@ from tuneloop.argo.claims import misplaced
 from tuneloop.argo.jobset import pod_spec
 from tuneloop.argo.lint import lint
 from tuneloop.argo.template import stage_template, workflow
+from tuneloop.cluster.run_workflows import as_template, prepare
 from tuneloop.cluster.schedule import looking
-from tuneloop.cluster.submit import as_template, prepare
 from tuneloop.config.loading import find
 from tuneloop.core.errors import UserError
 from tuneloop.local.workflow_parts import execute_parts

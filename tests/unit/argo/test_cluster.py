@@ -10,11 +10,13 @@ import pytest
 
 from tests.unit.argo.api import kubeconfig, serving
 from tuneloop.cli import invoke
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.preflight import notices
-from tuneloop.cluster.submit import workflows
+from tuneloop.cluster.run_workflows import workflows
 from tuneloop.config.loading import find
 from tuneloop.core.errors import UserError
+from tuneloop.workflow.settings import RUN_LABEL
 
 
 def test_workflows_of_one_second_follow_their_numbers() -> None:
@@ -28,7 +30,7 @@ def test_workflows_of_one_second_follow_their_numbers() -> None:
 
 def prepared(pipeline: str = "grpo", *settings: str, store: str = "s3://b/runs") -> dict[str, Any]:
     found = find(pipeline)
-    return argo.prepare(found.build(found.configure(None, settings)), run="demo", store=store)
+    return run_workflows.prepare(found.build(found.configure(None, settings)), run="demo", store=store)
 
 
 def test_a_run_goes_on_as_what_it_was_submitted_as() -> None:
@@ -69,10 +71,10 @@ def test_stages_that_share_a_pod_may_change_their_images_and_not_their_settings(
 
 
 def test_a_run_that_was_submitted_from_a_template_is_of_its_pipeline() -> None:
-    template = argo.as_template(prepared(), "grpo")["spec"]
+    template = run_workflows.as_template(prepared(), "grpo")["spec"]
     parameters = [{"name": "run", "value": "demo"}, {"name": "store", "value": "s3://b/runs"}]
     spec = {"workflowTemplateRef": {"name": "grpo"}, "entrypoint": "main", "arguments": {"parameters": parameters}}
-    live = {"metadata": {"name": "demo", "labels": {argo.RUN_LABEL: "demo"}}, "spec": spec}
+    live = {"metadata": {"name": "demo", "labels": {RUN_LABEL: "demo"}}, "spec": spec}
     live["status"] = {"phase": "Failed", "storedWorkflowTemplateSpec": template}
     assert argo.after(prepared(), [live], "demo")[1] == 2
     with pytest.raises(UserError, match="exists with another pipeline"):

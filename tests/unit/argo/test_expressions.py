@@ -2,7 +2,8 @@ from typing import Any
 
 import pytest
 
-from tuneloop.workflow.expressions import ExpressionError, condition, evaluate, substitute, text
+from tuneloop.workflow.expression_values import ExpressionError, text
+from tuneloop.workflow.expressions import condition, evaluate, substitute
 
 SCOPE = {
     "inputs.parameters.iteration": "3",

@@ -9,8 +9,8 @@ import yaml
 
 from tuneloop.argo.lint import lint
 from tuneloop.cluster.preflight import requests
+from tuneloop.cluster.run_workflows import prepare, queued
 from tuneloop.cluster.schedule import schedule
-from tuneloop.cluster.submit import prepare, queued
 from tuneloop.config.loading import find
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection

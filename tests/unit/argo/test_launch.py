@@ -11,8 +11,8 @@ import pytest
 from tests.unit.argo.api import Answering, connected, kubeconfig
 from tuneloop.cluster import continue_run, reservations, schedule
 from tuneloop.cluster.launch import launch
+from tuneloop.cluster.run_workflows import workflows
 from tuneloop.cluster.schedule import unschedule
-from tuneloop.cluster.submit import workflows
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.api_errors import retry_until_available
 from tuneloop.kube.connection import IN_CLUSTER, Connection

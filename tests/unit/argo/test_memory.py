@@ -55,7 +55,7 @@ def test_every_pod_of_a_jobset_asks_for_its_share(tmp_path: Path) -> None:
 
 def test_a_pod_of_several_stages_holds_what_all_of_them_do() -> None:
     fine, coarse = memory("cluster.gpus=1"), memory("cluster.gpus=1", "loop.iterations_per_pod=10")
-    assert coarse["segment"][1] == fine["policy-update"][1] > 8, "programs with a GPU"
+    assert coarse["iterations"][1] == fine["policy-update"][1] > 8, "programs with a GPU"
 
 
 def test_of_a_model_that_is_elsewhere_nothing_is_known() -> None:

@@ -4,10 +4,11 @@ import pytest
 
 from benchmarks.argo_loop import build
 from tests.unit.argo.api import serving
-from tuneloop.cluster import submit as argo
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster.schedule import CRON, LABEL, check_cron, check_timezone, looking, schedule, unschedule
 from tuneloop.config.loading import find
 from tuneloop.core.errors import UserError
+from tuneloop.workflow.settings import RUN_LABEL
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def test_no_times(text: str, told: str) -> None:
 
 def test_looking_makes_the_prompts_of_the_pipeline_and_keeps_none() -> None:
     pipeline = find("grpo")
-    made = argo.prepare(pipeline.build(pipeline.configure()), run="nightly", store="s3://b/runs")
+    made = run_workflows.prepare(pipeline.build(pipeline.configure()), run="nightly", store="s3://b/runs")
     spec = looking(made, "nightly")
     data, start, main = spec["templates"]
     assert data == next(t for t in made["spec"]["templates"] if t["name"] == "data-prep")
@@ -44,13 +45,11 @@ def test_looking_makes_the_prompts_of_the_pipeline_and_keeps_none() -> None:
     look, then = main["dag"]["tasks"]
     assert look["arguments"]["parameters"] == [{"name": "prompts", "value": "file:///tmp/prompts"}]
     assert then["depends"] == "data-prep"
-    assert (
-        argo.RUN_LABEL not in spec["podMetadata"]["labels"] and argo.RUN_LABEL in made["spec"]["podMetadata"]["labels"]
-    )
+    assert RUN_LABEL not in spec["podMetadata"]["labels"] and RUN_LABEL in made["spec"]["podMetadata"]["labels"]
 
 
 def test_a_pipeline_without_data_has_nothing_to_look_at() -> None:
-    made = argo.prepare(build(2, 1), run="nightly", store="s3://b/runs")
+    made = run_workflows.prepare(build(2, 1), run="nightly", store="s3://b/runs")
     with pytest.raises(UserError, match="has no stage data_prep"):
         looking(made, "nightly")
 

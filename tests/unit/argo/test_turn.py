@@ -13,7 +13,7 @@ from tuneloop.argo.pod_fields import pod_fields
 from tuneloop.argo.template import stage_template, workflow
 from tuneloop.core.errors import UserError
 from tuneloop.local.executor import execute
-from tuneloop.sharing.turns import open_turns
+from tuneloop.sharing.opening import open_turns
 from tuneloop.stages.rollout import rollout
 from tuneloop.workflow.settings import Cluster, Share
 

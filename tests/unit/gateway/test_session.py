@@ -25,7 +25,7 @@ from tuneloop.gateway.resident import AdamParams
 from tuneloop.gateway.session import Session
 from tuneloop.gateway.wire import Datum, ForwardBackward
 from tuneloop.training.checkpoint import trainer_state
-from tuneloop.training.fsdp import Ranks
+from tuneloop.training.fsdp.ranks import Ranks
 
 ID = "local.session-0123456789"
 MODEL = f"{ID}:train:0"

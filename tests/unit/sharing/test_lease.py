@@ -15,8 +15,9 @@ from tests.unit.argo.test_turn import SHARED, build
 from tuneloop.cluster.preflight import _turns
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import Connection
+from tuneloop.sharing.document import Document
 from tuneloop.sharing.lease import Lease
-from tuneloop.sharing.turns import Document, Held, Turns
+from tuneloop.sharing.turns import Held, Turns
 
 
 class Server(ThreadingHTTPServer):

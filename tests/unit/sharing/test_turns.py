@@ -21,9 +21,11 @@ from tuneloop.core import fencing
 from tuneloop.core.artifacts import Draft, find
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 from tuneloop.core.store import Conflict
+from tuneloop.sharing.document import Document, Refused
 from tuneloop.sharing.file import File
+from tuneloop.sharing.opening import open_turns
 from tuneloop.sharing.sidecar import arguments, hold, serve
-from tuneloop.sharing.turns import SAFE, Document, Refused, Silence, Turns, open_turns
+from tuneloop.sharing.turns import SAFE, Silence, Turns
 from tuneloop.weights import pointer
 
 PATIENCE = 6.0
@@ -160,7 +162,7 @@ import os, sys
 from pathlib import Path
 from tuneloop.core import fencing
 from tuneloop.core.component import component
-from tuneloop.sharing.turns import open_turns
+from tuneloop.sharing.opening import open_turns
 
 @component("metrics")
 def stage(stage):

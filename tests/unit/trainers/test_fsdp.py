@@ -10,8 +10,12 @@ from tests.making import tiny_model
 from tuneloop.core.artifacts import scan
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document
-from tuneloop.training import fsdp
-from tuneloop.training.fsdp import Optimization, Policy, Ranks, Trainer
+from tuneloop.training import options
+from tuneloop.training.fsdp import policy as policy_module
+from tuneloop.training.fsdp.policy import Policy
+from tuneloop.training.fsdp.ranks import Ranks
+from tuneloop.training.fsdp.trainer import Trainer
+from tuneloop.training.options import Optimization
 
 ADAM = Optimization(1e-2, "constant", 0, 0, 0.01, 0.9, 0.95, 1.0)
 
@@ -164,8 +168,8 @@ def test_logits_in_chunks_and_activations_made_again_change_nothing(arch, tmp_pa
     model = tiny_model(tmp_path / "model", arch, dtype=torch.float32, tie=arch == "qwen3")
     documents = [Document([5, 6, 7, 8], [False, True, True, True]), Document([9, 8, 7], [False, False, True])] * 3
     found = []
-    for size, again in ((fsdp.LOGITS, False), (3 * 41, True)):
-        monkeypatch.setattr(fsdp, "LOGITS", size)
+    for size, again in ((options.LOGITS, False), (3 * 41, True)):
+        monkeypatch.setattr(policy_module, "LOGITS", size)
         policy = Policy(model, Ranks("cpu"), gradient_checkpointing=again)
         values, entropy = policy.logprobs(documents, 0.7)
         (values * torch.arange(12.0)).sum().backward()

@@ -14,7 +14,9 @@ from tuneloop.argo.memory_estimate import adapters, shape_of, whole
 from tuneloop.core.artifacts import scan
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document
-from tuneloop.training.fsdp import Policy, Ranks, Trainer
+from tuneloop.training.fsdp.policy import Policy
+from tuneloop.training.fsdp.ranks import Ranks
+from tuneloop.training.fsdp.trainer import Trainer
 from tuneloop.training.lora import Lora, disabled
 from tuneloop.training.scorer import ScoreTrainer
 from tuneloop.workflow.rendered_stages import Stage

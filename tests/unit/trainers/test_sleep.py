@@ -7,7 +7,9 @@ import torch
 import xxhash
 
 from tuneloop.formats.token_files import Document
-from tuneloop.training.fsdp import Optimization, Ranks, Trainer
+from tuneloop.training.fsdp.ranks import Ranks
+from tuneloop.training.fsdp.trainer import Trainer
+from tuneloop.training.options import Optimization
 
 ADAM = Optimization(1e-2, "constant", 0, 0, 0.01, 0.9, 0.95, 1.0)
 DOCUMENTS = [Document(list(range(start, start + 9)), [False, *[True] * 8]) for start in (1, 7, 20)]

@@ -28,8 +28,9 @@ Dynamo's vLLM workers, and `tuneloop.inference.server` has them, too:
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -45,8 +46,8 @@ ROUTES = (
     "flush_cache",
     "resume_generation",
 )
-BACKENDS = {"http": "urls", "https": "urls", "dns": "dns", "service": "service", "dynamo": "dynamo"}
-"""Scheme → module."""
+URLS = {"http": "urls", "https": "urls"}
+"""Scheme → backend, where the two have different names."""
 
 
 class Unreachable(Retryable):
@@ -123,12 +124,21 @@ def open_fleet(url: str) -> Fleet:
         UserError: an unknown scheme, or a URL that the backend does not understand.
     """
     scheme, address, _ = url.partition("://")
-    known = sorted({*BACKENDS, *(set(plugins.names("fleet")) - set(plugins.shipped("fleet")))})
-    if not address or scheme not in known:
+    opened = None
+    if address and (name := URLS.get(scheme, scheme)) in plugins.names("fleet"):
+        opened = _opener(name)
+    if opened is None:
         remedy = "must be a URL: http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace"
+        known = sorted({*URLS, *filter(_opener, plugins.names("fleet"))} - {*URLS.values()})
         raise UserError("fleet", url, f"{remedy}; schemes: {', '.join(known)}")
-    fleet: Fleet = plugins.load("fleet", BACKENDS.get(scheme, scheme), "open_fleet")(url)
-    return fleet
+    return opened(url)
+
+
+def _opener(name: str) -> Callable[[str], Fleet] | None:
+    """What opens a fleet of the backend `name`; None for a module of this package that is no backend."""
+    found = plugins.load("fleet", name)
+    opener: Callable[[str], Fleet] | None = getattr(found, "open_fleet", None) if inspect.ismodule(found) else found
+    return opener
 
 
 def port_of(url: str) -> int | None:

@@ -1,144 +1,28 @@
-"""Train a causal language model of transformers, sharded by FSDP2 over the ranks of torchrun, or whole on one.
-
-Parameters are float32 masters. With ``dtype="bfloat16"`` the forward and backward pass runs in bfloat16: autocast in
-one process, FSDP's `MixedPrecisionPolicy` in several. A single process makes no process group: there is nothing to
-shard, and start-up is faster. Gradients are *summed* over micro-batches and ranks, so a loss has to be divided by what
-the whole batch counts; then every way of cutting a batch gives the same step.
-"""
+"""A causal language model of transformers, sharded by FSDP2 over the ranks of torchrun, or whole on one."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import importlib.util
-import math
-import os
-import resource
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
-from tuneloop.core.processor import check_processor
 from tuneloop.formats.token_files import Document
-from tuneloop.training import distributed_checkpoint, export_weights, hardware_options, lora, traffic
+from tuneloop.training import distributed_checkpoint, hardware_options, lora
 from tuneloop.training.batching import Batch, collate, plan
+from tuneloop.training.fsdp import export
+from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.lora import Lora
-from tuneloop.training.sleep import Bed, Moved
-
-Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["float32", "bfloat16"]
-Packing = Literal["auto", "packed", "padded"]
-Schedule = Literal["constant", "linear", "cosine"]
-
-
-@dataclass(frozen=True)
-class Optimization:
-    """AdamW, its schedule and clipping. Names and meanings are those of transformers' TrainingArguments.
-
-    `max_steps` is where ``linear`` and ``cosine`` reach zero. Step 1 of a warm-up already has a rate above zero.
-    """
-
-    learning_rate: float
-    lr_scheduler_type: Schedule
-    warmup_steps: int
-    max_steps: int
-    weight_decay: float
-    adam_beta1: float
-    adam_beta2: float
-    max_grad_norm: float
-
-    def rate(self, step: int) -> float:
-        """The learning rate of `step`, counted from 1."""
-        if step <= self.warmup_steps:
-            return self.learning_rate * step / self.warmup_steps
-        if self.lr_scheduler_type == "constant":
-            return self.learning_rate
-        done = min(1.0, (step - 1 - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps))
-        return self.learning_rate * (
-            1 - done if self.lr_scheduler_type == "linear" else (1 + math.cos(math.pi * done)) / 2
-        )
-
-
-class Ranks:
-    """The processes that train together, and the device of this one.
-
-    Args:
-        device: ``auto`` takes CUDA where there is some.
-        expected: how many processes there must be; asserted by counting them, not by reading the environment.
-
-    Raises:
-        UserError: no CUDA, or another number of processes.
-    """
-
-    def __init__(self, device: Device = "auto", expected: int | None = None) -> None:
-        if device == "cuda" and not torch.cuda.is_available():
-            raise UserError(
-                "--device", device, "torch sees no CUDA device here; give the pod a GPU, or say cpu or auto"
-            )
-        kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-        if kind == "cpu":
-            check_processor()
-        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) if kind == "cuda" else None)
-        self.mesh: DeviceMesh | None = None
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        if kind == "cuda":
-            torch.cuda.set_device(self.device)
-        if self.world > 1:
-            if not dist.is_initialized():
-                dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")  # gloo: of offloaded shards
-                atexit.register(dist.destroy_process_group)
-            self.mesh = init_device_mesh(kind, (self.world,))
-        present = round(self.sum([1.0])[0])
-        if expected is not None and present != expected:
-            raise UserError("--expected-world-size", expected, f"{present} processes are training; mend the launcher")
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums of `values` over the ranks."""
-        return self._reduce(values, dist.ReduceOp.SUM)
-
-    def max(self, values: Sequence[float]) -> list[float]:
-        """The maxima of `values` over the ranks."""
-        return self._reduce(values, dist.ReduceOp.MAX)
-
-    def merge(self, own: dict[int, list[float]]) -> dict[int, list[float]]:
-        """What all ranks hold, together."""
-        parts: list[Any] = [own]
-        if self.world > 1:
-            parts = [None] * self.world
-            dist.all_gather_object(parts, own)
-        return {key: value for part in parts for key, value in part.items()}
-
-    def barrier(self) -> None:
-        if self.world > 1:
-            dist.barrier()
-
-    def _reduce(self, values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
-        if self.world == 1:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, how)
-        return tensor.tolist()
-
-
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
-"""Dense bfloat16 operations a second, from the vendor's data sheets."""
-LOGITS = 1 << 25
-"""At most so many logits at once, 128 MiB in float32: 1024 tokens of a vocabulary of 32768."""
+from tuneloop.training.options import LOGITS, Dtype, Packing
 
 
 def predict(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -338,7 +222,7 @@ class Policy:
     def whole_state(self) -> dict[str, Tensor]:
         """The model's own state, adapters merged in, gathered on the first rank; called by all."""
         if self.lora:
-            gathered = ((name, export_weights.whole(value)) for name, value in lora.merged(self.model))
+            gathered = ((name, export.whole(value)) for name, value in lora.merged(self.model))
             return {name: value.cpu() for name, value in gathered if self.ranks.rank == 0}
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return get_model_state_dict(self.model, options=whole) if self.ranks.mesh else self.model.state_dict()
@@ -354,7 +238,7 @@ class Policy:
         kind = getattr(torch, dtype)
         if self.ranks.mesh is not None:
             state = lora.merged(self.model) if self.lora else self.model.state_dict().items()
-            if export_weights.write(self.model, state, kind, target, self.ranks):
+            if export.write(self.model, state, kind, target, self.ranks):
                 return open_model(target, kind, "sdpa") if self.ranks.rank == 0 else None
         weights = self.whole_state()
         if self.ranks.rank != 0:
@@ -364,137 +248,6 @@ class Policy:
         self._written.load_state_dict(weights)
         self._written.save_pretrained(target)
         return self._written
-
-
-class Trainer(Policy):
-    """A policy and its optimizer.
-
-    Attributes:
-        step: optimizer steps taken, also by those whose state was loaded.
-        trainable: the parameters that it changes, by name: all, or those of adapters.
-        base: the checkpoint that the frozen parameters under adapters are of, for who opened it to say.
-    """
-
-    base: Artifact
-
-    def __init__(self, model: Path, ranks: Ranks, optimization: Optimization, **about: Any) -> None:
-        super().__init__(model, ranks, **about)
-        self.optimization, self.step = optimization, 0
-        self._traffic: dict[str, float] = {}
-        self._bed: Bed | None = None
-        self.trainable = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
-        self.optimizer = torch.optim.AdamW(
-            self.trainable.values(),
-            lr=optimization.learning_rate,
-            betas=(optimization.adam_beta1, optimization.adam_beta2),
-            weight_decay=optimization.weight_decay,
-            fused=True,
-        )
-
-    def count(self) -> int:
-        """Parameters that are trained."""
-        return sum(parameter.numel() for parameter in self.trainable.values())
-
-    def chosen(self) -> dict[str, Any]:
-        return super().chosen() | ({"trainable_parameters": self.count()} if self.lora else {})
-
-    def accumulate(self, micro_batches: Sequence[list[int]]) -> Iterator[list[int]]:
-        """`micro_batches` one after the other; gradients cross between ranks in the last one's backward pass alone."""
-        for number, micro in enumerate(micro_batches, start=1):
-            if self.ranks.mesh is not None:
-                self.model.set_requires_gradient_sync(number == len(micro_batches))
-            yield micro
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Measure for `efficiency` what part of a step goes by in collectives; nothing where one process trains."""
-        with traffic.watched(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext():
-            yield
-
-    def efficiency(self, tokens_per_s: float) -> dict[str, float | None]:
-        """What `tokens_per_s`, over all ranks, means.
-
-        Returns:
-            ``flops_per_s``: 4 a parameter and token, 2 more for each that is trained, attention left out; ``mfu``, None
-            where the device's peak is not known, as on a CPU; ``peak_memory_bytes``, the most of any rank; and with
-            several ranks ``communication_s`` of ``step_s``: of the step that was `watched`, the most of any rank.
-        """
-        everything = sum(parameter.numel() for parameter in self.model.parameters())
-        flops = tokens_per_s * (4.0 * everything + 2.0 * self.count())
-        found: dict[str, float | None] = {"flops_per_s": flops, "mfu": None}
-        if self.ranks.device.type == "cuda":
-            name = torch.cuda.get_device_name()
-            peaks = [peak for known, peak in PEAK_FLOPS.items() if known in name and self.dtype == torch.bfloat16]
-            found |= {"mfu": flops / (peaks[0] * self.ranks.world)} if peaks else {}
-            memory = float(torch.cuda.max_memory_allocated())
-        else:
-            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # of the process, on Linux
-        names, values = zip(("peak_memory_bytes", memory), *self._traffic.items())
-        return found | dict(zip(names, self.ranks.max(values)))
-
-    def update(self) -> tuple[float, float]:
-        """Clip the gradients that have been summed up, and take one step.
-
-        Returns:
-            The norm of the whole gradient before clipping, and the learning rate.
-        """
-        self._be_awake()
-        self.step += 1
-        rate = self.optimization.rate(self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        limit = self.optimization.max_grad_norm or math.inf
-        whole = float(export_weights.whole(torch.nn.utils.clip_grad_norm_(self.trainable.values(), limit)))
-        if not math.isfinite(whole):
-            raise ArithmeticError(f"step {self.step}: the gradient's norm is {whole}; lower the learning rate")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return whole, rate
-
-    def sleep(self) -> Moved:
-        """Move parameters, gradients and the optimizer's state to the host's memory, for others to use the device."""
-        if self._bed is not None:
-            raise RuntimeError("the trainer sleeps already")
-        self._bed = Bed(self.model, self.optimizer, self.ranks.device)
-        return self._bed.take()
-
-    def wake(self) -> Moved:
-        """Undo `sleep`: every tensor is back on its own device, with the same bits."""
-        if self._bed is None:
-            raise RuntimeError("the trainer does not sleep")
-        moved, self._bed = self._bed.give(), None
-        return moved
-
-    def _logits(self, batch: Batch) -> Tensor:
-        self._be_awake()
-        return super()._logits(batch)
-
-    def _be_awake(self) -> None:
-        if self._bed is not None:
-            raise RuntimeError("the trainer sleeps: wake it first")
-
-    def save(self, directory: Path) -> None:
-        """Write what is trained, and its moments; `step` is the caller's to keep. Called by all ranks."""
-        distributed_checkpoint.save(self._state(), directory)
-
-    def load(self, directory: Path, step: int) -> None:
-        """Go on from what `save` wrote after `step`, with any number of ranks."""
-        distributed_checkpoint.load(self._state(), directory)
-        self.step = step
-        for parameter in self.trainable.values():
-            self.optimizer.state[parameter]["step"].fill_(step)
-
-    def _state(self) -> dict[str, Tensor]:
-        """Every tensor that training changes. Moments that no step has made yet are zeros."""
-        state = {f"model.{name}": parameter.detach() for name, parameter in self.trainable.items()}
-        for name, parameter in self.trainable.items():
-            own = self.optimizer.state[parameter]
-            if not own:
-                place = parameter.device if parameter.device.type == "cuda" else None
-                own["step"] = torch.tensor(float(self.step), device=place)
-                own["exp_avg"], own["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-            state |= {f"{moment}.{name}": own[moment] for moment in ("exp_avg", "exp_avg_sq")}
-        return state
 
 
 def open_model(directory: Path, dtype: torch.dtype, attention: str) -> Any:

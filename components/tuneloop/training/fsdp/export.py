@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tuneloop.weights import layout
 
 if TYPE_CHECKING:
-    from tuneloop.training.fsdp import Ranks
+    from tuneloop.training.fsdp.ranks import Ranks
 
 FILE_SIZE = "50GB"
 """At most so much in a file: the default of `save_pretrained`."""

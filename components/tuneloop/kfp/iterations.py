@@ -1,0 +1,157 @@
+"""Several iterations in one task: ``python -m tuneloop.kfp.iterations --loop JSON … --executor-input …``
+
+`tuneloop.local.iterations` runs them, with the rollout server beside it if the engine has one. Each stage commits, and
+a task that is tried again finds what is committed. What the task tells KFP is said of its last iteration, and its
+curves go over all that it ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tuneloop.core.artifacts import Manifest, find
+from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, UNAVAILABLE, UserError, failed, say
+from tuneloop.core.http import Unanswered, request
+from tuneloop.core.store import Store
+from tuneloop.kfp import previews
+from tuneloop.kfp.io import Task
+from tuneloop.kfp.retry import retry_in_process
+from tuneloop.kfp.stage import TARGET, ended, hand_over, skip, text
+from tuneloop.local.iterations import Iterations
+from tuneloop.workflow.pod_loop import PodLoop
+
+RESULTS = {"last_iteration": int, "mean_reward": float}
+"""Output parameters: the last iteration that was done, and what its rollouts earned."""
+BOOT_S = 600.0
+"""Seconds in which a server is to be ready."""
+GRACE_S = 30.0
+"""Seconds that a server has for its end."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the iterations of an executor input; returns the exit code, that of the stage that failed if one did."""
+    parser = argparse.ArgumentParser(prog="tuneloop.kfp.iterations", description=__doc__)
+    parser.add_argument("--loop", required=True, metavar="JSON", help="the steps, see tuneloop.workflow.pod_loop")
+    parser.add_argument("--iterations", required=True, type=int, help="the number of the last")
+    parser.add_argument("--per-pod", required=True, type=int, help="iterations after whose multiples a task ends")
+    parser.add_argument("--endpoint", default="", help="of rollout servers that somebody else runs")
+    parser.add_argument("--server", type=json.loads, metavar="JSON", help="port, engine_args and pull of one to run")
+    parser.add_argument("--weights", help="URL of published versions; default: below the run's")
+    parser.add_argument("--executor-input", required=True)
+    given = parser.parse_args(argv)
+    task = Task.read(given.executor_input)
+    if (iteration := ended(task)) is not None:
+        skip(task, "checkpoint", RESULTS, iteration)
+        return 0
+    url, last = task.parameters["url"], 0
+    values = {name: handle["ref"] for name, handle in task.inputs.items()}
+    values |= {name: text(task.parameters[name]) for name in ("iteration", "seed")}
+    values |= {"endpoint": given.endpoint, "weights": given.weights or f"{url}/weights"}
+    limits: Any = {"last": given.iterations, "per_pod": given.per_pod, "target": task.parameters[TARGET]}
+    loop = PodLoop.model_validate_json(given.loop)
+
+    def run() -> int:
+        nonlocal last
+        pod = Iterations(loop, run=url, **limits)
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(pod.handle_signals())
+                if given.server:
+                    values["endpoint"] = stack.enter_context(serve(given.server, url, values, pod))
+                code, outputs = pod.run(values)
+        except ServerEnded as error:
+            return error.code
+        except UserError as error:
+            return failed(error)
+        last = int(outputs.get("iteration", 0))
+        return code
+
+    code = retry_in_process(run, lambda: " ".join(Store(url).keys("iterations")))
+    if code == 0:
+        tell(task, last)
+    return code
+
+
+class ServerEnded(Exception):
+    """The rollout server did not become ready; the task ends with this exit code."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+@contextlib.contextmanager
+def serve(server: Mapping[str, Any], run: str, values: Mapping[str, str], pod: Iterations) -> Iterator[str]:
+    """Run the rollout server, from the policy or the published versions in `values`; yields its endpoint.
+
+    Args:
+        server: ``port``, ``engine_args`` and ``pull``.
+        run: URL of the run.
+        pod: what asks the server; once it is stopped, nobody waits for the server to be ready.
+
+    Raises:
+        ServerEnded: it did not become ready.
+    """
+    source = ("--weights", values["weights"]) if server["pull"] else ("--policy", values["policy"])
+    words = ["--host", "127.0.0.1", "--port", str(server["port"]), "--engine-args", json.dumps(server["engine_args"])]
+    command = [sys.executable, "-m", "tuneloop.inference.server", *source, *words, "--attempts", f"{run}/serve"]
+    endpoint = f"http://127.0.0.1:{server['port']}"
+    process = subprocess.Popen(command)
+    try:
+        _await_ready(process, f"{endpoint}/health", pod)
+        yield endpoint
+    finally:
+        process.terminate()
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _await_ready(process: subprocess.Popen[bytes], url: str, pod: Iterations) -> None:
+    deadline = time.monotonic() + BOOT_S
+    while process.poll() is None:
+        with contextlib.suppress(Unanswered):
+            if request("GET", url, timeout_s=5)[0] == 200:
+                return
+        if pod.stopped:
+            raise ServerEnded(say(f"{INTERRUPTED}: the rollout server was not ready yet", EXIT_RETRY))
+        if time.monotonic() > deadline:
+            raise ServerEnded(say(f"{UNAVAILABLE}: the rollout server was not ready in {BOOT_S:g} s", EXIT_RETRY))
+        time.sleep(1)
+    # It has said why; one that was killed is started again.
+    raise ServerEnded(process.returncode if process.returncode > 0 else EXIT_RETRY)
+
+
+def tell(task: Task, last: int) -> None:
+    """Tell KFP what was committed, of which the iteration `last` was the last."""
+    urls = {i: f"{task.parameters['url']}/iterations/{i}" for i in range(int(task.parameters["iteration"]), last + 1)}
+    rows = [
+        {"iteration": i, **_made(f"{url}/reward").scalars, **_made(f"{url}/policy-update").scalars}
+        for i, url in urls.items()
+    ]
+    policy, rewards = f"{urls[last]}/policy-update", f"{urls[last]}/reward"
+    update, scored = _made(policy), _made(rewards)
+    task.results = {"last_iteration": last, "mean_reward": scored.results["mean_reward"]}
+    hand_over(task, "checkpoint", policy, update, scored.results["mean_reward"], last)
+    task.describe("results", rows[-1])
+    previews.page(task, "preview", rewards, scored)
+    previews.confidence(task, "confidence", rewards, scored)
+    task.write("curves", previews.charts(rows, "iteration"))
+    task.finish()
+
+
+def _made(url: str) -> Manifest:
+    manifest = find(url)
+    assert manifest is not None, f"the task has just committed {url}"
+    return manifest
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,188 @@
+"""Iterations of a loop in one process: ``python -m tuneloop.local.iterations --loop JSON --value policy=REF …``
+
+The stages run one after another, each with the flags that it would have in a pod of its own; it commits the same bytes,
+for a stage seeds every stream that it draws from, and what it changes of torch's determinism and random state is put
+back after it. Each is committed and resumable by itself: a pod that takes over finds what is committed, and goes on
+behind it. Exit codes are those of a stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tuneloop.core.component import find_component
+from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, UserError, failed, say
+from tuneloop.core.program import write_outputs
+from tuneloop.workflow.pod_loop import PodLoop, StageCall
+
+DEFAULT_SEED = 67280421310721
+"""Of torch's generators in a fresh process (c10/core/GeneratorImpl.h)."""
+
+
+class StageEnded(Exception):
+    """A stage did not commit; the pod ends with its exit code."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+class Iterations:
+    """Runs a loop from an iteration on.
+
+    Attributes:
+        stopped: whether a signal asked for the end; no further stage begins then.
+
+    Args:
+        loop: its steps.
+        run: URL of the run.
+        last: number of the last iteration.
+        per_pod: iterations after whose multiples a pod ends.
+        target: mean reward that ends the loop.
+    """
+
+    def __init__(self, loop: PodLoop, *, run: str, last: int, per_pod: int, target: float) -> None:
+        self._loop, self._run, self._last, self._per_pod, self._target = loop, run, last, per_pod, target
+        self.stopped = False
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def run(self, values: Mapping[str, str]) -> tuple[int, dict[str, str]]:
+        """Run to the end of the pod's part; to be called under `handle_signals`.
+
+        Args:
+            values: what the first iteration starts from; ``iteration`` is its number.
+
+        Returns:
+            the exit code, and the outputs: the number of the last iteration, what it hands on, and its mean reward.
+        """
+        outputs: dict[str, str] = {}
+        first = int(values["iteration"])
+        end = max(first, min(self._last, first + -first % self._per_pod))
+        try:
+            for number in range(first, end + 1):
+                outputs = self._iterate({**values, **outputs, "iteration": str(number)})
+                _report_progress(number - first + 1, end - first + 1)
+                if float(outputs[self._loop.reward.partition(".")[2]]) >= self._target:
+                    break
+        except StageEnded as error:
+            return error.code, {}
+        return 0, outputs
+
+    def _iterate(self, values: Mapping[str, str]) -> dict[str, str]:
+        known, number = dict(values), int(values["iteration"])
+        for step in self._loop.steps:
+            known |= self._call(step, known)
+        carried = {name: known[wire] for name, wire in self._loop.carry.items()}
+        if self._loop.check and number % self._loop.evaluate_every == 0:
+            self._call(self._loop.check, {**known, **carried})
+        reward = self._loop.reward
+        return {"iteration": values["iteration"], **carried, reward.partition(".")[2]: known[reward]}
+
+    def _call(self, step: StageCall, values: Mapping[str, str]) -> dict[str, str]:
+        """Run a stage, and return its outputs as wires."""
+        if self.stopped:
+            raise StageEnded(say(f"{INTERRUPTED}: iterations: stopped by a signal", EXIT_RETRY))
+        wired = [word for name, wire in step.wires.items() for word in (f"--{name}", values[wire])]
+        url = f"{self._run}/iterations/{values['iteration']}/{step.name}"
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as outputs, _fresh_state(TUNELOOP_OUTPUTS=outputs):
+            code = self._execute(step, [*step.flags, *wired, f"--{step.output}", url])
+            if code:
+                raise StageEnded(code)
+            results = {path.name: path.read_text() for path in Path(outputs).iterdir()}
+        text = "  ".join(f"{name} {value}" for name, value in results.items() if "@" not in value)
+        seconds = time.monotonic() - started
+        print(f"iterations: {values['iteration']} {step.name}  {seconds:.2f} s  {text}", file=sys.stderr, flush=True)
+        return {f"{step.name}.{name}": value for name, value in results.items()}
+
+    def _execute(self, step: StageCall, words: Sequence[str]) -> int:
+        python, option, module = (*step.command, "", "", "")[:3]
+        single = (python, option) == ("python", "-m") and len(step.command) == 3
+        if single and (stage := find_component(module, step.name)):
+            return stage.run(words)
+        program = [sys.executable if python == "python" else python, *step.command[1:], *words]
+        with subprocess.Popen(program) as self._child:
+            if self.stopped:
+                self._child.terminate()
+            return self._child.wait()
+
+    @contextlib.contextmanager
+    def handle_signals(self) -> Iterator[None]:
+        """Begin no further stage after SIGTERM or SIGINT; to be entered by the main thread.
+
+        A stage of this process handles them itself; one in another is sent them.
+        """
+        previous: dict[int, Any] = {}
+
+        def stop(number: int, frame: object) -> None:
+            self.stopped = True
+            if self._child:
+                self._child.send_signal(number)
+            if callable(before := previous.get(number)) and before is not signal.default_int_handler:
+                before(number, frame)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            previous[number] = signal.signal(number, stop)
+        try:
+            yield
+        finally:
+            for each, handler in previous.items():
+                signal.signal(each, handler)
+
+
+@contextlib.contextmanager
+def _fresh_state(**environment: str) -> Iterator[None]:
+    """Give a stage `environment`; put the environment, the directory and torch's state back as they were before it."""
+    before, place = dict(os.environ), Path.cwd()
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        os.chdir(place)
+        os.environ.clear()
+        os.environ.update(before)
+        if torch := sys.modules.get("torch"):
+            torch.use_deterministic_algorithms(False)
+            torch.utils.deterministic.fill_uninitialized_memory = True
+            torch.manual_seed(DEFAULT_SEED)
+
+
+def _report_progress(done: int, total: int) -> None:
+    """Tell Argo how many iterations are done."""
+    if file := os.environ.get("ARGO_PROGRESS_FILE"):
+        Path(file).write_text(f"{done}/{total}")
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run as a program; never returns."""
+    parser = argparse.ArgumentParser(prog="python -m tuneloop.local.iterations", description=__doc__)
+    parser.add_argument("--loop", required=True, metavar="JSON", help="the steps, see tuneloop.workflow.pod_loop")
+    parser.add_argument("--run", required=True, metavar="URL", help="of the run")
+    parser.add_argument("--iterations", required=True, type=int, help="the number of the last")
+    parser.add_argument("--per-pod", required=True, type=int, help="iterations after whose multiples a pod ends")
+    parser.add_argument("--target-reward", required=True, type=float, help="mean reward that ends the loop")
+    parser.add_argument("--value", action="append", default=[], metavar="NAME=VALUE", help="of the first iteration")
+    given = parser.parse_args(argv)
+    limits: Any = {"last": given.iterations, "per_pod": given.per_pod, "target": given.target_reward}
+    try:
+        pod = Iterations(PodLoop.model_validate_json(given.loop), run=given.run, **limits)
+        with pod.handle_signals():
+            code, outputs = pod.run(dict(value.partition("=")[::2] for value in given.value))
+    except UserError as error:
+        sys.exit(failed(error))
+    if not code:
+        write_outputs(outputs)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

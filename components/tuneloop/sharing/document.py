@@ -1,0 +1,131 @@
+"""What a group of runs knows of its turns: one small document, and how it changes. No clock, no place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Policy = Literal["fifo", "lrs"]
+POLICIES: tuple[Policy, ...] = ("fifo", "lrs")
+KNOWN = 100
+"""Runs whose last turn is remembered."""
+
+
+class Refused(RuntimeError):
+    """What was asked of the document is not to be had: the turn is another's, or was lost."""
+
+
+class Seat(BaseModel):
+    """One attempt to have a turn, from its asking to its end.
+
+    Attributes:
+        ticket: names the attempt; never used again.
+        who: the run.
+        since: when it asked, or was served; Unix seconds, for people alone.
+        beat: goes up as long as it lives.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    ticket: str
+    who: str
+    since: float = 0.0
+    beat: int = 0
+
+
+class Document(BaseModel):
+    """What a group knows; every function below gives a new one.
+
+    Attributes:
+        number: of the turn that was taken last; the holder's fencing token, which never goes back.
+        holder: whose turn it is.
+        waiting: in the order of asking.
+        served: run → number of its last turn; of one that had none yet, the number when it first asked.
+        policy, patience: of the group; the first to come sets them.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    number: int = 0
+    holder: Seat | None = None
+    waiting: tuple[Seat, ...] = ()
+    served: dict[str, int] = Field(default_factory=dict)
+    policy: Policy = "fifo"
+    patience: float = 30.0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody has a turn, and nobody wants one."""
+        return self.holder is None and not self.waiting
+
+    def order(self) -> tuple[Seat, ...]:
+        """Those who wait, in the order in which they will be served.
+
+        fifo: who asked first. lrs: whose run had its last turn least recently; a run that is new counts as served when
+        it asked, so that newcomers pass nobody. Each passes another at most once, so nobody starves.
+        """
+        if self.policy == "fifo":
+            return self.waiting
+        return tuple(sorted(self.waiting, key=lambda seat: self.served.get(seat.who, self.number)))
+
+    def seat(self, ticket: str) -> Seat | None:
+        """Where `ticket` sits: as holder, or among those who wait."""
+        seats = (self.holder, *self.waiting)
+        return next((seat for seat in seats if seat is not None and seat.ticket == ticket), None)
+
+    def ask(self, ticket: str, who: str, since: float = 0.0) -> Document:
+        """Queue up; nothing changes for one that sits already."""
+        if self.seat(ticket):
+            return self
+        served = {who: self.number, **self.served}
+        return self._but(waiting=(*self.waiting, Seat(ticket=ticket, who=who, since=since)), served=served)
+
+    def beat(self, ticket: str) -> Document:
+        """Show that one lives.
+
+        Raises:
+            Refused: it has no seat (any more).
+        """
+        if self.seat(ticket) is None:
+            raise Refused(f"{ticket} has lost its place")
+        return self._but(
+            holder=_beaten(self.holder, ticket) if self.holder else None,
+            waiting=tuple(_beaten(seat, ticket) for seat in self.waiting),
+        )
+
+    def take(self, ticket: str, silent: Collection[str] = (), since: float = 0.0) -> Document:
+        """Begin a turn. Tickets that are `silent` lose their seats.
+
+        Raises:
+            Refused: somebody lives who has the turn, or is to be served before.
+        """
+        seat = next((seat for seat in self.waiting if seat.ticket == ticket), None)
+        if seat is None:
+            raise Refused(f"{ticket} does not wait")
+        if self.holder is not None and self.holder.ticket not in silent:
+            raise Refused(f"it is the turn of {self.holder.who}")
+        first = next(each for each in self.order() if each == seat or each.ticket not in silent)
+        if first != seat:
+            raise Refused(f"{first.who} is to be served before")
+        number = self.number + 1
+        waiting = tuple(each for each in self.waiting if each != seat and each.ticket not in silent)
+        served = dict(sorted({**self.served, seat.who: number}.items(), key=lambda item: item[1])[-KNOWN:])
+        holder = seat.model_copy(update={"since": since, "beat": seat.beat + 1})
+        return self._but(number=number, holder=holder, waiting=waiting, served=served)
+
+    def quit(self, ticket: str) -> Document:
+        """End a turn, or wait no longer; nothing changes for one that has no seat."""
+        kept = self.holder if self.holder and self.holder.ticket != ticket else None
+        return self._but(holder=kept, waiting=tuple(seat for seat in self.waiting if seat.ticket != ticket))
+
+    def leave(self, who: str) -> Document:
+        """Take from a run all that it holds and waits for."""
+        kept = self.holder if self.holder and self.holder.who != who else None
+        return self._but(holder=kept, waiting=tuple(seat for seat in self.waiting if seat.who != who))
+
+    def _but(self, **changed: Any) -> Document:
+        return self.model_copy(update=changed)
+
+
+def _beaten(seat: Seat, ticket: str) -> Seat:
+    return seat.model_copy(update={"beat": seat.beat + 1}) if seat.ticket == ticket else seat

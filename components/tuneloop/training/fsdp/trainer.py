@@ -1,0 +1,156 @@
+"""A policy with its optimizer: steps, what they cost, and the state that goes into a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tuneloop.core.artifacts import Artifact
+from tuneloop.training import distributed_checkpoint, traffic
+from tuneloop.training.batching import Batch
+from tuneloop.training.fsdp import export
+from tuneloop.training.fsdp.policy import Policy
+from tuneloop.training.fsdp.ranks import Ranks
+from tuneloop.training.options import Optimization
+from tuneloop.training.sleep import Bed, Moved
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
+"""Dense bfloat16 operations a second, from the vendor's data sheets."""
+
+
+class Trainer(Policy):
+    """A policy and its optimizer.
+
+    Attributes:
+        step: optimizer steps taken, also by those whose state was loaded.
+        trainable: the parameters that it changes, by name: all, or those of adapters.
+        base: the checkpoint that the frozen parameters under adapters are of, for who opened it to say.
+    """
+
+    base: Artifact
+
+    def __init__(self, model: Path, ranks: Ranks, optimization: Optimization, **about: Any) -> None:
+        super().__init__(model, ranks, **about)
+        self.optimization, self.step = optimization, 0
+        self._traffic: dict[str, float] = {}
+        self._bed: Bed | None = None
+        self.trainable = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+        self.optimizer = torch.optim.AdamW(
+            self.trainable.values(),
+            lr=optimization.learning_rate,
+            betas=(optimization.adam_beta1, optimization.adam_beta2),
+            weight_decay=optimization.weight_decay,
+            fused=True,
+        )
+
+    def count(self) -> int:
+        """Parameters that are trained."""
+        return sum(parameter.numel() for parameter in self.trainable.values())
+
+    def chosen(self) -> dict[str, Any]:
+        return super().chosen() | ({"trainable_parameters": self.count()} if self.lora else {})
+
+    def accumulate(self, micro_batches: Sequence[list[int]]) -> Iterator[list[int]]:
+        """`micro_batches` one after the other; gradients cross between ranks in the last one's backward pass alone."""
+        for number, micro in enumerate(micro_batches, start=1):
+            if self.ranks.mesh is not None:
+                self.model.set_requires_gradient_sync(number == len(micro_batches))
+            yield micro
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Measure for `efficiency` what part of a step goes by in collectives; nothing where one process trains."""
+        with traffic.watched(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext():
+            yield
+
+    def efficiency(self, tokens_per_s: float) -> dict[str, float | None]:
+        """What `tokens_per_s`, over all ranks, means.
+
+        Returns:
+            ``flops_per_s``: 4 a parameter and token, 2 more for each that is trained, attention left out; ``mfu``, None
+            where the device's peak is not known, as on a CPU; ``peak_memory_bytes``, the most of any rank; and with
+            several ranks ``communication_s`` of ``step_s``: of the step that was `watched`, the most of any rank.
+        """
+        everything = sum(parameter.numel() for parameter in self.model.parameters())
+        flops = tokens_per_s * (4.0 * everything + 2.0 * self.count())
+        found: dict[str, float | None] = {"flops_per_s": flops, "mfu": None}
+        if self.ranks.device.type == "cuda":
+            name = torch.cuda.get_device_name()
+            peaks = [peak for known, peak in PEAK_FLOPS.items() if known in name and self.dtype == torch.bfloat16]
+            found |= {"mfu": flops / (peaks[0] * self.ranks.world)} if peaks else {}
+            memory = float(torch.cuda.max_memory_allocated())
+        else:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # of the process, on Linux
+        names, values = zip(("peak_memory_bytes", memory), *self._traffic.items())
+        return found | dict(zip(names, self.ranks.max(values)))
+
+    def update(self) -> tuple[float, float]:
+        """Clip the gradients that have been summed up, and take one step.
+
+        Returns:
+            The norm of the whole gradient before clipping, and the learning rate.
+        """
+        self._be_awake()
+        self.step += 1
+        rate = self.optimization.rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        limit = self.optimization.max_grad_norm or math.inf
+        whole = float(export.whole(torch.nn.utils.clip_grad_norm_(self.trainable.values(), limit)))
+        if not math.isfinite(whole):
+            raise ArithmeticError(f"step {self.step}: the gradient's norm is {whole}; lower the learning rate")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return whole, rate
+
+    def sleep(self) -> Moved:
+        """Move parameters, gradients and the optimizer's state to the host's memory, for others to use the device."""
+        if self._bed is not None:
+            raise RuntimeError("the trainer sleeps already")
+        self._bed = Bed(self.model, self.optimizer, self.ranks.device)
+        return self._bed.take()
+
+    def wake(self) -> Moved:
+        """Undo `sleep`: every tensor is back on its own device, with the same bits."""
+        if self._bed is None:
+            raise RuntimeError("the trainer does not sleep")
+        moved, self._bed = self._bed.give(), None
+        return moved
+
+    def _logits(self, batch: Batch) -> Tensor:
+        self._be_awake()
+        return super()._logits(batch)
+
+    def _be_awake(self) -> None:
+        if self._bed is not None:
+            raise RuntimeError("the trainer sleeps: wake it first")
+
+    def save(self, directory: Path) -> None:
+        """Write what is trained, and its moments; `step` is the caller's to keep. Called by all ranks."""
+        distributed_checkpoint.save(self._state(), directory)
+
+    def load(self, directory: Path, step: int) -> None:
+        """Go on from what `save` wrote after `step`, with any number of ranks."""
+        distributed_checkpoint.load(self._state(), directory)
+        self.step = step
+        for parameter in self.trainable.values():
+            self.optimizer.state[parameter]["step"].fill_(step)
+
+    def _state(self) -> dict[str, Tensor]:
+        """Every tensor that training changes. Moments that no step has made yet are zeros."""
+        state = {f"model.{name}": parameter.detach() for name, parameter in self.trainable.items()}
+        for name, parameter in self.trainable.items():
+            own = self.optimizer.state[parameter]
+            if not own:
+                place = parameter.device if parameter.device.type == "cuda" else None
+                own["step"] = torch.tensor(float(self.step), device=place)
+                own["exp_avg"], own["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state |= {f"{moment}.{name}": own[moment] for moment in ("exp_avg", "exp_avg_sq")}
+        return state

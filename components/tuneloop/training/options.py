@@ -1,0 +1,131 @@
+"""The parameters of a stage that trains, once: what they are, their bounds and their defaults."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from tuneloop.core.component import UNTRACKED
+from tuneloop.core.context import Options
+from tuneloop.training.lora import Lora
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
+Packing = Literal["auto", "packed", "padded"]
+Schedule = Literal["constant", "linear", "cosine"]
+
+MODEL_OPTIONS = (
+    "dtype",
+    "attn_implementation",
+    "packing",
+    "max_length",
+    "gradient_checkpointing",
+    "lora",
+    "cpu_offload",
+    "torch_compile",
+    "use_liger_kernel",
+)
+"""Those that `tuneloop.training.fsdp.policy.Policy` takes."""
+LOGITS = 1 << 25
+"""At most so many logits at once, 128 MiB in float32: 1024 tokens of a vocabulary of 32768."""
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """AdamW, its schedule and clipping. Names and meanings are those of transformers' TrainingArguments.
+
+    `max_steps` is where ``linear`` and ``cosine`` reach zero. Step 1 of a warm-up already has a rate above zero.
+    """
+
+    learning_rate: float
+    lr_scheduler_type: Schedule
+    warmup_steps: int
+    max_steps: int
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    max_grad_norm: float
+
+    def rate(self, step: int) -> float:
+        """The learning rate of `step`, counted from 1."""
+        if step <= self.warmup_steps:
+            return self.learning_rate * step / self.warmup_steps
+        if self.lr_scheduler_type == "constant":
+            return self.learning_rate
+        done = min(1.0, (step - 1 - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps))
+        return self.learning_rate * (
+            1 - done if self.lr_scheduler_type == "linear" else (1 + math.cos(math.pi * done)) / 2
+        )
+
+
+class TrainerOptions(Options):
+    """What a trainer can be told. A stage has other defaults in a subclass, and leaves fields out by `flags`.
+
+    Attributes:
+        sequences: that an example has.
+    """
+
+    sequences: ClassVar[int] = 1
+
+    max_steps: int = Field(100, ge=1, description="optimizer steps")
+    per_device_train_batch_size: int = Field(32, ge=1, description="examples in a micro-batch")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="a step is batch x accumulation x processes examples")
+    learning_rate: float = Field(1e-4, gt=0)
+    lr_scheduler_type: Schedule = "constant"
+    warmup_steps: int = Field(10, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.99, ge=0, lt=1)
+    max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
+    max_length: int = Field(256, ge=2, description="tokens of prompt and completion; longer is an error")
+    packing: Packing = Field("auto", description="auto: packed on CUDA, padded on CPU")
+    gradient_checkpointing: bool = Field(False, description="compute activations twice, in place of keeping them")
+    lora: Lora | None = Field(None, description="adapters by peft in place of all parameters; its names")
+    cpu_offload: bool = Field(False, description="FSDP shards and optimizer in the host's memory; several GPUs only")
+    torch_compile: bool = Field(False, description="compile layers; resuming is then exact to float tolerance only")
+    use_liger_kernel: bool = Field(False, description="liger-kernel's Triton kernels; GPUs only")
+    dtype: Dtype = Field("float32", description="of the computation; parameters stay float32")
+    attn_implementation: str = Field(
+        "auto", description="transformers' name; auto: FlashAttention 2 where it is installed, else sdpa"
+    )
+    save_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="of model/, which is what samples; auto: dtype, so that no rounding parts the two"
+    )
+    save_steps: int = Field(0, ge=0, description="a resume point each so many steps; 0: on SIGTERM only")
+    device: Device = Field("auto", description="auto: CUDA where there is some")
+    expected_world_size: int | None = Field(
+        None, ge=1, description="refuse to train with another", json_schema_extra=UNTRACKED
+    )
+
+    @property
+    def optimization(self) -> Optimization:
+        """What they say to an optimizer."""
+        return Optimization(**{field.name: getattr(self, field.name) for field in fields(Optimization)})
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """What they say to a model, as far as they are flags of the stage."""
+        return {name: getattr(self, name) for name in MODEL_OPTIONS if name in self.names()}
+
+    @property
+    def saved_dtype(self) -> str:
+        """What `save_dtype` comes to."""
+        return self.dtype if self.save_dtype == "auto" else self.save_dtype
+
+
+class PairOptions(TrainerOptions):
+    """Of a stage whose examples are pairs of completions."""
+
+    sequences: ClassVar[int] = 2
+
+    per_device_train_batch_size: int = Field(32, ge=1, description="pairs in a micro-batch")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="a step is batch x accumulation x processes pairs")
+
+
+class ScoringOptions(TrainerOptions):
+    """Of a stage that computes with a model and does not train it."""
+
+    flags: ClassVar[tuple[str, ...]] = ("packing", "dtype", "attn_implementation", "device", "expected_world_size")

@@ -1,0 +1,153 @@
+"""Operators, conversions and member access of expr-lang (github.com/expr-lang/expr), on Python's values."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+
+class ExpressionError(ValueError):
+    """A tag or expression that cannot be resolved; the message names it."""
+
+
+def text(value: Any) -> str:
+    """A value as Argo writes it into a parameter: JSON, without quotes around a string."""
+    return value if isinstance(value, str) else format_json(value)
+
+
+def format_json(value: Any) -> str:
+    """Format a value as Go does: sorted keys, integral floats without a point."""
+    if isinstance(value, float) and math.isfinite(value):
+        if value.is_integer() and abs(value) < 1e21:
+            return str(int(value))
+        return format(Decimal(repr(value)), "f") if 1e-6 <= abs(value) < 1e21 else repr(value).replace("e-0", "e-")
+    if isinstance(value, list):
+        return f"[{','.join(map(format_json, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{json.dumps(k)}:{format_json(value[k])}" for k in sorted(value)) + "}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def unquote(word: str) -> str:
+    """Return the text of a string literal."""
+    if word[0] == "`":
+        return word[1:-1]
+    body = word[1:-1].replace("\\'", "'") if word[0] == "'" else word[1:-1]
+    return str(json.loads('"' + re.sub(r'(?<!\\)"', r"\"", body) + '"', strict=False))
+
+
+def get_member(value: Any, key: Any) -> Any:
+    """Return a member of a mapping or an item of a list; None for a key that a mapping does not have.
+
+    Raises:
+        ExpressionError: the index is out of range, or the value has no members.
+    """
+    if isinstance(value, dict):
+        return value.get(key)
+    if isinstance(value, list) and isinstance(key, int) and not isinstance(key, bool):
+        if -len(value) <= key < len(value):
+            return value[key]
+        raise ExpressionError(f"index {key} is out of range of {len(value)} items")
+    raise ExpressionError(f"cannot take {key!r} of {text(value)}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number; a boolean is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def require_number(value: Any, op: str) -> Any:
+    """Return `value`.
+
+    Raises:
+        ExpressionError: it is not a number, which the operator needs.
+    """
+    if not is_number(value):
+        raise ExpressionError(
+            f"{op!r} needs a number, got {format_json(value)} (asInt() and asFloat() make one of text)"
+        )
+    return value
+
+
+def apply_operator(op: str, left: Any, right: Any) -> Any:
+    """Apply a binary operator.
+
+    Raises:
+        ExpressionError: the operator does not take such operands.
+    """
+    if op in ("==", "!="):
+        same = (
+            left == right
+            and (is_number(left) == is_number(right))
+            and isinstance(left, bool) == isinstance(right, bool)
+        )
+        return same == (op == "==")
+    if op in _TEXT_OPERATORS:
+        if not (isinstance(left, str) and isinstance(right, str)):
+            raise ExpressionError(f"{op!r} needs two strings, got {format_json(left)} and {format_json(right)}")
+        return _TEXT_OPERATORS[op](left, right)
+    if op == "in":
+        if not isinstance(right, list | dict):
+            raise ExpressionError(f"'in' needs a list or map on its right, got {format_json(right)}")
+        return any(apply_operator("==", left, item) for item in right)
+    if op in _ORDER or op == "+":
+        if isinstance(left, str) and isinstance(right, str):
+            return left + right if op == "+" else _ORDER[op](left, right)
+        if op != "+" and not (is_number(left) and is_number(right)):
+            raise ExpressionError(f"cannot compare {format_json(left)} {op} {format_json(right)}")
+    a, b = require_number(left, op), require_number(right, op)
+    try:
+        return {**_ORDER, **_ARITHMETIC}[op](a, b)
+    except (ZeroDivisionError, ValueError):  # math.fmod raises the latter
+        raise ExpressionError(f"{left} {op} {right}: division by zero") from None
+
+
+_ORDER: dict[str, Callable[[Any, Any], Any]] = {
+    "<": lambda a, b: a < b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    ">=": lambda a, b: a >= b,
+}
+_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "/": lambda a, b: a / b,
+    "%": lambda a, b: int(math.fmod(a, b)) if isinstance(a, int) and isinstance(b, int) else math.fmod(a, b),
+    "**": lambda a, b: float(a) ** b,
+    "^": lambda a, b: float(a) ** b,
+}
+_TEXT_OPERATORS: dict[str, Callable[[str, str], bool]] = {
+    "contains": lambda a, b: b in a,
+    "startsWith": str.startswith,
+    "endsWith": str.endswith,
+    "matches": lambda a, b: re.search(b, a) is not None,
+    "=~": lambda a, b: re.search(b, a) is not None,
+    "!~": lambda a, b: re.search(b, a) is None,
+}
+
+
+def to_int(value: Any) -> int:
+    """Convert a value as `asInt` does.
+
+    Raises:
+        ExpressionError: it is not a number.
+    """
+    if isinstance(value, str):
+        if not re.fullmatch(r"[-+]?\d+", value):
+            raise ValueError("not an integer")
+        return int(value)
+    return int(require_number(value, "int"))
+
+
+def to_float(value: Any) -> float:
+    """Convert a value as `asFloat` does.
+
+    Raises:
+        ExpressionError: it is not a number.
+    """
+    return float(value) if isinstance(value, str) else float(require_number(value, "float"))

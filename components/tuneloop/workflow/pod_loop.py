@@ -1,0 +1,67 @@
+"""Iterations of a loop as one pod runs them, stage after stage: what `tuneloop.local.iterations` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+PROGRAM = "tuneloop.local.iterations"
+
+
+class StageCall(BaseModel):
+    """A stage that a pod runs.
+
+    Attributes:
+        name: of the step, and of what it commits in the iteration.
+        command: what starts it; a single process of a stage runs in the pod's own.
+        flags: those that are the same in each iteration.
+        wires: flag → a value of the loop, or an output of a step before, as in `tuneloop.workflow.loop.Step`.
+        output: the flag that takes the URL where it commits.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+    command: list[str]
+    flags: list[str]
+    wires: dict[str, str]
+    output: str
+
+
+class PodLoop(BaseModel):
+    """The steps of an iteration, in `tuneloop.workflow.loop.Loop`'s terms; `check` runs after each `evaluate_every`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    steps: list[StageCall]
+    carry: dict[str, str]
+    reward: str
+    check: StageCall | None = None
+    evaluate_every: int = 0
+
+
+def find_pod(workflow: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the template whose pod runs the stages of several iterations; None where each stage has a pod."""
+    started = ((t, t.get("container", {}).get("command", ())) for t in workflow["spec"].get("templates") or ())
+    return next((template for template, command in started if PROGRAM in command), None)
+
+
+def unfold(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return the workflow with a graph of the stages in place of the pod that runs them, for those who read it.
+
+    The second value says how many iterations the pod runs; 0: each stage has a pod, and the workflow is as it was.
+    """
+    pod = find_pod(workflow)
+    if pod is None:
+        return dict(workflow), 0
+    container = pod["container"]
+    words = container["args"]
+    loop = PodLoop.model_validate_json(words[words.index("--loop") + 1])
+    stages = [*loop.steps, *([loop.check] if loop.check else [])]
+    shared = {key: container[key] for key in ("image", "resources") if key in container}
+    inner = [{"name": s.name, "container": {**shared, "command": s.command, "args": s.flags}} for s in stages]
+    graph = {"name": pod["name"], "dag": {"tasks": [{"name": s.name, "template": s.name} for s in stages]}}
+    named = {stage.name for stage in stages}
+    others = [graph if t is pod else t for t in workflow["spec"]["templates"] if t["name"] not in named]
+    unfolded = {**workflow, "spec": {**workflow["spec"], "templates": [*others, *inner]}}
+    return unfolded, int(words[words.index("--per-pod") + 1])

@@ -1,0 +1,211 @@
+"""One pod for several iterations: what is written into its command, and what runs there."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import LIMIT_S, until
+from tuneloop.config.loading import find
+from tuneloop.workflow.pod_loop import PROGRAM, PodLoop, StageCall, find_pod, unfold
+
+COARSE = ["engine.name=transformers", "loop.iterations_per_pod=10"]
+
+
+@pytest.fixture(scope="module")
+def workflow() -> dict:
+    found = find("grpo")
+    return found.module.build_argo(found.configure(None, COARSE)).to_dict()
+
+
+def test_the_steps_of_a_pod_have_the_flags_of_pods_of_their_own(workflow: dict) -> None:
+    found = find("grpo")
+    fine = found.module.build_argo(found.configure(None, COARSE[:1])).to_dict()
+    alone = {template["name"]: template for template in fine["spec"]["templates"]}
+    words = find_pod(workflow)["container"]["args"]
+    text = words[words.index("--loop") + 1]
+    assert "{{" not in text, "nothing that Argo would replace, which knows no JSON"
+    for step in PodLoop.model_validate_json(text).steps:
+        args = alone[step.name]["container"]["args"]
+        assert args[: len(step.flags)] == step.flags
+        assert {f"--{name}" for name in (*step.wires, step.output)} == set(args[len(step.flags) :: 2])
+
+
+def test_who_reads_a_workflow_sees_the_stages_of_its_pods(workflow: dict) -> None:
+    names = {t["name"] for t in workflow["spec"]["templates"]}
+    assert "iterations" in names and not names & {"rollout", "reward", "policy-update"}
+    unfolded, per_pod = unfold(workflow)
+    assert per_pod == 10 and find_pod(unfolded) is None
+    templates = {t["name"]: t for t in unfolded["spec"]["templates"]}
+    assert [task["template"] for task in templates["iterations"]["dag"]["tasks"]] == [
+        "rollout",
+        "reward",
+        "policy-update",
+    ]
+    assert templates["policy-update"]["container"]["resources"] == find_pod(workflow)["container"]["resources"]
+
+
+STAGE = '''
+import os, time
+from pathlib import Path
+from tuneloop.core.component import Stage, component
+
+@component("made", results={"total": int})
+def toy(stage: Stage, *, number: int = 0, wait_s: float = 0.0):
+    """A toy."""
+    Path(os.environ["SEEN"]).open("a").write(f"{os.getpid()} {number}\\n")
+    os.environ["LEFT"] = "by the stage before"
+    until = time.monotonic() + (float(os.environ.get("SECOND_S", wait_s)) if number == 2 else wait_s)
+    go = os.environ.get("GO")
+    while time.monotonic() < until and not (go and os.path.exists(go)):
+        if not go:
+            stage.check_stop()
+        time.sleep(0.01)
+    (stage.out / "made.txt").write_text(str(number))
+    return {"total": number + 1}
+'''
+
+
+def toys(wait_s: float = 0.0) -> PodLoop:
+    """Two stages, the second of which takes the first one's result, and hands its own to the next iteration."""
+    about = {"command": ["python", "-m", "tuneloop.stages.toy"], "flags": ["--wait-s", str(wait_s)], "output": "made"}
+    first = StageCall(name="first", wires={"number": "total"}, **about)
+    second = StageCall(name="second", wires={"number": "first.total"}, **about)
+    return PodLoop(steps=[first, second], carry={"total": "second.total"}, reward="second.total")
+
+
+def start(tmp_path: Path, loop: PodLoop | None = None, *more: str, **environment: str) -> subprocess.Popen:
+    """The program, with a stage `tuneloop.stages.toy`, of one iteration.
+
+    Args:
+        more: flags that replace those.
+    """
+    (tmp_path / "toy.py").write_text(STAGE)
+    program = f"""
+        import importlib.util, sys
+        from importlib.machinery import SourceFileLoader
+        spec = importlib.util.spec_from_loader("tuneloop.stages.toy", SourceFileLoader("tuneloop.stages.toy", {str(tmp_path / "toy.py")!r}))
+        sys.modules["tuneloop.stages.toy"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["tuneloop.stages.toy"])
+        from {PROGRAM} import main
+        main()
+    """  # noqa: E501
+    env = {**os.environ, **environment, "SEEN": str(tmp_path / "seen"), "TUNELOOP_OUTPUTS": str(tmp_path / "outputs")}
+    flags = ["--loop", (loop or toys()).model_dump_json(), "--run", str(tmp_path / "store"), "--iterations", "9"]
+    flags += ["--per-pod", "1", "--target-reward", "inf", "--value", "iteration=1", "--value", "total=1", *more]
+    command = [sys.executable, "-c", textwrap.dedent(program), *flags]
+    return subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+
+
+def outputs(tmp_path: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (tmp_path / "outputs").iterdir()}
+
+
+def test_stages_run_in_one_process_and_hand_over_results(tmp_path: Path) -> None:
+    progress = tmp_path / "progress"
+    process = start(tmp_path, None, "--per-pod", "2", ARGO_PROGRESS_FILE=str(progress))
+    assert process.wait(LIMIT_S) == 0, process.stderr.read()
+    assert outputs(tmp_path) == {"iteration": "2", "total": "5"}
+    assert (tmp_path / "seen").read_text().splitlines() == [f"{process.pid} {number}" for number in (1, 2, 3, 4)]
+    assert progress.read_text() == "2/2"
+
+
+@pytest.mark.parametrize(
+    ("more", "last"),
+    [
+        (("--per-pod", "3", "--value", "iteration=5"), "6"),
+        (("--per-pod", "90"), "9"),
+        (("--per-pod", "90", "--target-reward", "5"), "2"),
+    ],
+)
+def test_a_pod_ends_where_its_part_or_the_loop_does(tmp_path: Path, more: tuple[str, ...], last: str) -> None:
+    process = start(tmp_path, None, *more)
+    assert process.wait(LIMIT_S) == 0, process.stderr.read()
+    assert outputs(tmp_path)["iteration"] == last
+
+
+def test_a_check_runs_after_each_so_many_iterations(tmp_path: Path) -> None:
+    loop = toys()
+    check = loop.steps[0].model_copy(update={"name": "check"})
+    loop = loop.model_copy(update={"check": check, "evaluate_every": 2})
+    process = start(tmp_path, loop, "--per-pod", "3")
+    assert process.wait(LIMIT_S) == 0, process.stderr.read()
+    (checked,) = (tmp_path / "store").glob("iterations/*/check")
+    assert (checked.parent.name, outputs(tmp_path)["iteration"]) == ("2", "3")
+    text = (tmp_path / "seen").read_text().split()[1::2]
+    assert text == ["1", "2", "3", "4", "5", "5", "6"], "with what the iteration hands on"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+def test_stopped_pod_is_taken_over_by_the_next(tmp_path: Path, number: int, code: int) -> None:
+    words = tmp_path / "words"
+    words.touch()
+    process = start(tmp_path, SECOND_S="600", TUNELOOP_TERMINATION_LOG=str(words))
+    second = tmp_path / "store/iterations/1/second"
+    seen = tmp_path / "seen"
+    until(lambda: seen.exists() and len(seen.read_text().splitlines()) == 2, child=process)  # the second is at work
+    process.send_signal(number)
+    assert process.wait(LIMIT_S) == code
+    assert (code != 75) or words.read_text().startswith("interrupted: "), "a free end"
+    assert not (second / "manifest.json").exists() and not (tmp_path / "outputs").exists()
+    again = start(tmp_path)
+    assert again.wait(LIMIT_S) == 0
+    ran = [line.split()[1] for line in seen.read_text().splitlines()]
+    assert ran == ["1", "2", "2"], "the first stage did not run again"
+
+
+def test_a_stage_that_ends_well_after_sigterm_is_the_last(tmp_path: Path) -> None:
+    words = tmp_path / "words"
+    words.touch()
+    process = start(tmp_path, toys(wait_s=600), GO=str(tmp_path / "go"), TUNELOOP_TERMINATION_LOG=str(words))
+    until((tmp_path / "seen").exists, child=process)
+    process.send_signal(signal.SIGTERM)
+    (tmp_path / "go").touch()
+    assert process.wait(LIMIT_S) == 75
+    assert (tmp_path / "store/iterations/1/first/manifest.json").exists()
+    assert len((tmp_path / "seen").read_text().splitlines()) == 1
+    assert words.read_text() == "interrupted: iterations: stopped by a signal"
+
+
+def single(*command: str) -> PodLoop:
+    """A loop of one step."""
+    step = StageCall(name="step", command=list(command), flags=[], wires={}, output="made")
+    return PodLoop(steps=[step], carry={}, reward="step.total")
+
+
+def test_a_stage_that_can_not_be_imported_ends_the_pod(tmp_path: Path) -> None:
+    process = start(tmp_path, single("python", "-m", "tuneloop.stages.nowhere"))
+    assert process.wait(LIMIT_S) == 1
+    assert "No module named tuneloop.stages.nowhere" in process.stderr.read()
+
+
+def test_sigterm_reaches_a_stage_in_a_process_of_its_own(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    process = start(tmp_path, single("sh", "-c", f"trap 'exit 75' TERM; touch {begun}; while sleep 0.05; do :; done"))
+    try:
+        until(begun.exists, child=process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 75
+    finally:
+        process.kill()
+
+
+def test_a_stage_finds_its_environment_as_a_fresh_process_would(tmp_path: Path) -> None:
+    fails = single("sh", "-c", 'test -z "$LEFT"')
+    loop = PodLoop(steps=[toys().steps[0], *fails.steps], carry={}, reward="first.total")
+    process = start(tmp_path, loop)
+    assert process.wait(LIMIT_S) == 0, "what the stage before had set"
+
+
+def test_a_users_mistake_is_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("no directory")
+    words = tmp_path / "words"
+    words.touch()
+    process = start(tmp_path, TUNELOOP_TERMINATION_LOG=str(words))
+    assert process.wait(LIMIT_S) == 2
+    assert "error: store" in process.stderr.read()
+    assert words.read_text().startswith("error: store"), "the pod's message is that of its stage"

@@ -1,0 +1,55 @@
+"""The rollout server beside several iterations in one task."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import free_port
+from tuneloop.core.errors import EXIT_RETRY, EXIT_USER
+from tuneloop.kfp import iterations
+from tuneloop.kfp.iterations import ServerEnded, serve
+from tuneloop.local.iterations import Iterations
+from tuneloop.workflow.pod_loop import PodLoop
+
+
+@pytest.fixture
+def pod() -> Iterations:
+    return Iterations(PodLoop(steps=[], carry={}, reward=""), run="", last=1, per_pod=1, target=1.0)
+
+
+def test_the_mistake_of_a_server_ends_the_task_with_its_exit_code(tmp_path: Path, pod: Iterations) -> None:
+    server = {"port": free_port(), "engine_args": {}, "pull": False}
+    with (
+        pytest.raises(ServerEnded) as ended,
+        serve(server, str(tmp_path), {"policy": f"{tmp_path}/nowhere"}, pod),
+    ):
+        pytest.fail("there is no such policy")
+    assert ended.value.code == EXIT_USER
+
+
+def test_a_server_that_was_killed_is_started_again(pod: Iterations) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    with pytest.raises(ServerEnded) as ended:
+        iterations._await_ready(process, f"http://127.0.0.1:{free_port()}/health", pod)
+    assert ended.value.code == EXIT_RETRY
+
+
+def test_a_server_is_waited_for_until_it_answers_or_the_task_is_to_end(tmp_path: Path, pod: Iterations) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
+    with subprocess.Popen(command) as process:
+        try:
+            pod.stopped = True
+            with pytest.raises(ServerEnded) as ended:
+                iterations._await_ready(process, f"http://127.0.0.1:{port}/health", pod)
+            assert ended.value.code == EXIT_RETRY
+            pod.stopped = False
+            (tmp_path / "health").touch()
+            begun = time.monotonic()
+            iterations._await_ready(process, f"http://127.0.0.1:{port}/health", pod)
+            assert time.monotonic() - begun < iterations.BOOT_S
+        finally:
+            process.terminate()
