@@ -17,10 +17,11 @@ code = server.main(["--host", "127.0.0.1", "--port", "0"])
 """
 GATEWAY = """
 import socket
-from tuneloop.gateway.worker import UVICORN, until_told
+from tuneloop.gateway.worker import UVICORN
+from tuneloop.inference.server import serve_until_signalled
 async def app(scope, receive, send): ...
 listener = socket.create_server(("127.0.0.1", 0))
-until_told(uvicorn.Server(uvicorn.Config(app, **UVICORN)), listener)
+serve_until_signalled(uvicorn.Server(uvicorn.Config(app, **UVICORN)), listener)
 code = 0
 """
 EARLY = """

@@ -37,7 +37,8 @@ def gateway(
         import uvicorn
 
         from tuneloop.gateway.app import Gateway, build
-        from tuneloop.gateway.worker import UVICORN, until_told
+        from tuneloop.gateway.worker import UVICORN
+        from tuneloop.inference.server import serve_until_signalled
     except ImportError as error:
         raise UserError("gateway", error.name, "is not installed: pip install 'tuneloop[gateway]'") from None
     with contextlib.ExitStack() as stack, socket.socket() as listener:
@@ -69,4 +70,4 @@ def gateway(
         typer.echo(f"gateway: {url}", err=True)
         if local:
             typer.echo(f"export TINKER_BASE_URL={url} TINKER_API_KEY=$(cat {token_file})", err=True)
-        until_told(uvicorn.Server(uvicorn.Config(build(made), **UVICORN)), listener)
+        serve_until_signalled(uvicorn.Server(uvicorn.Config(build(made), **UVICORN)), listener)

@@ -269,6 +269,12 @@ def build(gateway: Gateway) -> FastAPI:
     for kind in (Refused, UserError, Retryable, ValidationError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, refuse)
 
+    _add_session_routes(app, gateway)
+    _add_tinker_routes(app, gateway)
+    return app
+
+
+def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/healthz")
     @app.get("/api/v1/healthz")
     async def healthz() -> dict[str, str]:
@@ -297,6 +303,8 @@ def build(gateway: Gateway) -> FastAPI:
         gateway.end(caller, id)
         return Response(status_code=204)
 
+
+def _add_tinker_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/api/v1/create_session")
     def tinker_session(request: Request, body: Small, caller: Known) -> dict[str, Any]:
         fields = _object(body)
@@ -340,7 +348,6 @@ def build(gateway: Gateway) -> FastAPI:
 
     for name in PROXIED:
         app.post(f"/api/v1/{name}", name=name)(proxied)
-    return app
 
 
 def _key(request: Request) -> str:

@@ -39,7 +39,7 @@ class Entry:
     Attributes:
         fingerprint: of what was asked.
         work: does it; of several with an equal `batch` at once, that of the first gets them all.
-        asked: what `work` is about.
+        request: what `work` is about.
         batch: equal for requests that can be done together; None: alone.
         number: in its stream, once it was submitted.
         until: when its result is dropped, by `time.monotonic`.
@@ -48,7 +48,7 @@ class Entry:
 
     fingerprint: str
     work: Callable[[list[Entry]], list[Any]]
-    asked: Any = None
+    request: Any = None
     batch: Hashable | None = None
     number: int = -1
     until: float = math.inf
@@ -139,7 +139,7 @@ class Ledger:
 
     def finish(self, entry: Entry, result: Any = None, error: BaseException | None = None) -> None:
         """Settle a request; what it was about is forgotten."""
-        entry.work, entry.asked, entry.until = _settled, None, time.monotonic() + UNFETCHED
+        entry.work, entry.request, entry.until = _settled, None, time.monotonic() + UNFETCHED
         if error is not None:
             entry.future.set_exception(error)
         else:

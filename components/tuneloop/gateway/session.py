@@ -1,4 +1,4 @@
-"""What a session's worker is asked for, and how it does it: Tinker's requests over `Resident` and `Sampler`."""
+"""A session of the gateway: Tinker's requests, carried out by `Resident` and `Sampler`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
-
-import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
 from tuneloop.core.artifacts import Artifact, canonical, find
 from tuneloop.core.errors import UserError
@@ -24,205 +21,27 @@ from tuneloop.core.store import local_path, normalize
 from tuneloop.formats.rollouts import Request
 from tuneloop.gateway import wire
 from tuneloop.gateway.ledger import Entry, Gone, Ledger
-from tuneloop.gateway.resident import AdamParams, Resident, Sampler, Snapshot
+from tuneloop.gateway.messages import (
+    CreateModel,
+    CreateSampling,
+    LoadWeights,
+    Losses,
+    OptimStep,
+    Sample,
+    Samples,
+    SaveWeights,
+)
+from tuneloop.gateway.resident import Resident, Sampler, Snapshot
 from tuneloop.inference.engines import Sampling
 from tuneloop.training import checkpoint
 
 if TYPE_CHECKING:
     from tuneloop.training.fsdp.ranks import Ranks
-    from tuneloop.training.lora import Lora
 
 SCHEME = "tinker://"
 SNAPSHOTS = 2
 """So many versions without a name stay in memory for their sampling sessions."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-ALPHA = 32.0
-"""lora_alpha of adapters, as Tinker has it."""
-
-
-class Body(BaseModel):
-    """A request's body: what is not listed is of no account here (metadata of the client's)."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
-
-
-class LoraConfig(Body):
-    """Adapters; a `rank` of 0 trains the whole model, which Tinker does not have."""
-
-    rank: int = Field(32, ge=0)
-    seed: int | None = None
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-    def lora(self) -> Lora | None:
-        """The same in peft's words.
-
-        Raises:
-            UserError: a choice of layers that is not had here.
-        """
-        from tuneloop.training.lora import Lora
-
-        if not self.rank:
-            return None
-        if self.train_unembed:
-            raise UserError("lora_config.train_unembed", True, "the output layer gets no adapter here; set it False")
-        if not (self.train_mlp and self.train_attn):
-            raise UserError("lora_config", "train_mlp, train_attn", "both get adapters here; leave them True")
-        return Lora(r=self.rank, lora_alpha=ALPHA)
-
-
-class CreateModel(Body):
-    """A model to train, from a checkpoint."""
-
-    session_id: str
-    model_seq_id: int = Field(0, ge=0)
-    base_model: str
-    lora_config: LoraConfig = LoraConfig(rank=0)
-
-
-class OptimStep(Body):
-    model_id: str
-    seq_id: int | None = None
-    adam_params: AdamParams = AdamParams()
-
-
-class SaveWeights(Body):
-    model_id: str
-    seq_id: int | None = None
-    path: str | None = None
-    overwrite: bool = False
-    kind: str = "snapshot"
-    sampling_session_seq_id: int | None = None
-    ttl_seconds: int | None = None
-
-
-class LoadWeights(Body):
-    model_id: str | None = None
-    seq_id: int | None = None
-    session_id: str | None = None
-    model_seq_id: int | None = None
-    path: str
-    optimizer: bool
-
-
-class CreateSampling(Body):
-    session_id: str
-    sampling_session_seq_id: int = Field(0, ge=0)
-    base_model: str | None = None
-    model_path: str | None = None
-
-
-class Chunk(Body):
-    type: str = "encoded_text"
-    tokens: list[int] = []
-
-
-class Prompt(Body):
-    chunks: list[Chunk]
-
-
-class SamplingParams(Body):
-    max_tokens: int | None = Field(None, ge=1)
-    seed: int | None = None
-    stop: str | list[int] | list[str] | None = None
-    temperature: float = Field(1.0, ge=0)
-    top_k: int = -1
-    top_p: float = 1.0
-
-
-class Sample(BaseModel):
-    """A prompt and how many completions of it. What is not listed would change the answer, and is refused."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
-    sampling_session_id: str
-    seq_id: int | None = None
-    num_samples: int = Field(1, ge=1)
-    prompt: Prompt
-    sampling_params: SamplingParams = SamplingParams()
-    prompt_logprobs: bool | None = None
-    type: str = "sample"
-
-
-class Array(Body):
-    data: list[float]
-    dtype: Literal["float32", "int64"] = "float32"
-
-    def read(self, name: str) -> np.ndarray:
-        try:
-            return np.array(self.data, self.dtype)
-        except (ValueError, OverflowError) as error:
-            raise UserError(f"loss_fn_inputs.{name}", self.dtype, f"do not fit ({error})") from error
-
-
-class JsonDatum(Body):
-    model_input: Prompt
-    loss_fn_inputs: dict[str, Array]
-
-
-class JsonInput(Body):
-    data: list[JsonDatum]
-    loss_fn: str
-    loss_fn_config: dict[str, float] | None = None
-
-
-class JsonForwardBackward(Body):
-    """`wire.ForwardBackward` without protobuf, for people and small clients."""
-
-    model_id: str
-    seq_id: int | None = None
-    forward_backward_input: JsonInput
-    forward_only: bool = False
-
-    def read(self) -> wire.ForwardBackward:
-        given = self.forward_backward_input
-        data = [
-            wire.Datum(
-                _tokens(datum.model_input),
-                {name: array.read(name) for name, array in datum.loss_fn_inputs.items()},
-            )
-            for datum in given.data
-        ]
-        config = given.loss_fn_config or {}
-        return wire.ForwardBackward(self.model_id, self.seq_id, data, given.loss_fn, config, self.forward_only)
-
-
-def read_forward_backward(body: bytes) -> wire.ForwardBackward:
-    """Decode what is no protobuf."""
-    return JsonForwardBackward.model_validate_json(body).read()
-
-
-@dataclass(frozen=True)
-class Losses:
-    """Result of `forward_backward`: float32 ``[positions]`` of each datum, and sums."""
-
-    logprobs: list[np.ndarray]
-    metrics: dict[str, float]
-
-    def json(self) -> dict[str, Any]:
-        outputs = [
-            {"logprobs": {"data": part.tolist(), "dtype": "float32", "shape": [len(part)]}} for part in self.logprobs
-        ]
-        return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": self.metrics}
-
-    def proto(self) -> bytes:
-        return wire.write_forward_backward(self.logprobs, self.metrics)
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Result of `asample`; `version` of the weights that made every token."""
-
-    sequences: list[dict[str, Any]]
-    prompt_logprobs: list[float] | None
-    version: int
-
-    def json(self) -> dict[str, Any]:
-        prompt = None if self.prompt_logprobs is None else [None, *self.prompt_logprobs]
-        return {"sequences": self.sequences, "prompt_logprobs": prompt, "weight_version": self.version}
-
-    def proto(self) -> bytes:
-        return wire.write_samples(self.sequences, self.prompt_logprobs)
 
 
 class Session:
@@ -249,7 +68,7 @@ class Session:
     def create_model(self, request: CreateModel) -> str:
         """A request for a new model, its number 0."""
         model = f"{self.id}:train:{request.model_seq_id}"
-        lora = request.lora_config.lora()
+        lora = request.lora_config.to_peft()
 
         def work() -> dict[str, Any]:
             policy = self._artifact(request.base_model)
@@ -366,7 +185,7 @@ class Session:
             raise UserError("sampling_params", value, "the distribution is never cut here: top_k -1, top_p 1")
         if isinstance(params.stop, str) or any(isinstance(stop, str) for stop in params.stop or ()):
             raise UserError("sampling_params.stop", params.stop, "give token ids; text is not known here")
-        if not (ids := _tokens(request.prompt)):
+        if not (ids := request.prompt.read_tokens()):
             raise UserError("prompt", [], "is empty")
         alike = (request.sampling_session_id, params.max_tokens, params.temperature, canonical(params.stop))
         batch = None if request.prompt_logprobs or params.max_tokens is None else alike
@@ -431,7 +250,7 @@ class Session:
         return self.ledger.submit(stream, number, Entry(_fingerprint(request), lambda _: [work()]))
 
     def _sample(self, entries: list[Entry]) -> list[Samples]:
-        wanted: list[tuple[Sample, list[int]]] = [entry.asked for entry in entries]
+        wanted: list[tuple[Sample, list[int]]] = [entry.request for entry in entries]
         first = wanted[0][0]
         snapshot, params = self._snapshot(first.sampling_session_id), first.sampling_params
         limit, stops = _limits(snapshot.base)
@@ -447,7 +266,7 @@ class Session:
         sampling = Sampling(
             params.temperature, length, stops if params.stop is None else tuple(int(stop) for stop in params.stop)
         )
-        requests = [Request(str(e.number), e.asked[1], _seeds(e.asked[0], e.number)) for e in entries]
+        requests = [Request(str(e.number), e.request[1], _seeds(e.request[0], e.number)) for e in entries]
         groups = self._sampler().sample(snapshot, requests, sampling)
         scored = [self._sampler().score(snapshot, ids) if a.prompt_logprobs else None for a, ids in wanted]
         return [
@@ -537,12 +356,6 @@ def _seeds(request: Sample, number: int) -> list[int]:
     given = request.sampling_params.seed
     stream: tuple[int | str, ...] = () if given is not None else (request.sampling_session_id, number)
     return [derive(given or 0, "sample", *stream, i) for i in range(request.num_samples)]
-
-
-def _tokens(prompt: Prompt) -> list[int]:
-    if any(chunk.type != "encoded_text" for chunk in prompt.chunks):
-        raise UserError("prompt", [chunk.type for chunk in prompt.chunks], "only token ids are known here")
-    return [token for chunk in prompt.chunks for token in chunk.tokens]
 
 
 def _fingerprint(request: Any) -> str:

@@ -21,7 +21,6 @@ import hmac
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -37,10 +36,10 @@ from pydantic import BaseModel, ValidationError
 from tuneloop.core import fencing
 from tuneloop.core.component import from_validation
 from tuneloop.core.errors import EXIT_USER, Retryable, UserError, failed, say
-from tuneloop.gateway import session as requests
-from tuneloop.gateway import wire
+from tuneloop.gateway import messages, wire
 from tuneloop.gateway.ledger import Conflict, Gone
 from tuneloop.gateway.session import Session
+from tuneloop.inference.server import bind, serve_until_signalled
 
 if TYPE_CHECKING:
     from tuneloop.sharing.turns import Held, Turns
@@ -80,13 +79,13 @@ class Worker:
 
         session = self.session
         posts: dict[str, Callable[..., Any]] = {
-            "create_model": self._queued(requests.CreateModel, session.create_model),
-            "load_weights": self._queued(requests.LoadWeights, session.load_weights),
+            "create_model": self._queued(messages.CreateModel, session.create_model),
+            "load_weights": self._queued(messages.LoadWeights, session.load_weights),
             "forward_backward": self.forward_backward,
-            "optim_step": self._queued(requests.OptimStep, session.optim_step),
-            "save_weights": self._queued(requests.SaveWeights, session.save_weights),
-            "save_weights_for_sampler": self._queued(requests.SaveWeights, session.save_weights_for_sampler),
-            "asample": self._queued(requests.Sample, session.sample),
+            "optim_step": self._queued(messages.OptimStep, session.optim_step),
+            "save_weights": self._queued(messages.SaveWeights, session.save_weights),
+            "save_weights_for_sampler": self._queued(messages.SaveWeights, session.save_weights_for_sampler),
+            "asample": self._queued(messages.Sample, session.sample),
             "create_sampling_session": self.create_sampling,
             "retrieve_future": self.retrieve,
             "get_info": self.info,
@@ -113,13 +112,13 @@ class Worker:
         body = await request.body()
         proto = request.headers.get("content-type", "").startswith(wire.PROTOBUF)
         with self._numbered(body, proto) as ids:
-            wanted = wire.read_forward_backward(body) if proto else requests.read_forward_backward(body)
+            wanted = wire.read_forward_backward(body) if proto else messages.read_forward_backward(body)
             ids.append(self.session.forward_backward(body, wanted))
         return _json({"request_id": ids[0], "model_id": ids[0].rpartition(":")[0]})
 
     async def create_sampling(self, request: Any) -> Any:
         """A sampling session of a checkpoint, which is found first."""
-        body = requests.CreateSampling.model_validate_json(await request.body())
+        body = messages.CreateSampling.model_validate_json(await request.body())
         sampling = await asyncio.to_thread(self.session.create_sampling, body)
         return _json({"type": "create_sampling_session", "sampling_session_id": sampling})
 
@@ -285,7 +284,7 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
     """Until it is told to end, nobody asks any more, or it fails; the exit code."""
     import uvicorn
 
-    listener = socket.socket(fileno=options.fd) if options.fd is not None else _bind(options.host, options.port)
+    listener = socket.socket(fileno=options.fd) if options.fd is not None else bind(options.host, options.port)
     server = uvicorn.Server(uvicorn.Config(worker.app(), **UVICORN))
     parent = os.getppid()
 
@@ -300,19 +299,10 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
     threading.Thread(target=watch, daemon=True).start()
     worker.thread.start()
     say(f"session {options.session}: http://{options.host}:{listener.getsockname()[1]}", 0)
-    until_told(server, listener)
+    serve_until_signalled(server, listener)
     worker.stopping.set()
     worker.thread.join(2)
     return int(worker.failed)
-
-
-def until_told(server: Any, listener: socket.socket) -> None:
-    """Run a ``uvicorn.Server`` until SIGTERM or SIGINT."""
-    # It shuts down on these and then raises them again, for whom it found in charge: us, who return. One that comes
-    # before it is in charge counts as well.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
-    server.run(sockets=[listener])
 
 
 def _address(body: bytes) -> tuple[str, int | None]:
@@ -322,13 +312,6 @@ def _address(body: bytes) -> tuple[str, int | None]:
         if isinstance(value, dict) and isinstance(value.get("seq_id"), int):
             return str(value.get("model_id") or ""), value["seq_id"]
     return "", None
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
-    return listener
 
 
 def _marked(app: Any, session: str) -> Any:
@@ -363,7 +346,7 @@ def _result(result: Any, proto: bool) -> Any:
 
     if isinstance(result, dict):
         return _json(result)
-    headers = {VERSION: str(result.version)} if isinstance(result, requests.Samples) else {}
+    headers = {VERSION: str(result.version)} if isinstance(result, messages.Samples) else {}
     if proto:
         return Response(result.proto(), media_type=wire.PROTOBUF, headers=headers)
     return _json(result.json(), headers=headers)

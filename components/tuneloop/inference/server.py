@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.attempts:
             admit_attempt(Store(options.attempts))
         with (
-            _bind(options.host, options.port) as listener,
+            bind(options.host, options.port) as listener,
             tempfile.TemporaryDirectory(prefix="tuneloop-", ignore_cleanup_errors=True) as scratch,
         ):
             _serve(listener, options, Path(options.weights_dir or f"{scratch}/model"))
@@ -99,18 +99,23 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     what = f"version {loop.engine.version}" if loop.engine.digest else "nothing yet"
     say(f"serve: {what} at http://{host}:{port}", 0)
     server = uvicorn.Server(config)
-    # uvicorn shuts down on these and then raises them again, for whom it found in charge: us, who return. One that
-    # comes before uvicorn is in charge counts as well.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     loop.failed = lambda: setattr(server, "should_exit", True)  # whoever started this process starts another one
-    server.run(sockets=[listener])
+    serve_until_signalled(server, listener)
     if follower:
         follower.stop()
     loop.stop()
     loop.join(GRACE_S)
     if loop.broken:
         raise Retryable(loop.trouble)
+
+
+def serve_until_signalled(server: Any, listener: socket.socket) -> None:
+    """Run a ``uvicorn.Server`` until SIGTERM or SIGINT."""
+    # It shuts down on these and then raises them again, for whom it found in charge: us, who return. One that comes
+    # before it is in charge counts as well.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    server.run(sockets=[listener])
 
 
 def _wait_for_a_version(loop: EngineLoop, follower: Follower) -> None:
@@ -123,7 +128,12 @@ def _wait_for_a_version(loop: EngineLoop, follower: Follower) -> None:
         time.sleep(0.05)
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """Listen on an address of this machine.
+
+    Raises:
+        UserError: the port is taken, or the address is not this machine's.
+    """
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

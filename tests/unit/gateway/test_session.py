@@ -12,8 +12,7 @@ from tests.making import checkpoint_artifact
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.gateway import losses
-from tuneloop.gateway.resident import AdamParams
-from tuneloop.gateway.session import (
+from tuneloop.gateway.messages import (
     CreateModel,
     CreateSampling,
     LoadWeights,
@@ -21,8 +20,9 @@ from tuneloop.gateway.session import (
     OptimStep,
     Sample,
     SaveWeights,
-    Session,
 )
+from tuneloop.gateway.resident import AdamParams
+from tuneloop.gateway.session import Session
 from tuneloop.gateway.wire import Datum, ForwardBackward
 from tuneloop.training.checkpoint import trainer_state
 from tuneloop.training.fsdp.ranks import Ranks

@@ -8,7 +8,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 
 from tuneloop.core.errors import UserError
 from tuneloop.gateway import wire
-from tuneloop.gateway.session import Array
+from tuneloop.gateway.messages import Array
 
 
 def encoded(*chunks: types.ModelInputChunk, config: dict | None = None) -> bytes:

@@ -17,7 +17,8 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.gateway import wire
 from tuneloop.gateway import worker as module
-from tuneloop.gateway.session import CreateModel, OptimStep, SaveWeights, Session
+from tuneloop.gateway.messages import CreateModel, OptimStep, SaveWeights
+from tuneloop.gateway.session import Session
 from tuneloop.gateway.worker import Worker
 from tuneloop.sharing.opening import open_turns
 from tuneloop.training.fsdp.ranks import Ranks

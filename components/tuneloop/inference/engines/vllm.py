@@ -23,6 +23,7 @@ from tuneloop.core.processor import check_processor
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Engine, Sampling
 from tuneloop.inference.engines._client import Client
+from tuneloop.inference.engines._reload import reload_weights
 
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
 """Engine arguments that tuneloop sets: another value would break what a rollout promises."""
@@ -131,7 +132,7 @@ class Vllm:
         else:
             before, self.version, self.digest = self.version, -1, ""  # neither the old nor the new, until all is done
             self._note_versions(before)
-            apply(self.engine, model)
+            reload_weights(self.engine, model)
         self.version, self.digest = version, digest
 
     def _note_versions(self, version: int) -> None:
@@ -294,44 +295,6 @@ class Vllm:
             self.engine.add_request(key, prompt, params)
         except VLLMClientError as error:
             raise ValueError(str(error)) from error
-
-
-def apply(engine: Any, model: Path) -> None:
-    """Change a running vLLM engine to the weights below `model`, in place, between two of its steps.
-
-    vLLM's own reload leaves the prefix cache, which holds keys and values of the old weights: it is dropped, and
-    requests that run are computed again from their tokens.
-    """
-    engine.collective_rpc(reload, args=(str(model),))
-    if not engine.reset_prefix_cache(reset_running_requests=True):
-        raise RuntimeError("vLLM did not drop its prefix cache")
-
-
-def reload(worker: Any, model: str) -> None:
-    """vLLM's reload in place, and what it leaves undone on a CPU, where layers multiply by packed weights. Runs in
-    vLLM's worker."""
-    forget_packed_experts(worker)
-    worker.reload_weights(weights_path=model)
-    repack(worker)
-
-
-def forget_packed_experts(worker: Any) -> None:
-    """Let experts be packed as if for the first time: vLLM's reload puts them unpacked where its kernel wants them
-    packed, wherever it finds a kernel made."""
-    for module in worker.get_model().modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if hasattr(getattr(kernel, "fused_experts", None), "isa"):
-            module.quant_method.moe_kernel = None
-
-
-def repack(worker: Any) -> None:
-    """Renew the packed copy that an output head tied to the embedding multiplies by: vLLM's reload passes it over."""
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    for module in worker.get_model().modules():
-        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
 def quiet_vllm() -> None:

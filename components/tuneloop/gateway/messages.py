@@ -1,0 +1,210 @@
+"""Bodies of Tinker's requests, and results as they are sent back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from tuneloop.core.errors import UserError
+from tuneloop.gateway import wire
+from tuneloop.gateway.resident import AdamParams
+
+if TYPE_CHECKING:
+    from tuneloop.training.lora import Lora
+
+ALPHA = 32.0
+"""lora_alpha of adapters, as Tinker has it."""
+
+
+class Body(BaseModel):
+    """A request's body: what is not listed is of no account here (metadata of the client's)."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+
+class LoraConfig(Body):
+    """Adapters; a `rank` of 0 trains the whole model, which Tinker does not have."""
+
+    rank: int = Field(32, ge=0)
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    def to_peft(self) -> Lora | None:
+        """Return the same in peft's words.
+
+        Raises:
+            UserError: a choice of layers that is not had here.
+        """
+        from tuneloop.training.lora import Lora
+
+        if not self.rank:
+            return None
+        if self.train_unembed:
+            raise UserError("lora_config.train_unembed", True, "the output layer gets no adapter here; set it False")
+        if not (self.train_mlp and self.train_attn):
+            raise UserError("lora_config", "train_mlp, train_attn", "both get adapters here; leave them True")
+        return Lora(r=self.rank, lora_alpha=ALPHA)
+
+
+class CreateModel(Body):
+    """A model to train, from a checkpoint."""
+
+    session_id: str
+    model_seq_id: int = Field(0, ge=0)
+    base_model: str
+    lora_config: LoraConfig = LoraConfig(rank=0)
+
+
+class OptimStep(Body):
+    model_id: str
+    seq_id: int | None = None
+    adam_params: AdamParams = AdamParams()
+
+
+class SaveWeights(Body):
+    model_id: str
+    seq_id: int | None = None
+    path: str | None = None
+    overwrite: bool = False
+    kind: str = "snapshot"
+    sampling_session_seq_id: int | None = None
+    ttl_seconds: int | None = None
+
+
+class LoadWeights(Body):
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    path: str
+    optimizer: bool
+
+
+class CreateSampling(Body):
+    session_id: str
+    sampling_session_seq_id: int = Field(0, ge=0)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class Chunk(Body):
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class Prompt(Body):
+    chunks: list[Chunk]
+
+    def read_tokens(self) -> list[int]:
+        """Return the token ids; a UserError where there is anything else."""
+        if any(chunk.type != "encoded_text" for chunk in self.chunks):
+            raise UserError("prompt", [chunk.type for chunk in self.chunks], "only token ids are known here")
+        return [token for chunk in self.chunks for token in chunk.tokens]
+
+
+class SamplingParams(Body):
+    max_tokens: int | None = Field(None, ge=1)
+    seed: int | None = None
+    stop: str | list[int] | list[str] | None = None
+    temperature: float = Field(1.0, ge=0)
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class Sample(BaseModel):
+    """A prompt and how many completions of it. What is not listed would change the answer, and is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
+    sampling_session_id: str
+    seq_id: int | None = None
+    num_samples: int = Field(1, ge=1)
+    prompt: Prompt
+    sampling_params: SamplingParams = SamplingParams()
+    prompt_logprobs: bool | None = None
+    type: str = "sample"
+
+
+class Array(Body):
+    data: list[float]
+    dtype: Literal["float32", "int64"] = "float32"
+
+    def read(self, name: str) -> np.ndarray:
+        try:
+            return np.array(self.data, self.dtype)
+        except (ValueError, OverflowError) as error:
+            raise UserError(f"loss_fn_inputs.{name}", self.dtype, f"do not fit ({error})") from error
+
+
+class JsonDatum(Body):
+    model_input: Prompt
+    loss_fn_inputs: dict[str, Array]
+
+
+class JsonInput(Body):
+    data: list[JsonDatum]
+    loss_fn: str
+    loss_fn_config: dict[str, float] | None = None
+
+
+class JsonForwardBackward(Body):
+    """`wire.ForwardBackward` without protobuf, for people and small clients."""
+
+    model_id: str
+    seq_id: int | None = None
+    forward_backward_input: JsonInput
+    forward_only: bool = False
+
+    def read(self) -> wire.ForwardBackward:
+        given = self.forward_backward_input
+        data = [
+            wire.Datum(
+                datum.model_input.read_tokens(),
+                {name: array.read(name) for name, array in datum.loss_fn_inputs.items()},
+            )
+            for datum in given.data
+        ]
+        config = given.loss_fn_config or {}
+        return wire.ForwardBackward(self.model_id, self.seq_id, data, given.loss_fn, config, self.forward_only)
+
+
+def read_forward_backward(body: bytes) -> wire.ForwardBackward:
+    """Decode what is no protobuf."""
+    return JsonForwardBackward.model_validate_json(body).read()
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Result of `forward_backward`: float32 ``[positions]`` of each datum, and sums."""
+
+    logprobs: list[np.ndarray]
+    metrics: dict[str, float]
+
+    def json(self) -> dict[str, Any]:
+        outputs = [
+            {"logprobs": {"data": part.tolist(), "dtype": "float32", "shape": [len(part)]}} for part in self.logprobs
+        ]
+        return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": self.metrics}
+
+    def proto(self) -> bytes:
+        return wire.write_forward_backward(self.logprobs, self.metrics)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Result of `asample`; `version` of the weights that made every token."""
+
+    sequences: list[dict[str, Any]]
+    prompt_logprobs: list[float] | None
+    version: int
+
+    def json(self) -> dict[str, Any]:
+        prompt = None if self.prompt_logprobs is None else [None, *self.prompt_logprobs]
+        return {"sequences": self.sequences, "prompt_logprobs": prompt, "weight_version": self.version}
+
+    def proto(self) -> bytes:
+        return wire.write_samples(self.sequences, self.prompt_logprobs)
