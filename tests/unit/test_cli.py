@@ -21,8 +21,8 @@ from tuneloop.config.loading import find
 from tuneloop.core.errors import UserError
 from tuneloop.local import journal
 from tuneloop.local.journal import Journal, Node, Workflow
-from tuneloop.runs import run_record
-from tuneloop.runs.run_record import Record
+from tuneloop.runs import records, run_record
+from tuneloop.runs.records import Record
 from tuneloop.sharing.opening import open_turns
 
 ROOT = Path(__file__).parents[2]
@@ -434,8 +434,8 @@ def test_stop_ends_a_run_so_that_it_resumes(call: Call, tmp_path: Path) -> None:
 
 
 def left(tmp_path: Path, *nodes: Node, phase: str = "Running", message: str = "") -> Path:
-    record = run_record.Record(run="r", pipeline="toy_pipeline", path=TOY, config={}, store=f"file://{tmp_path}/runs")
-    directory = run_record.create(record, "").directory
+    record = records.Record(run="r", pipeline="toy_pipeline", path=TOY, config={}, store=f"file://{tmp_path}/runs")
+    directory = run_record.Run.create(record, "").directory
     journal = Journal(directory)
     journal.write(Workflow(name="r", pid=os.getpid(), started=1.0, parameters={"iterations": "9"}))
     for node in nodes:
@@ -655,7 +655,7 @@ def test_settings_may_be_mended_until_the_loop_has_made_a_version(call: Call, tm
     config = find(TOY).configure(sets=["iterations=1"]).model_dump(mode="json")
     for name in ("early", "late"):
         store = f"file://{tmp_path}/runs"
-        run_record.create(Record(run=name, pipeline="toy_pipeline", path=TOY, config=config, store=store), "")
+        run_record.Run.create(Record(run=name, pipeline="toy_pipeline", path=TOY, config=config, store=store), "")
         toy.make(f"{store}/{name}", 1, whole=False)
     shutil.rmtree(tmp_path / "runs/early/iterations/1/policy-update")
     mended = ("iterations=1", "--set", "per_workflow=80", *QUICK)

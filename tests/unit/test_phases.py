@@ -10,7 +10,8 @@ from tuneloop.core.errors import UserError
 from tuneloop.local.journal import Journal, Node, Workflow
 from tuneloop.planning.phases import find_device, recorded
 from tuneloop.runs import run_record
-from tuneloop.runs.run_record import Record, Run
+from tuneloop.runs.records import Record
+from tuneloop.runs.run_record import Run
 
 STAGES = (("rollout", 3.0), ("reward", 1.0), ("policy-update", 2.0))
 ROLES: dict[str, Role] = {"rollout": "sampler", "reward": "scorer", "policy-update": "trainer"}
@@ -77,7 +78,7 @@ def test_what_can_not_be_planned_with_is_refused(tmp_path: Path) -> None:
     ):
         name = "grain" if "loop" in config else "shared"
         made(tmp_path, name)
-        run_record.create(Record(run=name, pipeline="grpo", path="", config=config, store=str(tmp_path)), "")
+        run_record.Run.create(Record(run=name, pipeline="grpo", path="", config=config, store=str(tmp_path)), "")
         with pytest.raises(UserError, match=says):
             recorded(Run.open(name, str(tmp_path)))
 

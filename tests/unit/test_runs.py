@@ -4,8 +4,9 @@ import pytest
 
 from tests.unit import toy
 from tuneloop.core.errors import Corrupt, UserError
-from tuneloop.runs import run_record
-from tuneloop.runs.run_record import Record, Run
+from tuneloop.runs import records, run_record
+from tuneloop.runs.records import Record
+from tuneloop.runs.run_record import Run
 
 
 @pytest.fixture(scope="module")
@@ -118,20 +119,20 @@ def record(store: Path, **config: object) -> Record:
 
 
 def test_a_record_is_written_once_and_read_back(tmp_path: Path) -> None:
-    run = run_record.create(record(tmp_path, a=1), "kind: Workflow\n")
+    run = run_record.Run.create(record(tmp_path, a=1), "kind: Workflow\n")
     assert (run.directory, run.phase) == (tmp_path / "r", "created")
     assert (tmp_path / "r" / "workflow.yaml").read_text() == "kind: Workflow\n"
     assert (tmp_path / "r" / "config.yaml").read_text() == "a: 1\n"
-    assert run_record.read_record("r", str(tmp_path)) == run.record
-    assert [r.run for r in run_record.records(str(tmp_path))] == ["r"]
+    assert records.read_record("r", str(tmp_path)) == run.record
+    assert [r.run for r in records.records(str(tmp_path))] == ["r"]
     with pytest.raises(UserError, match="another process"):
-        run_record.create(record(tmp_path, a=2), "kind: Workflow\n")
+        run_record.Run.create(record(tmp_path, a=2), "kind: Workflow\n")
 
 
 def test_local_state_of_a_remote_run_lies_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_record.directory("r", "s3://bucket/prefix") == tmp_path / "runs" / "r"
-    assert run_record.directory("r", "somewhere") == tmp_path / "somewhere" / "r"
+    assert records.directory("r", "s3://bucket/prefix") == tmp_path / "runs" / "r"
+    assert records.directory("r", "somewhere") == tmp_path / "somewhere" / "r"
 
 
 @pytest.mark.parametrize("name", ["", "-a", "A", "a_b", "a/b", "../a", "x" * 41])
@@ -141,7 +142,7 @@ def test_names_that_kubernetes_refuses_are_refused(name: str, tmp_path: Path) ->
 
 
 def test_an_unknown_run_and_a_broken_record(tmp_path: Path) -> None:
-    run_record.create(record(tmp_path), "")
+    run_record.Run.create(record(tmp_path), "")
     with pytest.raises(UserError, match="known there: r"):
         Run.open("other", str(tmp_path))
     (tmp_path / "r" / "run.json").write_text("{")
@@ -150,7 +151,7 @@ def test_an_unknown_run_and_a_broken_record(tmp_path: Path) -> None:
 
 
 def test_differences_are_dotted_keys() -> None:
-    assert run_record.differences({"a": 1, "b": {"c": 1, "d": 2}}, {"a": 1, "b": {"c": 2, "d": 2}, "e": 0}) == [
+    assert records.differences({"a": 1, "b": {"c": 1, "d": 2}}, {"a": 1, "b": {"c": 2, "d": 2}, "e": 0}) == [
         "b.c",
         "e",
     ]

@@ -17,7 +17,8 @@ from tests.waiting import LIMIT_S
 from tuneloop.core.errors import UserError
 from tuneloop.runs import run_record, tracking
 from tuneloop.runs.delivery import NUMBERS
-from tuneloop.runs.run_record import Record, Run
+from tuneloop.runs.records import Record
+from tuneloop.runs.run_record import Run
 
 pytest.importorskip("mlflow")
 
@@ -44,7 +45,9 @@ def client(uri: str) -> Any:
 
 def started(store: Path, name: str, iterations: int) -> Run:
     config = {"seed": 0, "loop": {"iterations": iterations, "none": None}}
-    run = run_record.create(Record(run=name, pipeline="toy", path="toy.py", config=config, store=f"file://{store}"), "")
+    run = run_record.Run.create(
+        Record(run=name, pipeline="toy", path="toy.py", config=config, store=f"file://{store}"), ""
+    )
     toy.make(f"{store}/{name}", iterations)
     run.refresh()
     return run
@@ -114,7 +117,7 @@ def test_a_follower_mirrors_what_is_committed_while_it_runs_and_ends_with_its_re
     client: Any, uri: str, tmp_path: Path
 ) -> None:
     toy.make(f"{tmp_path}/f", 1, whole=False)
-    run = run_record.create(Record(run="f", pipeline="toy", path="", config={}, store=f"file://{tmp_path}"), "")
+    run = run_record.Run.create(Record(run="f", pipeline="toy", path="", config={}, store=f"file://{tmp_path}"), "")
     with tracking.follower(run) as told:
         toy.make(f"{tmp_path}/f", 2)
     assert told.said == f"{uri}, experiment toy, run f, 2 iterations"

@@ -43,13 +43,13 @@ def run(
     from tuneloop.cli.checks import check_model, preflight
     from tuneloop.config.loading import dump, find
     from tuneloop.core.store import normalize
-    from tuneloop.runs import run_record
+    from tuneloop.runs import records, run_record
 
     found = find(pipeline)
     resolved = found.configure(config, sets or ()).model_dump(mode="json")
     if name is None:
         name = f"{found.name.replace('_', '-')[:24]}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if (record := run_record.read_record(name, store)) is not None:
+    if (record := records.read_record(name, store)) is not None:
         standing = run_record.Run(name, store, record)
         if _same(standing, found.name, resolved, normalize(store)):
             return _continue(standing, parallelism, track, warm)
@@ -57,10 +57,8 @@ def run(
     if record is None:
         check_model(resolved)
     preflight(resolved, workflow, store)
-    fresh = run_record.Record(
-        run=name, pipeline=found.name, path=str(found.path), config=resolved, store=normalize(store)
-    )
-    return _carry_out(run_record.create(fresh, dump(workflow), replaced=record), parallelism, track, warm)
+    fresh = records.Record(run=name, pipeline=found.name, path=str(found.path), config=resolved, store=normalize(store))
+    return _carry_out(run_record.Run.create(fresh, dump(workflow), replaced=record), parallelism, track, warm)
 
 
 def demo(
@@ -134,7 +132,7 @@ def _same(standing: Run, pipeline: str, config: dict[str, Any], store: str) -> b
     committed outputs. After that a change could leave iterations behind that are no longer part of the run.
     """
     from tuneloop.core.errors import UserError
-    from tuneloop.runs.run_record import differences
+    from tuneloop.runs.records import differences
 
     record = standing.record
     assert record

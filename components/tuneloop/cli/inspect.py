@@ -169,7 +169,7 @@ def _texts(row: Mapping[str, Any]) -> tuple[str, ...]:
 def _rows_of_runs(store: str) -> list[dict[str, Any]]:
     """What is known of every run, oldest first; of those that cannot be read, why."""
     from tuneloop.core.errors import Corrupt, Retryable, UserError
-    from tuneloop.runs.run_record import names
+    from tuneloop.runs.records import names
 
     rows = []
     for name in names(store):
@@ -185,7 +185,8 @@ def _rows_of_runs(store: str) -> list[dict[str, Any]]:
 
 def _row(name: str, store: str) -> dict[str, Any]:
     """What the list says of a run that was started here: reading all of another may take long."""
-    from tuneloop.runs.run_record import Run, read_record
+    from tuneloop.runs.records import read_record
+    from tuneloop.runs.run_record import Run
 
     record = read_record(name, store)
     if record is None:

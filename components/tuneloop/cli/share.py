@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from tuneloop.core.errors import UserError
 from tuneloop.planning.phases import find_device, recorded
-from tuneloop.runs.run_record import Run, records
+from tuneloop.runs.records import records
+from tuneloop.runs.run_record import Run
 from tuneloop.sharing.plans import APART, GROUP, PLANS, ROLES, SERIAL, SHARED, Plan, compare, recommended, refuse
 from tuneloop.sharing.simulate import Rules, Task
 from tuneloop.sharing.turns import pause

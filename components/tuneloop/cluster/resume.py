@@ -16,7 +16,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.program import flag
 from tuneloop.core.store import normalize
 from tuneloop.inference import generate
-from tuneloop.runs.run_record import differences
+from tuneloop.runs.records import differences
 from tuneloop.workflow.manifest import effective_spec
 from tuneloop.workflow.pod_loop import find_pod, unfold
 from tuneloop.workflow.rendered_stages import read_loop

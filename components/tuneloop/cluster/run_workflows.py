@@ -12,7 +12,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.store import normalize
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import NAMESPACE, WORKFLOWS, Connection
-from tuneloop.runs.run_record import check_name
+from tuneloop.runs.records import check_name
 from tuneloop.workflow.manifest import applied
 from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE_LABEL, RUN_LABEL
 

@@ -64,7 +64,7 @@ def schedule(
     """
     from tuneloop.argo.jobset import check_names
     from tuneloop.cluster.preflight import problems
-    from tuneloop.runs.run_record import check_name
+    from tuneloop.runs.records import check_name
 
     check_name(name, "--name")
     if len(name) > LONGEST:

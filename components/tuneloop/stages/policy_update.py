@@ -182,7 +182,7 @@ def why_fresh(
     if reset:
         return "reset_optimizer"
     lora = about["lora"] and about["lora"].model_dump(mode="json")
-    if state["stage"] != "policy_update" or state["betas"] != [optimization.adam_beta1, optimization.adam_beta2]:
+    if state["stage"] != policy_update.name or state["betas"] != [optimization.adam_beta1, optimization.adam_beta2]:
         return f"{state['stage']} wrote it with betas {state['betas']}"
     return None if state.get("lora") == lora else f"it was written with lora {state.get('lora')}"
 

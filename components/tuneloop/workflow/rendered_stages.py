@@ -42,9 +42,10 @@ class Stage:
     @property
     def component(self) -> Component | None:
         """The stage as declared; None for another program, or one that is not installed here."""
-        ours = (self.module or "").startswith("tuneloop.")
-        is_program = self.module is None or (ours and not self.module.startswith("tuneloop.stages."))
-        return None if is_program else find_component(self.module or "", self.name)
+        module = self.module or "tuneloop."
+        if module.startswith("tuneloop.") and not module.startswith("tuneloop.stages."):
+            return None
+        return find_component(module, self.name)
 
     @property
     def role(self) -> Role | None:

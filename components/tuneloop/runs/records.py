@@ -1,0 +1,120 @@
+"""What was asked for when a run was started on this machine: its record, and the names that runs may have."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+import tuneloop
+from tuneloop.core.artifacts import canonical
+from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.store import Conflict, Store, local_path, normalize
+
+ROOT = "runs"
+NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
+
+
+class Record(BaseModel):
+    """What was asked for when a run was started on this machine."""
+
+    model_config = ConfigDict(frozen=True)
+    format: int = 1
+    id: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    run: str
+    pipeline: str
+    path: str = Field(description="the pipeline's file")
+    config: dict[str, Any]
+    store: str = Field(description="URL; artifacts lie at <store>/<run>/…")
+    created: float = Field(default_factory=time.time, description="Unix seconds")
+    tuneloop: str = tuneloop.__version__
+
+
+def directory(name: str, store: str) -> Path:
+    """Where the local state of a run lies."""
+    return (local_path(store) or Path(ROOT).absolute()) / name
+
+
+def create(record: Record, workflow: str, replaced: Record | None = None) -> None:
+    """Write the record of a new run, its configuration and its rendered workflow; the record last.
+
+    Args:
+        replaced: the record of a run of this name that may go.
+
+    Raises:
+        UserError: the name cannot be used, or is taken by a run with another configuration or store.
+    """
+    check_name(record.run)
+    place = Store(str(directory(record.run, record.store)))
+    if replaced:
+        place.delete("run.json")
+    place.put("config.yaml", yaml.safe_dump(record.config, sort_keys=False).encode())
+    place.put("workflow.yaml", workflow.encode())
+    try:
+        place.create("run.json", record.model_dump_json(indent=1).encode())
+    except Conflict:
+        raise UserError("--run", record.run, "was started by another process just now; choose another name") from None
+
+
+def check_name(name: str, field: str = "--run") -> None:
+    """Raise UserError unless `name` can name a run: it becomes part of names in Kubernetes."""
+    if not NAME.match(name):
+        raise UserError(
+            field, name, "use at most 40 lower-case letters, digits and dashes, a letter or digit at the ends"
+        )
+
+
+def read_record(name: str, store: str) -> Record | None:
+    """The record of the run `name`, if it was started on this machine."""
+    check_name(name)
+    data = Store(str(directory(name, store))).get("run.json")
+    if data is None:
+        return None
+    try:
+        return Record.model_validate_json(data)
+    except ValueError as error:
+        raise Corrupt("run", f"{directory(name, store)}/run.json", "is not a run's record; restore it") from error
+
+
+def names(store: str = ROOT) -> list[str]:
+    """All runs below `store`: those started on this machine, damaged ones too, and in an object store also what others
+    have put there."""
+    here = {path.parent.name for path in directory("x", store).parent.glob("*/run.json")}
+    if local_path(store) is None:  # the state of such runs lies together, whatever their store
+        here = {name for name in here if NAME.match(name) and _is_of(name, store)} | {*Store(store).parts()}
+    return sorted(name for name in here if NAME.match(name))
+
+
+def _is_of(name: str, store: str) -> bool:
+    try:
+        record = read_record(name, store)
+    except Corrupt:
+        return True
+    return record is not None and record.store == normalize(store)
+
+
+def records(store: str = ROOT) -> list[Record]:
+    """The records of these runs, oldest first.
+
+    Raises:
+        Corrupt: one is damaged.
+    """
+    found = (read_record(name, store) for name in names(store))
+    return sorted((record for record in found if record), key=lambda r: r.created)
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") -> list[str]:
+    """The dotted keys in which two configurations differ."""
+    found = []
+    for key in sorted({*ours, *theirs}):
+        a, b = ours.get(key), theirs.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(a, b, f"{prefix}{key}.")
+        elif canonical(a) != canonical(b):
+            found.append(prefix + key)
+    return found

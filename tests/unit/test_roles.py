@@ -1,0 +1,89 @@
+"""What stages are in a loop is read from their roles: a loop of stages under other names is read as any other."""
+
+from pathlib import Path
+from typing import Any
+
+from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.kfp.position import position
+from tuneloop.runs.run_record import Run
+from tuneloop.workflow.rendered_stages import read_loop, read_stage
+
+
+@component("checkpoint", role="trainer", results={"version": int})
+def distil(stage: Stage, rewards: Input, *, iteration: int = 0) -> Results:
+    """Learn."""
+    (stage.out / "model").mkdir()
+    (stage.out / "model" / "weights").write_text(str(iteration))
+    stage.metric(iteration, loss=1.0 / iteration)
+    stage.facts.update(version=iteration)
+    return {"version": iteration}
+
+
+@component("rollouts", role="sampler")
+def draw(stage: Stage, *, iteration: int = 0) -> Results:
+    """Sample."""
+    (stage.out / "rollouts").write_text(str(iteration))
+    return {}
+
+
+@component("rewards", role="scorer", results={"mean_reward": float})
+def judge(stage: Stage, rollouts: Input, *, bonus: float = 0.0) -> Results:
+    """Score."""
+    (stage.out / "rewards").write_text(str(bonus))
+    return {"mean_reward": 0.25 + bonus}
+
+
+@component("metrics", role="evaluator", results={"mean_reward": float})
+def examine(stage: Stage, checkpoint: Input) -> Results:
+    """Measure."""
+    (stage.out / "metrics").write_text("")
+    return {"mean_reward": 1.0}
+
+
+def looped(url: str, iterations: int) -> Run:
+    for i in range(1, iterations + 1):
+        at = f"{url}/iterations/{i}"
+        draw(out=f"{at}/drawn", iteration=i)
+        judge(out=f"{at}/judged", rollouts=f"{at}/drawn")
+        judge(out=f"{at}/judged-again", rollouts=f"{at}/drawn", bonus=0.5)
+        distil(out=f"{at}/distilled", rewards=f"{at}/judged-again", iteration=i)
+    examine(out=f"{url}/examined", checkpoint=f"{url}/iterations/{iterations}/distilled")
+    return Run.open(url.rpartition("/")[2], url.rpartition("/")[0])
+
+
+def test_a_run_of_other_stages_has_rewards_and_curves(tmp_path: Path) -> None:
+    run = looped(f"{tmp_path}/r", 2)
+    assert [score.value for score in run.training_rewards()] == [0.75, 0.75], "the last that scored counts"
+    assert [score.value for score in run.evaluations()] == [1.0]
+    curves = {(curve.stage, curve.name): curve.y for curve in run.curves()}
+    rewards = {("judge", "mean_reward"): [0.75, 0.75], ("examine", "mean_reward"): [1.0]}
+    assert curves == {**rewards, ("distil", "loss"): [1.0, 0.5]}
+
+
+def test_the_position_of_a_loop_of_other_stages(tmp_path: Path) -> None:
+    looped(f"{tmp_path}/r", 2)
+    policy, todo = position(f"{tmp_path}/r", {"ref": "start"}, iteration=0, iterations=3, target_reward=2.0)
+    assert (policy["stage"], policy["version"], todo) == ("distil", 2, [3])
+    policy, todo = position(f"{tmp_path}/r", {"ref": "start"}, iteration=0, iterations=3, target_reward=0.75)
+    assert (policy["version"], policy["stopped"], todo) == (1, 1, []), "it is the last score that ends the loop"
+
+
+def test_the_loop_of_a_rendered_workflow() -> None:
+    def leaf(name: str, *command: str) -> dict[str, Any]:
+        return {"name": name, "container": {"command": [*command]}}
+
+    ours = ("python", "-m", __name__)
+    ranks = ("python", "-m", "tuneloop.training.torchrun", "--standalone", "--nproc-per-node=2", "-m", __name__)
+    called = ("draw", "serve", "judge", "distil", "examine", "loop")
+    loop = {"name": "loop", "dag": {"tasks": [{"name": name, "template": name} for name in called]}}
+    main = {"name": "main", "dag": {"tasks": [{"name": name, "template": name} for name in ("sft", "loop")]}}
+    templates = [
+        *(leaf("draw", *ours), leaf("judge", *ours), leaf("distil", *ranks), leaf("examine", *ours)),
+        leaf("serve", "python", "-m", "tuneloop.inference.server"),
+        leaf("sft", "python", "-m", "tuneloop.stages.sft"),
+        leaf("absent", "python", "-m", "somebody.elses.stage"),
+        *(loop, main),
+    ]
+    assert read_loop({"spec": {"templates": templates}}) == {"draw": "sampler", "judge": "scorer", "distil": "trainer"}
+    roles = {template["name"]: read_stage(template).role for template in templates[:-2]}
+    assert (roles["examine"], roles["serve"], roles["sft"], roles["absent"]) == ("evaluator", None, "trainer", None)
