@@ -549,7 +549,7 @@ def test_stop_gives_back_the_turns_of_a_run_that_was_killed(call: Call, tmp_path
 
 def test_status_while_an_executor_holds_the_run(call: Call, tmp_path: Path) -> None:
     directory = left(tmp_path, pod("sft", "Running", progress="3/9"))
-    with journal.hold(directory):
+    with journal.lock_workdir(directory):
         text = call("status", "r").out
     assert "r  toy_pipeline  running" in text
     assert "Running (3/9)" in text
@@ -564,7 +564,7 @@ def test_logs_are_prefixed_and_followed_to_the_end(call: Call, tmp_path: Path) -
     (directory / "logs" / "two.log").write_text("c\n")
     assert call("logs", "r").out == "rollout 3 | a\nrollout 3 | b\nsft | c\n"
     assert call("logs", "r", "sft").out == "sft | c\n"
-    with journal.hold(directory):
+    with journal.lock_workdir(directory):
         child = program("logs", "r", "sft", "-f", cwd=tmp_path)
         assert child.stdout and child.stdout.readline() == "sft | c\n"
         with (directory / "logs" / "two.log").open("a") as file:

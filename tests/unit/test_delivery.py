@@ -17,7 +17,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.store import Store
 from tuneloop.inference.fleet import open_fleet
-from tuneloop.inference.fleet.refit import refit, target
+from tuneloop.inference.fleet.refit import make_target, refit_fleet
 from tuneloop.runs import report
 from tuneloop.runs.delivery import NUMBERS, Delivery, deliveries, delivery, numbers
 from tuneloop.runs.run_record import Run
@@ -29,7 +29,7 @@ TOOK = {"fetch_s": 0.25, "apply_s": 0.5, "drain_s": 4.0, "pause_s": 0.125, "tens
 
 @component("rollouts", image="rollout", role="sampler", results={})
 def rollout(stage: Stage, policy: Input, *, facts: dict[str, Any]) -> Results:
-    """What `tuneloop.inference.generate.generate` leaves in a stage."""
+    """What `tuneloop.inference.generate.generate_completions` leaves in a stage."""
     stage.timings.update(load=0.5, canary=1.0)
     stage.facts.update(facts, version=policy.manifest.facts["version"], staleness={"max": 1, "mean": 0.25, "bound": 1})
     (stage.out / "rollouts").touch()
@@ -95,7 +95,7 @@ def test_refitted(tmp_path: Path) -> None:
     members[0].on_update = lambda: time.sleep(0.05)
     run = Run.open("demo", str(tmp_path))
     for iteration in (1, 2):
-        about = asdict(refit(open_fleet(",".join(map(crew.url, "ab"))), target(policies[1])))
+        about = asdict(refit_fleet(open_fleet(",".join(map(crew.url, "ab"))), make_target(policies[1])))
         rollout(out=f"{run.url}/iterations/{iteration}/rollout", policy=policies[1].ref, facts={"refitted": about})
     run.refresh()
     for name in "ab":

@@ -52,7 +52,7 @@ def submit(
     from tuneloop.cluster import submit as argo
     from tuneloop.cluster.preflight import notices, problems
     from tuneloop.config.loading import find
-    from tuneloop.inference.fleet.graph import served
+    from tuneloop.inference.fleet.graph import find_api_version
     from tuneloop.kube.api_errors import retry_until_available
     from tuneloop.kube.connection import connect
 
@@ -68,7 +68,7 @@ def submit(
         return _submit_to(server, made, run, namespace, wait)
     there = connect(namespace, context)
     if graph:
-        served(there)
+        find_api_version(there)
     if found_wanting := problems(there, made):
         for problem in found_wanting:
             typer.echo(f"error: {problem}", err=True)
@@ -95,10 +95,10 @@ def submit(
 def _graph(manifest: Path, run: str, namespace: str) -> dict[str, Any]:
     """The Dynamo graph of a manifest, labelled as the run's."""
     from tuneloop.cli.fleet import documents
-    from tuneloop.inference.fleet.graph import render
+    from tuneloop.inference.fleet.graph import render_graph
     from tuneloop.workflow.settings import RUN_LABEL
 
-    return render(documents(manifest), namespace=namespace, labels={RUN_LABEL: run})
+    return render_graph(documents(manifest), namespace=namespace, labels={RUN_LABEL: run})
 
 
 def _rolled_out_by(graph: dict[str, Any] | None) -> list[str]:

@@ -39,10 +39,10 @@ def status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) -> in
     """
     import os
 
-    from tuneloop.inference.fleet import named
+    from tuneloop.inference.fleet import parse_service_url
 
     if fleet.startswith("dynamo:") and "KUBERNETES_SERVICE_HOST" not in os.environ:
-        name, namespace, port = named(fleet)
+        name, namespace, port = parse_service_url(fleet)
         return _gates(name, namespace, port, context)
     return _workers(fleet, timeout)
 
@@ -70,17 +70,17 @@ def _workers(fleet: str, timeout: float) -> int:
 def _gates(name: str, namespace: str, port: int | None, context: str | None) -> int:
     from tuneloop.cli.tables import show
     from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
-    from tuneloop.inference.fleet.graph import gates
+    from tuneloop.inference.fleet.graph import read_gates
     from tuneloop.kube.connection import connect
 
-    found = gates(connect(namespace, context), name, port or FRONTEND_PORT)
+    found = read_gates(connect(namespace, context), name, port or FRONTEND_PORT)
     rows = [(gate.name, "open" if gate.open else "shut", gate.why) for gate in found]
     show(("gate", "state", "why"), rows, cut="why")
     return 0 if all(gate.open for gate in found) else 1
 
 
 @app.command("refit")
-def refit(
+def refit_fleet(
     fleet: FLEET,
     policy: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Where it lies, as the workers reach it.")],
     force: Annotated[bool, typer.Option(help="Update workers that say they have it, too.")] = False,
@@ -89,10 +89,10 @@ def refit(
     """Bring every worker of a fleet to a checkpoint: pause, update, flush, resume, until nobody is new."""
     from tuneloop.core.artifacts import Artifact
     from tuneloop.inference.fleet import open_fleet
-    from tuneloop.inference.fleet.refit import refit, target
+    from tuneloop.inference.fleet.refit import make_target, refit_fleet
 
-    wanted = target(Artifact(policy))
-    done = refit(open_fleet(fleet), wanted, timeout_s=timeout, force=force)
+    wanted = make_target(Artifact(policy))
+    done = refit_fleet(open_fleet(fleet), wanted, timeout_s=timeout, force=force)
     changed = [paused for paused in done.workers.values() if paused]
     longest = f", paused for {max(changed):.2f} s at most" if changed else ""
     typer.echo(f"{wanted.label}: {len(done.workers)} workers have it, {len(changed)} got it now{longest}")
@@ -113,10 +113,10 @@ def up(
 
     It stays until `tuneloop fleet down`. `tuneloop submit --fleet MANIFEST` makes one that goes with its run.
     """
-    from tuneloop.inference.fleet.graph import bring_up, render
+    from tuneloop.inference.fleet.graph import bring_up, render_graph
     from tuneloop.kube.connection import connect
 
-    graph = render(documents(manifest), name=name, namespace=namespace, image=image, sets=sets or ())
+    graph = render_graph(documents(manifest), name=name, namespace=namespace, image=image, sets=sets or ())
     bring_up(connect(namespace, context), graph, recreate=recreate, timeout=timeout, tell=typer.echo)
     typer.echo(
         f"use it with --set engine.name=endpoint --set engine.fleet=dynamo://{graph['metadata']['name']}.{namespace}"
@@ -133,7 +133,7 @@ def down(
     from tuneloop.inference.fleet import graph
     from tuneloop.kube.connection import connect
 
-    there = graph.down(connect(namespace, context), name)
+    there = graph.delete_graph(connect(namespace, context), name)
     typer.echo(f"{name}: {'deleted' if there else 'there was none'}")
     return 0 if there else 1
 

@@ -36,7 +36,7 @@ def gateway(
     try:
         import uvicorn
 
-        from tuneloop.gateway.app import Gateway, build
+        from tuneloop.gateway.app import Gateway, build_app
         from tuneloop.gateway.worker import UVICORN
         from tuneloop.inference.server import serve_until_signalled
     except ImportError as error:
@@ -70,4 +70,4 @@ def gateway(
         typer.echo(f"gateway: {url}", err=True)
         if local:
             typer.echo(f"export TINKER_BASE_URL={url} TINKER_API_KEY=$(cat {token_file})", err=True)
-        serve_until_signalled(uvicorn.Server(uvicorn.Config(build(made), **UVICORN)), listener)
+        serve_until_signalled(uvicorn.Server(uvicorn.Config(build_app(made), **UVICORN)), listener)

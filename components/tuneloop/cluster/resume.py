@@ -65,8 +65,8 @@ def _tracked(template: Mapping[str, Any]) -> dict[str, str]:
         return flags
     untracked = {*map(flag, component.untracked)}
     flags = {name: value for name, value in flags.items() if name not in untracked}
-    if component.identity is generate.identity and "engine-args" in flags:
-        asked = generate.identity(SimpleNamespace(engine_args=json.loads(flags["engine-args"])))
+    if component.identity is generate.input_identity and "engine-args" in flags:
+        asked = generate.input_identity(SimpleNamespace(engine_args=json.loads(flags["engine-args"])))
         flags["engine-args"] = canonical(asked)
     return flags
 

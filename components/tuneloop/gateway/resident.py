@@ -104,7 +104,7 @@ class Resident:
 
         if not data:
             raise UserError("data", [], "there is none; send at least one datum")
-        options = losses.check(name, config)
+        options = losses.check_options(name, config)
         documents = [_document(datum, losses.INPUTS[name], self.trainer) for datum in data]
         by_datum: dict[int, np.ndarray] = {}
         total, before = 0.0, self.spoiled
@@ -118,7 +118,7 @@ class Resident:
                     )
                     for each in losses.INPUTS[name]
                 }
-                loss = losses.loss(name, logprobs, inputs, options).sum()
+                loss = losses.compute_loss(name, logprobs, inputs, options).sum()
                 if not forward_only:
                     self.spoiled = self.gradients = True  # spoiled until all of it is there
                     loss.backward()  # type: ignore[no-untyped-call]

@@ -39,7 +39,7 @@ from tuneloop.core.errors import EXIT_USER, Retryable, UserError, failed, say
 from tuneloop.gateway import messages, wire
 from tuneloop.gateway.ledger import Conflict, Gone
 from tuneloop.gateway.session import Session
-from tuneloop.inference.server import bind, serve_until_signalled
+from tuneloop.inference.server import bind_address, serve_until_signalled
 
 if TYPE_CHECKING:
     from tuneloop.sharing.turns import Held, Turns
@@ -284,7 +284,7 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
     """Until it is told to end, nobody asks any more, or it fails; the exit code."""
     import uvicorn
 
-    listener = socket.socket(fileno=options.fd) if options.fd is not None else bind(options.host, options.port)
+    listener = socket.socket(fileno=options.fd) if options.fd is not None else bind_address(options.host, options.port)
     server = uvicorn.Server(uvicorn.Config(worker.app(), **UVICORN))
     parent = os.getppid()
 

@@ -123,7 +123,7 @@ class _Live:
         )
 
 
-def play(
+def play_episodes(
     how: Play,
     engine: Engine,
     rows: Sequence[Mapping[str, Any]],

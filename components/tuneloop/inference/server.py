@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.attempts:
             admit_attempt(Store(options.attempts))
         with (
-            bind(options.host, options.port) as listener,
+            bind_address(options.host, options.port) as listener,
             tempfile.TemporaryDirectory(prefix="tuneloop-", ignore_cleanup_errors=True) as scratch,
         ):
             _serve(listener, options, Path(options.weights_dir or f"{scratch}/model"))
@@ -128,7 +128,7 @@ def _wait_for_a_version(loop: EngineLoop, follower: Follower) -> None:
         time.sleep(0.05)
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_address(host: str, port: int) -> socket.socket:
     """Listen on an address of this machine.
 
     Raises:

@@ -180,7 +180,7 @@ class Run:
     @property
     def state(self) -> journal.State | None:
         """What the local executor says, now."""
-        return journal.read(self.directory) if self.directory.is_dir() else None
+        return journal.read_state(self.directory) if self.directory.is_dir() else None
 
     @property
     def phase(self) -> str:

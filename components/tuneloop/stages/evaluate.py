@@ -20,8 +20,8 @@ from tuneloop.inference.generate import (
     MaxTokens,
     Prompts,
     TimeoutS,
-    generate,
-    identity,
+    generate_completions,
+    input_identity,
     open_engine,
 )
 from tuneloop.inference.multi_turn import EnvironmentArgs, EnvironmentName, KeepReasoning, MaxTurns, Play
@@ -45,7 +45,7 @@ SAMPLES = pa.schema(
     accelerator=True,
     role="evaluator",
     results={"mean_reward": float},
-    identity=identity,
+    identity=input_identity,
 )
 def evaluate(
     stage: Stage,
@@ -84,7 +84,7 @@ def evaluate(
     job = Job(rows, groups, 1, temperature, max_tokens, play)
     served = open_engine(engine, endpoint, engine_args, timeout_s)
     try:
-        tokenizer, _, completions = generate(stage, policy, job, served, canary_tolerance)
+        tokenizer, _, completions = generate_completions(stage, policy, job, served, canary_tolerance)
     finally:
         served.close()
     heard = [told(tokenizer, row, group[0]) for row, group in zip(rows, completions)]

@@ -21,8 +21,8 @@ from tuneloop.inference.generate import (
     MaxTokens,
     Prompts,
     TimeoutS,
-    generate,
-    identity,
+    generate_completions,
+    input_identity,
     open_engine,
 )
 from tuneloop.inference.multi_turn import EnvironmentArgs, EnvironmentName, KeepReasoning, MaxTurns, Play
@@ -46,7 +46,7 @@ def _uncut(off: float) -> AfterValidator:
     accelerator=True,
     role="sampler",
     results={"completions": int, "mean_length": float},
-    identity=identity,
+    identity=input_identity,
 )
 def rollout(
     stage: Stage,
@@ -89,7 +89,7 @@ def rollout(
     job = Job(chosen, groups, n, temperature, max_tokens, play)
     served = open_engine(engine, endpoint, engine_args, timeout_s)
     try:
-        tokenizer, requests, completions = generate(stage, policy, job, served, canary_tolerance)
+        tokenizer, requests, completions = generate_completions(stage, policy, job, served, canary_tolerance)
     finally:
         served.close()
     rows = (rollouts.make_rows(tokenizer, *each) for each in zip(chosen, requests, completions))

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.argo_loop import build
 from tuneloop.cluster.continue_run import following
 from tuneloop.config.loading import find
-from tuneloop.local.executor import Outcome, execute
-from tuneloop.local.journal import Node, read
+from tuneloop.local.executor import Outcome, execute_workflow
+from tuneloop.local.journal import Node, read_state
 from tuneloop.local.workflow_parts import execute_parts
 from tuneloop.runs.run_record import Run
 from tuneloop.workflow.settings import LOCAL
@@ -30,7 +30,7 @@ def stages(nodes: dict[str, Node]) -> list[Node]:
 
 def test_parts_are_one_run(tmp_path: Path) -> None:
     assert run(tmp_path, 7, 3).phase == "Succeeded"
-    found = read(tmp_path)
+    found = read_state(tmp_path)
     assert found is not None
     assert [json.loads(part)["arguments"] for part in found.parts] == [
         {"iteration": "4", "told": "3"},
@@ -44,7 +44,7 @@ def test_a_resumed_run_starts_at_the_part_that_failed(tmp_path: Path) -> None:
     fails_once = f"[ $0 != 5 ] || [ -e {tmp_path}/again ] || {{ touch {tmp_path}/again; exit 1; }}; "
     assert run(tmp_path / "x", 7, 3, fails_once).phase == "Failed"
     assert run(tmp_path / "x", 7, 3, fails_once).phase == "Succeeded"
-    found = read(tmp_path / "x")
+    found = read_state(tmp_path / "x")
     assert found is not None
     assert [node.outputs["told"] for node in stages(found.nodes)] == ["1", "2", "3", "4", "5", "6", "7"]
     text = (tmp_path / "x" / "nodes.jsonl").read_text()
@@ -54,11 +54,11 @@ def test_a_resumed_run_starts_at_the_part_that_failed(tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_between_two_parts_goes_on(tmp_path: Path) -> None:
     given = {"run": "x", "store": "memory://"}
-    assert execute(build(4, 2), workdir=tmp_path / "x", arguments=given, env={LOCAL: "1"}).phase == "Succeeded"
+    assert execute_workflow(build(4, 2), workdir=tmp_path / "x", arguments=given, env={LOCAL: "1"}).phase == "Succeeded"
     assert Run("x", str(tmp_path)).phase == "interrupted"
     assert run(tmp_path / "x", 4, 2).phase == "Succeeded"
     assert Run("x", str(tmp_path)).phase == "succeeded"
-    found = read(tmp_path / "x")
+    found = read_state(tmp_path / "x")
     assert found is not None
     assert [node.outputs["told"] for node in stages(found.nodes)] == ["1", "2", "3", "4"]
 
@@ -68,7 +68,7 @@ def test_a_thousand_iterations_in_parts_of_bounded_size(tmp_path: Path) -> None:
     outcome = run(tmp_path, 1000, 50)
     assert outcome.phase == "Succeeded"
     assert len(outcome.nodes) < 200  # of the last part
-    found = read(tmp_path)
+    found = read_state(tmp_path)
     assert found is not None and len(found.parts) == 19
     assert [int(node.outputs["told"]) for node in stages(found.nodes)] == list(range(1, 1001))
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.argo.making import dag, run, shell, task, workflow
 from tuneloop.core.errors import UserError
-from tuneloop.local.executor import execute
+from tuneloop.local.executor import execute_workflow
 from tuneloop.workflow.manifest import merged, seconds
 
 OK = shell("ok", "true")
@@ -117,7 +117,7 @@ def test_arguments(tmp_path: Path, parameters: list[Any], arguments: dict[str, s
     document = workflow(OK, MAIN)
     document["spec"]["arguments"] = {"parameters": parameters}
     with pytest.raises(UserError) as caught:
-        execute(document, workdir=tmp_path / "run", arguments=arguments, warm=False)
+        execute_workflow(document, workdir=tmp_path / "run", arguments=arguments, warm=False)
     assert str(caught.value) == told
 
 

@@ -138,7 +138,11 @@ class Follower(threading.Thread):
             self.pulled = {}
             comparisons: list[Readback] = []
             change = self.loop.change(
-                self.directory, version, digest, self.mode, lambda e: comparisons.append(prove(e, self.directory))
+                self.directory,
+                version,
+                digest,
+                self.mode,
+                lambda e: comparisons.append(prove_weights(e, self.directory)),
             )
             try:
                 took = change.result()
@@ -159,7 +163,7 @@ class Follower(threading.Thread):
         return None if record is None else max(0.0, self.pulled["served_at"] - json.loads(record)["at"])
 
 
-def prove(engine: Vllm, model: Path) -> Readback:
+def prove_weights(engine: Vllm, model: Path) -> Readback:
     """What the engine holds is what lies in `model`: every tensor of it, or nothing is served.
 
     Raises:

@@ -31,7 +31,7 @@ from tuneloop.core.seeds import derive
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Engine, Sampling
 from tuneloop.inference.fleet import Fleet, open_fleet
-from tuneloop.inference.fleet.refit import Refitted, refit, target
+from tuneloop.inference.fleet.refit import Refitted, make_target, refit_fleet
 
 Result = TypeVar("Result")
 LATER = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -154,7 +154,7 @@ class Endpoint:
     def load(self, policy: Artifact, *, force: bool = False) -> None:
         """Requests demand this version from now on; a fleet that does not pull is brought to it."""
         if self.fleet:
-            self.refitted = refit(self.fleet, target(policy), timeout_s=self.timeout_s, force=force)
+            self.refitted = refit_fleet(self.fleet, make_target(policy), timeout_s=self.timeout_s, force=force)
             self.urls = self._given or self.refitted.urls
         self.version, self.digest = policy.manifest.facts["version"], policy.manifest.digest
 

@@ -1,7 +1,7 @@
 """Fleets of rollout workers that are brought to each version from outside, because they pull nothing by themselves.
 
 The seam is one question: `Fleet.discover` says which workers there are now. Everything else is the same for all:
-`refit.refit` asks, brings each worker to a version, and asks again until nobody is new. A backend is one file, found by
+`refit_fleet` asks, brings each worker to a version, and asks again until nobody is new. A backend is one file, found by
 the scheme of the URL that names a fleet:
 
 =============================  =========================================================================================
@@ -149,7 +149,7 @@ def port_of(url: str) -> int | None:
         return 0
 
 
-def named(url: str) -> tuple[str, str, int | None]:
+def parse_service_url(url: str) -> tuple[str, str, int | None]:
     """Name, namespace and port of ``scheme://name.namespace:port``.
 
     Raises:

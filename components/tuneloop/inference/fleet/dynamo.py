@@ -13,7 +13,7 @@ from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Unanswered, request
-from tuneloop.inference.fleet import ROUTES, Fleet, Worker, named
+from tuneloop.inference.fleet import ROUTES, Fleet, Worker, parse_service_url
 
 FRONTEND_PORT = 8000
 RL_PORT = 8001
@@ -79,4 +79,4 @@ def read_workers(answer: dict[str, Any]) -> list[Worker]:
 
 def open_fleet(url: str) -> Fleet:
     """The fleet of ``dynamo://name.namespace``."""
-    return Dynamo(*named(url))
+    return Dynamo(*parse_service_url(url))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tuneloop.core.errors import UserError
-from tuneloop.inference.fleet import Fleet, Worker, named
+from tuneloop.inference.fleet import Fleet, Worker, parse_service_url
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import connect
 
@@ -49,4 +49,4 @@ class Service:
 
 def open_fleet(url: str) -> Fleet:
     """The fleet of ``service://name.namespace:port``."""
-    return Service(*named(url))
+    return Service(*parse_service_url(url))
