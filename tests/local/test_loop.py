@@ -75,7 +75,7 @@ def test_loop_with_real_vllm(tmp_path: Path, model: str, pull: bool) -> None:
         if pull:
             pulled = facts["pulled"]
             assert (pulled["version"], pulled["identical"]) == (iteration, pulled["tensors"])
-    assert [v.version for v in weights.ls(f"{tmp_path}/v/weights")] == ([0, 1, 2, 3] if pull else [])
+    assert [v.version for v in weights.list_versions(f"{tmp_path}/v/weights")] == ([0, 1, 2, 3] if pull else [])
     assert ("Weight versions" in (tmp_path / "v" / "report.html").read_text()) == pull
     assert "mean reward" in printed and "cpu" in printed.lower()
 

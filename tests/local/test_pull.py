@@ -35,7 +35,7 @@ from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._loop import EngineLoop
 from tuneloop.inference.engines.endpoint import create
 from tuneloop.inference.generate import prove_weights
-from tuneloop.runs.delivery import deliveries
+from tuneloop.runs.delivery import list_deliveries
 from tuneloop.runs.run_record import Run
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
@@ -79,7 +79,7 @@ def step(before: Artifact, url: Path, version: int) -> Artifact:
 
 
 def publish(root: Path, policy: Artifact) -> weights.Published:
-    return weights.publish(
+    return weights.publish_version(
         str(root), policy.manifest.facts["version"], policy.path / "model", source=policy.manifest.digest
     )
 
@@ -192,7 +192,7 @@ def test_sleep_needs_a_device_that_can(follower: tuple[Running, Path]) -> None:
 
 def test_a_step_that_changes_nothing_is_a_version(follower: tuple[Running, Path], chain: list[Artifact]) -> None:
     running, root = follower
-    published = weights.publish(str(root), 11, chain[10].path / "model", source=chain[10].manifest.digest)
+    published = weights.publish_version(str(root), 11, chain[10].path / "model", source=chain[10].manifest.digest)
     assert (published.sent_bytes, published.density) == (0, 0)
     served(running, 11, chain[10].manifest.digest)
 
@@ -281,7 +281,7 @@ def test_a_fleet_loses_one_and_gets_another(
 ) -> None:
     """A replica that joins late replays the chain; one that is killed loses no request."""
     running, root = follower
-    latest = weights.ls(str(root))[-1].version
+    latest = weights.list_versions(str(root))[-1].version
     policy = step(chain[10], tmp_path / "next", latest + 1)
     late = follow(root)
     assert running.ask("POST", "/verify")[1]["identical"] == late.ask("POST", "/verify")[1]["identical"]
@@ -338,7 +338,7 @@ def test_loop_over_a_fleet_that_pulls(tmp_path: Path) -> None:
         assert (facts["engine"], facts["version"]) == ("endpoint", iteration)
         assert facts["staleness"] == {"max": 0, "mean": 0, "bound": 0}
         assert facts["canary"]["mean_abs_diff"] < facts["canary"]["tolerance"]
-    asked = {d.version: d for d in deliveries(Run.open("o", str(tmp_path))) if d.way == "pulled"}
+    asked = {d.version: d for d in list_deliveries(Run.open("o", str(tmp_path))) if d.way == "pulled"}
     assert asked.keys() >= {1, 2, 3}
     for delivered in asked.values():  # as replicas recorded it: the loop saw none of it
         assert delivered.replicas and delivered.waited_s and delivered.behind == 0 and delivered.encode_s is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.engines.peer import VOCABULARY, Model, Peer, serving
-from tuneloop.cli import invoke
+from tuneloop.cli import run_cli
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.inference.conformance import Probe, run_checks
 
@@ -60,7 +60,7 @@ def test_faults_are_caught(fault: str, caught_by: str | None, policy: Artifact) 
 def test_command(policy: Artifact, capsys: pytest.CaptureFixture[str]) -> None:
     for fault, code in (("", 0), ("ignores seeds", 1)):
         with serving(Peer(3, fault)) as url:
-            assert invoke(["endpoint", "check", url, "--policy", policy.ref, "--vocabulary", str(VOCABULARY)]) == code
+            assert run_cli(["endpoint", "check", url, "--policy", policy.ref, "--vocabulary", str(VOCABULARY)]) == code
     printed = capsys.readouterr().out
     assert "15 of 15 checks without a fault" in printed and "gives the same tokens for eight seeds" in printed
 

@@ -10,7 +10,7 @@ app = typer.Typer(no_args_is_help=True, help="Rollout endpoints that somebody el
 
 
 @app.callback()
-def endpoint() -> None:
+def define_endpoint_group() -> None:
     """Rollout endpoints that somebody else serves."""
 
 

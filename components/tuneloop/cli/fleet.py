@@ -27,12 +27,12 @@ TIMEOUT = Annotated[float, typer.Option(help="Seconds without an answer after wh
 
 
 @app.callback()
-def fleet() -> None:
+def define_fleet_group() -> None:
     """Fleets of rollout workers that are brought to each version."""
 
 
 @app.command("status")
-def status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) -> int:
+def show_status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) -> int:
     """List the workers of a fleet and what each serves. Exit code 1 where they differ, or one does not answer.
 
     A Dynamo graph is shown as its cluster sees it, by the three gates of its readiness, where this is no pod of it.
@@ -48,7 +48,7 @@ def status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) -> in
 
 
 def _workers(fleet: str, timeout: float) -> int:
-    from tuneloop.cli.tables import show
+    from tuneloop.cli.tables import print_table
     from tuneloop.core.errors import Retryable
     from tuneloop.inference.fleet import open_fleet
 
@@ -63,19 +63,19 @@ def _workers(fleet: str, timeout: float) -> int:
         rows.append((worker.id, worker.url, told))
     if not rows:
         raise Retryable(f"fleet {fleet}: no worker answers")
-    show(("worker", "url", "serves"), rows, cut="serves")
+    print_table(("worker", "url", "serves"), rows, cut="serves")
     return 0 if len(served) == 1 and "@" in min(served) else 1
 
 
 def _gates(name: str, namespace: str, port: int | None, context: str | None) -> int:
-    from tuneloop.cli.tables import show
+    from tuneloop.cli.tables import print_table
     from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
     from tuneloop.inference.fleet.graph import read_gates
-    from tuneloop.kube.connection import connect
+    from tuneloop.kube.connection import connect_to_cluster
 
-    found = read_gates(connect(namespace, context), name, port or FRONTEND_PORT)
+    found = read_gates(connect_to_cluster(namespace, context), name, port or FRONTEND_PORT)
     rows = [(gate.name, "open" if gate.open else "shut", gate.why) for gate in found]
-    show(("gate", "state", "why"), rows, cut="why")
+    print_table(("gate", "state", "why"), rows, cut="why")
     return 0 if all(gate.open for gate in found) else 1
 
 
@@ -99,7 +99,7 @@ def refit_fleet(
 
 
 @app.command("up")
-def up(
+def create_graph(
     manifest: Annotated[Path, typer.Argument(help="YAML with a DynamoGraphDeployment, among others.")],
     name: Annotated[str | None, typer.Option(help="In place of the manifest's.")] = None,
     sets: SETS = None,
@@ -114,32 +114,32 @@ def up(
     It stays until `tuneloop fleet down`. `tuneloop submit --fleet MANIFEST` makes one that goes with its run.
     """
     from tuneloop.inference.fleet.graph import bring_up, render_graph
-    from tuneloop.kube.connection import connect
+    from tuneloop.kube.connection import connect_to_cluster
 
-    graph = render_graph(documents(manifest), name=name, namespace=namespace, image=image, sets=sets or ())
-    bring_up(connect(namespace, context), graph, recreate=recreate, timeout=timeout, tell=typer.echo)
+    graph = render_graph(read_yaml_documents(manifest), name=name, namespace=namespace, image=image, sets=sets or ())
+    bring_up(connect_to_cluster(namespace, context), graph, recreate=recreate, timeout=timeout, tell=typer.echo)
     typer.echo(
         f"use it with --set engine.name=endpoint --set engine.fleet=dynamo://{graph['metadata']['name']}.{namespace}"
     )
 
 
 @app.command("down")
-def down(
+def delete_graph(
     name: Annotated[str, typer.Argument(help="Of the graph.")],
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
     """Delete a graph of Dynamo, and with it its pods. Exit code 1 where there was none."""
     from tuneloop.inference.fleet import graph
-    from tuneloop.kube.connection import connect
+    from tuneloop.kube.connection import connect_to_cluster
 
-    there = graph.delete_graph(connect(namespace, context), name)
+    there = graph.delete_graph(connect_to_cluster(namespace, context), name)
     typer.echo(f"{name}: {'deleted' if there else 'there was none'}")
     return 0 if there else 1
 
 
-def documents(manifest: Path) -> list[dict[str, Any]]:
-    """What is in a YAML file.
+def read_yaml_documents(manifest: Path) -> list[dict[str, Any]]:
+    """Read the documents of a YAML file.
 
     Raises:
         UserError: it can not be read, or is no YAML.

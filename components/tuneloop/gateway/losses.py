@@ -50,7 +50,7 @@ def compute_loss(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], conf
         inputs: float32 ``[targets]`` each, those that `INPUTS` names.
         config: what `check_options` gave.
     """
-    from tuneloop.algorithms._terms import clipped
+    from tuneloop.algorithms._terms import clip_surrogate
 
     if name == "cross_entropy":
         return -inputs["weights"] * logprobs
@@ -59,5 +59,5 @@ def compute_loss(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], conf
         return -ratio * advantages
     low, high = config["clip_low_threshold"], config["clip_high_threshold"]
     if name == "ppo":
-        return -clipped(ratio, advantages, 1 - low, high - 1, None)[0]
+        return -clip_surrogate(ratio, advantages, 1 - low, high - 1, None)[0]
     return -ratio.detach().clamp(low, high) * advantages * logprobs

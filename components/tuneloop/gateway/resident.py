@@ -15,7 +15,7 @@ from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.component import Params
 from tuneloop.core.context import Stage
 from tuneloop.core.errors import UserError
-from tuneloop.core.provenance import provenance
+from tuneloop.core.provenance import collect_provenance
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.gateway import losses
 from tuneloop.gateway.wire import Datum
@@ -180,12 +180,16 @@ class Resident:
         stage.facts.update(device=self.ranks.device.type, **facts)
         try:
             dtype = base.manifest.facts.get("save_dtype", "float32")
-            checkpoint.write(stage, self.trainer, base, dtype, self.version)
+            checkpoint.write_checkpoint(stage, self.trainer, base, dtype, self.version)
         except BaseException:
             draft.discard()
             raise
         stage.timings["total"] = time.perf_counter() - clock
-        record = {"facts": stage.facts, "timings": stage.timings, "provenance": provenance(began, self.ranks.world)}
+        record = {
+            "facts": stage.facts,
+            "timings": stage.timings,
+            "provenance": collect_provenance(began, self.ranks.world),
+        }
         manifest = draft.commit(stage=STAGE, inputs={"policy": base.ref}, **record)
         if manifest.root != draft.attempt:
             raise UserError("save_state", url, "is taken; choose another name")

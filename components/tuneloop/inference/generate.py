@@ -18,7 +18,7 @@ from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import UNTRACKED, Stage
 from tuneloop.core.errors import UserError
-from tuneloop.formats.rollouts import Completion, Request, mask, request_id
+from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, request_id
 from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
 from tuneloop.inference.engines import Engine, Remote, Sampling
 from tuneloop.inference.multi_turn import Play, play_episodes
@@ -148,7 +148,7 @@ def generate_completions(
         stage.facts["pulled"] = pulled
     if refitted := getattr(engine, "refitted", None):
         stage.facts["refitted"] = asdict(refitted)
-    tokens = sum(sum(mask(c)) for group in completions for c in group)
+    tokens = sum(sum(get_sampled_mask(c)) for group in completions for c in group)
     stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
     stage.facts.update(
         version=policy.manifest.facts["version"],
@@ -166,7 +166,7 @@ def open_engine(name: str, endpoint: str | None, args: Mapping[str, Any], timeou
     Raises:
         UserError: unknown, or arguments that it does not take.
     """
-    engine: Engine = plugins.load("engines", name, "create")(endpoint, args, timeout_s)
+    engine: Engine = plugins.load_variant("engines", name, "create")(endpoint, args, timeout_s)
     return engine
 
 

@@ -24,7 +24,7 @@ from tuneloop.local.processes import Launcher, base_environment
 from tuneloop.local.results import Call, Result
 from tuneloop.local.warm import Kind, is_server, is_stage
 from tuneloop.workflow import manifest
-from tuneloop.workflow.expression_values import text
+from tuneloop.workflow.expression_values import format_value
 
 
 @dataclass
@@ -77,7 +77,7 @@ def execute_workflow(
         UserError: a field the executor has no meaning for, an unknown argument, a missing one: before anything runs.
     """
     spec = workflow.get("spec") or {}
-    manifest.check(spec)
+    manifest.check_workflow(spec)
     parameters = _parameters(spec, arguments or {}, strict=entrypoint is None)
     start = entrypoint or spec.get("entrypoint")
     if not start:
@@ -177,7 +177,7 @@ def _parameters(spec: Mapping[str, Any], given: Mapping[str, str], strict: bool)
         value = given.get(name, parameter.get("value", parameter.get("default")))
         if value is None:
             raise UserError(f"parameter {name}", None, "is required")
-        values[name] = text(value)
+        values[name] = format_value(value)
         if parameter.get("enum") and values[name] not in map(str, parameter["enum"]):
             raise UserError(f"parameter {name}", values[name], f"use one of {', '.join(map(str, parameter['enum']))}")
     return values

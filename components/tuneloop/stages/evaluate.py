@@ -10,7 +10,7 @@ from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.formats.rollouts import told
+from tuneloop.formats.rollouts import build_reward_inputs
 from tuneloop.inference.generate import (
     CanaryTolerance,
     Endpoint,
@@ -87,7 +87,7 @@ def evaluate(
         tokenizer, _, completions = generate_completions(stage, policy, job, served, canary_tolerance)
     finally:
         served.close()
-    heard = [told(tokenizer, row, group[0]) for row, group in zip(rows, completions)]
+    heard = [build_reward_inputs(tokenizer, row, group[0]) for row, group in zip(rows, completions)]
     judged = [{**row, "reward_spec": row["reward"], **said} for row, said in zip(rows, heard)]
     with stage.timed("score"):
         outcomes = score_all(judged, timeout_s=reward_timeout_s, progress=lambda _: stage.check_stop())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.argo.making import Template, dag, given, named, run, shell, task, workflow
-from tuneloop.config.loading import find
+from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
 from tuneloop.local import journal
 from tuneloop.local.executor import execute_workflow
@@ -417,7 +417,7 @@ def test_one_executor_a_directory(tmp_path: Path) -> None:
 
 def test_a_server_is_reached_from_this_machine_alone(tmp_path: Path) -> None:
     """It takes orders from whoever reaches it."""
-    pipeline = find("grpo")
+    pipeline = find_pipeline("grpo")
     made = pipeline.build(pipeline.configure(None, ["engine.name=vllm"]))
     template = next(t for t in made["spec"]["templates"] if t.get("daemon"))
     serve = template["container"]

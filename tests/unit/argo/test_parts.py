@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.argo_loop import build
-from tuneloop.cluster.continue_run import following
-from tuneloop.config.loading import find
+from tuneloop.cluster.continue_run import build_next_workflow
+from tuneloop.config.loading import find_pipeline
 from tuneloop.local.executor import Outcome, execute_workflow
 from tuneloop.local.journal import Node, read_state
 from tuneloop.local.workflow_parts import execute_parts
@@ -77,7 +77,7 @@ def test_the_following_workflow_is_the_same_but_for_where_it_starts() -> None:
     labels = {"tuneloop.dev/run": "x", "workflows.argoproj.io/phase": "Running"}
     before = {"apiVersion": "argoproj.io/v1alpha1", **build(7, 3)}
     before["metadata"] = {"name": "x-2", "uid": "1", "resourceVersion": "9", "labels": labels}
-    after = following(before, "main", {"iteration": "7"})
+    after = build_next_workflow(before, "main", {"iteration": "7"})
     assert after["metadata"] == {"labels": {"tuneloop.dev/run": "x"}, "annotations": {"tuneloop.dev/continues": "x-2"}}
     assert after["spec"]["templates"] == before["spec"]["templates"]
     given = {p["name"]: p["value"] for p in after["spec"]["arguments"]["parameters"]}
@@ -86,7 +86,7 @@ def test_the_following_workflow_is_the_same_but_for_where_it_starts() -> None:
 
 def test_every_workflow_of_a_loop_starts_a_server_of_its_own() -> None:
     """It boots with the policy that the workflow goes on from, and is what its part of the loop asks."""
-    grpo = find("grpo")
+    grpo = find_pipeline("grpo")
     templates = {t["name"]: t for t in grpo.build(grpo.configure(sets=["loop.per_workflow=1"]))["spec"]["templates"]}
     for name, policy in (
         ("main", "{{tasks.base-model.outputs.parameters.checkpoint}}"),

@@ -216,9 +216,10 @@ def executor(tmp_path: Path, document: dict[str, Any]) -> Iterator[subprocess.Po
     (tmp_path / "w.json").write_text(json.dumps(document))
     code = f"""
         import json, pathlib, sys
-        from tuneloop.local.executor import execute
+        from tuneloop.local.executor import execute_workflow
         document = json.load(open({str(tmp_path / "w.json")!r}))
-        sys.exit(execute(document, workdir=pathlib.Path({str(tmp_path / "run")!r}), warm=False, grace=60).exit_code)
+        place = pathlib.Path({str(tmp_path / "run")!r})
+        sys.exit(execute_workflow(document, workdir=place, warm=False, grace=60).exit_code)
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
     try:

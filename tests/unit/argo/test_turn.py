@@ -10,7 +10,7 @@ from hera.workflows import DAG, Container, Parameter
 
 from tuneloop.argo.lease_sidecar import take_turns
 from tuneloop.argo.pod_fields import pod_fields
-from tuneloop.argo.template import stage_template, workflow
+from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.core.errors import UserError
 from tuneloop.local.executor import execute_workflow
 from tuneloop.sharing.opening import open_turns
@@ -23,7 +23,7 @@ SHARED = Cluster(share=Share(group="g", patience=10))
 def build(tasks: int) -> dict[str, Any]:
     """Tasks at once, each of which writes when it began, what turn it had, and when it ended."""
     script = 'cp "$TUNELOOP_TURN" $0.turn; date +%s.%N > $0.begin; sleep 0.1; date +%s.%N > $0.end'
-    with workflow("turns") as built:
+    with define_workflow("turns") as built:
         stage = Container(
             name="stage",
             inputs=[Parameter(name="to")],
@@ -66,7 +66,7 @@ def test_a_stage_waits_for_another_run_and_stops_waiting(tmp_path: Path) -> None
 
 def test_the_sidecar_alone_has_a_token() -> None:
     """It starts first, with rights of its own; the stage's container mounts what it says, and no token."""
-    with workflow("x") as built:
+    with define_workflow("x") as built:
         stage_template(rollout, {}, dynamic=["iteration"], cluster=SHARED)
     [template] = built.to_dict()["spec"]["templates"]
     [turn] = template["initContainers"]

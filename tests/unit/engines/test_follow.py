@@ -20,7 +20,7 @@ from tuneloop.inference.engines.vllm import Vllm
 
 def test_whatever_goes_wrong_is_told_and_tried_again(tmp_path: Path) -> None:
     model = checkpoint_artifact(tmp_path / "policy", "qwen3").path / "model"
-    weights.publish(str(tmp_path / "weights"), 1, model)
+    weights.publish_version(str(tmp_path / "weights"), 1, model)
     (tmp_path / "taken").write_text("a file where the directory should be")
     follower = Follower(EngineLoop(Vllm({})), str(tmp_path / "weights"), tmp_path / "taken", poll_s=0.01)
     follower.start()

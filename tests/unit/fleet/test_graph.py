@@ -10,7 +10,7 @@ import pytest
 import yaml
 from kubernetes.client import ApiException
 
-from tuneloop.cli import invoke
+from tuneloop.cli import run_cli
 from tuneloop.core.errors import UserError
 from tuneloop.inference.fleet.graph import (
     PLURAL,
@@ -162,9 +162,9 @@ def test_submitting_with_a_graph_sets_the_engine(tmp_path: Path, capsys: pytest.
     path = tmp_path / "graph.yaml"
     path.write_text(BETA)
     line = ["submit", "grpo", "--run", "demo", "--store", "s3://b/p", "--fleet", str(path)]
-    assert invoke([*line, "--set", "engine.rollout_endpoint_url=http://a"]) == 2
+    assert run_cli([*line, "--set", "engine.rollout_endpoint_url=http://a"]) == 2
     assert "a graph's name says its URL: set fleet or rollout_endpoint_url" in capsys.readouterr().err
-    assert invoke([*line, "--server", "http://argo"]) == 2
+    assert run_cli([*line, "--server", "http://argo"]) == 2
     assert "--fleet" in capsys.readouterr().err
     path.write_text("a: [")
-    assert invoke(line) == 2 and "is not YAML" in capsys.readouterr().err
+    assert run_cli(line) == 2 and "is not YAML" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 
 from tests.making import checkpoint_artifact
 from tests.unit.fleet.crew import Crew
-from tuneloop.cli import invoke
+from tuneloop.cli import run_cli
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.inference.fleet import Worker, dns, dynamo, open_fleet, urls
 from tuneloop.inference.fleet.refit import Target, make_target, refit_fleet
@@ -116,10 +116,10 @@ def test_command(crew: Crew, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for name in ("a", "b"):
         crew.hire(name)
     fleet = ",".join(crew.url(name) for name in crew.servers)
-    assert invoke(["fleet", "status", fleet]) == 1, "nobody serves anything"
-    assert invoke(["fleet", "refit", fleet, policy.ref]) == 0
+    assert run_cli(["fleet", "status", fleet]) == 1, "nobody serves anything"
+    assert run_cli(["fleet", "refit", fleet, policy.ref]) == 0
     assert "2 workers have it, 2 got it now, paused for" in capsys.readouterr().out
-    assert invoke(["fleet", "status", fleet]) == 0
+    assert run_cli(["fleet", "status", fleet]) == 0
     assert capsys.readouterr().out.count(f"7@{policy.manifest.digest}") == 2
 
 

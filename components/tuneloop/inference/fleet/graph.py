@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.http import Unanswered, request
+from tuneloop.core.http import Unanswered, send_request
 from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
 from tuneloop.kube.api_errors import read_api_message, translate_api_errors
 from tuneloop.kube.connection import IN_CLUSTER, WORKFLOWS, Connection
@@ -284,7 +284,7 @@ def _probe(cluster: Connection, service: str, port: int) -> tuple[int, str]:
     if cluster.context == IN_CLUSTER:
         try:
             url = f"http://{service}.{cluster.namespace}:{port}/health"
-            return request("GET", url, timeout_s=10)[0], ""
+            return send_request("GET", url, timeout_s=10)[0], ""
         except Unanswered as error:
             return 0, str(error)
     from kubernetes.client import ApiException
