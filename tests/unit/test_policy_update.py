@@ -18,6 +18,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Interrupted, UserError
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.sft import sft
+from tuneloop.training.resident import RESIDENT
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
@@ -184,6 +185,7 @@ def test_adapters_go_on_over_the_base_of_the_first_update(tmp_path):
     for i in range(3):
         rewards = rewards_artifact(tmp_path / f"rewards{i}", policy)
         # The first finds the trainer that wrote `policy` in this process, the second does not.
+        assert i == 0 or RESIDENT.attempt == policy.manifest.root
         kept, read = (
             run(tmp_path / f"{name}{i}", policy, rewards, iteration=i, reference=base.ref, **about)
             for name in ("kept", "read")

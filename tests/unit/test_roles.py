@@ -1,5 +1,6 @@
 """What stages are in a loop is read from their roles: a loop of stages under other names is read as any other."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,10 @@ def test_the_loop_of_a_rendered_workflow() -> None:
         *(leaf("draw", *ours), leaf("judge", *ours), leaf("distil", *ranks), leaf("examine", *ours)),
         leaf("serve", "python", "-m", "tuneloop.inference.server"),
         leaf("sft", "python", "-m", "tuneloop.stages.sft"),
-        leaf("absent", "python", "-m", "somebody.elses.stage"),
+        leaf("absent", "python", "-m", "antigravity"),
         *(loop, main),
     ]
     assert read_loop({"spec": {"templates": templates}}) == {"draw": "sampler", "judge": "scorer", "distil": "trainer"}
+    assert "antigravity" not in sys.modules, "reading starts nobody's program"
     roles = {template["name"]: read_stage(template).role for template in templates[:-2]}
     assert (roles["examine"], roles["serve"], roles["sft"], roles["absent"]) == ("evaluator", None, "trainer", None)

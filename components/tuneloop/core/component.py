@@ -18,8 +18,8 @@ Exit codes: 0 committed; 2 the user's mistake; 75 interrupted or temporarily imp
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import importlib
 import inspect
 import os
@@ -296,13 +296,17 @@ def component(
     return lambda function: Component(function, kind, image, accelerator, role, results or {}, after, identity)
 
 
-@functools.cache
-def find_component(module: str, template: str = "") -> Component | None:
-    """The stage that `module` defines, of several the one called `template`; None where it cannot be imported here."""
-    try:
-        names = vars(importlib.import_module(module))
-    except ImportError:
-        return None
+def find_component(module: str, template: str = "", *, load: bool = False) -> Component | None:
+    """The stage that `module` defines, of several the one called `template`; None where it defines none.
+
+    Args:
+        load: import a module of somebody else's, too. Else it is None where nothing here has imported that: it may be
+            a program that begins to work when it is imported.
+    """
+    if load or module.startswith("tuneloop.stages."):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    names = vars(sys.modules[module]) if module in sys.modules else {}
     found = [each for each in names.values() if isinstance(each, Component) and each.__module__ == module]
     return next((each for each in found if each.template == template), found[0] if found else None)
 

@@ -115,7 +115,7 @@ class Iterations:
     def _execute(self, step: StageCall, words: Sequence[str]) -> int:
         python, option, module = (*step.command, "", "", "")[:3]
         single = (python, option) == ("python", "-m") and len(step.command) == 3
-        if single and (stage := find_component(module, step.name)):
+        if single and (stage := find_component(module, step.name, load=True)):
             return stage.run(words)
         program = [sys.executable if python == "python" else python, *step.command[1:], *words]
         with subprocess.Popen(program) as self._child:

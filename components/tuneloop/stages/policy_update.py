@@ -15,6 +15,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.options import TrainerOptions
 from tuneloop.training.policy_gradient import Objective
+from tuneloop.training.resident import RESIDENT
 from tuneloop.training.samples import Sample, check_sampling, read_samples, to_float32
 from tuneloop.weights.publication import Weights, publish_checkpoint
 
@@ -107,16 +108,15 @@ def policy_update(
     temperature = check_sampling(policy, rewards, options.max_staleness)
     samples = read_samples(rewards, int(policy.manifest.facts["version"]), options.max_staleness)
     ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)
-    optimization, about = options.optimization, options.model_options
     with stage.timed("load"):
-        trainer, optimizer = open_trainer(stage, policy, ranks, optimization, about, reset_optimizer)
+        trainer, optimizer = open_trainer(stage, policy, ranks, options, reset_optimizer)
         trainer.max_length = max(len(sample.document.ids) for sample in samples)
         stage.facts.update(trainer.chosen(), optimizer=optimizer)
         stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
     learner = Objective(stage, objective, temperature, options.per_device_train_batch_size)
     scored = [sample for sample in samples if sample.score is not None and sample.document.target_count]
     if objective.beta and reference is not None:
-        with stage.timed("reference"), reference_policy(reference, trainer, about) as frozen:
+        with stage.timed("reference"), reference_policy(reference, trainer, options) as frozen:
             learner.score(frozen, scored, "reference")
     in_reward = bool(objective.beta) and objective.kl_in == "reward"
     if in_reward:
@@ -129,36 +129,22 @@ def policy_update(
     losses = take_steps(stage, trainer, learner, samples, options.updates_per_batch, watch=iteration <= 1)
     _report(stage, samples, iteration, len(losses))
     version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype)
-    _kept[_identity(stage.attempt, optimization, about)] = trainer
+    RESIDENT.keep(trainer, stage, options)
     return {"loss": sum(losses) / len(losses) if losses else 0.0, "version": version}
 
 
-_kept: dict[Any, Trainer] = {}
-"""The trainer behind the checkpoint that this process wrote last, by `_identity`."""
-
-
-def _identity(attempt: str, optimization: Optimization, about: Mapping[str, Any]) -> Any:
-    return attempt, optimization, tuple(sorted(about.items()))
-
-
 def open_trainer(
-    stage: Stage,
-    policy: Artifact,
-    ranks: Ranks,
-    optimization: Optimization,
-    about: Mapping[str, Any],
-    reset: bool,
+    stage: Stage, policy: Artifact, ranks: Ranks, options: PolicyUpdateOptions, reset: bool
 ) -> tuple[Trainer, str]:
     """The trainer of `policy`, and what became of the optimizer's state.
 
     Adapters are carried on together with it; where it is fresh they begin anew, over the model with the old ones in it.
-    Where this very process wrote `policy` (several iterations in one process), its trainer is taken up again: the same
-    numbers as in the checkpoint, without reading them.
+    Where this very process wrote `policy`, its trainer is taken up again (`tuneloop.training.resident`).
     """
     from tuneloop.training.fsdp.trainer import Trainer
 
-    kept = _kept.pop(_identity(policy.manifest.root, optimization, about), None)
-    _kept.clear()
+    optimization, about = options.optimization, options.model_options
+    kept = RESIDENT.take(policy, options)
     if kept and not reset and ranks.world == 1:
         return kept, f"carried on from step {kept.step}"
     state = checkpoint.trainer_state(policy)
@@ -260,7 +246,7 @@ def mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[li
 
 
 @contextmanager
-def reference_policy(reference: Artifact, trainer: Trainer, about: Mapping[str, Any]) -> Iterator[Policy]:
+def reference_policy(reference: Artifact, trainer: Trainer, options: PolicyUpdateOptions) -> Iterator[Policy]:
     """The reference, for scoring: another model, or the trainer's own without adapters, where they are all that parts
     the two."""
     from tuneloop.training.fsdp.policy import Policy
@@ -270,7 +256,7 @@ def reference_policy(reference: Artifact, trainer: Trainer, about: Mapping[str, 
         with disable_adapters(trainer.model):
             yield trainer
         return
-    policy = Policy(checkpoint.model_dir(reference), trainer.ranks, **{**about, "lora": None})
+    policy = Policy(checkpoint.model_dir(reference), trainer.ranks, **{**options.model_options, "lora": None})
     policy.max_length = trainer.max_length
     checkpoint.load_masters(policy, reference)
     yield policy

@@ -41,11 +41,8 @@ class Stage:
 
     @property
     def component(self) -> Component | None:
-        """The stage as declared; None for another program, or one that is not installed here."""
-        module = self.module or "tuneloop."
-        if module.startswith("tuneloop.") and not module.startswith("tuneloop.stages."):
-            return None
-        return find_component(module, self.name)
+        """The stage as declared; None for another program, or one that is not known here."""
+        return find_component(self.module, self.name) if self.module else None
 
     @property
     def role(self) -> Role | None:
