@@ -131,7 +131,7 @@ class Memory:
             self.there_and_back(encoding)
 
     def parts(self, name: str, find: bool = False) -> None:
-        """What no encoding is spared, in blocks as `codec.encode` has them: the rest of it is gaps, planes and zstd."""
+        """What no encoding is spared, in blocks of `codec.encode_delta`: the rest of it is gaps, planes and zstd."""
         before, after, size = xxhash.xxh3_128(), xxhash.xxh3_128(), codec.BLOCK
         for start in range(0, len(self.old[name]), size):
             a, b = (side[name][start : start + size] for side in (self.old, self.new))

@@ -15,7 +15,7 @@ LIGHT = """
 import sys
 from tuneloop.core import plugins
 from tuneloop.inference.engines import check_args
-for name in plugins.shipped("engines"):
+for name in plugins.list_shipped_variants("engines"):
     check_args(name, {}, "")
 sys.exit(str(heavy) if (heavy := {"torch", "transformers", "vllm"} & sys.modules.keys()) else 0)
 """

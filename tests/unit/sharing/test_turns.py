@@ -172,7 +172,8 @@ def stage(stage):
 
 store, watched = Path(sys.argv[1]), sys.argv[2]
 file = store / "turn.json"
-with open_turns(str(store / "group"), who="first", patience=5).acquire(told=lambda g: fencing.write(file, g)):
+turns = open_turns(str(store / "group"), who="first", patience=5)
+with turns.acquire(told=lambda grant: fencing.write_lease_grant(file, grant)):
     os.environ[fencing.VARIABLE] = str(file)
     if not watched:  # only what is asked before a commit
         fencing._watch = lambda over, poll: None
