@@ -23,10 +23,10 @@ from hera.workflows.models import ValueFrom
 from tuneloop.argo.continuation import proceed_template
 from tuneloop.argo.multi_stage_pod import pod_template
 from tuneloop.argo.pod_fields import OUTPUTS, pod_fields, retry_fields
-from tuneloop.argo.template import workflow
+from tuneloop.argo.template import define_workflow
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.kube.connection import WORKFLOWS, Connection, connect
+from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster
 from tuneloop.workflow.pod_loop import PodLoop, StageCall
 from tuneloop.workflow.settings import RUN_LABEL, Cluster
 
@@ -46,7 +46,7 @@ def build(
     """
     place = Cluster(cpu="20m", memory="64Mi" if not per_pod else "256Mi", queue="")
     parameters = {"iterations": iterations, "per_workflow": per_workflow, "target_reward": "inf"}
-    with workflow("empty", parameters) as built:
+    with define_workflow("empty", parameters) as built:
         if per_pod:
             loop = _pods(stages, per_pod, image, place)
         else:
@@ -65,7 +65,7 @@ def build(
 
 def bare(iterations: int, stages: int, image: str) -> dict[str, Any]:
     """The same recursion, without retries, outputs or parts."""
-    with workflow("bare", {"iterations": iterations}) as built:
+    with define_workflow("bare", {"iterations": iterations}) as built:
         pod = pod_fields("base", False, Cluster(cpu="20m", memory="64Mi", queue=""))
         kept = {k: pod[k] for k in ("image_pull_policy", "resources", "security_context")}
         stage = Container(name="stage", image=image, command=["true"], **kept)
@@ -141,13 +141,15 @@ def measure(cluster: Connection, made: dict[str, Any], iterations: int) -> None:
     run = f"b{uuid.uuid4().hex[:8]}"
     name = made["metadata"]["generateName"].rstrip("-")
     begun = time.monotonic()
-    argo.create(
-        cluster, run_workflows.prepare(made, run=run, store="memory:///bench", namespace=cluster.namespace), run
+    argo.create_workflow(
+        cluster,
+        run_workflows.prepare_workflow(made, run=run, store="memory:///bench", namespace=cluster.namespace),
+        run,
     )
     try:
-        code = argo.wait(cluster, run)
+        code = argo.wait_for_run(cluster, run)
         seconds = time.monotonic() - begun
-        found = run_workflows.workflows(cluster, run)
+        found = run_workflows.find_workflows(cluster, run)
         whole, status = ([_size(w) for w in found], [_size(w["status"]) for w in found])
         print(
             f"{name:6} exit {code}  {len(found)} workflows  {seconds:7.1f} s, {seconds / iterations:.2f} s an iteration"
@@ -158,7 +160,7 @@ def measure(cluster: Connection, made: dict[str, Any], iterations: int) -> None:
             first = given.get("iteration", "1")
             print(f"       from iteration {first:>4}: {bytes_whole:.1f} kB, of which status {bytes_status:.1f} kB")
     finally:
-        argo.stop(cluster, run)
+        argo.stop_run(cluster, run)
         group, version, plural = WORKFLOWS
         cluster.custom.delete_collection_namespaced_custom_object(
             group, version, cluster.namespace, plural, label_selector=f"{RUN_LABEL}={run}"
@@ -173,7 +175,7 @@ def main() -> None:
     parser.add_argument("--per-pod", type=int, default=0, help="iterations a pod; 0: a pod a stage")
     parser.add_argument("--image", default="tuneloop/base:dev")
     given = parser.parse_args()
-    cluster = connect()
+    cluster = connect_to_cluster()
     ours = build(given.iterations, given.per_workflow, given.stages, given.image, given.per_pod)
     measure(cluster, ours, given.iterations)
     if not given.per_pod:

@@ -31,7 +31,7 @@ def main() -> None:
         settings = ["engine.name=transformers", "sft.max_steps=60", f"loop.iterations={count}", "loop.target_reward=2"]
         flags = ["--no-track", *(f"--set={s}" for s in settings)]
         subprocess.run([*command, *flags], check=True, stdout=subprocess.DEVNULL)
-        found = journal.read(Path(work, "b"))
+        found = journal.read_state(Path(work, "b"))
         assert found is not None
         ends = sorted(n.finished for n in found.nodes.values() if n.type == "Pod" and n.template == "policy-update")
         walls = [b - a for a, b in itertools.pairwise(ends)]

@@ -57,7 +57,7 @@ def ours(work: Path, seed: int, loop: str, iterations: int) -> tuple[list[float]
     command = [sys.executable, "-m", "tuneloop.cli", "run", "sft_then_grpo", "--run", loop, "--store", str(work)]
     command += [f"--set={name}={value}" for name, value in settings.items()]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    pods = [n for n in journal.read(work / loop).nodes.values() if n.type == "Pod"]  # type: ignore[union-attr]
+    pods = [n for n in journal.read_state(work / loop).nodes.values() if n.type == "Pod"]  # type: ignore[union-attr]
     start = min(n.started for n in pods if n.template in ("rollout", "iterations"))
     run = Run.open(loop, str(work))
     rewards = [score.value for score in run.training_rewards()]

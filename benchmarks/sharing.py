@@ -68,8 +68,8 @@ def stages_that_wait(store: Path, unit: float) -> None:
     from tuneloop.sharing.document import POLICIES
     from tuneloop.sharing.opening import open_turns
     from tuneloop.sharing.plans import GROUP, in_turn
-    from tuneloop.sharing.simulate import Rules, Task, simulate
-    from tuneloop.sharing.turns import pause
+    from tuneloop.sharing.simulate import Rules, Task, simulate_runs
+    from tuneloop.sharing.turns import compute_poll_interval
 
     loop: tuple[tuple[str, str, Role], ...] = (
         ("rollout", "sampler", "sampler"),
@@ -84,7 +84,7 @@ def stages_that_wait(store: Path, unit: float) -> None:
         runs[name] = in_turn([replace(tasks[0], lead=late * unit / 4), *tasks[1:]])
     print(f"{'stages that wait':<16} {'predicted':>9} {'measured':>9} {'error':>6}")
     for policy in POLICIES:
-        predicted = simulate(runs, Rules(GROUP, policy, handover=pause(1.0) / 2)).total
+        predicted = simulate_runs(runs, Rules(GROUP, policy, handover=compute_poll_interval(1.0) / 2)).total
         began = time.monotonic()
         with ThreadPoolExecutor(len(runs)) as pool:
             for done in [
@@ -109,12 +109,12 @@ def wait_through(tasks: Sequence[Task], turns: Any) -> None:
 
 def real_runs(store: Path, iterations: int, runs: int) -> None:
     """Seconds a step of each plan."""
-    from tuneloop.cli.share import workloads
+    from tuneloop.cli.share import build_workloads
     from tuneloop.runs.run_record import Run
     from tuneloop.sharing.document import POLICIES
-    from tuneloop.sharing.plans import ALONE, GROUP, OVERLAPPED, SHARED, compare
+    from tuneloop.sharing.plans import ALONE, GROUP, OVERLAPPED, SHARED, compare_plans
     from tuneloop.sharing.simulate import Rules
-    from tuneloop.sharing.turns import pause
+    from tuneloop.sharing.turns import compute_poll_interval
 
     settings: dict[str, object] = {
         **{"engine.name": "transformers", "loop.iterations": iterations, "loop.target_reward": 2},
@@ -127,8 +127,10 @@ def real_runs(store: Path, iterations: int, runs: int) -> None:
     plans |= {name: [{**group, "cluster.share.policy": policy}] * runs for name, policy in zip(SHARED, POLICIES)}
     one = functools.partial(run, store, "grpo")
     one("recorded", settings)
-    tasks = workloads([Run.open("recorded", str(store))], runs)
-    predicted = compare(tasks, {"trainer": 1, "sampler": 1}, False, Rules(GROUP, handover=pause(PATIENCE) / 2))
+    tasks = build_workloads([Run.open("recorded", str(store))], runs)
+    predicted = compare_plans(
+        tasks, {"trainer": 1, "sampler": 1}, False, Rules(GROUP, handover=compute_poll_interval(PATIENCE) / 2)
+    )
     alone = None
     print(f"\n{'plan':<16} {'predicted':>9} {'measured':>9} {'error':>6}  {'gain predicted':>14} {'measured':>9}")
     for plan, each in plans.items():

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from tuneloop.weights import codec, delta, materialize, publish
+from tuneloop.weights import codec, delta, materialize_version, publish_version
 from tuneloop.weights.layout import Bytes, Checkpoint
 
 HIDDEN, INNER, VOCABULARY, KEYS = 896, 4864, 151_936, 128
@@ -138,20 +138,22 @@ class Memory:
             before.update(a.data)
             after.update(b.data)
             if find:
-                codec.changed(a, b, 2)
+                codec.find_changed_elements(a, b, 2)
 
     def there_and_back(self, encoding: codec.Encoding) -> None:
         made: dict[str, codec.Delta] = {}
 
         def encode(name: str) -> None:
-            made[name] = codec.encode(self.old[name], self.new[name], 2, encoding)
+            made[name] = codec.encode_delta(self.old[name], self.new[name], 2, encoding)
 
         self.clock(f"RAM: {encoding} encode", lambda: self.every(encode))
         payloads = {n: np.frombuffer(d.payload, np.uint8) for n, d in made.items() if d.payload}
 
         def apply(name: str, state: dict[str, str]) -> None:
             held = self.held[name]
-            found = codec.apply(held, held, payloads[name], 2, encoding) if name in payloads else self.digest(held)
+            found = (
+                codec.apply_delta(held, held, payloads[name], 2, encoding) if name in payloads else self.digest(held)
+            )
             assert found == state[name]
 
         for state in self.digests:  # XOR undoes itself
@@ -197,13 +199,15 @@ class Files:
         path, written = self.place / "delta.safetensors", list[delta.Written]()
 
         def encode() -> None:
-            written.append(delta.write(self.old, self.new, path, encoding, 1 << 62, self.threads))
+            written.append(delta.write_delta(self.old, self.new, path, encoding, 1 << 62, self.threads))
 
         self.clock(f"{encoding} encode", encode)
         (done,) = written
         shutil.copytree(self.old.directory, self.place / "copy")
         opened, model = delta.DeltaFile(path, encoding, done.names, done.new), Checkpoint(self.place / "copy")
-        self.clock(f"{encoding} apply + verify", lambda: delta.patch(model, [opened], done.new, self.threads))
+        self.clock(
+            f"{encoding} apply + verify", lambda: delta.patch_checkpoint(model, [opened], done.new, self.threads)
+        )
         self.clock.sizes |= {f"{encoding} encode": done.size, f"{encoding} apply + verify": done.size}
         shutil.rmtree(self.place / "copy")
         return done.changed / done.elements
@@ -215,12 +219,12 @@ class Files:
             self.place / "old",
             self.place / "new",
         )
-        publish(root, 0, old)
-        materialize(root, 0, replica)
-        self.clock("publish (encode, write, fsync, pointer)", lambda: publish(root, 1, new, base=old))
-        self.clock("materialize in place", lambda: materialize(root, 1, replica))
+        publish_version(root, 0, old)
+        materialize_version(root, 0, replica)
+        self.clock("publish (encode, write, fsync, pointer)", lambda: publish_version(root, 1, new, base=old))
+        self.clock("materialize in place", lambda: materialize_version(root, 1, replica))
         shutil.rmtree(replica)
-        self.clock("materialize from nothing", lambda: materialize(root, 1, replica))
+        self.clock("materialize from nothing", lambda: materialize_version(root, 1, replica))
         assert filecmp.cmp(replica / "model.safetensors", new / "model.safetensors", shallow=False)
         shutil.rmtree(replica)
         shutil.rmtree(self.place / "root")

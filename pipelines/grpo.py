@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tuneloop.cli.pipeline_file import builders, run_file
+from tuneloop.cli.pipeline_file import make_builders, run_file
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.config.pipeline import SET_BY_PIPELINE
 from tuneloop.stages.base_model import base_model
@@ -90,5 +90,5 @@ def draw(graph: Graph) -> None:
     graph.loop(serve=start, policy=start, reference=start, prompts=data.prompts)
 
 
-build_argo, build_kfp = builders("grpo", stages, draw, LOOP)
+build_argo, build_kfp = make_builders("grpo", stages, draw, LOOP)
 workflow = run_file(__name__, __file__, lambda: build_argo(Config()))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tuneloop.cli.pipeline_file import builders, run_file
+from tuneloop.cli.pipeline_file import make_builders, run_file
 from tuneloop.config.pipeline import SET_BY_PIPELINE, Nodes, PipelineConfig
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
@@ -54,5 +54,5 @@ def draw(graph: Graph) -> None:
     graph.stage(export, policy=tuned.checkpoint)
 
 
-build_argo, build_kfp = builders("sft", stages, draw)
+build_argo, build_kfp = make_builders("sft", stages, draw)
 workflow = run_file(__name__, __file__, lambda: build_argo(Config()))

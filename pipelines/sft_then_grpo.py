@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tuneloop.cli.pipeline_file import builders, run_file
+from tuneloop.cli.pipeline_file import make_builders, run_file
 from tuneloop.config.loading import load_pipeline
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
@@ -42,5 +42,5 @@ def draw(graph: Graph) -> None:
     graph.loop(serve=model.checkpoint, policy=start, reference=start, prompts=data.prompts)
 
 
-build_argo, build_kfp = builders("sft-then-grpo", stages, draw, grpo.LOOP)
+build_argo, build_kfp = make_builders("sft-then-grpo", stages, draw, grpo.LOOP)
 workflow = run_file(__name__, __file__, lambda: build_argo(Config()))

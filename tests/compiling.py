@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tuneloop.config.loading import find
+from tuneloop.config.loading import find_pipeline
 from tuneloop.kfp.client import compile_to
 
 
@@ -14,7 +14,7 @@ def compiled(pipeline: str, sets: list[str], path: Path) -> Path:
     """
 
     def write() -> Path:
-        found = find(pipeline)
+        found = find_pipeline(pipeline)
         compile_to(found.module.build_kfp(found.configure(None, sets)), path)
         return path
 

@@ -15,7 +15,7 @@ from urllib.parse import urlparse
 import pytest
 
 from tuneloop.core.store import Store
-from tuneloop.kube.connection import Connection, connect
+from tuneloop.kube.connection import Connection, connect_to_cluster
 from tuneloop.workflow.settings import RUN_LABEL
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def cluster() -> Connection:
     if "KUBECONFIG" not in os.environ or not shutil.which("kubectl"):
         pytest.fail("the cluster tier needs KUBECONFIG set and kubectl on PATH", pytrace=False)
     kubectl("apply", "--server-side", "--force-conflicts", "-k", str(ROOT / "manifests" / "overlays" / "local"))
-    return connect()
+    return connect_to_cluster()
 
 
 @pytest.fixture
@@ -116,10 +116,10 @@ def sleeper(seconds: float, queue: str = "tuneloop") -> dict[str, Any]:
     from hera.workflows import DAG, Container
 
     from tuneloop.argo.pod_fields import pod_fields, retry_fields
-    from tuneloop.argo.template import workflow
+    from tuneloop.argo.template import define_workflow
     from tuneloop.workflow.settings import Cluster
 
-    with workflow("sleeper") as built:
+    with define_workflow("sleeper") as built:
         pod = pod_fields("base", True, Cluster(queue=queue, cpu="100m", memory="64Mi"))
         stage = Container(name="sleep", command=["python", "-c"], args=[program], **pod, **retry_fields())
         with DAG(name="main"):

@@ -10,7 +10,7 @@ from benchmarks.argo_loop import build as empty_loop
 from tests.cluster.conftest import ROOT, kubectl
 from tests.unit import toy as toys
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
-from tuneloop.argo.template import stage_template, workflow
+from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.core.artifacts import split_ref
 from tuneloop.local.journal import Node
 from tuneloop.stages.data_prep import data_prep
@@ -23,7 +23,7 @@ RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
 def digits(seed: int = 0, seconds: float = 0) -> dict[str, Any]:
     """A pipeline of one real stage, `data_prep`, which may be followed by some seconds of nothing."""
     settings = {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0, "seed": seed}
-    with workflow("digits") as built:
+    with define_workflow("digits") as built:
         stage = stage_template(data_prep, settings, cluster=SMALL)
         pod = {**pod_fields("base", False, SMALL), **retry_fields()}
         wait = Container(name="wait", command=["sleep"], args=[str(seconds)], **pod) if seconds else None

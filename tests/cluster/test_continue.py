@@ -13,9 +13,9 @@ from tests.cluster.test_queue import until
 from tests.unit.toy import make
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.continue_run import proceed
+from tuneloop.cluster.continue_run import create_next_workflow
 from tuneloop.cluster.drift import run_drift, template_drift
-from tuneloop.cluster.watch import status
+from tuneloop.cluster.watch import read_status
 from tuneloop.kube.connection import NAMESPACE, WORKFLOWS, Connection
 from tuneloop.local.journal import Node
 from tuneloop.workflow.settings import RUN_LABEL
@@ -25,26 +25,26 @@ pytestmark = pytest.mark.cluster
 
 def pods(cluster: Connection, run: str, template: str) -> list[Node]:
     """Its pods that have ended well, in their order."""
-    found = status(cluster, run).nodes.values()
+    found = read_status(cluster, run).nodes.values()
     return [n for n in found if n.type == "Pod" and n.template == template and n.phase == "Succeeded"]
 
 
 def test_parts_are_one_run_and_stop_ends_the_newest(cluster: Connection, run: str) -> None:
     """Two parts end by themselves, the third is stopped, and the run resumed there: nothing runs twice."""
     workflow = empty_loop(4, 1)
-    argo.submit(cluster, workflow, run=run, store=STORE)
+    argo.submit_workflow(cluster, workflow, run=run, store=STORE)
     until(lambda: _phases(cluster, run) == ["Succeeded", "Succeeded", "Running"])
-    assert argo.stop(cluster, run) == 1
+    assert argo.stop_run(cluster, run) == 1
     assert not [pod for pod in _pods(run) if "Running" in pod or "Pending" in pod]
-    seen = status(cluster, run)
+    seen = read_status(cluster, run)
     assert (seen.phase, seen.workflows) == ("Failed", [run, f"{run}-2", f"{run}-3"])
     assert [node.outputs["told"] for node in pods(cluster, run, "stage")][:2] == ["1", "2"]
 
-    assert argo.submit(cluster, workflow, run=run, store=STORE) == f"{run}-4"
-    assert argo.wait(cluster, run) == 0
+    assert argo.submit_workflow(cluster, workflow, run=run, store=STORE) == f"{run}-4"
+    assert argo.wait_for_run(cluster, run) == 0
     told = [node.outputs["told"] for node in pods(cluster, run, "stage")]
     assert sorted(set(told)) == ["1", "2", "3", "4"] and told.count("1") == told.count("2") == 1
-    assert status(cluster, run).workflows[-1] == f"{run}-5"
+    assert read_status(cluster, run).workflows[-1] == f"{run}-5"
     assert run_drift(cluster, workflow, run) == ""
     changed = run_drift(cluster, empty_loop(4, 2), run).splitlines()
     assert [line for line in changed if line[:1] in "+-"][2:] == ["-    value: '1'", "+    value: '2'"]
@@ -68,8 +68,8 @@ def test_what_is_submitted_from_a_template_is_a_run(cluster: Connection, run: st
         assert [node.outputs["told"] for node in pods(cluster, run, "stage")] == ["1", "2"]
         assert len(_pods(run)) == 3
         # A second attempt of the step finds what the first has made.
-        assert proceed(cluster, run, "main", {"iteration": "2", "told": "1"}) == f"{run}-2"
-        assert len(run_workflows.workflows(cluster, run)) == 2
+        assert create_next_workflow(cluster, run, "main", {"iteration": "2", "told": "1"}) == f"{run}-2"
+        assert len(run_workflows.find_workflows(cluster, run)) == 2
     finally:
         kubectl("-n", cluster.namespace, "delete", "workflowtemplate", run)
 
@@ -78,7 +78,7 @@ def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
     cluster: Connection, run: str, tmp_path: Path
 ) -> None:
     """The toy's stages on real S3; the digests are those of an undisturbed run in this process."""
-    argo.submit(cluster, toy(rollout=20, reward=20), run=run, store=STORE)
+    argo.submit_workflow(cluster, toy(rollout=20, reward=20), run=run, store=STORE)
     until(lambda: _running(run, "rollout"))
     (killed,) = _running(run, "rollout")
     kubectl("-n", cluster.namespace, "delete", "pod", killed[0], "--grace-period=1")
@@ -86,9 +86,9 @@ def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
     until(lambda: bool(_running(run, "rollout")) and _running(run, "rollout")[0][1] != killed[1])
     until(lambda: _running(run, "reward"))
     kubectl("-n", "argo", "rollout", "restart", "deployment/workflow-controller")
-    assert argo.wait(cluster, run) == 0
+    assert argo.wait_for_run(cluster, run) == 0
     undisturbed = make(str(tmp_path), iterations=1)
-    assert digests(status(cluster, run).nodes.values(), run) == {
+    assert digests(read_status(cluster, run).nodes.values(), run) == {
         f"iterations/{name}" if name[0].isdigit() else name: manifest.digest for name, manifest in undisturbed.items()
     }
 
@@ -96,9 +96,9 @@ def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
 @pytest.mark.slow
 def test_nothing_with_the_runs_label_is_left(cluster: Connection, run: str) -> None:
     """Beside what retention keeps: the workflow, and the pods that show why it ended."""
-    argo.submit(cluster, toy(sft=60), run=run, store=STORE)
+    argo.submit_workflow(cluster, toy(sft=60), run=run, store=STORE)
     until(lambda: _running(run, "sft"))
-    assert argo.stop(cluster, run) == 1
+    assert argo.stop_run(cluster, run) == 1
     label = f"{RUN_LABEL}={run}"
     kinds = "pods,services,jobs,configmaps,secrets,persistentvolumeclaims,workloads,jobsets,rayjobs,workflows"
     left = kubectl("-n", cluster.namespace, "get", kinds, "-l", label, "-o", "name").split()
@@ -112,7 +112,7 @@ def test_nothing_with_the_runs_label_is_left(cluster: Connection, run: str) -> N
 
 
 def _phases(cluster: Connection, run: str) -> list[str]:
-    return [run_workflows.phase(workflow) for workflow in run_workflows.workflows(cluster, run)]
+    return [run_workflows.get_workflow_phase(workflow) for workflow in run_workflows.find_workflows(cluster, run)]
 
 
 def _pods(run: str) -> list[str]:

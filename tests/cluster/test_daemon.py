@@ -8,8 +8,8 @@ from tests.cluster.conftest import STORE
 from tests.cluster.making import digests
 from tests.waiting import until
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.watch import status
-from tuneloop.config.loading import find
+from tuneloop.cluster.watch import read_status
+from tuneloop.config.loading import find_pipeline
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.settings import RUN_LABEL
 
@@ -27,10 +27,10 @@ SETTINGS = [
 
 def test_every_workflow_has_a_server_of_its_own(cluster: Connection, run: str) -> None:
     """The stages themselves refuse rollouts of another version. The memory is what the plan estimates."""
-    pipeline = find("grpo")
-    argo.submit(cluster, pipeline.build(pipeline.configure(sets=SETTINGS)), run=run, store=STORE)
-    assert argo.wait(cluster, run) == 0
-    seen = status(cluster, run)
+    pipeline = find_pipeline("grpo")
+    argo.submit_workflow(cluster, pipeline.build(pipeline.configure(sets=SETTINGS)), run=run, store=STORE)
+    assert argo.wait_for_run(cluster, run) == 0
+    seen = read_status(cluster, run)
     assert seen.workflows == [run, f"{run}-2"]
     servers = [node for node in seen.nodes.values() if node.template == "serve" and node.type == "Pod"]
     made = digests(seen.nodes.values(), run)

@@ -7,7 +7,7 @@ import pytest
 from tests.cluster.conftest import STORE
 from tests.cluster.test_queue import running, until
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.watch import logs, status
+from tuneloop.cluster.watch import read_logs, read_status
 from tuneloop.core.ends import AWAY, EVICTED, KILL, MEMORY, SUCCEEDED, classify_end
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.settings import RUN_LABEL, Cluster
@@ -38,7 +38,7 @@ def workflow(deadline: str = "") -> dict[str, Any]:
     from hera.workflows import DAG, Container
 
     from tuneloop.argo.pod_fields import retried_pod_fields
-    from tuneloop.argo.template import workflow as new_workflow
+    from tuneloop.argo.template import define_workflow as new_workflow
 
     sizes = Cluster(queue="", cpu="50m", memory="64Mi", memory_on_retry="96Mi")
     with new_workflow("ends") as built:
@@ -56,25 +56,25 @@ def workflow(deadline: str = "") -> dict[str, Any]:
 def test_what_ends_is_started_again_however_long_it_ran(cluster: Connection, run: str) -> None:
     """Beside it the same stage with the deadline that was rendered once: it is not even tried again."""
     new, old = f"{run}-a", f"{run}-b"
-    argo.submit(cluster, workflow(), run=new, store=STORE)
-    argo.submit(cluster, workflow(f"{OLD_LIMIT_S}s"), run=old, store=STORE)
+    argo.submit_workflow(cluster, workflow(), run=new, store=STORE)
+    argo.submit_workflow(cluster, workflow(f"{OLD_LIMIT_S}s"), run=old, store=STORE)
     until(lambda: running(cluster, new) and running(cluster, old))
     until(lambda: _ran_for(cluster, new, OLD_LIMIT_S + 5))
     for name in (new, old):
         cluster.core.delete_collection_namespaced_pod(
             cluster.namespace, label_selector=f"{RUN_LABEL}={name}", grace_period_seconds=0
         )
-    assert argo.wait(cluster, new) == 0
-    assert argo.wait(cluster, old) != 0
+    assert argo.wait_for_run(cluster, new) == 0
+    assert argo.wait_for_run(cluster, old) != 0
 
-    attempts = [node for node in status(cluster, new).nodes.values() if node.type == "Pod"]
+    attempts = [node for node in read_status(cluster, new).nodes.values() if node.type == "Pod"]
     ends = [classify_end(n.phase, -1 if n.exit_code is None else n.exit_code, n.message) for n in attempts]
     assert ends == [EVICTED, AWAY, KILL, MEMORY, SUCCEEDED], [(n.phase, n.exit_code, n.message) for n in attempts]
-    said = {int(line.split()[1].strip(",")): line for _, line in logs(cluster, new) if line.startswith("attempt ")}
+    said = {int(line.split()[1].strip(",")): line for _, line in read_logs(cluster, new) if line.startswith("attempt ")}
     assert 'after: Failed 75 main: Error (exit code 75): unavailable: store: "s3://b" is away' in said[2]
     assert "after: Failed 132" in said[3]
     assert "limit 100663296, after: Failed 137 main: OOMKilled" in said[4]
-    abandoned = [node for node in status(cluster, old).nodes.values() if node.type == "Pod"]
+    abandoned = [node for node in read_status(cluster, old).nodes.values() if node.type == "Pod"]
     assert len(abandoned) == 1
 
 

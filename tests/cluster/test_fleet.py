@@ -12,7 +12,7 @@ from tests.cluster.operator import IMAGE, operating
 from tests.cluster.test_queue import until
 from tests.cluster.volumes import apply
 from tuneloop.argo.pod_fields import RESTRICTED
-from tuneloop.cli import invoke
+from tuneloop.cli import run_cli
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.core.errors import UserError
@@ -25,10 +25,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 REFIT = """
 from tuneloop.inference.fleet import open_fleet
-from tuneloop.inference.fleet.refit import Target, refit
+from tuneloop.inference.fleet.refit import Target, refit_fleet
 wanted = Target("7@xxh3-128:0123", "/store/v7/model")
-first = refit(open_fleet("dynamo://GRAPH.NAMESPACE"), wanted).workers
-again = refit(open_fleet("dns://GRAPH-worker.NAMESPACE:8081"), wanted).workers
+first = refit_fleet(open_fleet("dynamo://GRAPH.NAMESPACE"), wanted).workers
+again = refit_fleet(open_fleet("dns://GRAPH-worker.NAMESPACE:8081"), wanted).workers
 print("found", sum(paused > 0 for paused in first.values()), list(again.values()))
 """
 
@@ -46,12 +46,12 @@ def manifest(cluster: Connection, name: str, *more: str, labels: dict[str, str] 
     others = [{"name": each, "type": "worker"} for each in more]
     made = {"apiVersion": "nvidia.com/v1beta1", "kind": graphs.KIND, "metadata": {"name": name}}
     made["spec"] = {"components": [frontend, worker, *others]}
-    return graphs.render([made], namespace=cluster.namespace, labels=labels)
+    return graphs.render_graph([made], namespace=cluster.namespace, labels=labels)
 
 
 def start(cluster: Connection, run: str) -> str:
-    made = run_workflows.prepare(sleeper(60, ""), run=run, store=STORE, namespace=cluster.namespace)
-    return argo.create(cluster, made, run)
+    made = run_workflows.prepare_workflow(sleeper(60, ""), run=run, store=STORE, namespace=cluster.namespace)
+    return argo.create_workflow(cluster, made, run)
 
 
 def test_a_graph_is_ready_before_its_run_and_goes_with_it(
@@ -61,21 +61,21 @@ def test_a_graph_is_ready_before_its_run_and_goes_with_it(
 
     def begin() -> str:
         said.append("start")
-        assert all(gate.open for gate in graphs.gates(cluster, run))
-        assert "ownerReferences" not in graphs.find(cluster, run)["metadata"]
+        assert all(gate.open for gate in graphs.read_gates(cluster, run))
+        assert "ownerReferences" not in graphs.find_graph(cluster, run)["metadata"]
         return start(cluster, run)
 
     wanted = manifest(cluster, run, labels={RUN_LABEL: run})
     assert graphs.bring_up(cluster, wanted, begin, tell=said.append, timeout=300) == run
     assert said[0] == f"{run}: created" and said[-2:] == [f"{run}: ready", "start"]
-    live = graphs.find(cluster, run)
-    workflow = run_workflows.workflows(cluster, run)[0]["metadata"]
+    live = graphs.find_graph(cluster, run)
+    workflow = run_workflows.find_workflows(cluster, run)[0]["metadata"]
     (owner,) = live["metadata"]["ownerReferences"]
     assert (owner["uid"], owner["controller"]) == (workflow["uid"], False)
     assert live["spec"] == wanted["spec"] and "serviceAccount" not in json.dumps(live)
 
     place = f"{run}.{cluster.namespace}"
-    assert invoke(["fleet", "status", f"dynamo://{place}"]) == 0
+    assert run_cli(["fleet", "status", f"dynamo://{place}"]) == 0
     assert capsys.readouterr().out.count("open") == 3
     workers = open_fleet(f"service://{run}-worker.{cluster.namespace}").discover()
     selector = f"app={run}-worker"
@@ -89,7 +89,7 @@ def test_a_graph_is_ready_before_its_run_and_goes_with_it(
     until(
         lambda: not kubectl("-n", cluster.namespace, "get", "dgd,deploy,pod", "-l", f"app={run}-worker", "-o", "name")
     )
-    assert graphs.find(cluster, run) is None
+    assert graphs.find_graph(cluster, run) is None
 
 
 def refitted(cluster: Connection, run: str) -> str:
@@ -121,7 +121,7 @@ def test_what_can_not_be_used_is_taken_down_again(cluster: Connection, operator:
     said: list[str] = []
     with pytest.raises(UserError, match="its operator gave up: no node has such a device"):
         graphs.bring_up(cluster, manifest(cluster, run, "broken"), tell=said.append, timeout=60)
-    until(lambda: graphs.find(cluster, run) is None)
+    until(lambda: graphs.find_graph(cluster, run) is None)
     assert said[-1] == f"{run}: taken down again"
 
 
@@ -130,7 +130,7 @@ def test_one_that_stood_before_is_nobody_elses_to_end(cluster: Connection, opera
     said: list[str] = []
     try:
         graphs.bring_up(cluster, manifest(cluster, run), tell=said.append, timeout=300)
-        other = graphs.render([manifest(cluster, run)], sets=["spec.components.worker.replicas=3"])
+        other = graphs.render_graph([manifest(cluster, run)], sets=["spec.components.worker.replicas=3"])
 
         def fails() -> str:
             raise UserError("run", run, "can not be started")
@@ -140,8 +140,8 @@ def test_one_that_stood_before_is_nobody_elses_to_end(cluster: Connection, opera
         assert f"{run}: stands already, and differs: spec.components[1].replicas" in said
         graphs.bring_up(cluster, other, lambda: start(cluster, run), tell=said.append)
         assert said[-1] == f"{run}: was not made for this run, and stays when it ends"
-        assert "ownerReferences" not in graphs.find(cluster, run)["metadata"]
+        assert "ownerReferences" not in graphs.find_graph(cluster, run)["metadata"]
     finally:
-        assert invoke(["fleet", "down", run, "-n", cluster.namespace]) == 0
-    until(lambda: graphs.find(cluster, run) is None)
-    assert invoke(["fleet", "down", run, "-n", cluster.namespace]) == 1
+        assert run_cli(["fleet", "down", run, "-n", cluster.namespace]) == 0
+    until(lambda: graphs.find_graph(cluster, run) is None)
+    assert run_cli(["fleet", "down", run, "-n", cluster.namespace]) == 1

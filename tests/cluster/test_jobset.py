@@ -9,14 +9,14 @@ import pytest
 
 from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import digests
-from tuneloop.argo.lint import lint
+from tuneloop.argo.lint import lint_workflow
 from tuneloop.argo.pipeline import LIMITS, Tasks, build_templates, template_of
 from tuneloop.argo.tasks import Output
-from tuneloop.argo.template import stage_template, workflow
+from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.watch import logs, nodes
-from tuneloop.config.loading import find
+from tuneloop.cluster.watch import read_logs, read_nodes
+from tuneloop.config.loading import find_pipeline
 from tuneloop.kube.connection import Connection
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
@@ -36,7 +36,7 @@ def twice(cluster: Cluster = SMALL, max_steps: int = 300) -> dict[str, Any]:
     from hera.workflows import DAG
 
     settings = {"max_steps": max_steps, "save_steps": 10, "per_device_train_batch_size": 8, "device": "cpu"}
-    with workflow("twice") as built:
+    with define_workflow("twice") as built:
         prepare = stage_template(data_prep, {"train": 64, "sft": 64, "eval": 8}, cluster=cluster)
         bring = stage_template(base_model, {"model": "tiny-qwen3"}, cluster=cluster)
         pair = stage_template(sft, settings, nodes=2, cluster=cluster)
@@ -54,7 +54,7 @@ def twice(cluster: Cluster = SMALL, max_steps: int = 300) -> dict[str, Any]:
             second = pair(name="pair", arguments={**given, "checkpoint": f"{RUN}/pair"})
             data >> model >> first >> second
     made: dict[str, Any] = built.to_dict()
-    assert not lint(made)
+    assert not lint_workflow(made)
     return made
 
 
@@ -66,22 +66,25 @@ def trained(cluster: Connection, run: str) -> bool:
 
 
 def test_one_of_two_pods_is_killed_and_the_bytes_are_those_of_one_pod(cluster: Connection, run: str) -> None:
-    argo.submit(cluster, twice(), run=run, store=STORE)
+    argo.submit_workflow(cluster, twice(), run=run, store=STORE)
     deadline = time.monotonic() + 420
     while not trained(cluster, run):
         assert time.monotonic() < deadline
-        assert run_workflows.phase(run_workflows.workflows(cluster, run)[-1]) in ("Pending", "Running")
+        assert run_workflows.get_workflow_phase(run_workflows.find_workflows(cluster, run)[-1]) in (
+            "Pending",
+            "Running",
+        )
         time.sleep(1)
     victim = f"{PODS}={run}-sft,batch.kubernetes.io/job-completion-index=1"
     kubectl("-n", cluster.namespace, "delete", "pod", "-l", victim, "--grace-period=0", "--force")
-    assert argo.wait(cluster, run) == 0
-    found = run_workflows.workflows(cluster, run)[-1]
-    references = {n.display_name: n.outputs.get("checkpoint", "") for n in nodes(found).values()}
+    assert argo.wait_for_run(cluster, run) == 0
+    found = run_workflows.find_workflows(cluster, run)[-1]
+    references = {n.display_name: n.outputs.get("checkpoint", "") for n in read_nodes(found).values()}
     assert references["one"].partition("@")[2] == references["pair"].partition("@")[2] != ""
     jobset = cluster.get("jobset.x-k8s.io", "v1alpha2", "jobsets", f"{run}-sft")
     assert jobset["status"]["restarts"] == 1
     assert jobset["metadata"]["ownerReferences"][0]["kind"] == "Workflow"
-    said = [line for stage, line in logs(cluster, run, stage="sft")]
+    said = [line for stage, line in read_logs(cluster, run, stage="sft")]
     assert any("resumed after step" in line for line in said), said
 
 
@@ -99,7 +102,7 @@ def updated(grpo: Any, config: Any) -> dict[str, Any]:
     """data-prep → base-model → the pipeline's loop, then both of its updates anew, each in a pod of two processes."""
     from hera.workflows import DAG
 
-    with workflow("updated", config.loop.model_dump(include=LIMITS)) as built:
+    with define_workflow("updated", config.loop.model_dump(include=LIMITS)) as built:
         templates = build_templates(config, grpo.stages(config), grpo.LOOP)
         single = grpo.stages(config.model_copy(update={"nodes": 1, "processes": 2}))
         again = template_of(next(spec for spec in single if spec.component is policy_update), config, grpo.LOOP)
@@ -118,18 +121,18 @@ def updated(grpo: Any, config: Any) -> dict[str, Any]:
                 before = before >> again(name=f"one-{i}", arguments=about)
                 policy = Output(before, "checkpoint")
     made: dict[str, Any] = built.to_dict()
-    assert not lint(made)
+    assert not lint_workflow(made)
     return made
 
 
 @pytest.mark.slow
 def test_the_updates_of_a_loop_are_jobsets_with_the_bytes_of_one_pod(cluster: Connection, run: str) -> None:
-    grpo = find("grpo")
-    argo.submit(cluster, updated(grpo.module, grpo.configure(sets=LOOP)), run=run, store=STORE)
-    assert argo.wait(cluster, run) == 0
+    grpo = find_pipeline("grpo")
+    argo.submit_workflow(cluster, updated(grpo.module, grpo.configure(sets=LOOP)), run=run, store=STORE)
+    assert argo.wait_for_run(cluster, run) == 0
     jobs = cluster.list("jobset.x-k8s.io", "v1alpha2", "jobsets", selector=f"{RUN_LABEL}={run}")
     assert [job["metadata"]["name"] for job in jobs] == [f"{run}-policy-update-{i}" for i in (1, 2)]
-    found = digests(nodes(run_workflows.workflows(cluster, run)[-1]).values(), run)
+    found = digests(read_nodes(run_workflows.find_workflows(cluster, run)[-1]).values(), run)
     assert {i: found[f"iterations/{i}/policy-update"] for i in "12"} == {i: found[f"one/{i}"] for i in "12"}
-    said = [line for stage, line in logs(cluster, run) if stage == "one-2"]
+    said = [line for stage, line in read_logs(cluster, run) if stage == "one-2"]
     assert any(re.search(r"policy_update: 1 steps on (8|12|16) of 16 rollouts", line) for line in said), said

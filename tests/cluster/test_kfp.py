@@ -18,11 +18,11 @@ from kfp import dsl
 from tests.cluster.conftest import ROOT, STORE, kubectl
 from tests.cluster.test_jobset import SMALL
 from tests.cluster.volumes import apply
-from tuneloop.argo.trainjob import trainjob
+from tuneloop.argo.trainjob import as_trainjob
 from tuneloop.config.kfp import Kfp
-from tuneloop.config.loading import find
+from tuneloop.config.loading import find_pipeline
 from tuneloop.kfp.client import compile_to
-from tuneloop.kfp.jobs import NAME, launch_step, mark
+from tuneloop.kfp.jobs import NAME, format_placeholder, launch_step
 from tuneloop.kfp.launch import job_name
 from tuneloop.kube.connection import Connection
 from tuneloop.training.backends.native import Native
@@ -110,7 +110,7 @@ def _fixed(value: dict[str, Any]) -> bool:
 @pytest.fixture(scope="module")
 def tasks(cluster: Connection, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tasks]:
     """Of the sft pipeline, in a run of its own."""
-    pipeline, run = find("sft"), f"t{os.urandom(4).hex()}"
+    pipeline, run = find_pipeline("sft"), f"t{os.urandom(4).hex()}"
     built = pipeline.module.build_kfp(pipeline.configure(None, SETTINGS))
     yield Tasks(cluster.namespace, run, compiled(built, tmp_path_factory.mktemp("kfp")))
     kubectl("-n", cluster.namespace, "delete", "pods", "-l", f"test={run}", "--wait=false")
@@ -155,9 +155,13 @@ def runtimes() -> Iterator[None]:
 def test_a_trainjob_of_two_pods_as_a_component_of_any_pipeline(
     tasks: Tasks, made: dict[str, Any], runtimes: None, tmp_path: Path
 ) -> None:
-    own = {"policy": mark("policy"), "prompts": mark("prompts"), "checkpoint": mark("url")}
+    own = {
+        "policy": format_placeholder("policy"),
+        "prompts": format_placeholder("prompts"),
+        "checkpoint": format_placeholder("url"),
+    }
     backend = Native(nodes=2, args={**own, "max_steps": 3, "device": "cpu", "per_device_train_batch_size": 2})
-    job, inputs = trainjob(backend, NAME, SMALL), ["policy", "prompts"]
+    job, inputs = as_trainjob(backend, NAME, SMALL), ["policy", "prompts"]
     step = launch_step(job, inputs=inputs, parameters=["url"], cluster=SMALL, kfp=Kfp(jobs=tasks.namespace))
 
     @dsl.pipeline(name="own")

@@ -13,8 +13,8 @@ from tests.cluster.making import digests
 from tests.cluster.test_queue import until
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.watch import logs, nodes, status
-from tuneloop.config.loading import find
+from tuneloop.cluster.watch import read_logs, read_nodes, read_status
+from tuneloop.config.loading import find_pipeline
 from tuneloop.kube.connection import Connection
 from tuneloop.local.workflow_parts import execute_parts
 
@@ -29,28 +29,28 @@ SMALL = [
 
 
 def test_stopped_and_resumed_equals_this_machine(cluster: Connection, run: str, tmp_path: Path) -> None:
-    pipeline = find("sft_then_grpo")
+    pipeline = find_pipeline("sft_then_grpo")
     workflow = pipeline.build(pipeline.configure(sets=[*SMALL, "loop.iterations_per_pod=2"]))
-    argo.submit(cluster, workflow, run=run, store=STORE)
+    argo.submit_workflow(cluster, workflow, run=run, store=STORE)
     until(lambda: _trained(cluster, run))
-    assert argo.stop(cluster, run) == 1
-    stopped = nodes(run_workflows.workflows(cluster, run)[0]).values()
+    assert argo.stop_run(cluster, run) == 1
+    stopped = read_nodes(run_workflows.find_workflows(cluster, run)[0]).values()
     assert {node.phase for node in stopped if node.display_name.startswith("sft")} == {"Failed"}
 
-    assert argo.submit(cluster, workflow, run=run, store=STORE) == f"{run}-2"
-    assert argo.wait(cluster, run) == 0
-    assert ("data-prep", "data_prep: committed already, nothing to do") in list(logs(cluster, run))
-    assert status(cluster, run).workflows == [run, f"{run}-2"]
+    assert argo.submit_workflow(cluster, workflow, run=run, store=STORE) == f"{run}-2"
+    assert argo.wait_for_run(cluster, run) == 0
+    assert ("data-prep", "data_prep: committed already, nothing to do") in list(read_logs(cluster, run))
+    assert read_status(cluster, run).workflows == [run, f"{run}-2"]
     fine = pipeline.build(pipeline.configure(sets=SMALL))
     here = execute_parts(fine, workdir=tmp_path / "state", arguments={"run": run, "store": str(tmp_path)})
     assert here.phase == "Succeeded", here.message
-    there, ours = digests(status(cluster, run).nodes.values(), run), digests(here.nodes.values(), run)
+    there, ours = digests(read_status(cluster, run).nodes.values(), run), digests(here.nodes.values(), run)
     assert len(ours) == 12 and "iterations/2/policy-update" in there
     assert there == {key: digest for key, digest in ours.items() if key in there} and len(there) == 7
 
 
 def _trained(cluster: Connection, run: str) -> bool:
     """Whether sft is past its first resume point."""
-    assert status(cluster, run).phase in ("Pending", "Running"), list(logs(cluster, run))[-5:]
-    lines = [line for stage, line in logs(cluster, run) if stage == "sft"]
+    assert read_status(cluster, run).phase in ("Pending", "Running"), list(read_logs(cluster, run))[-5:]
+    lines = [line for stage, line in read_logs(cluster, run) if stage == "sft"]
     return any(int(match[1]) > 10 for line in lines if (match := re.match(r"sft: (\d+)/", line)))

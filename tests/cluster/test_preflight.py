@@ -13,10 +13,10 @@ import yaml
 from tests.cluster.conftest import STORE, forwarded, kubectl, sleeper
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.preflight import LISTED, problems
-from tuneloop.cluster.watch import status
+from tuneloop.cluster.preflight import LISTED, find_problems
+from tuneloop.cluster.watch import read_status
 from tuneloop.core.errors import UserError
-from tuneloop.kube.connection import Connection, connect
+from tuneloop.kube.connection import Connection, connect_to_cluster
 
 pytestmark = pytest.mark.cluster
 
@@ -60,10 +60,10 @@ def _path(workflow: dict[str, Any]) -> None:
 def test_what_is_missing(
     cluster: Connection, run: str, spoil: Callable[[dict[str, Any]], None], field: str, told: str
 ) -> None:
-    made = run_workflows.prepare(sleeper(1), run=run, store=STORE)
-    assert problems(cluster, made) == []
+    made = run_workflows.prepare_workflow(sleeper(1), run=run, store=STORE)
+    assert find_problems(cluster, made) == []
     spoil(made)
-    (problem,) = problems(cluster, made)
+    (problem,) = find_problems(cluster, made)
     assert problem.field == field and told in str(problem)
     assert "\n" not in str(problem)
 
@@ -76,11 +76,13 @@ def test_a_bucket_that_is_not_there(
     for name, value in secret.items():
         monkeypatch.setenv(name, base64.b64decode(value).decode())
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    assert problems(cluster, run_workflows.prepare(sleeper(1), run=run, store=STORE)) == []
-    (problem,) = problems(cluster, run_workflows.prepare(sleeper(1), run=run, store="s3://no-such-bucket/runs"))
+    assert find_problems(cluster, run_workflows.prepare_workflow(sleeper(1), run=run, store=STORE)) == []
+    (problem,) = find_problems(
+        cluster, run_workflows.prepare_workflow(sleeper(1), run=run, store="s3://no-such-bucket/runs")
+    )
     assert problem.field == "store" and "correct the URL" in str(problem)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    (problem,) = problems(cluster, run_workflows.prepare(sleeper(1), run=run, store=STORE))
+    (problem,) = find_problems(cluster, run_workflows.prepare_workflow(sleeper(1), run=run, store=STORE))
     assert problem.field == "store"
 
 
@@ -96,37 +98,37 @@ def endpoint(cluster: Connection) -> Iterator[str]:
 def test_an_image_that_no_node_has(cluster: Connection, run: str) -> None:
     if any(len(node.status.images) >= LISTED for node in cluster.core.list_node().items):
         pytest.skip("a node has more images than it reports")
-    made = run_workflows.prepare(sleeper(1), run=run, store=STORE)
+    made = run_workflows.prepare_workflow(sleeper(1), run=run, store=STORE)
     container = made["spec"]["templates"][0]["container"]
     container["image"] = "tuneloop/base:forgotten"
-    (problem,) = problems(cluster, made)
+    (problem,) = find_problems(cluster, made)
     assert "image: 'tuneloop/base:forgotten': is on no node, and names no registry" in str(problem)
     container["image"] = "registry.example/tuneloop/base:forgotten"  # not ours to ask
-    assert problems(cluster, made) == []
+    assert find_problems(cluster, made) == []
 
 
 def test_an_unknown_priority(cluster: Connection, run: str) -> None:
     with pytest.raises(UserError, match="'urgent': is no WorkloadPriorityClass"):
-        argo.submit(cluster, sleeper(1), run=run, store=STORE, priority="urgent")
+        argo.submit_workflow(cluster, sleeper(1), run=run, store=STORE, priority="urgent")
     with pytest.raises(UserError, match="no workflow in namespace"):  # nothing was created
-        run_workflows.workflows(cluster, run)
+        run_workflows.find_workflows(cluster, run)
 
 
 def test_a_namespace_that_does_not_exist(cluster: Connection, run: str) -> None:
     elsewhere = dataclasses.replace(cluster, namespace="no-such-place")
     with pytest.raises(UserError, match="'no-such-place': does not exist in context"):
-        argo.submit(elsewhere, sleeper(1), run=run, store=STORE)
+        argo.submit_workflow(elsewhere, sleeper(1), run=run, store=STORE)
 
 
 def test_no_argo(cluster: Connection, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuneloop.cluster.preflight.WORKFLOWS", ("argoproj.io", "v1alpha1", "nosuchworkflows"))
     with pytest.raises(UserError, match="has no Argo Workflows"):
-        argo.submit(cluster, sleeper(1), run=run, store=STORE)
+        argo.submit_workflow(cluster, sleeper(1), run=run, store=STORE)
 
 
 def test_a_context_that_does_not_exist() -> None:
     with pytest.raises(UserError, match=r"cluster: 'nowhere': no usable cluster configuration"):
-        connect(context="nowhere")
+        connect_to_cluster(context="nowhere")
 
 
 def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +143,9 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "config"
     path.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **config}))
     monkeypatch.setenv("KUBECONFIG", str(path))
-    dead = connect()
+    dead = connect_to_cluster()
     with pytest.raises(UserError, match=r"cluster: 'dead': http://127.0.0.1:9 does not answer"):
-        run_workflows.workflows(dead, "any")
+        run_workflows.find_workflows(dead, "any")
 
 
 def _as(cluster: Connection, user: str) -> Connection:
@@ -162,7 +164,7 @@ def _as(cluster: Connection, user: str) -> Connection:
 def test_an_account_that_may_not_create(cluster: Connection, run: str) -> None:
     """The account of the stages has no rights: what it may not see counts as present."""
     stage = _as(cluster, "system:serviceaccount:tuneloop:tuneloop-stage")
-    (problem,) = problems(stage, run_workflows.prepare(sleeper(1), run=run, store=STORE))
+    (problem,) = find_problems(stage, run_workflows.prepare_workflow(sleeper(1), run=run, store=STORE))
     assert "may not create workflows in namespace tuneloop" in str(problem)
 
 
@@ -172,8 +174,8 @@ def test_the_role_for_people_suffices(cluster: Connection, run: str) -> None:
     kubectl("-n", cluster.namespace, "create", *words)
     try:
         person = _as(cluster, user)
-        argo.submit(person, sleeper(60), run=run, store=STORE)
-        assert status(person, run).phase in ("Pending", "Running")
-        assert argo.stop(person, run) == 1
+        argo.submit_workflow(person, sleeper(60), run=run, store=STORE)
+        assert read_status(person, run).phase in ("Pending", "Running")
+        assert argo.stop_run(person, run) == 1
     finally:
         kubectl("-n", cluster.namespace, "delete", *words[:2])

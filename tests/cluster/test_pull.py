@@ -28,8 +28,8 @@ def test_versions_go_through_s3(root: str, tmp_path: Path) -> None:
     finally:
         running.process.kill()
         running.process.wait()
-    late = weights.materialize(root, None, tmp_path / "late")
+    late = weights.materialize_version(root, None, tmp_path / "late")
     assert (late.full, late.deltas, late.source) == (0, [1, 2], policies[2].manifest.digest)
     with pytest.raises(weights.PointerRewind):
         publish(root, policies[1])
-    assert weights.verify(root).version == 2 and weights.gc(root) == []
+    assert weights.verify_version(root).version == 2 and weights.delete_unused_versions(root) == []

@@ -7,7 +7,7 @@ import pytest
 from tests import waiting
 from tests.cluster.conftest import STORE, sleeper
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.watch import logs, status
+from tuneloop.cluster.watch import read_logs, read_status
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.settings import RUN_LABEL
 
@@ -19,42 +19,42 @@ def until(what: Callable[[], bool], seconds: float = waiting.LIMIT_S) -> None:
 
 
 def running(cluster: Connection, run: str) -> bool:
-    return any(node.type == "Pod" and node.phase == "Running" for node in status(cluster, run).nodes.values())
+    return any(node.type == "Pod" and node.phase == "Running" for node in read_status(cluster, run).nodes.values())
 
 
 def test_two_runs_and_quota_for_one(cluster: Connection, tight: str, run: str) -> None:
     first, second = f"{run}-a", f"{run}-b"
-    argo.submit(cluster, sleeper(60, tight), run=first, store=STORE)
+    argo.submit_workflow(cluster, sleeper(60, tight), run=first, store=STORE)
     until(lambda: running(cluster, first))
-    argo.submit(cluster, sleeper(1, tight), run=second, store=STORE)
-    until(lambda: bool(status(cluster, second).waiting))
-    until(lambda: "insufficient" in str(status(cluster, second).waiting))
-    assert argo.wait(cluster, first) == 0
-    assert argo.wait(cluster, second) == 0
-    assert not status(cluster, second).waiting
+    argo.submit_workflow(cluster, sleeper(1, tight), run=second, store=STORE)
+    until(lambda: bool(read_status(cluster, second).waiting))
+    until(lambda: "insufficient" in str(read_status(cluster, second).waiting))
+    assert argo.wait_for_run(cluster, first) == 0
+    assert argo.wait_for_run(cluster, second) == 0
+    assert not read_status(cluster, second).waiting
 
 
 def test_a_high_priority_preempts_and_the_other_comes_back(cluster: Connection, tight: str, run: str) -> None:
     low, high = f"{run}-a", f"{run}-b"
-    argo.submit(cluster, sleeper(45, tight), run=low, store=STORE, priority="tuneloop-low")
+    argo.submit_workflow(cluster, sleeper(45, tight), run=low, store=STORE, priority="tuneloop-low")
     until(lambda: running(cluster, low))
-    argo.submit(cluster, sleeper(1, tight), run=high, store=STORE, priority="tuneloop-high")
-    assert argo.wait(cluster, high) == 0
-    assert argo.wait(cluster, low) == 0
-    attempts = [node for node in status(cluster, low).nodes.values() if node.type == "Pod"]
+    argo.submit_workflow(cluster, sleeper(1, tight), run=high, store=STORE, priority="tuneloop-high")
+    assert argo.wait_for_run(cluster, high) == 0
+    assert argo.wait_for_run(cluster, low) == 0
+    attempts = [node for node in read_status(cluster, low).nodes.values() if node.type == "Pod"]
     assert [node.phase for node in attempts][-1] == "Succeeded" and len(attempts) > 1
 
 
 def test_stop_releases_what_waits_and_what_runs(cluster: Connection, tight: str, run: str) -> None:
     first, second = f"{run}-a", f"{run}-b"
-    argo.submit(cluster, sleeper(300, tight), run=first, store=STORE)
+    argo.submit_workflow(cluster, sleeper(300, tight), run=first, store=STORE)
     until(lambda: running(cluster, first))
-    argo.submit(cluster, sleeper(300, tight), run=second, store=STORE)
-    until(lambda: bool(status(cluster, second).waiting))
+    argo.submit_workflow(cluster, sleeper(300, tight), run=second, store=STORE)
+    until(lambda: bool(read_status(cluster, second).waiting))
     for name in (second, first):
-        assert argo.stop(cluster, name) == 1
-        assert argo.wait(cluster, name) != 0
-        assert not status(cluster, name).waiting
+        assert argo.stop_run(cluster, name) == 1
+        assert argo.wait_for_run(cluster, name) != 0
+        assert not read_status(cluster, name).waiting
     pods = cluster.core.list_namespaced_pod(cluster.namespace).items
     assert not [p for p in pods if p.metadata.labels.get(RUN_LABEL) in (first, second) and p.status.phase == "Running"]
-    assert ("sleep", "begun") in list(logs(cluster, first))
+    assert ("sleep", "begun") in list(read_logs(cluster, first))

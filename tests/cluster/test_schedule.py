@@ -13,8 +13,8 @@ from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import digits
 from tests.cluster.test_queue import until
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.schedule import CRON, LABEL, schedule, unschedule
-from tuneloop.cluster.watch import status
+from tuneloop.cluster.schedule import CRON, LABEL, apply_schedule, delete_schedule
+from tuneloop.cluster.watch import read_status
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.workflow.settings import RUN_LABEL
@@ -55,24 +55,24 @@ def runs(cluster: Connection, name: str) -> list[str]:
 
 
 def test_new_data_is_a_new_run_and_old_data_is_skipped(cluster: Connection, name: str) -> None:
-    schedule(cluster, digits(), name=name, store=STORE, cron="* * * * *")
+    apply_schedule(cluster, digits(), name=name, store=STORE, cron="* * * * *")
     until(lambda: bool(runs(cluster, name)))  # the controller's own clock
     (first,) = runs(cluster, name)
-    schedule(cluster, digits(), name=name, store=STORE, cron="0 0 1 1 *")  # changed: no further look of its own
+    apply_schedule(cluster, digits(), name=name, store=STORE, cron="0 0 1 1 *")  # changed: no further look of its own
     assert first.startswith(f"{name}-")
-    assert argo.wait(cluster, first) == 0
-    assert [node.template for node in status(cluster, first).nodes.values() if node.type == "Pod"] == ["data-prep"]
+    assert argo.wait_for_run(cluster, first) == 0
+    assert [node.template for node in read_status(cluster, first).nodes.values() if node.type == "Pod"] == ["data-prep"]
     assert look(cluster, name) == f"skipped: no new data since {first}"
 
-    schedule(cluster, digits(seed=1), name=name, store=STORE, cron="0 0 1 1 *")
+    apply_schedule(cluster, digits(seed=1), name=name, store=STORE, cron="0 0 1 1 *")
     told = look(cluster, name)
     assert told.startswith(f"started {name}-") and told != f"started {first}"
     second = told.split()[1]
     assert runs(cluster, name) == [first, second]
-    assert argo.stop(cluster, second) <= 1
-    unschedule(cluster, name)
+    assert argo.stop_run(cluster, second) <= 1
+    delete_schedule(cluster, name)
     with pytest.raises(UserError, match="is none of namespace"):
-        unschedule(cluster, name)
+        delete_schedule(cluster, name)
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_ticks_that_overlap_are_skipped_and_so_is_a_look_while_a_run_is_under_wa
     cluster: Connection, name: str
 ) -> None:
     """The clock ticks every 3 s. A look takes longer: it is let end; what it has started is let end, too."""
-    schedule(cluster, digits(seconds=300), name=name, store=STORE, cron="@every 3s")
+    apply_schedule(cluster, digits(seconds=300), name=name, store=STORE, cron="@every 3s")
     seen: dict[str, tuple[str, str]] = {}
 
     def second() -> str | None:
@@ -96,7 +96,7 @@ def test_ticks_that_overlap_are_skipped_and_so_is_a_look_while_a_run_is_under_wa
     skipped = (datetime.fromisoformat(first_ended) - datetime.fromisoformat(begun)).total_seconds() / 3
     assert skipped > 2, seen
     told = said(cluster, str(second()))
-    unschedule(cluster, name)
+    delete_schedule(cluster, name)
     (run,) = runs(cluster, name)
     assert told == f"skipped: {run} is under way"
-    assert argo.stop(cluster, run) == 1
+    assert argo.stop_run(cluster, run) == 1

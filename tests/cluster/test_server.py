@@ -12,8 +12,8 @@ from tests.cluster.test_queue import until
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.argo_server import Server
-from tuneloop.cluster.watch import status
-from tuneloop.config.loading import find
+from tuneloop.cluster.watch import read_status
+from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection
 
@@ -43,19 +43,19 @@ def test_a_pipeline_file_submits_itself_and_returns_how_the_run_ended(
         2,
         f"{run}: submitted as workflow {run} to http://{server}",
     )
-    rendered = find("sft").build(find("sft").configure(config))
-    (live,) = run_workflows.workflows(cluster, run)
-    wanted = run_workflows.prepare(rendered, run=run, store=STORE)
+    rendered = find_pipeline("sft").build(find_pipeline("sft").configure(config))
+    (live,) = run_workflows.find_workflows(cluster, run)
+    wanted = run_workflows.prepare_workflow(rendered, run=run, store=STORE)
     assert live["spec"]["arguments"] == wanted["spec"]["arguments"]
     # The server writes down empty fields, too.
     mine, theirs = ([t.get("container", {}).get("args") for t in w["spec"]["templates"]] for w in (wanted, live))
     assert mine == theirs
 
     assert subprocess.run(command[:-1], cwd=ROOT, capture_output=True).returncode == 0
-    until(lambda: status(cluster, run).workflows == [run, f"{run}-2"])
+    until(lambda: read_status(cluster, run).workflows == [run, f"{run}-2"])
     with pytest.raises(UserError, match=f"is under way as workflow {run}-2"):
         Server(f"http://{server}").submit(wanted, run)
-    argo.stop(cluster, run)
+    argo.stop_run(cluster, run)
 
 
 def test_a_server_that_does_not_answer(run: str) -> None:

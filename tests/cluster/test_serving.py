@@ -10,10 +10,10 @@ import pytest
 from tests.cluster.conftest import ROOT, STORE, kubectl
 from tests.cluster.test_jobset import RUN, SMALL
 from tests.cluster.volumes import apply
-from tuneloop.argo.template import stage_template, workflow
+from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.watch import nodes
+from tuneloop.cluster.watch import read_nodes
 from tuneloop.kube.connection import Connection
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
@@ -55,7 +55,7 @@ def served(cluster: Connection, run: str, tmp_path: Path) -> Iterator[str]:
     """The reference of an exported model that a Deployment serves."""
     from hera.workflows import DAG
 
-    with workflow("exported") as built:
+    with define_workflow("exported") as built:
         prepare = stage_template(data_prep, {"train": 16, "sft": 16, "eval": 4}, cluster=SMALL)
         bring = stage_template(base_model, {"model": "tiny-qwen3"}, cluster=SMALL)
         save = stage_template(export, {}, cluster=SMALL)
@@ -67,9 +67,9 @@ def served(cluster: Connection, run: str, tmp_path: Path) -> Iterator[str]:
             data = prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
             model = bring(name="base-model", arguments={"prompts": prompts, "checkpoint": f"{RUN}/base-model"})
             data >> model >> save(name="export", arguments={"policy": policy, "model": f"{RUN}/export"})
-    argo.submit(cluster, built.to_dict(), run=run, store=STORE)
-    assert argo.wait(cluster, run) == 0
-    outputs = {n.display_name: n.outputs for n in nodes(run_workflows.workflows(cluster, run)[-1]).values()}
+    argo.submit_workflow(cluster, built.to_dict(), run=run, store=STORE)
+    assert argo.wait_for_run(cluster, run) == 0
+    outputs = {n.display_name: n.outputs for n in read_nodes(run_workflows.find_workflows(cluster, run)[-1]).values()}
     name, _, tag = SMALL.images.format(image="rollout").rpartition(":")
     component = os.path.relpath(ROOT / "manifests" / "components" / "model-server", tmp_path)
     text = OVERLAY.replace("COMPONENT", component).replace("REFERENCE", outputs["export"]["model"])

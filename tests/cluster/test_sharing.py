@@ -14,10 +14,10 @@ from tests.cluster.making import RUN, digests
 from tests.cluster.test_queue import until
 from tuneloop.argo.continuation import proceed_template
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
-from tuneloop.argo.template import stage_template, workflow
+from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cluster import reservations
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.watch import logs, status
+from tuneloop.cluster.watch import read_logs, read_status
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.stages.data_prep import data_prep
@@ -41,8 +41,8 @@ def share(cluster: Connection, run: str) -> Iterator[Share]:
 
 def claims(cluster: Connection, share: Share) -> dict[str, list[str]]:
     """Claim → the runs on it."""
-    found = reservations.claims(cluster, f"{GROUP_LABEL}={share.group}")
-    return {each["metadata"]["name"]: reservations.runs(each) for each in found}
+    found = reservations.list_claims(cluster, f"{GROUP_LABEL}={share.group}")
+    return {each["metadata"]["name"]: reservations.list_claim_runs(each) for each in found}
 
 
 def idle(cluster: Connection, share: Share, run: str, name: str) -> str:
@@ -59,7 +59,8 @@ def test_seats_are_taken_once_handed_on_and_given_back(cluster: Connection, shar
     names = [idle(cluster, share, f"{share.group}-{i}", f"{share.group}-{i}") for i in range(6)]
     got: dict[str, str] = {}
     threads = [
-        threading.Thread(target=lambda n=n: got.update({n: reservations.take(cluster, n, share)})) for n in names
+        threading.Thread(target=lambda n=n: got.update({n: reservations.reserve_claim(cluster, n, share)}))
+        for n in names
     ]
     for thread in threads:
         thread.start()
@@ -68,14 +69,14 @@ def test_seats_are_taken_once_handed_on_and_given_back(cluster: Connection, shar
     seated = claims(cluster, share)
     assert {name: len(runs) for name, runs in seated.items()} == {f"{share.group}-{i}": 2 for i in (1, 2, 3)}
     assert {run: name for name, runs in seated.items() for run in runs} == got
-    assert reservations.take(cluster, names[0], share) == got[names[0]], "a repeated step gets another claim"
+    assert reservations.reserve_claim(cluster, names[0], share) == got[names[0]], "a repeated step gets another claim"
 
     first, second = names[0], idle(cluster, share, names[0], f"{names[0]}-2")
-    reservations.sweep(cluster, without=first)  # the exit handler of the first
+    reservations.release_ended_runs(cluster, without=first)  # the exit handler of the first
     assert claims(cluster, share) == seated
     owners = [
         owner["name"]
-        for each in reservations.claims(cluster, f"{GROUP_LABEL}={share.group}")
+        for each in reservations.list_claims(cluster, f"{GROUP_LABEL}={share.group}")
         for owner in each["metadata"]["ownerReferences"]
     ]
     assert sorted(owners) == sorted([second, *names[1:]])
@@ -85,13 +86,13 @@ def test_seats_are_taken_once_handed_on_and_given_back(cluster: Connection, shar
     until(lambda: got[first] not in claims(cluster, share))  # by Kubernetes' garbage collector
     left = next(name for name in names if got[name] != got[first])
     kubectl("-n", cluster.namespace, "delete", "workflow", left, "--wait")
-    reservations.sweep(cluster)
+    reservations.release_ended_runs(cluster)
     assert left not in claims(cluster, share)[got[left]]
 
     other = share.model_copy(update={"count": 2})
     survivor = next(name for name in names if name not in (first, left, *gone))
     with pytest.raises(UserError, match=r"cluster.share: .*count.*: 2.*ResourceClaim .* of the group has"):
-        reservations.take(cluster, survivor, other)
+        reservations.reserve_claim(cluster, survivor, other)
 
 
 def pipeline(share: Share) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def pipeline(share: Share) -> dict[str, Any]:
     using = copy.copy(data_prep)
     using.accelerator = True
     settings = {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0}
-    with workflow("shared", cluster=cluster) as built:
+    with define_workflow("shared", cluster=cluster) as built:
         prepare = stage_template(using, settings, cluster=cluster)
         prepare.command = ["sh", "-c", f'sleep 8; exec {" ".join(prepare.command)} "$@"', "sh"]
         proceed = proceed_template("second", (), cluster)
@@ -117,7 +118,7 @@ def pipeline(share: Share) -> dict[str, Any]:
 def test_an_unknown_class_is_refused_before_anything_is_created(cluster: Connection, share: Share) -> None:
     unknown = share.model_copy(update={"device_class": "no.example.com"})
     with pytest.raises(UserError, match=r"device_class: 'no.example.com': is no DeviceClass of .*; `kubectl get"):
-        argo.submit(cluster, pipeline(unknown), run=share.group, store=STORE)
+        argo.submit_workflow(cluster, pipeline(unknown), run=share.group, store=STORE)
     assert not kubectl("-n", cluster.namespace, "get", "workflows", "-l", f"{RUN_LABEL}={share.group}", "-o", "name")
 
 
@@ -127,23 +128,23 @@ def test_two_runs_on_one_claim_and_a_third_on_another(cluster: Connection, share
     for name in runs:
         made = pipeline(share)
         made["metadata"]["labels"]["test"] = share.group
-        argo.submit(cluster, made, run=name, store=STORE)
+        argo.submit_workflow(cluster, made, run=name, store=STORE)
     until(lambda: sum(map(len, claims(cluster, share).values())) == 3)
     seated = claims(cluster, share)
     assert sorted(map(len, seated.values())) == [1, 2]
     claim_of = {}
     for name in runs:
-        ((claim, told),) = status(cluster, name).claims.items()
+        ((claim, told),) = read_status(cluster, name).claims.items()
         assert name in seated[claim] and name in told
         claim_of[name] = claim
-    assert [argo.wait(cluster, name) for name in runs] == [0, 0, 0]
+    assert [argo.wait_for_run(cluster, name) for name in runs] == [0, 0, 0]
     devices: dict[str, set[str]] = {claim: set() for claim in seated}
     for name in runs:
-        seen = status(cluster, name)
+        seen = read_status(cluster, name)
         assert len(seen.workflows) == 2
         assert {n.outputs["claim"] for n in seen.nodes.values() if n.template == "take-claim"} == {claim_of[name]}
         assert list(digests(seen.nodes.values(), name)) == ["data-prep"], "artifacts of another run"
-        (told,) = (line for _, line in logs(cluster, name) if line.startswith("data_prep: devices"))
+        (told,) = (line for _, line in read_logs(cluster, name) if line.startswith("data_prep: devices"))
         devices[claim_of[name]].add(told)
     assert [len(each) for each in devices.values()] == [1, 1] and not set.intersection(*devices.values()), devices
     until(lambda: not claims(cluster, share))

@@ -9,12 +9,12 @@ import pytest
 from tests.cluster.conftest import ROOT, STORE, kubectl
 from tests.cluster.test_jobset import RUN, SMALL
 from tests.cluster.volumes import apply, volume
-from tuneloop.argo.template import stage_template, workflow
-from tuneloop.argo.trainjob import as_job, as_rayjob, trainjob
+from tuneloop.argo.template import define_workflow, stage_template
+from tuneloop.argo.trainjob import as_job, as_rayjob, as_trainjob
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.launch import delete, launch
-from tuneloop.cluster.watch import nodes
+from tuneloop.cluster.launch import delete_job, launch_job
+from tuneloop.cluster.watch import read_nodes
 from tuneloop.kube.connection import Connection
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
@@ -57,25 +57,25 @@ def made(cluster: Connection) -> Iterator[dict[str, str]]:
     from hera.workflows import DAG
 
     run = f"backends-{os.urandom(3).hex()}"
-    with workflow("made") as built:
+    with define_workflow("made") as built:
         prepare = stage_template(data_prep, {"train": 16, "sft": 16, "eval": 4}, cluster=SMALL)
         bring = stage_template(base_model, {"model": "tiny-qwen3"}, cluster=SMALL)
         with DAG(name="main"):
             prompts = "{{tasks.data-prep.outputs.parameters.prompts}}"
             data = prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
             data >> bring(name="base-model", arguments={"prompts": prompts, "checkpoint": f"{RUN}/base-model"})
-    argo.submit(cluster, built.to_dict(), run=run, store=STORE)
-    assert argo.wait(cluster, run) == 0
-    found = nodes(run_workflows.workflows(cluster, run)[-1]).values()
+    argo.submit_workflow(cluster, built.to_dict(), run=run, store=STORE)
+    assert argo.wait_for_run(cluster, run) == 0
+    found = read_nodes(run_workflows.find_workflows(cluster, run)[-1]).values()
     yield {"at": f"{STORE}/{run}"} | {k: v for node in found for k, v in node.outputs.items() if "@" in v}
     kubectl("-n", cluster.namespace, "delete", "workflows,pods", "-l", f"{RUN_LABEL}={run}", "--wait=false")
 
 
 def launched(cluster: Connection, job: dict[str, Any]) -> int:
     try:
-        return launch(cluster, job)
+        return launch_job(cluster, job)
     finally:
-        delete(cluster, job)
+        delete_job(cluster, job)
 
 
 def test_trl_in_two_pods(
@@ -84,12 +84,12 @@ def test_trl_in_two_pods(
     places = {"model_name_or_path": "/workspace/model", "dataset_name": "/workspace/dataset"}
     backend = Trl(trainer="sft", nodes=2, args={**places, "output_dir": "/workspace/out", **TINY})
     bring = {"dataset": f"{made['prompts']}#sft.parquet", "model": f"{made['checkpoint']}#model"}
-    assert launched(cluster, trainjob(backend, f"{run}-trl", SMALL, run=run, **bring)) == 0
+    assert launched(cluster, as_trainjob(backend, f"{run}-trl", SMALL, run=run, **bring)) == 0
     said = capfd.readouterr().out
     assert "Total train batch size (w. parallel, distributed & accumulation) = 4" in said  # 2 a rank, 2 ranks
     assert "node-0-0: " in said and "'loss'" in said
     missing = Trl(trainer="sft", nodes=2, args={**backend.args, "model_name_or_path": "/workspace/none"})
-    assert launched(cluster, trainjob(missing, f"{run}-none", SMALL, run=run, **bring)) == 1
+    assert launched(cluster, as_trainjob(missing, f"{run}-none", SMALL, run=run, **bring)) == 1
     assert "/workspace/none" in capfd.readouterr().out
 
 
@@ -99,7 +99,7 @@ def test_our_own_stage_as_a_trainjob_and_as_a_job(
     given = {"policy": made["checkpoint"], "prompts": made["prompts"], "max_steps": 3, "device": "cpu"}
     given |= {"per_device_train_batch_size": 2}
     pair = Native(nodes=2, args={**given, "checkpoint": f"{made['at']}/pair"})
-    assert launched(cluster, trainjob(pair, f"{run}-pair", SMALL, run=run)) == 0
+    assert launched(cluster, as_trainjob(pair, f"{run}-pair", SMALL, run=run)) == 0
     wrong = Native(args={**given, "prompts": made["checkpoint"], "checkpoint": f"{made['at']}/wrong"})
     assert launched(cluster, as_job(wrong, f"{run}-wrong", SMALL, run=run)) == 2
     assert "holds no sft.parquet" in capfd.readouterr().out

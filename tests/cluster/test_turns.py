@@ -15,8 +15,8 @@ from tests.cluster.test_queue import until
 from tests.waiting import LIMIT_S
 from tuneloop.argo.lease_sidecar import take_turns
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
-from tuneloop.argo.template import stage_template, workflow
-from tuneloop.cli import invoke
+from tuneloop.argo.template import define_workflow, stage_template
+from tuneloop.cli import run_cli
 from tuneloop.cluster import submit as argo
 from tuneloop.kube.connection import Connection
 from tuneloop.sharing.document import Document
@@ -31,7 +31,7 @@ PATIENCE = 15.0
 def sharing(group: str, stages: int = 0, seconds: int = 0) -> dict[str, Any]:
     """Stages of a second one after the other, or one pod that only holds its turn; each takes the group's turn."""
     shared = SMALL.model_copy(update={"share": Share(group=group, patience=PATIENCE)})
-    with workflow("turns", cluster=shared) as built:
+    with define_workflow("turns", cluster=shared) as built:
         fields = {**pod_fields("base", True, shared), **retry_fields()}
         hold = Container(name="hold", command=["sleep"], args=[str(seconds)], **fields)
         stage = stage_template(data_prep, {"train": 8, "eval": 4, "sft": 0}, dynamic=["seed"], cluster=shared)
@@ -72,17 +72,19 @@ def test_two_runs_take_turns_and_outlive_a_killed_holder(
 ) -> None:
     first, second = f"{run}-a", f"{run}-b"
     for name in (first, second):
-        argo.submit(cluster, sharing(run, stages=2), run=name, store=STORE)
-    assert [argo.wait(cluster, name) for name in (first, second)] == [0, 0]
+        argo.submit_workflow(cluster, sharing(run, stages=2), run=name, store=STORE)
+    assert [argo.wait_for_run(cluster, name) for name in (first, second)] == [0, 0]
     until(lambda: not leases(cluster, run))
     times = worked(cluster, first, second)
     assert len(times) == 4 and all(a[1] <= b[0] for a, b in itertools.pairwise(times)), times
 
-    argo.submit(cluster, sharing(run, seconds=600), run=run, store=STORE)
+    argo.submit_workflow(cluster, sharing(run, seconds=600), run=run, store=STORE)
     until(lambda: (held := document(cluster, run).holder) is not None and held.who == run)
-    argo.submit(cluster, sharing(run, stages=1), run=second, store=STORE)  # committed: only its turn takes time
+    argo.submit_workflow(
+        cluster, sharing(run, stages=1), run=second, store=STORE
+    )  # committed: only its turn takes time
     until(lambda: [seat.who for seat in document(cluster, run).waiting] == [second])
-    assert invoke(["turns", run]) == 0
+    assert run_cli(["turns", run]) == 0
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:3]] == [
         ["holds", run],
         ["waits", second],
@@ -91,8 +93,8 @@ def test_two_runs_take_turns_and_outlive_a_killed_holder(
     pods = f"{RUN_LABEL}={run}"
     kubectl("-n", cluster.namespace, "delete", "pods", "-l", pods, "--force", "--grace-period=0")
     until(lambda: document(cluster, run).number > killed.number, 3 * PATIENCE)
-    assert argo.wait(cluster, second) == 0
-    argo.stop(cluster, run)  # its next attempt waits, or has the turn again
+    assert argo.wait_for_run(cluster, second) == 0
+    argo.stop_run(cluster, run)  # its next attempt waits, or has the turn again
     until(lambda: not leases(cluster, run))
 
 

@@ -12,7 +12,7 @@ from tests.cluster.test_jobset import SMALL, twice
 from tests.cluster.volumes import apply, volume
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.watch import nodes
+from tuneloop.cluster.watch import read_nodes
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.settings import RUN_LABEL
 
@@ -27,10 +27,12 @@ def test_checkpoints_pass_through_a_volume_and_memory_grows_in_place(
     try:
         with volume("tuneloop-store", tmp_path):
             mounted = SMALL.model_copy(update={"claim": "tuneloop-store", "queue": ""})
-            argo.submit(cluster, twice(mounted, max_steps=60), run=run, store="file:///store/runs")
+            argo.submit_workflow(cluster, twice(mounted, max_steps=60), run=run, store="file:///store/runs")
             _grow(cluster, run)
-            assert argo.wait(cluster, run) == 0
-            ends = {n.display_name: n.outputs for n in nodes(run_workflows.workflows(cluster, run)[-1]).values()}
+            assert argo.wait_for_run(cluster, run) == 0
+            ends = {
+                n.display_name: n.outputs for n in read_nodes(run_workflows.find_workflows(cluster, run)[-1]).values()
+            }
             refs = [ends[name]["checkpoint"] for name in ("one", "pair")]
             assert [ref.partition("@")[0] for ref in refs] == [f"file:///store/runs/{run}/{n}" for n in ("one", "pair")]
             assert refs[0].partition("@")[2] == refs[1].partition("@")[2] != ""

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from tuneloop.core.component import Component
-from tuneloop.kfp.pages import page, stages
+from tuneloop.kfp.pages import load_stages, render_stage_page
 
 PAGES = Path(__file__).parents[2] / "docs" / "components"
-STAGES = list(stages())
+STAGES = list(load_stages())
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
@@ -16,8 +16,8 @@ def test_page(stage: Component, request: pytest.FixtureRequest) -> None:
     path = PAGES / f"{stage.name}.md"
     if request.config.getoption("--update-golden"):
         path.parent.mkdir(exist_ok=True)
-        path.write_text(page(stage))
-    assert path.read_text() == page(stage), "the stage has changed; `make golden` if that is wanted"
+        path.write_text(render_stage_page(stage))
+    assert path.read_text() == render_stage_page(stage), "the stage has changed; `make golden` if that is wanted"
 
 
 def test_every_page_has_its_stage() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tuneloop.cli import invoke
+from tuneloop.cli import run_cli
 from tuneloop.cluster.run_workflows import as_template, template_name
-from tuneloop.config.loading import dump, find
+from tuneloop.config.loading import dump_workflow, find_pipeline
 
 HERE = Path(__file__).parent
 MANIFESTS = HERE.parents[1] / "manifests" / "components" / "pipelines"
@@ -39,11 +39,11 @@ FORMS = {
 def test_rendered_yaml(
     pipeline: Path, form: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if form and "loop" not in find(str(pipeline)).Config.model_fields:
+    if form and "loop" not in find_pipeline(str(pipeline)).Config.model_fields:
         pytest.skip("has no loop")
     if form in ("-asynchronous", "-pods", "-shared") and pipeline.stem != "grpo":
         pytest.skip("the loop is grpo's")
-    assert invoke(["render", str(pipeline), *FORMS[form]]) == 0
+    assert run_cli(["render", str(pipeline), *FORMS[form]]) == 0
     text = capsys.readouterr().out
     golden = HERE / "argo" / f"{pipeline.stem}{form}.yaml"
     if request.config.getoption("--update-golden"):
@@ -53,8 +53,8 @@ def test_rendered_yaml(
 
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: p.stem)
 def test_the_template_in_manifests_is_the_pipeline(pipeline: Path, request: pytest.FixtureRequest) -> None:
-    found = find(str(pipeline))
-    text = dump(as_template(found.build(found.configure()), template_name(found.name)))
+    found = find_pipeline(str(pipeline))
+    text = dump_workflow(as_template(found.build(found.configure()), template_name(found.name)))
     manifest = MANIFESTS / f"{pipeline.stem}.yaml"
     if request.config.getoption("--update-golden"):
         manifest.write_text(text)

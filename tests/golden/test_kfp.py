@@ -6,7 +6,7 @@ import pytest
 from kfp import components
 
 from tests.compiling import compiled
-from tuneloop.config.loading import find
+from tuneloop.config.loading import find_pipeline
 
 HERE = Path(__file__).parent / "kfp"
 PIPELINES = sorted(Path(__file__).parents[2].glob("pipelines/*.py"))
@@ -22,7 +22,7 @@ FORMS = {
 def test_compiled_pipeline(pipeline: Path, form: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if form and pipeline.stem != "grpo":
         pytest.skip("one loop of each form is enough to read")
-    if not hasattr(find(str(pipeline)).module, "build_kfp"):
+    if not hasattr(find_pipeline(str(pipeline)).module, "build_kfp"):
         pytest.skip("is for Argo Workflows alone")
     path = compiled(str(pipeline), FORMS[form], tmp_path / "pipeline.yaml")
     inputs = components.load_component_from_file(str(path)).component_spec.inputs

@@ -64,7 +64,7 @@ def phase(workdir: Path, node: str, child: "subprocess.Popen[bytes]") -> str | N
     """The node's phase in the session of `child`, once it has started there."""
     if child.poll() is not None:
         return "finished"
-    found = journal.read(workdir)
+    found = journal.read_state(workdir)
     if found is None or not found.alive or found.workflow.phase != "Running" or node not in found.nodes:
         return None
     return found.nodes[node].phase

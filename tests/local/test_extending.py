@@ -97,10 +97,10 @@ def create(endpoint, args, timeout_s):
 """A program that trains nothing."""
 from dataclasses import dataclass
 
-from tuneloop.training.backends import LLMBackend, flags, register
+from tuneloop.training.backends import LLMBackend, build_flags, register_backend
 
 
-@register("added")
+@register_backend("added")
 @dataclass(frozen=True, kw_only=True)
 class Added(LLMBackend):
     def framework(self):
@@ -110,7 +110,7 @@ class Added(LLMBackend):
         return ["python", "-c", "import sys; print('trained with', sys.argv[1:])"]
 
     def to_args(self):
-        return flags(self.args)
+        return build_flags(self.args)
 
     def validate(self):
         self.require("rate")
@@ -179,13 +179,13 @@ class Config(BaseModel):
 def build_argo(config):
     from hera.workflows import DAG
 
-    from tuneloop.argo.template import stage_template, workflow
+    from tuneloop.argo.template import stage_template, define_workflow
 
     data = {"source": "added", "source_args": {"first": 7}, "train": 8, "eval": 4, "sft": 0, "rewards": {"added": 1.0}}
     sampling = {"engine": "added", "environment": "added", "prompts_per_iteration": 2, "n": 2, "max_tokens": 4}
     asked = {"data-prep": (data_prep, data), "base-model": (base_model, {}), "rollout": (rollout, sampling),
              "added": (added, {}), "reward": (reward, {}), "policy-update": (policy_update, config.update)}
-    with workflow("added", cluster=config.cluster) as built:
+    with define_workflow("added", cluster=config.cluster) as built:
         stages = {name: stage_template(stage, params) for name, (stage, params) in asked.items()}
         prompts, policy = OF % ("data-prep", "prompts"), OF % ("base-model", "checkpoint")
         with DAG(name="main"):
@@ -207,14 +207,14 @@ def build_argo(config):
 }
 """One of each row of the table in CONTRIBUTING.md, each in the one file that the table names."""
 OTHERS = """
-from tuneloop.argo.trainjob import run_here, trainjob
+from tuneloop.argo.trainjob import run_here, as_trainjob
 from tuneloop.inference.fleet import open_fleet
-from tuneloop.training.backends import backend
+from tuneloop.training.backends import load_backend
 from tuneloop.workflow.settings import Cluster
 
 (worker,) = open_fleet("added://somewhere:1").discover()
-made = backend("added")(args={"rate": 3})
-assert trainjob(made, "name", Cluster())["spec"]["trainer"]["args"] == ["--rate", "3"]
+made = load_backend("added")(args={"rate": 3})
+assert as_trainjob(made, "name", Cluster())["spec"]["trainer"]["args"] == ["--rate", "3"]
 assert run_here(made) == 0
 print("fleet of", worker)
 """

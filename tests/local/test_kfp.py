@@ -11,9 +11,9 @@ from kfp.local import config as kfp_config
 
 from tests.local.loops import SMALL, command, digests, finish
 from tests.warm import python
-from tuneloop.config.loading import find
+from tuneloop.config.loading import find_pipeline
 from tuneloop.core.artifacts import Artifact
-from tuneloop.kfp.local import local
+from tuneloop.kfp.local import init_local_runner
 
 pytestmark = pytest.mark.local
 
@@ -29,11 +29,11 @@ class Here:
 
     def run(self, run: str, *, cache: bool = False, target_reward: float = 2.0, unroll: int = 8, pod: int = 0) -> None:
         """Compile `grpo`, load what was compiled, and run that."""
-        pipeline = find("grpo")
+        pipeline = find_pipeline("grpo")
         sets = {**LOOP, "kfp.retries": 0, "kfp.unroll": unroll, "loop.iterations_per_pod": pod}
         config = pipeline.configure(None, [f"{k}={v}" for k, v in sets.items()])
         compiler.Compiler().compile(pipeline.module.build_kfp(config), str(self.package))
-        local(self.root, cache=cache)
+        init_local_runner(self.root, cache=cache)
         component = components.load_component_from_file(str(self.package))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "executable", python())  # by which kfp starts its tasks

@@ -75,7 +75,7 @@ def test_loop_with_real_vllm(tmp_path: Path, model: str, pull: bool) -> None:
         if pull:
             pulled = facts["pulled"]
             assert (pulled["version"], pulled["identical"]) == (iteration, pulled["tensors"])
-    assert [v.version for v in weights.ls(f"{tmp_path}/v/weights")] == ([0, 1, 2, 3] if pull else [])
+    assert [v.version for v in weights.list_versions(f"{tmp_path}/v/weights")] == ([0, 1, 2, 3] if pull else [])
     assert ("Weight versions" in (tmp_path / "v" / "report.html").read_text()) == pull
     assert "mean reward" in printed and "cpu" in printed.lower()
 
@@ -89,7 +89,7 @@ def test_a_loop_outlives_its_server(tmp_path: Path) -> None:
     child = subprocess.Popen(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def generates() -> bool:
-        found = journal.read(tmp_path / "v")
+        found = journal.read_state(tmp_path / "v")
         pods = found.nodes.values() if found else ()
         busy = [p for p in pods if p.template == "rollout" and p.phase == "Running" and "iteration" in p.inputs]
         return any(
@@ -101,7 +101,7 @@ def test_a_loop_outlives_its_server(tmp_path: Path) -> None:
     printed, _ = child.communicate(timeout=10 * LIMIT_S)
     assert child.returncode == 0, printed[-4000:]
     assert "serve: server died: SIGILL, illegal instruction; restarting (1 of " in printed
-    found = journal.read(tmp_path / "v")
+    found = journal.read_state(tmp_path / "v")
     assert found
     sampled = [node for node in found.nodes.values() if node.template == "rollout" and node.type == "Pod"]
     assert [node.phase for node in sampled] == ["Succeeded", "Succeeded"], "no stage was tried again"

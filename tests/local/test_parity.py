@@ -18,7 +18,7 @@ from tuneloop.formats.token_files import Document
 from tuneloop.stages.reward_model import bradley_terry
 from tuneloop.training.fsdp.policy import Policy
 from tuneloop.training.fsdp.ranks import Ranks
-from tuneloop.training.pairs import Mismatched, Pair, sums
+from tuneloop.training.pairs import Mismatched, Pair, sum_logprobs
 from tuneloop.training.scorer import Scorer
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
@@ -270,11 +270,15 @@ def test_preferences_equal_trl(case, pairs, tmp_path, name, options, theirs):
     lengths = torch.tensor([document.target_count for document in documents])
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        known, known_others = (sums(case.policy, d) - torch.rand(len(d), generator=noise) for d in (documents, others))
-        kl = (sums(case.policy, others) - known_others).mean().clamp(min=0)
+        known, known_others = (
+            sum_logprobs(case.policy, d) - torch.rand(len(d), generator=noise) for d in (documents, others)
+        )
+        kl = (sum_logprobs(case.policy, others) - known_others).mean().clamp(min=0)
     assert kl > 0.1
     case.policy.model.zero_grad()
-    judged = Judged(sums(case.policy, documents) - known, lengths, kl if algorithm.needs_kl else torch.tensor(0.0))
+    judged = Judged(
+        sum_logprobs(case.policy, documents) - known, lengths, kl if algorithm.needs_kl else torch.tensor(0.0)
+    )
     loss = algorithm.loss(judged).mean()
     loss.backward()
     reference = (known[0::2], known[1::2])

@@ -29,13 +29,13 @@ from tuneloop import weights
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.formats.canary import write_canary
 from tuneloop.formats.rollouts import Request
-from tuneloop.inference.conformance import Probe, check
+from tuneloop.inference.conformance import Probe, run_checks
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._loop import EngineLoop
 from tuneloop.inference.engines.endpoint import create
-from tuneloop.inference.generate import prove
-from tuneloop.runs.delivery import deliveries
+from tuneloop.inference.generate import prove_weights
+from tuneloop.runs.delivery import list_deliveries
 from tuneloop.runs.run_record import Run
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
@@ -79,7 +79,7 @@ def step(before: Artifact, url: Path, version: int) -> Artifact:
 
 
 def publish(root: Path, policy: Artifact) -> weights.Published:
-    return weights.publish(
+    return weights.publish_version(
         str(root), policy.manifest.facts["version"], policy.path / "model", source=policy.manifest.digest
     )
 
@@ -120,7 +120,7 @@ def test_ten_updates_byte_for_byte(follower: tuple[Running, Path], chain: list[A
         )  # fmt: skip
         assert now["pulled"]["identical"] == count and now["pulled"]["deltas"] == ([version] if version else [])
         client.load(policy)
-        prove(client, policy, 0.05)
+        prove_weights(client, policy, 0.05)
     assert {c.start_version for group in client.generate(REQUESTS, GREEDY, quiet) for c in group} == {10}
 
 
@@ -146,7 +146,7 @@ def test_experts_and_parts_are_read_back(workers: int, tmp_path: Path, monkeypat
                 "version": version, "tensors": count, "identical": count, "different": [], "unread": []
             }  # fmt: skip
             client.load(policy)
-            prove(client, policy, 0.05)
+            prove_weights(client, policy, 0.05)
         layers = (
             "model.layers.0.self_attn.k_proj",
             "model.layers.0.mlp.up_proj",
@@ -164,7 +164,7 @@ def test_experts_and_parts_are_read_back(workers: int, tmp_path: Path, monkeypat
 
 def test_keeps_to_the_protocol(follower: tuple[Running, Path], chain: list[Artifact]) -> None:
     running, _ = follower
-    outcomes = list(check(Probe(running.url, chain[10], 256)))
+    outcomes = list(run_checks(Probe(running.url, chain[10], 256)))
     assert [o for o in outcomes if o.result != "ok"] == []
 
 
@@ -174,7 +174,7 @@ def test_goes_back_to_an_older_version_when_told_to(follower: tuple[Running, Pat
     client = Client(running.url, LIMIT_S)
     for version in (4, 10):
         client.load(chain[version])
-        prove(client, chain[version], 0.05)
+        prove_weights(client, chain[version], 0.05)
         assert running.ask("POST", "/verify")[1]["version"] == version
     status, said = running.ask("POST", "/load", {"ref": chain[10].ref, "version": 11})
     assert status == 409 and "is not published" in said["error"]
@@ -192,7 +192,7 @@ def test_sleep_needs_a_device_that_can(follower: tuple[Running, Path]) -> None:
 
 def test_a_step_that_changes_nothing_is_a_version(follower: tuple[Running, Path], chain: list[Artifact]) -> None:
     running, root = follower
-    published = weights.publish(str(root), 11, chain[10].path / "model", source=chain[10].manifest.digest)
+    published = weights.publish_version(str(root), 11, chain[10].path / "model", source=chain[10].manifest.digest)
     assert (published.sent_bytes, published.density) == (0, 0)
     served(running, 11, chain[10].manifest.digest)
 
@@ -281,7 +281,7 @@ def test_a_fleet_loses_one_and_gets_another(
 ) -> None:
     """A replica that joins late replays the chain; one that is killed loses no request."""
     running, root = follower
-    latest = weights.ls(str(root))[-1].version
+    latest = weights.list_versions(str(root))[-1].version
     policy = step(chain[10], tmp_path / "next", latest + 1)
     late = follow(root)
     assert running.ask("POST", "/verify")[1]["identical"] == late.ask("POST", "/verify")[1]["identical"]
@@ -289,7 +289,7 @@ def test_a_fleet_loses_one_and_gets_another(
         engine = create(url, {"retry_sleep": 0.1, "partial_rollout": True}, LIMIT_S)
         engine.load(policy)
         publish(root, policy)
-        prove(engine, policy, 0.05)
+        prove_weights(engine, policy, 0.05)
         for replica in (late, running):
             until(lambda: replica.ask("GET", "/version")[1]["version"] == latest + 1)  # noqa: B023
         many = [Request(f"r{i}", SHORT[i % 4], [i, i + 100]) for i in range(24)]
@@ -338,7 +338,7 @@ def test_loop_over_a_fleet_that_pulls(tmp_path: Path) -> None:
         assert (facts["engine"], facts["version"]) == ("endpoint", iteration)
         assert facts["staleness"] == {"max": 0, "mean": 0, "bound": 0}
         assert facts["canary"]["mean_abs_diff"] < facts["canary"]["tolerance"]
-    asked = {d.version: d for d in deliveries(Run.open("o", str(tmp_path))) if d.way == "pulled"}
+    asked = {d.version: d for d in list_deliveries(Run.open("o", str(tmp_path))) if d.way == "pulled"}
     assert asked.keys() >= {1, 2, 3}
     for delivered in asked.values():  # as replicas recorded it: the loop saw none of it
         assert delivered.replicas and delivered.waited_s and delivered.behind == 0 and delivered.encode_s is not None

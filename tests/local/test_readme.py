@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.waiting import LIMIT_S
-from tuneloop.config.loading import find
+from tuneloop.config.loading import find_pipeline
 
 pytestmark = pytest.mark.local
 ROOT = Path(__file__).parents[2]
@@ -56,6 +56,6 @@ def test_pictures_are_small_and_fetch_nothing() -> None:
         assert len(text) < 30_000
         assert not re.search(r"(href|src)=|url\([^#)]|@import", text), "a page shows it without asking anybody"
     shown = (ROOT / "docs/images/loop.svg").read_text()
-    pipeline = find("sft_then_grpo")
+    pipeline = find_pipeline("sft_then_grpo")
     stages = {each["name"] for each in pipeline.build(pipeline.Config())["spec"]["templates"] if "container" in each}
     assert {name for name in stages - {"serve", "continue"} if name.replace("-", "_") not in shown} == set()

@@ -26,7 +26,7 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
 
 def pods(workdir: Path) -> list[journal.Node]:
     """Those of a run that has ended, in the order they began."""
-    found = journal.read(workdir)
+    found = journal.read_state(workdir)
     assert found is not None
     made = [node for node in found.nodes.values() if node.type == "Pod" and node.finished]
     return sorted(made, key=lambda pod: pod.started)

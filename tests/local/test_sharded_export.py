@@ -15,7 +15,7 @@ from tests.making import tiny_model
 from tests.waiting import LIMIT_S
 from tests.warm import python
 from tuneloop import weights
-from tuneloop.core.artifacts import scan
+from tuneloop.core.artifacts import hash_files
 from tuneloop.training.fsdp import export as sharded_export
 from tuneloop.training.fsdp.policy import open_model
 from tuneloop.training.fsdp.ranks import Ranks
@@ -38,13 +38,13 @@ def test_the_files_are_those_of_one_process(tmp_path: Path) -> None:
     subprocess.run([*words, str(tmp_path)], check=True, timeout=10 * LIMIT_S)
     for how in CASES:
         ours, theirs = tmp_path / how / "ours", tmp_path / how / "theirs"
-        assert scan(ours) == scan(theirs) != {}
+        assert hash_files(ours) == hash_files(theirs) != {}
         assert len(list(ours.glob("*.safetensors"))) == (3 if how == "files" else 1)
         published = []
         for export in (ours, theirs):
             root = str(tmp_path / how / f"weights-{export.name}")
-            weights.publish(root, 0, tmp_path / how / "source")
-            published.append(weights.publish(root, 1, export))
+            weights.publish_version(root, 0, tmp_path / how / "source")
+            published.append(weights.publish_version(root, 1, export))
         assert published[0].ref == published[1].ref
 
 

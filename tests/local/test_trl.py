@@ -17,7 +17,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends.trl import Trl
-from tuneloop.training.fetch import fetch
+from tuneloop.training.fetch import fetch_artifact
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 TEMPLATE = (
@@ -79,10 +79,10 @@ def test_a_script_in_two_processes(
     rows = f"{Artifact(str(made / 'prompts')).ref}#{split}.parquet"
     places = {"model_name_or_path": str(made / "model"), "dataset_name": str(tmp_path / "data")}
     backend = Trl(trainer=trainer, processes=2, args={**places, "output_dir": str(tmp_path / "out"), **TINY, **options})
-    fetch(rows, tmp_path / "data")
+    fetch_artifact(rows, tmp_path / "data")
     with pytest.raises(UserError, match="holds chats as text, which TRL takes for words; bring it by"):
         backend.validate()
-    fetch(rows, tmp_path / "data", messages=True)
+    fetch_artifact(rows, tmp_path / "data", messages=True)
     assert run_here(backend) == 0
     said = "".join(capfd.readouterr())
     assert "Total train batch size (w. parallel, distributed & accumulation) = 4" in said  # 2 a rank, 2 ranks

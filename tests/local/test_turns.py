@@ -8,7 +8,7 @@ import pytest
 
 from tests.local.loops import command, digests, finish
 from tests.waiting import LIMIT_S, until
-from tuneloop.core.artifacts import find
+from tuneloop.core.artifacts import find_manifest
 from tuneloop.sharing.opening import open_turns
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
@@ -30,7 +30,7 @@ def test_two_runs_take_turns(tmp_path: Path) -> None:
         until(lambda: len(first.turns.read().waiting) == 2, 5 * LIMIT_S)
     assert [each.wait(10 * LIMIT_S) for each in together] == [0, 0]
     assert digests(tmp_path / "shared", "a") == digests(tmp_path / "alone", "a")
-    made = [find(str(path.parent)) for path in sorted((tmp_path / "shared").rglob("manifest.json"))]
+    made = [find_manifest(str(path.parent)) for path in sorted((tmp_path / "shared").rglob("manifest.json"))]
     abouts = [manifest.provenance | {"total": manifest.timings["total"]} for manifest in made if manifest]
     turns = sorted((a for a in abouts if "turn" in a), key=lambda a: a["turn"]["number"])
     assert [a["turn"]["number"] for a in turns] == list(range(2, 12))  # of each: sft, rollout, update, two evaluations

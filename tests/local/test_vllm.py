@@ -30,9 +30,9 @@ from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines.transformers import Transformers
 from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.inference.fleet import open_fleet
-from tuneloop.inference.fleet.refit import refit, target
-from tuneloop.inference.generate import StaleWeights, prove
-from tuneloop.inference.multi_turn import Play, play
+from tuneloop.inference.fleet.refit import make_target, refit_fleet
+from tuneloop.inference.generate import StaleWeights, prove_weights
+from tuneloop.inference.multi_turn import Play, play_episodes
 from tuneloop.stages.rollout import rollout
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
@@ -96,7 +96,7 @@ def test_a_version_changed_in_place_is_that_of_a_fresh_engine(
         engine.load(versions[k])
         assert (engine.version, engine.digest) == (k, versions[k].manifest.digest)
         assert [tokens(engine.generate(REQUESTS, how, quiet)) for how in (GREEDY, SAMPLED)] == fresh[k]
-        assert prove(engine, versions[k], 0.05)["mean_abs_diff"] < 0.02
+        assert prove_weights(engine, versions[k], 0.05)["mean_abs_diff"] < 0.02
 
 
 def test_agrees_with_the_other_engine(engine: Vllm, versions: list[Artifact]) -> None:
@@ -144,9 +144,9 @@ def test_without_the_repack_a_tied_head_is_caught(versions: list[Artifact], monk
     engine.load(versions[1])
     if json.loads((versions[1].path / "model" / "config.json").read_text())["tie_word_embeddings"]:
         with pytest.raises(StaleWeights, match="stale or wrong"):
-            prove(engine, versions[1], 0.05)
+            prove_weights(engine, versions[1], 0.05)
     else:
-        prove(engine, versions[1], 0.05)
+        prove_weights(engine, versions[1], 0.05)
 
 
 @once
@@ -223,7 +223,7 @@ def test_server_says_what_a_fresh_engine_says(server: Running, versions: list[Ar
         said = client.generate(REQUESTS, GREEDY, quiet)
         assert tokens(said) == fresh[k][0]
         assert {(c.start_version, c.end_version) for group in said for c in group} == {(k, k)}
-        prove(client, versions[k], 0.05)
+        prove_weights(client, versions[k], 0.05)
 
 
 @once
@@ -393,13 +393,13 @@ def test_a_worker_of_a_fleet_is_refitted(
         waiting = pool.submit(server.ask, "POST", "/generate", body)
         time.sleep(0.5)
         assert not waiting.done()
-        refit(fleet, target(versions[1]))
+        refit_fleet(fleet, make_target(versions[1]))
         assert waiting.result(LIMIT_S)[1]["completions"][0]["start_version"] == 1
 
     with pytest.raises(Retryable, match=r"update_weights_from_disk: answers 503: .*failed"):
-        refit(fleet, target(broken(versions[0], tmp_path / "broken")))
+        refit_fleet(fleet, make_target(broken(versions[0], tmp_path / "broken")))
     assert server.ask("GET", "/health")[0] == 503 and server.ask("POST", "/generate", body)[0] == 503
-    refit(fleet, target(versions[0]))
+    refit_fleet(fleet, make_target(versions[0]))
     client = Client(server.url, LIMIT_S)
     client.load(versions[0])
     assert tokens(client.generate(REQUESTS, GREEDY, quiet)) == fresh[0][0]
@@ -450,7 +450,7 @@ def test_stale_server_weights_are_caught(server: Running, versions: list[Artifac
     client = Client(server.url, LIMIT_S)
     client.load(wrong)
     with pytest.raises(StaleWeights, match="stale or wrong"):
-        prove(client, wrong, 0.05)
+        prove_weights(client, wrong, 0.05)
 
 
 @once
@@ -464,7 +464,7 @@ def test_episodes_of_several_turns(server: Running, versions: list[Artifact]) ->
     how = Play("tests.unit.test_episodes:echo", {"replies": 2}, max_turns=3, keep_reasoning=False)
     words = load_tokenizer(versions[0].path / "model")
     sampling = Sampling(1.0, 24, (words.eos_token_id, *range(100)))
-    played = play(how, client, rows, requests, sampling, words, lambda name, turn: turn, quiet)
+    played = play_episodes(how, client, rows, requests, sampling, words, lambda name, turn: turn, quiet)
     assert max(episode.about["turns"] for group in played for episode in group) == 3
     for request, group in zip(requests, played, strict=True):
         for episode in group:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tuneloop.local.executor import Outcome, execute
+from tuneloop.local.executor import Outcome, execute_workflow
 from tuneloop.local.processes import WARM
 
 pytestmark = pytest.mark.local
@@ -22,7 +22,7 @@ def run(workdir: Path, *names: str, **options: Any) -> Outcome:
     steps = [[{"name": f"s{index}", "template": name.replace("_", "-")}] for index, name in enumerate(names)]
     templates = [*(stage(name) for name in dict.fromkeys(names)), {"name": "main", "steps": steps}]
     document = {"metadata": {"name": "w"}, "spec": {"entrypoint": "main", "templates": templates}}
-    return execute(document, workdir=workdir, **options)
+    return execute_workflow(document, workdir=workdir, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def test_a_stage_that_fails_says_so(tmp_path: Path) -> None:
     template["container"]["args"] = ["--no-such-flag"]
     main = {"name": "main", "steps": [[{"name": "s", "template": "sft"}]]}
     document = {"metadata": {"name": "w"}, "spec": {"entrypoint": "main", "templates": [template, main]}}
-    outcome = execute(document, workdir=tmp_path)
+    outcome = execute_workflow(document, workdir=tmp_path)
     assert outcome.exit_code == 2
     assert "error: python -m tuneloop.stages.sft" in outcome.message
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.objects import served
-from tuneloop.core.artifacts import Artifact, Draft, find, split_ref
+from tuneloop.core.artifacts import Artifact, Draft, find_manifest, split_ref
 from tuneloop.core.errors import Corrupt, UserError
 
 
@@ -72,7 +72,7 @@ def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
     commit(f"{tmp_path}/a", x="1")
     manifest = json.loads((tmp_path / "a/manifest.json").read_text())
     assert manifest["files"]["x"]["size"] == 1
-    assert find(f"{tmp_path}/nothing") is None
+    assert find_manifest(f"{tmp_path}/nothing") is None
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import pytest
 from tests.objects import served
 from tests.unit import toy
 from tests.waiting import LIMIT_S, until
-from tuneloop.cli import checks, invoke
+from tuneloop.cli import checks, run_cli
 from tuneloop.cli.live import Display
-from tuneloop.config.loading import find
+from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
 from tuneloop.local import journal
 from tuneloop.local.journal import Journal, Node, Workflow
@@ -49,7 +49,7 @@ def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*words: str) -> Result:
-        code = invoke(list(words))
+        code = run_cli(list(words))
         captured = capsys.readouterr()
         return Result(code, captured.out, captured.err)
 
@@ -75,7 +75,7 @@ def test_light_commands_import_nothing_heavy(tmp_path: Path) -> None:
     code = f"""
 import sys, tuneloop.cli
 for words in {commands}:
-    code = tuneloop.cli.invoke(words)
+    code = tuneloop.cli.run_cli(words)
     print(words, code, {HEAVY} & set(sys.modules), file=sys.stderr)
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -85,7 +85,7 @@ for words in {commands}:
 
 def test_help_imports_little() -> None:
     """That is what it costs: 160 modules a tenth of a second; any of the heavy ones brings hundreds."""
-    code = "import sys, tuneloop.cli; tuneloop.cli.invoke(['--help']); print(len(sys.modules), file=sys.stderr)"
+    code = "import sys, tuneloop.cli; tuneloop.cli.run_cli(['--help']); print(len(sys.modules), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stderr) < 300
 
@@ -237,8 +237,8 @@ def test_a_taken_port_is_refused() -> None:
         server.listen()
         serve["container"]["readinessProbe"]["httpGet"]["port"] = server.getsockname()[1]  # type: ignore[index]
         [(name, port)] = checks.daemon_ports(workflow)
-        assert (name, checks.taken(port)) == ("serve", True)
-    assert not checks.taken(port)
+        assert (name, checks.is_port_taken(port)) == ("serve", True)
+    assert not checks.is_port_taken(port)
 
 
 def test_a_store_that_cannot_be_written_is_refused(call: Call, tmp_path: Path) -> None:
@@ -261,8 +261,8 @@ def test_vllm_is_looked_for_before_it_is_needed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a))
     workflow = toy.build_argo(toy.Config()).to_dict()
     with pytest.raises(UserError, match=r"engine\.name: 'vllm': vLLM is not installed"):
-        checks.preflight({"engine": {"name": "vllm"}}, workflow, str(tmp_path))
-    checks.preflight({"engine": {"name": "transformers"}}, workflow, str(tmp_path))
+        checks.check_local_run({"engine": {"name": "vllm"}}, workflow, str(tmp_path))
+    checks.check_local_run({"engine": {"name": "transformers"}}, workflow, str(tmp_path))
 
 
 def test_the_demo_takes_the_engine_that_is_there(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -549,7 +549,7 @@ def test_stop_gives_back_the_turns_of_a_run_that_was_killed(call: Call, tmp_path
 
 def test_status_while_an_executor_holds_the_run(call: Call, tmp_path: Path) -> None:
     directory = left(tmp_path, pod("sft", "Running", progress="3/9"))
-    with journal.hold(directory):
+    with journal.lock_workdir(directory):
         text = call("status", "r").out
     assert "r  toy_pipeline  running" in text
     assert "Running (3/9)" in text
@@ -564,7 +564,7 @@ def test_logs_are_prefixed_and_followed_to_the_end(call: Call, tmp_path: Path) -
     (directory / "logs" / "two.log").write_text("c\n")
     assert call("logs", "r").out == "rollout 3 | a\nrollout 3 | b\nsft | c\n"
     assert call("logs", "r", "sft").out == "sft | c\n"
-    with journal.hold(directory):
+    with journal.lock_workdir(directory):
         child = program("logs", "r", "sft", "-f", cwd=tmp_path)
         assert child.stdout and child.stdout.readline() == "sft | c\n"
         with (directory / "logs" / "two.log").open("a") as file:
@@ -652,7 +652,7 @@ def test_the_display_says_why_a_stage_or_a_server_is_tried_again(
 
 def test_settings_may_be_mended_until_the_loop_has_made_a_version(call: Call, tmp_path: Path) -> None:
     """A wrong setting of an update is found out when the first batch of rollouts is there."""
-    config = find(TOY).configure(sets=["iterations=1"]).model_dump(mode="json")
+    config = find_pipeline(TOY).configure(sets=["iterations=1"]).model_dump(mode="json")
     for name in ("early", "late"):
         store = f"file://{tmp_path}/runs"
         run_record.Run.create(Record(run=name, pipeline="toy_pipeline", path=TOY, config=config, store=store), "")

@@ -34,7 +34,7 @@ def build_argo(config):
 @pytest.fixture
 def small(tmp_path: Path) -> Pipeline:
     (tmp_path / "small.py").write_text(SMALL)
-    return loading.find(str(tmp_path / "small.py"))
+    return loading.find_pipeline(str(tmp_path / "small.py"))
 
 
 def refusal(pipeline: Pipeline, file: Path | None = None, *sets: str) -> UserError:
@@ -106,19 +106,19 @@ def test_bad_files_are_refused(small: Pipeline, tmp_path: Path, text: str | None
 def test_files_that_are_no_pipelines_are_refused(tmp_path: Path, source: str, says: str) -> None:
     (tmp_path / "p.py").write_text(source)
     with pytest.raises(UserError, match=says):
-        loading.find(str(tmp_path / "p.py"))
+        loading.find_pipeline(str(tmp_path / "p.py"))
 
 
 def test_pipelines_are_found_by_name_here_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {"sft", "grpo", "sft_then_grpo"} <= loading.known().keys(), "those of the checkout"
+    assert {"sft", "grpo", "sft_then_grpo"} <= loading.list_pipelines().keys(), "those of the checkout"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pipelines").mkdir()
     (tmp_path / "pipelines" / "grpo.py").write_text(SMALL)
-    assert loading.find("grpo").path == tmp_path / "pipelines" / "grpo.py"
+    assert loading.find_pipeline("grpo").path == tmp_path / "pipelines" / "grpo.py"
     with pytest.raises(UserError, match=r"known: .*\bgrpo\b.*; or give the path"):
-        loading.find("nope")
+        loading.find_pipeline("nope")
     with pytest.raises(UserError, match="no such file"):
-        loading.find("nope.py")
+        loading.find_pipeline("nope.py")
 
 
 def test_a_pipeline_extends_the_one_beside_it(tmp_path: Path) -> None:
@@ -127,14 +127,14 @@ def test_a_pipeline_extends_the_one_beside_it(tmp_path: Path) -> None:
         "from tuneloop.config.loading import load_pipeline\nbase = load_pipeline('base', beside=__file__)\n"
         "class Config(base.Config):\n    extra: int = 5\nbuild_argo = base.build_argo\n"
     )
-    assert plain(loading.find(str(tmp_path / "more.py")).configure(None, ["seed=4"]))["extra"] == 5
+    assert plain(loading.find_pipeline(str(tmp_path / "more.py")).configure(None, ["seed=4"]))["extra"] == 5
 
 
 def test_equal_configurations_render_equal_bytes() -> None:
-    toy = loading.find(TOY)
-    one, two = (loading.dump(toy.build(toy.configure(None, ["iterations=4"]))) for _ in range(2))
+    toy = loading.find_pipeline(TOY)
+    one, two = (loading.dump_workflow(toy.build(toy.configure(None, ["iterations=4"]))) for _ in range(2))
     assert one == two
-    assert one != loading.dump(toy.build(toy.configure(None, ["iterations=5"])))
+    assert one != loading.dump_workflow(toy.build(toy.configure(None, ["iterations=5"])))
 
 
 @pytest.mark.parametrize(
@@ -160,14 +160,14 @@ def test_equal_configurations_render_equal_bytes() -> None:
 def test_what_training_can_not_do_is_refused_before_anything_runs(
     pipeline: str, item: str, field: str, says: str
 ) -> None:
-    error = refusal(loading.find(pipeline), None, item)
+    error = refusal(loading.find_pipeline(pipeline), None, item)
     assert error.field == field
     assert says in str(error)
 
 
 def test_trainer_and_server_on_one_device_are_never_awake_together() -> None:
     """The server boots once SFT is over, and sleeps when it is not sampling: stages know by the engine's options."""
-    pipeline = loading.find("sft_then_grpo")
+    pipeline = loading.find_pipeline("sft_then_grpo")
     made = pipeline.build(pipeline.configure(sets=["engine.colocate=true"]))
     templates = {template["name"]: template for template in made["spec"]["templates"]}
     tasks = {task["name"]: task.get("depends") for task in templates["main"]["dag"]["tasks"]}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.engines.peer import VOCABULARY, Model, Peer, serving
-from tuneloop.cli import invoke
+from tuneloop.cli import run_cli
 from tuneloop.core.artifacts import Artifact, Draft
-from tuneloop.inference.conformance import Probe, check
+from tuneloop.inference.conformance import Probe, run_checks
 
 FAULTS = {
     "another version echoed": "weights",
@@ -51,7 +51,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 def test_faults_are_caught(fault: str, caught_by: str | None, policy: Artifact) -> None:
     with serving(Peer(3, fault)) as url:
         patience = 1.5 if fault == "works for who hung up" else 60.0  # which it makes the check wait for
-        outcomes = list(check(Probe(url, policy, VOCABULARY, timeout_s=patience)))
+        outcomes = list(run_checks(Probe(url, policy, VOCABULARY, timeout_s=patience)))
     failed = [o.name for o in outcomes if o.result == "failed"]
     assert fault == "ignores seeds" or not [o for o in outcomes if o.result == "skipped"]
     assert failed == [] if caught_by is None else caught_by in failed, [o for o in outcomes if o.result != "ok"]
@@ -60,13 +60,13 @@ def test_faults_are_caught(fault: str, caught_by: str | None, policy: Artifact) 
 def test_command(policy: Artifact, capsys: pytest.CaptureFixture[str]) -> None:
     for fault, code in (("", 0), ("ignores seeds", 1)):
         with serving(Peer(3, fault)) as url:
-            assert invoke(["endpoint", "check", url, "--policy", policy.ref, "--vocabulary", str(VOCABULARY)]) == code
+            assert run_cli(["endpoint", "check", url, "--policy", policy.ref, "--vocabulary", str(VOCABULARY)]) == code
     printed = capsys.readouterr().out
     assert "15 of 15 checks without a fault" in printed and "gives the same tokens for eight seeds" in printed
 
 
 def test_nobody_there() -> None:
-    outcomes = list(check(Probe("http://127.0.0.1:9", timeout_s=1)))
+    outcomes = list(run_checks(Probe("http://127.0.0.1:9", timeout_s=1)))
     assert {o.result for o in outcomes} == {"failed", "skipped"} and "ConnectionRefused" in outcomes[0].why
 
 

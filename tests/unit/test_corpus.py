@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import pytest
 
 from tuneloop.formats.token_files import Corpus, Document
-from tuneloop.training.pairs import Mismatched, Pair, Pairs, follow
+from tuneloop.training.pairs import Mismatched, Pair, Pairs, build_document
 
 
 def made(count: int, length: int) -> Iterator[tuple[str, Document]]:
@@ -53,8 +53,11 @@ def test_pairs_come_back_as_they_went_in() -> None:
     assert [*found.documents] == [document for pair in wanted for document in pair.documents()]
     others = Mismatched(found)
     assert len(others) == 40
-    assert others[0] == follow(wanted[0].prompt, wanted[-1].chosen)
-    assert others[3:5] == [follow(wanted[1].prompt, wanted[0].rejected), follow(wanted[2].prompt, wanted[1].chosen)]
+    assert others[0] == build_document(wanted[0].prompt, wanted[-1].chosen)
+    assert others[3:5] == [
+        build_document(wanted[1].prompt, wanted[0].rejected),
+        build_document(wanted[2].prompt, wanted[1].chosen),
+    ]
 
 
 def test_memory_does_not_grow_with_the_tokens_of_pairs() -> None:

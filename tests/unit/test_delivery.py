@@ -17,19 +17,19 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.store import Store
 from tuneloop.inference.fleet import open_fleet
-from tuneloop.inference.fleet.refit import refit, target
+from tuneloop.inference.fleet.refit import make_target, refit_fleet
 from tuneloop.runs import report
-from tuneloop.runs.delivery import NUMBERS, Delivery, deliveries, delivery, numbers
+from tuneloop.runs.delivery import NUMBERS, Delivery, find_delivery, get_measurements, list_deliveries
 from tuneloop.runs.run_record import Run
 from tuneloop.weights import live
-from tuneloop.weights.publication import published
+from tuneloop.weights.publication import read_publications
 
 TOOK = {"fetch_s": 0.25, "apply_s": 0.5, "drain_s": 4.0, "pause_s": 0.125, "tensors": 6}
 
 
 @component("rollouts", image="rollout", role="sampler", results={})
 def rollout(stage: Stage, policy: Input, *, facts: dict[str, Any]) -> Results:
-    """What `tuneloop.inference.generate.generate` leaves in a stage."""
+    """What `tuneloop.inference.generate.generate_completions` leaves in a stage."""
     stage.timings.update(load=0.5, canary=1.0)
     stage.facts.update(facts, version=policy.manifest.facts["version"], staleness={"max": 1, "mean": 0.25, "bound": 1})
     (stage.out / "rollouts").touch()
@@ -51,11 +51,11 @@ def asked(run: Run, policy: Artifact, **facts: Any) -> Delivery:
     """What is known of a version once it was rolled out with."""
     rollout(out=f"{run.url}/iterations/1/rollout", policy=policy.ref, facts=facts)
     run.refresh()
-    return next(d for d in deliveries(run) if d.version == policy.manifest.facts["version"])
+    return next(d for d in list_deliveries(run) if d.version == policy.manifest.facts["version"])
 
 
 def test_what_is_published_is_known_before_anybody_asks(run: tuple[Run, list[Artifact]]) -> None:
-    full, first, _ = deliveries(run[0])
+    full, first, _ = list_deliveries(run[0])
     assert (full.way, full.encoding, full.density) == ("published", None, None)
     assert (full.sent_bytes or 0) >= (full.full_bytes or 0) > 0
     assert first.encoding == "gap8-xor" and 0 < (first.sent_bytes or 0) < (first.full_bytes or 0)
@@ -64,7 +64,7 @@ def test_what_is_published_is_known_before_anybody_asks(run: tuple[Run, list[Art
 
 
 def test_pulled_by_our_server(run: tuple[Run, list[Artifact]]) -> None:
-    at = published(f"{run[0].url}/weights")[1]["at"]
+    at = read_publications(f"{run[0].url}/weights")[1]["at"]
     done = asked(run[0], run[1][1], pulled=pulled(1, at + 2.0))
     assert (done.way, done.replicas, done.proved) == ("pulled", 1, "6/6")
     assert (done.materialize_s, done.pause_s, done.waited_s, done.behind) == (0.75, 0.125, 1.5, 0.25)
@@ -74,18 +74,18 @@ def test_pulled_by_our_server(run: tuple[Run, list[Artifact]]) -> None:
 
 def test_pulled_by_an_opaque_fleet(run: tuple[Run, list[Artifact]]) -> None:
     """Its replicas record what they did; one that joined late does not count as slow, a later one not at all."""
-    root, at = Store(f"{run[0].url}/weights"), published(f"{run[0].url}/weights")[1]["at"]
+    root, at = Store(f"{run[0].url}/weights"), read_publications(f"{run[0].url}/weights")[1]["at"]
     assert asked(run[0], run[1][2]).waited_s == 1.5, "of replicas that record nothing, all that is known"
-    live.record(root, "a", pulled(1, at + 0.001))
-    live.record(root, "b", pulled(1, at + 0.003, pause_s=0.25, identical=5))
-    live.record(root, "late", pulled(1, at + 0.005, full=0, fetch_s=1.0))
-    live.record(root, "later", pulled(1, time.time() + 3600, fetch_s=9.0))
+    live.record_pull(root, "a", pulled(1, at + 0.001))
+    live.record_pull(root, "b", pulled(1, at + 0.003, pause_s=0.25, identical=5))
+    live.record_pull(root, "late", pulled(1, at + 0.005, full=0, fetch_s=1.0))
+    live.record_pull(root, "later", pulled(1, time.time() + 3600, fetch_s=9.0))
     rollout(out=f"{run[0].url}/iterations/2/rollout", policy=run[1][1].ref, facts={})
     run[0].refresh()
-    done = deliveries(run[0])[1]
+    done = list_deliveries(run[0])[1]
     assert (done.replicas, done.materialize_s, done.pause_s, done.proved) == (3, 1.5, 0.25, "5/6")
     assert done.converged_s == pytest.approx(0.003, abs=1e-6)
-    assert live.versions(root) == {}, "a record is no lease"
+    assert live.list_served_versions(root) == {}, "a record is no lease"
 
 
 def test_refitted(tmp_path: Path) -> None:
@@ -95,12 +95,12 @@ def test_refitted(tmp_path: Path) -> None:
     members[0].on_update = lambda: time.sleep(0.05)
     run = Run.open("demo", str(tmp_path))
     for iteration in (1, 2):
-        about = asdict(refit(open_fleet(",".join(map(crew.url, "ab"))), target(policies[1])))
+        about = asdict(refit_fleet(open_fleet(",".join(map(crew.url, "ab"))), make_target(policies[1])))
         rollout(out=f"{run.url}/iterations/{iteration}/rollout", policy=policies[1].ref, facts={"refitted": about})
     run.refresh()
     for name in "ab":
         crew.lose(name)
-    (done,) = deliveries(run)
+    (done,) = list_deliveries(run)
     assert (done.version, done.way, done.replicas, done.encode_s) == (1, "refitted", 2, None)
     assert done.sent_bytes == (policies[1].path / "model" / "model.safetensors").stat().st_size
     assert 0.05 <= (done.materialize_s or 0) <= (done.pause_s or 0) <= (done.converged_s or 0)
@@ -108,11 +108,11 @@ def test_refitted(tmp_path: Path) -> None:
 
 
 def test_in_the_report(run: tuple[Run, list[Artifact]]) -> None:
-    at = published(f"{run[0].url}/weights")[1]["at"]
+    at = read_publications(f"{run[0].url}/weights")[1]["at"]
     asked(run[0], run[1][1], pulled=pulled(1, at + 2.0))
     cells = Page(report.render_page(run[0])).cells
     row = cells[cells.index("pulled by 1") :]
     assert row[5:12] == ["750", "125", "2000", "1500", "0.25", "6/6", "2"]
     (entry,) = run[0].with_role("sampler")
-    one = delivery(run[0], entry)
-    assert one and set(numbers(one)) == set(NUMBERS) and numbers(one)["pause_s"] == 0.125
+    one = find_delivery(run[0], entry)
+    assert one and set(get_measurements(one)) == set(NUMBERS) and get_measurements(one)["pause_s"] == 0.125

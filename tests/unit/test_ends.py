@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.argo.making import dag, named, run, shell, task
-from tuneloop.config.loading import find, known
+from tuneloop.config.loading import find_pipeline, list_pipelines
 from tuneloop.core.ends import (
     AWAY,
     BUG,
@@ -75,23 +75,23 @@ def test_an_end_has_a_class_and_argo_does_what_the_class_says(
     # A stage that ran out of memory is started once more in any case: it says what to set if it has no more of it.
     if code == 0:
         last["lastRetry.exitCode"] = "-1"  # which the expression reads for it
-    assert expressions.truth(RETRY_STAGE, last) == (end not in (MISTAKE, GAVE_UP, BUG))
-    assert expressions.truth(RETRY_SERVER, last) == (end not in (MISTAKE, GAVE_UP))
+    assert expressions.evaluate_boolean(RETRY_STAGE, last) == (end not in (MISTAKE, GAVE_UP, BUG))
+    assert expressions.evaluate_boolean(RETRY_SERVER, last) == (end not in (MISTAKE, GAVE_UP))
 
 
 def test_an_error_of_the_engine_ends_a_run_that_never_starts() -> None:
     last = {"lastRetry.status": "Error", "lastRetry.exitCode": "-1", "lastRetry.message": "InvalidImageName"}
     for expression in (RETRY_STAGE, RETRY_STEP, RETRY_SERVER):
-        assert expressions.truth(expression, {**last, "retries": "19"})
-        assert not expressions.truth(expression, {**last, "retries": "20"})
-        assert expressions.truth(expression, {**last, "lastRetry.message": "pod deleted", "retries": "20"})
+        assert expressions.evaluate_boolean(expression, {**last, "retries": "19"})
+        assert not expressions.evaluate_boolean(expression, {**last, "retries": "20"})
+        assert expressions.evaluate_boolean(expression, {**last, "lastRetry.message": "pod deleted", "retries": "20"})
 
 
 def test_a_small_step_is_killed_three_times_at_most() -> None:
     last = {"lastRetry.status": "Failed", "lastRetry.exitCode": "137", "lastRetry.message": ""}
-    assert expressions.truth(RETRY_STEP, {**last, "retries": "2"})
-    assert not expressions.truth(RETRY_STEP, {**last, "retries": "3"})
-    assert expressions.truth(RETRY_STEP, {**last, "lastRetry.exitCode": "75", "retries": "300"})
+    assert expressions.evaluate_boolean(RETRY_STEP, {**last, "retries": "2"})
+    assert not expressions.evaluate_boolean(RETRY_STEP, {**last, "retries": "3"})
+    assert expressions.evaluate_boolean(RETRY_STEP, {**last, "lastRetry.exitCode": "75", "retries": "300"})
 
 
 def test_an_exit_code_is_named() -> None:
@@ -108,8 +108,8 @@ def test_the_docs_have_the_table() -> None:
 def strategies() -> dict[str, dict[str, Any]]:
     """Pipeline and template → retry strategy, of all that is rendered."""
     found = {}
-    for name in known():
-        pipeline = find(name)
+    for name in list_pipelines():
+        pipeline = find_pipeline(name)
         for template in pipeline.build(pipeline.configure(None, []))["spec"]["templates"]:
             if "retryStrategy" in template:
                 found[f"{name}.{template['name']}"] = template["retryStrategy"]

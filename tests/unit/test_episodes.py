@@ -14,7 +14,7 @@ from tests.policies import commit_policy, commit_prompts, tokenizer
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
 from tuneloop.environments import Reply, tool_calls
-from tuneloop.environments.calculator import Calculator, calculate
+from tuneloop.environments.calculator import Calculator, evaluate_expression
 from tuneloop.environments.guess import Guess
 from tuneloop.environments.python import create as create_python
 from tuneloop.formats.rollouts import Completion, Request
@@ -264,7 +264,7 @@ def test_calls_that_are_none() -> None:
     said = '<tool_call>{</tool_call><tool_call>{"name": "shell"}</tool_call><tool_call>[]</tool_call>'
     assert [call.problem for call in tool_calls(said)] == ["is not JSON", "", "has no name"]
     assert Calculator().step(said).text.count("error: ") == 3
-    assert calculate("1/3") * 3 == 1
+    assert evaluate_expression("1/3") * 3 == 1
 
 
 def test_what_only_an_episode_shows_is_not_asked_of_gold_answers(tmp_path: Path) -> None:

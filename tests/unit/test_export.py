@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tuneloop.core.artifacts import Artifact, Draft, scan
+from tuneloop.core.artifacts import Artifact, Draft, hash_files
 from tuneloop.core.errors import UserError
 from tuneloop.stages.export import count_parameters, export
 
@@ -32,8 +32,8 @@ def test_artifact_and_copy(checkpoint: str, tmp_path: Path) -> None:
     manifest = export(out=str(tmp_path / "m"), policy=checkpoint, directory=str(target))
     assert manifest.results == {"parameters": 18}
     assert manifest.facts["version"] == 4
-    model = scan(Artifact(checkpoint).path / "model")
-    assert manifest.files == model == scan(target)
+    model = hash_files(Artifact(checkpoint).path / "model")
+    assert manifest.files == model == hash_files(target)
     assert [p.name for p in target.parent.iterdir()] == ["plain"]
     assert oct(target.stat().st_mode)[-3:] == "755"
     again = export(out=str(tmp_path / "m2"), policy=checkpoint, directory=str(target))  # it is one already
@@ -57,10 +57,10 @@ def test_what_is_somebody_elses_stays(checkpoint: str, tmp_path: Path, what: str
     else:
         export(out=str(tmp_path / "m0"), policy=checkpoint, directory=str(target))
         (target / "config.json").write_text('{"mine": 1}')
-    before = target.read_bytes() if what == "file" else scan(target)
+    before = target.read_bytes() if what == "file" else hash_files(target)
     with pytest.raises(UserError, match=r"export.directory: .*exists and holds something else"):
         export(out=str(tmp_path / "m"), policy=checkpoint, directory=str(target))
-    assert before == (target.read_bytes() if what == "file" else scan(target))
+    assert before == (target.read_bytes() if what == "file" else hash_files(target))
     assert not list(tmp_path.glob(".plain*"))
 
 

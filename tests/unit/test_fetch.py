@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tuneloop.core.artifacts import Artifact, Draft
-from tuneloop.training.fetch import fetch, main
+from tuneloop.training.fetch import fetch_artifact, main
 
 
 def commit(url: str, text: str) -> str:
@@ -34,17 +34,17 @@ def test_an_empty_directory_and_ones_own_are_filled(tmp_path: Path) -> None:
     one, two, into = commit(f"{tmp_path}/a", "1"), commit(f"{tmp_path}/b", "2"), tmp_path / "into"
     into.mkdir()
     for ref, text in ((one, "1"), (two, "2"), (f"{one}#x", "1")):
-        fetch(ref, into)
+        fetch_artifact(ref, into)
         assert (into / "x").read_text() == text
     (into / "x").write_text("not looked at again")
-    fetch(f"{one}#x", into)
+    fetch_artifact(f"{one}#x", into)
     assert (into / "x").read_text() == "not looked at again"
 
 
 def test_an_attempt_that_ended_at_its_worst_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither is the directory taken for somebody else's, nor for what it held before."""
     one, two, into = commit(f"{tmp_path}/a", "1"), commit(f"{tmp_path}/b", "2"), tmp_path / "into"
-    fetch(one, into)
+    fetch_artifact(one, into)
     real = os.rename
 
     def rename_and_die(*names: str) -> None:
@@ -53,7 +53,7 @@ def test_an_attempt_that_ended_at_its_worst_is_made_up_for(tmp_path: Path, monke
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(os, "rename", rename_and_die)
-        fetch(two, into)
+        fetch_artifact(two, into)
     for ref, text in ((one, "1"), (two, "2")):
-        fetch(ref, into)
+        fetch_artifact(ref, into)
         assert (into / "x").read_text() == text

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.waiting import LIMIT_S, free_port
-from tuneloop.core.http import Unanswered, open_response, request
+from tuneloop.core.http import Unanswered, open_response, send_request
 
 
 @contextmanager
@@ -44,18 +44,18 @@ def test_lines_are_whole_however_they_arrive() -> None:
 
 def test_a_forked_process_has_a_client_of_its_own() -> None:
     with answering(b"yes") as url:
-        assert request("GET", url, timeout_s=LIMIT_S) == (200, b"yes")
+        assert send_request("GET", url, timeout_s=LIMIT_S) == (200, b"yes")
         if (child := os.fork()) == 0:
-            os._exit(request("GET", url, timeout_s=LIMIT_S) != (200, b"yes"))
+            os._exit(send_request("GET", url, timeout_s=LIMIT_S) != (200, b"yes"))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_no_proxy_stands_between(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
     with answering(b"direct") as url:
-        assert request("GET", url, timeout_s=LIMIT_S) == (200, b"direct")
+        assert send_request("GET", url, timeout_s=LIMIT_S) == (200, b"direct")
 
 
 def test_nobody_answers_at_what_is_no_url() -> None:
     with pytest.raises(Unanswered, match=r"missing an .http"):
-        request("GET", "nowhere", timeout_s=LIMIT_S)
+        send_request("GET", "nowhere", timeout_s=LIMIT_S)

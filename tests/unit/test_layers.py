@@ -25,7 +25,8 @@ def test_what_is_loaded_by_what() -> None:
     light += ["weights.pointer", *(f"stages.{name}" for name in STAGES), "inference.server"]
     steps = [
         *(f"import tuneloop.{module}" for module in light),
-        "from tuneloop.config.loading import find; pipeline = find('sft_then_grpo'); pipeline.configure()",
+        "from tuneloop.config.loading import find_pipeline",
+        "pipeline = find_pipeline('sft_then_grpo'); pipeline.configure()",
         "pipeline.build(pipeline.configure())",
     ]
     script = f"""

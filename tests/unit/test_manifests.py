@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tuneloop.cluster.launch import KINDS, Kind
-from tuneloop.config.loading import dump, find, known
+from tuneloop.config.loading import dump_workflow, find_pipeline, list_pipelines
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "manifests"
@@ -65,10 +65,10 @@ def test_the_launcher_may_start_every_kind_of_job_and_people_may_end_it(kind: Ki
         )
 
 
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", list_pipelines())
 def test_a_rendered_workflow_names_what_the_base_ships(name: str) -> None:
-    pipeline = find(name)
-    text = dump(pipeline.build(pipeline.configure()))
+    pipeline = find_pipeline(name)
+    text = dump_workflow(pipeline.build(pipeline.configure()))
     accounts = set(re.findall(r"serviceAccountName: (\S+)", text))
     assert accounts and accounts <= set(named("ServiceAccount"))
     queues = set(re.findall(r"kueue.x-k8s.io/queue-name: (\S+)", text))

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tuneloop.core.errors import UserError
-from tuneloop.formats.chat import rewrite
+from tuneloop.formats.chat import rewrite_chats
 
 ASKED = [{"role": "system", "content": "brief"}, {"role": "user", "content": "2 + 2?"}]
 SAID = {"role": "assistant", "content": "4"}
@@ -20,7 +20,7 @@ WHOLE = {"id": "c", "prompt": json.dumps([*ASKED, SAID]), "chat": True, "complet
 
 def rewritten(path: Path, *rows: dict[str, Any]) -> list[dict[str, Any]]:
     pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    rewrite(path)
+    rewrite_chats(path)
     found: list[dict[str, Any]] = pq.read_table(path).to_pylist()
     return found
 

@@ -8,7 +8,7 @@ from tuneloop.core.artifacts import Draft, Role
 from tuneloop.core.component import find_component
 from tuneloop.core.errors import UserError
 from tuneloop.local.journal import Journal, Node, Workflow
-from tuneloop.planning.phases import find_device, recorded
+from tuneloop.planning.phases import find_device, read_recorded_tasks
 from tuneloop.runs import run_record
 from tuneloop.runs.records import Record
 from tuneloop.runs.run_record import Run
@@ -38,7 +38,7 @@ def pods(run: Run, before: float, after: float) -> Iterator[Node]:
 
 
 def test_a_run_is_read_from_its_manifests_alone(tmp_path: Path) -> None:
-    tasks = recorded(made(tmp_path, "far", 4, pause=3600))  # it was resumed: an hour in which nobody waited
+    tasks = read_recorded_tasks(made(tmp_path, "far", 4, pause=3600))  # it was resumed: an hour in which nobody waited
     assert [(t.stage, t.iteration, t.seconds, t.device, t.lead) for t in tasks[3:6]] == [
         ("rollout", 2, 3.0, "sampler", 0.5),
         ("reward", 2, 1.0, "", 0.5),
@@ -53,7 +53,7 @@ def test_a_pod_holds_its_device_from_start_to_end(tmp_path: Path) -> None:
     for node in pods(run, before=0.25, after=0.125):
         journal.write(node)
     journal.close()
-    tasks = recorded(run)
+    tasks = read_recorded_tasks(run)
     assert [(task.seconds, task.lead) for task in tasks[:3]] == [(3.375, 0.125), (1.375, 0.125), (2.375, 0.125)]
 
 
@@ -65,13 +65,13 @@ def test_a_run_that_overlapped_is_read_as_it_ran(tmp_path: Path) -> None:
             begun = 1000 + 7 * iteration + start
             about = {"timings": {"total": seconds}, "provenance": {"started": begun}}
             draft.commit(stage=stage.replace("-", "_"), role=ROLES[stage], **about)  # type: ignore[arg-type]
-    leads = {task.stage: task.lead for task in recorded(Run.open("ahead", str(tmp_path)))}
+    leads = {task.stage: task.lead for task in read_recorded_tasks(Run.open("ahead", str(tmp_path)))}
     assert leads == {"rollout": 0.5, "reward": 0.5, "policy-update": 0.5}
 
 
 def test_what_can_not_be_planned_with_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has 1 whole iterations"):
-        recorded(made(tmp_path, "short", 1))
+        read_recorded_tasks(made(tmp_path, "short", 1))
     for config, says in (
         ({"loop": {"iterations_per_pod": 2}}, "ran its stages in one pod"),
         ({"cluster": {"share": {"group": "g"}}}, "waited for turns itself"),
@@ -80,7 +80,7 @@ def test_what_can_not_be_planned_with_is_refused(tmp_path: Path) -> None:
         made(tmp_path, name)
         run_record.Run.create(Record(run=name, pipeline="grpo", path="", config=config, store=str(tmp_path)), "")
         with pytest.raises(UserError, match=says):
-            recorded(Run.open(name, str(tmp_path)))
+            read_recorded_tasks(Run.open(name, str(tmp_path)))
 
 
 def test_devices_are_those_of_the_stages() -> None:

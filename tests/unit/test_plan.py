@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tuneloop.argo import memory_estimate
 from tuneloop.argo.memory_estimate import Model
-from tuneloop.config.loading import find
+from tuneloop.config.loading import find_pipeline
 from tuneloop.core.artifacts import Role
 from tuneloop.planning import granularity, plan
 from tuneloop.workflow import rendered_stages
@@ -125,7 +125,7 @@ def test_flags_ranks_and_accelerators_are_those_of_the_container() -> None:
 
 def test_the_plan_shows_graph_work_and_arithmetic() -> None:
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(plan.draw("toy", WORKFLOW))
+    console.print(plan.render_plan("toy", WORKFLOW))
     text = console.export_text()
     assert "toy: at most 23 pods" in text
     assert "↺ loop again, at most 10 times in all" in text
@@ -151,8 +151,8 @@ def test_a_model_directory_is_read(tmp_path: Path) -> None:
 def drawn(*sets: str) -> str:
     """The plan of the pipeline grpo."""
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    found = find("grpo")
-    console.print(plan.draw("grpo", found.build(found.configure(None, sets))))
+    found = find_pipeline("grpo")
+    console.print(plan.render_plan("grpo", found.build(found.configure(None, sets))))
     return console.export_text()
 
 
@@ -165,21 +165,21 @@ def test_a_coarse_grain_is_the_same_work_in_fewer_pods() -> None:
 
 
 def test_the_recommended_grain_spends_at_most_a_tenth_between_pods() -> None:
-    grains = granularity.possible(60, 60)
+    grains = granularity.list_iterations_per_pod(60, 60)
     loop: dict[str, Role] = {"rollout": "sampler", "reward": "scorer", "policy-update": "trainer"}
     for work in (0.5, 3.0, 100.0, 1000.0):
-        pod = granularity.recommended(grains, loop, {"rollout": work / 2, "policy-update": work / 2})
+        pod = granularity.recommend_iterations_per_pod(grains, loop, {"rollout": work / 2, "policy-update": work / 2})
         assert pod is not None and (not pod or 60 % pod == 0)
         if pod < 60:
-            assert granularity.overhead(pod, 3) <= 0.1 * (work + granularity.overhead(pod, 3))
-    assert granularity.recommended(grains, loop, {"rollout": 1000.0}) == 0
-    assert granularity.recommended(grains, loop, None) is None
+            assert granularity.compute_overhead(pod, 3) <= 0.1 * (work + granularity.compute_overhead(pod, 3))
+    assert granularity.recommend_iterations_per_pod(grains, loop, {"rollout": 1000.0}) == 0
+    assert granularity.recommend_iterations_per_pod(grains, loop, None) is None
 
 
 @pytest.mark.parametrize(("iterations", "part"), [(40, 60), (500, 60), (1, 60), (7, 7)])
 def test_every_grain_that_a_plan_lists_can_be_chosen(iterations: int, part: int) -> None:
-    found = find("grpo")
-    for pod in granularity.possible(iterations, part):
+    found = find_pipeline("grpo")
+    for pod in granularity.list_iterations_per_pod(iterations, part):
         sets = {"loop.iterations": iterations, "loop.per_workflow": part, "loop.iterations_per_pod": pod}
         found.configure(None, [f"{key}={value}" for key, value in sets.items()])
 
@@ -189,11 +189,11 @@ def test_gradient_checkpointing_is_counted() -> None:
     flags = ("--max-length", "32", "--per-device-train-batch-size", "4", "--dtype", "bfloat16")
     for checkpointing, kept in (("false", 10 * 34), ("true", 10 * 2 + 34)):
         stage = rendered_stages.read_stage(leaf("sft", "sft", *flags, "--gradient-checkpointing", checkpointing))
-        assert memory_estimate.memory(stage, model, None)[1][1] == 4 * 32 * kept * 8
+        assert memory_estimate.estimate_memory_parts(stage, model, None)[1][1] == 4 * 32 * kept * 8
 
 
 def test_the_overlapped_loop_samples_as_many_batches_as_it_trains_on() -> None:
-    pipeline = find("grpo")
+    pipeline = find_pipeline("grpo")
     sets = ["loop.asynchronous=true", "engine.name=transformers", "loop.iterations=7", "loop.per_workflow=3"]
     pods = plan.count_pods(pipeline.build(pipeline.configure(None, sets)))
     assert (pods["rollout"], pods["reward"], pods["policy-update"]) == (7, 7, 7)

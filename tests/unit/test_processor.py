@@ -12,7 +12,7 @@ import torch
 
 from tuneloop.core import processor
 from tuneloop.core.errors import UserError
-from tuneloop.core.provenance import provenance
+from tuneloop.core.provenance import collect_provenance
 
 WHY = "it is advertised, but SIGILL ended a bfloat16 product"
 LIMITS = {"amx": "not used", "why": WHY, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
@@ -51,7 +51,7 @@ class Machine:
             processor._find_here.cache_clear()
             self.isa = os.environ.get("ONEDNN_MAX_CPU_ISA")
             self.amx = torch.cpu._is_amx_tile_supported(), torch.cpu._is_amx_fp16_supported(), torch.cpu._init_amx()
-            self.recorded: Any = provenance(0.0, 1).get("processor")
+            self.recorded: Any = collect_provenance(0.0, 1).get("processor")
         return self._capsys.readouterr().err
 
 

@@ -16,7 +16,7 @@ from tuneloop.core.component import OptionalInput, Results, Stage, component
 from tuneloop.core.errors import Corrupt
 from tuneloop.kfp import stage as kfp_stage
 from tuneloop.weights import publication
-from tuneloop.weights.publication import Weights, publish_checkpoint, published
+from tuneloop.weights.publication import Weights, publish_checkpoint, read_publications
 
 
 def publish_late(stage: Stage, manifest: Manifest) -> None:
@@ -50,12 +50,12 @@ def chain(root: Path, count: int, **params: Any) -> list[Artifact]:
 def test_every_version_is_that_of_its_checkpoint(tmp_path: Path) -> None:
     root = str(tmp_path / "w")
     policies = chain(tmp_path, 4, weights=root)
-    assert [(v.version, v.base_version) for v in weights.ls(root)] == [(0, None), (1, 0), (2, 1), (3, 2)]
+    assert [(v.version, v.base_version) for v in weights.list_versions(root)] == [(0, None), (1, 0), (2, 1), (3, 2)]
     for version, policy in enumerate(policies):
-        done = weights.materialize(root, version, tmp_path / f"m{version}")
+        done = weights.materialize_version(root, version, tmp_path / f"m{version}")
         assert done.source == policy.manifest.digest
         assert exports.content(tmp_path / f"m{version}") == exports.content(policy.path / "model")
-    records = published(root)
+    records = read_publications(root)
     assert sorted(records) == [0, 1, 2, 3] and records[3]["delta_bytes"] < records[3]["full_bytes"]
 
 
@@ -65,7 +65,7 @@ def test_a_base_that_was_collected_comes_from_the_chain(tmp_path: Path) -> None:
     for name in newest.manifest.files:
         (newest.path / name).unlink()
     toy(out=f"{tmp_path}/2", policy=newest.ref, weights=root)
-    assert [(v.version, v.base_version) for v in weights.ls(root)] == [(0, None), (1, 0), (2, 1)]
+    assert [(v.version, v.base_version) for v in weights.list_versions(root)] == [(0, None), (1, 0), (2, 1)]
 
 
 def test_without_a_root_nothing_is_published(tmp_path: Path) -> None:
@@ -84,12 +84,12 @@ def test_a_crash_between_commit_and_publication_is_made_up_for(tmp_path: Path, m
         crashing.setattr(publication, "publish_checkpoint", die)
         with pytest.raises(exports.Crash):
             toy(out=f"{tmp_path}/2", policy=second.ref, weights=root)
-    assert weights.ls(root)[-1].version == 1, "committed, and the old version is served"
+    assert weights.list_versions(root)[-1].version == 1, "committed, and the old version is served"
     toy(out=f"{tmp_path}/2", policy=second.ref, weights=root)
-    assert weights.ls(root)[-1].version == 2
-    listed = weights.ls(root)
+    assert weights.list_versions(root)[-1].version == 2
+    listed = weights.list_versions(root)
     toy(out=f"{tmp_path}/1", policy=first.ref, weights=root)
-    assert weights.ls(root) == listed, "run again, an overtaken stage changes nothing"
+    assert weights.list_versions(root) == listed, "run again, an overtaken stage changes nothing"
 
 
 def test_two_runs_do_not_share_a_root(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_two_runs_do_not_share_a_root(tmp_path: Path) -> None:
     chain(tmp_path / "a", 3, weights=root)
     with pytest.raises(weights.PointerConflict, match="use another root"):
         chain(tmp_path / "b", 2, weights=root, seed=1)  # version 0 is the same in both
-    weights.gc(root)
+    weights.delete_unused_versions(root)
     (tmp_path / "w" / "weight_v000001" / "model.safetensors.index.json").unlink()
     with pytest.raises(weights.PointerRewind, match="a root of its own"):
         toy(out=f"{tmp_path}/c", policy=Artifact(f"{tmp_path}/a/0").ref, weights=root, seed=2)
@@ -132,6 +132,6 @@ def test_a_task_of_kfp_publishes_too(tmp_path: Path) -> None:
         },
     }
     assert kfp_stage.main([f"{__name__}:toy", "--executor-input", json.dumps(given)]) == 0
-    (listed,) = weights.ls(weights_url)
+    (listed,) = weights.list_versions(weights_url)
     assert listed.version == 0 and listed.latest
-    assert published(weights_url)[0]["full"]
+    assert read_publications(weights_url)[0]["full"]

@@ -7,7 +7,7 @@ import pytest
 from tests.unit import toy
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Corrupt, UserError
-from tuneloop.runs.retention import collect, leftovers
+from tuneloop.runs.retention import delete_leftovers, find_leftovers
 from tuneloop.runs.run_record import Run
 
 
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_dead_attempts_go_and_what_a_resume_needs_stays(run: Run) -> None:
-    dead = {item.key: (item.why, item.size) for item in leftovers(run, idle=-1)}
+    dead = {item.key: (item.why, item.size) for item in find_leftovers(run, idle=-1)}
     resume = dead.pop("sft/resume")
     assert resume[0] == "resume point of a stage that has committed"
     assert dead == {
@@ -34,21 +34,21 @@ def test_dead_attempts_go_and_what_a_resume_needs_stays(run: Run) -> None:
         "iterations/4/rollout/data-dead": ("attempt of a stage that has not committed", 5),
         "sft/data-dead": ("attempt that was not the one to commit", 5),
     }
-    collect(run, leftovers(run, idle=-1))
-    assert leftovers(run, idle=-1) == []
+    delete_leftovers(run, find_leftovers(run, idle=-1))
+    assert find_leftovers(run, idle=-1) == []
     assert Artifact(f"{run.url}/iterations/4/policy-update/resume/00000002").path.is_dir()
     assert [Artifact(f"{run.url}/{entry.key}").path.is_dir() for entry in run.entries] == [True] * 13
 
 
 def test_what_was_written_lately_is_left(run: Run) -> None:
-    assert leftovers(run, idle=3600) == []
+    assert find_leftovers(run, idle=3600) == []
 
 
 def test_old_checkpoints_keep_their_manifest_and_history(run: Run) -> None:
     curves = run.curves()
-    items = leftovers(run, keep=1, idle=3600)
+    items = find_leftovers(run, keep=1, idle=3600)
     assert {item.key.rpartition("/data-")[0] for item in items} == {f"iterations/{i}/policy-update" for i in (1, 2)}
-    collect(run, items)
+    delete_leftovers(run, items)
     again = Run("x", run.store_url)
     assert again.curves() == curves and len(again.checkpoints) == len(run.checkpoints)
     assert toy.make(run.url, iterations=3).keys()  # nothing has to be made again
@@ -56,4 +56,4 @@ def test_old_checkpoints_keep_their_manifest_and_history(run: Run) -> None:
         _ = Artifact(f"{run.url}/iterations/1/policy-update").path
     assert Artifact(f"{run.url}/iterations/3/policy-update").path.is_dir()
     with pytest.raises(UserError, match="must be at least 1"):
-        leftovers(run, keep=0)
+        find_leftovers(run, keep=0)

@@ -12,7 +12,7 @@ import pytest
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.rewards.scoring import Outcome
-from tuneloop.stages.reward import reward, summarize
+from tuneloop.stages.reward import reward, summarize_rewards
 
 BY_NAME = {"tests.unit.rewards.bad:by_name": 1.0}
 
@@ -142,5 +142,5 @@ def test_groups_with_failures_count_by_their_scores() -> None:
     rows = [{"group": group, "reward_spec": '{"exact": 1.0}'} for group in "aaabb"]
     lost = Outcome("timeout", None, {"exact": "slow"})
     outcomes = [lost, *(Outcome("score", s, {"exact": s}) for s in (1.0, 1.0, 0.0, 1.0))]
-    facts = summarize(rows, outcomes)
+    facts = summarize_rewards(rows, outcomes)
     assert (facts["zero_variance"], facts["mean"], facts["solved"]) == (0.5, 0.75, 0.75)

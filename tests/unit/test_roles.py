@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.component import Input, Results, Stage, component
-from tuneloop.kfp.position import position
+from tuneloop.kfp.position import find_position
 from tuneloop.runs.run_record import Run
 from tuneloop.workflow.rendered_stages import read_loop, read_stage
 
@@ -63,9 +63,9 @@ def test_a_run_of_other_stages_has_rewards_and_curves(tmp_path: Path) -> None:
 
 def test_the_position_of_a_loop_of_other_stages(tmp_path: Path) -> None:
     looped(f"{tmp_path}/r", 2)
-    policy, todo = position(f"{tmp_path}/r", {"ref": "start"}, iteration=0, iterations=3, target_reward=2.0)
+    policy, todo = find_position(f"{tmp_path}/r", {"ref": "start"}, iteration=0, iterations=3, target_reward=2.0)
     assert (policy["stage"], policy["version"], todo) == ("distil", 2, [3])
-    policy, todo = position(f"{tmp_path}/r", {"ref": "start"}, iteration=0, iterations=3, target_reward=0.75)
+    policy, todo = find_position(f"{tmp_path}/r", {"ref": "start"}, iteration=0, iterations=3, target_reward=0.75)
     assert (policy["version"], policy["stopped"], todo) == (1, 1, []), "it is the last score that ends the loop"
 
 

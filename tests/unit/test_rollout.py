@@ -20,7 +20,7 @@ from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.inference.engines.transformers import Transformers
 from tuneloop.inference.generate import Prompts, StaleWeights
 from tuneloop.stages.data_prep import data_prep
-from tuneloop.stages.rollout import batch, rollout
+from tuneloop.stages.rollout import rollout, select_prompt_indices
 
 SMALL = {"engine": "transformers", "prompts_per_iteration": 3, "n": 2, "max_tokens": 5}
 
@@ -101,14 +101,14 @@ def test_chat(tmp_path: Path, policy: Artifact) -> None:
 
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 5), st.integers(0, 20))
 def test_batches_go_through_every_epoch(total: int, size: int, seed: int, iteration: int) -> None:
-    stream = [i for k in range(iteration + 1) for i in batch(total, size, seed, k)]
+    stream = [i for k in range(iteration + 1) for i in select_prompt_indices(total, size, seed, k)]
     for epoch in range(len(stream) // total):
         assert sorted(stream[epoch * total : (epoch + 1) * total]) == list(range(total))
-    assert stream[iteration * size :] == batch(total, size, seed, iteration)
+    assert stream[iteration * size :] == select_prompt_indices(total, size, seed, iteration)
 
 
 def test_epochs_differ() -> None:
-    assert len({tuple(batch(20, 20, 0, epoch)) for epoch in range(5)}) == 5
+    assert len({tuple(select_prompt_indices(20, 20, 0, epoch)) for epoch in range(5)}) == 5
 
 
 def test_wrong_weights_are_caught(tmp_path: Path, prompts: Artifact) -> None:

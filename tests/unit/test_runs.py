@@ -81,12 +81,12 @@ def test_a_flipped_byte_is_found_by_name(tmp_path: Path) -> None:
     entry = run.checkpoints[-1]
     at = tmp_path / "bad" / entry.key / entry.manifest.root
     weights, rows = at / "model" / "weights.json", at / "metrics.jsonl"
-    assert all(c.good for c in run_record.verify(run, entry))
+    assert all(c.good for c in run_record.verify_artifact(run, entry))
     data = bytearray(weights.read_bytes())
     data[0] ^= 1
     weights.write_bytes(data)
     rows.unlink()
-    assert {c.key.rpartition("/")[2]: bool(c.found) for c in run_record.verify(run, entry) if not c.good} == {
+    assert {c.key.rpartition("/")[2]: bool(c.found) for c in run_record.verify_artifact(run, entry) if not c.good} == {
         "weights.json": True,
         "metrics.jsonl": False,
     }
@@ -109,9 +109,9 @@ def test_verify_reads_object_stores_too(store: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Store, "__init__", remote)
     entry = run.checkpoints[-1]
-    assert all(c.good for c in run_record.verify(run, entry))
+    assert all(c.good for c in run_record.verify_artifact(run, entry))
     (store / "demo" / entry.key / entry.manifest.root / "metrics.jsonl").unlink()
-    assert [c.found for c in run_record.verify(run, entry) if not c.good] == [""]
+    assert [c.found for c in run_record.verify_artifact(run, entry) if not c.good] == [""]
 
 
 def record(store: Path, **config: object) -> Record:
@@ -124,15 +124,15 @@ def test_a_record_is_written_once_and_read_back(tmp_path: Path) -> None:
     assert (tmp_path / "r" / "workflow.yaml").read_text() == "kind: Workflow\n"
     assert (tmp_path / "r" / "config.yaml").read_text() == "a: 1\n"
     assert records.read_record("r", str(tmp_path)) == run.record
-    assert [r.run for r in records.records(str(tmp_path))] == ["r"]
+    assert [r.run for r in records.read_records(str(tmp_path))] == ["r"]
     with pytest.raises(UserError, match="another process"):
         run_record.Run.create(record(tmp_path, a=2), "kind: Workflow\n")
 
 
 def test_local_state_of_a_remote_run_lies_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert records.directory("r", "s3://bucket/prefix") == tmp_path / "runs" / "r"
-    assert records.directory("r", "somewhere") == tmp_path / "somewhere" / "r"
+    assert records.get_run_directory("r", "s3://bucket/prefix") == tmp_path / "runs" / "r"
+    assert records.get_run_directory("r", "somewhere") == tmp_path / "somewhere" / "r"
 
 
 @pytest.mark.parametrize("name", ["", "-a", "A", "a_b", "a/b", "../a", "x" * 41])
@@ -151,7 +151,7 @@ def test_an_unknown_run_and_a_broken_record(tmp_path: Path) -> None:
 
 
 def test_differences_are_dotted_keys() -> None:
-    assert records.differences({"a": 1, "b": {"c": 1, "d": 2}}, {"a": 1, "b": {"c": 2, "d": 2}, "e": 0}) == [
+    assert records.find_differences({"a": 1, "b": {"c": 1, "d": 2}}, {"a": 1, "b": {"c": 2, "d": 2}, "e": 0}) == [
         "b.c",
         "e",
     ]

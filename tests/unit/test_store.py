@@ -8,16 +8,16 @@ import pytest
 from tests.objects import served
 from tests.waiting import LIMIT_S
 from tuneloop.core.errors import NoKeys, UserError
-from tuneloop.core.store import Conflict, Store, local_path, normalize
+from tuneloop.core.store import Conflict, Store, local_path, normalize_url
 
 
 def test_normalize() -> None:
-    assert normalize("/a/b") == "file:///a/b"
-    assert normalize("s3://bucket/x/") == normalize("S3://bucket/x") == "s3://bucket/x"
+    assert normalize_url("/a/b") == "file:///a/b"
+    assert normalize_url("s3://bucket/x/") == normalize_url("S3://bucket/x") == "s3://bucket/x"
     assert local_path("/a/b c") == Path("/a/b c")
     assert local_path("s3://bucket/x") is None
     with pytest.raises(UserError, match=r"ftp://x.*use one of file://"):
-        normalize("ftp://x")
+        normalize_url("ftp://x")
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az", "file", "memory"])
@@ -26,12 +26,12 @@ def test_a_store_without_a_bucket_or_directory_is_refused(scheme: str) -> None:
     of_files = scheme in ("file", "memory")
     for rest in ("", "/", "//", "bucket/x", "/bucket/x", "//bucket/x" if of_files else "///x"):
         with pytest.raises(UserError, match=f"names no {'directory' if of_files else 'bucket'}; write {scheme}://"):
-            normalize(f"{scheme}:{rest}")
+            normalize_url(f"{scheme}:{rest}")
 
 
 def test_the_root_is_a_directory_and_a_colon_may_be_in_a_name() -> None:
-    assert normalize("/") == normalize("file:///") == "file:///" and local_path("file:///") == Path("/")
-    assert normalize("/a/s3:/b") == "file:///a/s3:/b" and local_path("a:b") == Path("a:b").absolute()
+    assert normalize_url("/") == normalize_url("file:///") == "file:///" and local_path("file:///") == Path("/")
+    assert normalize_url("/a/s3:/b") == "file:///a/s3:/b" and local_path("a:b") == Path("a:b").absolute()
 
 
 def test_create_is_once_and_leaves_nothing_behind(tmp_path: Path) -> None:

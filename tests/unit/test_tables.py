@@ -49,10 +49,10 @@ def test_nothing_is_cut_where_nobody_looks(capsys: pytest.CaptureFixture[str], m
 
 
 def test_wide_characters_are_counted_by_their_columns() -> None:
-    head, _, line = tables.layout(("run", "message"), [("東京", "東京" * 10)], cut="message", width=20)
+    head, _, line = tables.format_rows(("run", "message"), [("東京", "東京" * 10)], cut="message", width=20)
     assert head == "run   message"
     assert line == "東京  東京東京東京…"
 
 
 def test_a_message_of_several_lines_is_one_row() -> None:
-    assert tables.layout(("run", "message"), [("a", "one\n  two")])[2:] == ["a    one two"]
+    assert tables.format_rows(("run", "message"), [("a", "one\n  two")])[2:] == ["a    one two"]

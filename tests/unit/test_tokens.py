@@ -6,7 +6,7 @@ import pytest
 
 from tests.policies import tokenizer
 from tuneloop.core.errors import UserError
-from tuneloop.formats.tokens import decode, encode_conversation, encode_prompt
+from tuneloop.formats.tokens import decode_ids, encode_conversation, encode_prompt
 
 TALK = [
     {"role": "user", "content": "1 ="},
@@ -21,7 +21,7 @@ def test_every_turn_of_the_assistant_is_a_target():
     ids, targets = encode_conversation(words, json.dumps(TALK))
     said = [token for token, wanted in zip(ids, targets) if wanted]
     assert said.count(words.eos_token_id) == 2
-    assert decode(words, said) == "onetwo"
+    assert decode_ids(words, said) == "onetwo"
     first = encode_prompt(words, json.dumps(TALK[:1]), True)
     assert ids[: len(first)] == first and not any(targets[: len(first)])
     last = encode_prompt(words, json.dumps(TALK[:3]), True)

@@ -68,15 +68,15 @@ def parent_of(client: Any, run: Run, experiment: str = "toy") -> Any:
 
 def test_a_run_its_iterations_and_every_point_once(client: Any, uri: str, tmp_path: Path) -> None:
     run = started(tmp_path, "a", 2)
-    said = tracking.mirror(run)
+    said = tracking.mirror_run(run)
     assert said == f"{uri}, experiment toy, run a, 2 iterations"
     parent = parent_of(client, run)
     assert parent.data.params == {"seed": "0", "loop.iterations": "2", "loop.none": "None"}
     assert [c.info.run_name for c in children(client, parent)] == ["iteration-1", "iteration-2"]
 
     toy.make(f"{tmp_path}/a", 3)  # the run goes on, as a resume would: what stands is found, iteration 3 is new
-    tracking.mirror(run)
-    tracking.mirror(Run.open("a", str(tmp_path)))
+    tracking.mirror_run(run)
+    tracking.mirror_run(Run.open("a", str(tmp_path)))
 
     parent = parent_of(client, run)
     made = children(client, parent)
@@ -92,8 +92,8 @@ def test_a_run_its_iterations_and_every_point_once(client: Any, uri: str, tmp_pa
 
 def test_another_run_of_the_same_name_is_another(client: Any, tmp_path: Path) -> None:
     one, two = (started(tmp_path / place, "same", 1) for place in "xy")
-    tracking.mirror(one)
-    tracking.mirror(two)
+    tracking.mirror_run(one)
+    tracking.mirror_run(two)
     assert parent_of(client, one).info.run_id != parent_of(client, two).info.run_id
 
 
@@ -102,14 +102,14 @@ def test_a_given_parent_is_used_and_its_status_left_alone(
 ) -> None:
     outer = client.create_run(client.create_experiment("outer"))
     monkeypatch.setenv("MLFLOW_RUN_ID", outer.info.run_id)
-    tracking.mirror(started(tmp_path, "b", 1))
+    tracking.mirror_run(started(tmp_path, "b", 1))
     again = client.get_run(outer.info.run_id)
     assert again.info.status == "RUNNING"
     assert again.data.metrics["evaluate/mean_reward"] == 0.75
     assert [c.info.experiment_id for c in children(client, again)] == [outer.info.experiment_id]
     monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)
     with pytest.raises(UserError, match="0000 not found"):
-        tracking.mirror(Run.open("b", str(tmp_path)))
+        tracking.mirror_run(Run.open("b", str(tmp_path)))
 
 
 @pytest.mark.local
@@ -118,7 +118,7 @@ def test_a_follower_mirrors_what_is_committed_while_it_runs_and_ends_with_its_re
 ) -> None:
     toy.make(f"{tmp_path}/f", 1, whole=False)
     run = run_record.Run.create(Record(run="f", pipeline="toy", path="", config={}, store=f"file://{tmp_path}"), "")
-    with tracking.follower(run) as told:
+    with tracking.mirror_in_background(run) as told:
         toy.make(f"{tmp_path}/f", 2)
     assert told.said == f"{uri}, experiment toy, run f, 2 iterations"
     assert len(children(client, parent_of(client, run))) == 2
@@ -128,8 +128,8 @@ def test_without_mlflow_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "mlflow" else real(name, *a))
     run = started(tmp_path, "c", 1)
-    assert tracking.mirror(run) == "not mirrored: mlflow is not installed; install tuneloop[tracking]"
-    with tracking.follower(run) as told:
+    assert tracking.mirror_run(run) == "not mirrored: mlflow is not installed; install tuneloop[tracking]"
+    with tracking.mirror_in_background(run) as told:
         pass
     assert told.said == tracking.MISSING
 
@@ -144,7 +144,7 @@ def test_what_a_version_took_are_metrics(client: Any, tmp_path: Path) -> None:
     policy = chain(tmp_path / "w", 2, weights=f"{tmp_path}/w/weights")[1]
     rollout(out=f"{tmp_path}/w/iterations/1/rollout", policy=policy.ref, facts={"pulled": pulled(1, 0.0)})
     run = Run.open("w", str(tmp_path))
-    tracking.mirror(run)
+    tracking.mirror_run(run)
     metrics = parent_of(client, run, "tuneloop").data.metrics
     assert {name.removeprefix("weights/") for name in metrics} == set(NUMBERS)
     (point,) = client.get_metric_history(parent_of(client, run, "tuneloop").info.run_id, "weights/pause_s")
@@ -174,12 +174,12 @@ def test_a_server_that_does_not_answer_is_said_at_once_and_ends_no_run(
         silent.listen()
     why = "timed out" if listens else "Connection refused"
     run = started(tmp_path, "away", 1)
-    with tracking.follower(run) as told:
+    with tracking.mirror_in_background(run) as told:
         line = capsys.readouterr().err
         assert line.startswith("MLflow: http://127.0.0.1:") and why in line and "the run goes on without it" in line
     assert told.said.startswith("not mirrored: ") and "`tuneloop track away`" in told.said
     with pytest.raises(UserError, match=rf"127\.0\.0\.1:\d+': does not answer \(.*{why}\)") as refused:
-        tracking.mirror(run)
+        tracking.mirror_run(run)
     assert "secret" not in f"{line}{told.said}{refused.value}"
     assert not (run.directory / "mlflow.log").exists(), "no process was started for it"
 
@@ -209,7 +209,7 @@ def test_a_server_that_went_away_meanwhile_is_not_waited_for(
     monkeypatch.setattr(tracking, "PATIENCE", 3600.0)
     monkeypatch.setattr(tracking, "ANSWERS", 60.0)
     run = started(tmp_path, "gone", 1)
-    with tracking.follower(run) as told:
+    with tracking.mirror_in_background(run) as told:
         for _ in range(2):  # the process that follows the run has also found it well
             assert Health.asked.acquire(timeout=LIMIT_S)
         server.shutdown()

@@ -143,7 +143,7 @@ def build_argo(config: Config) -> Any:
     from hera.workflows.models import ValueFrom
 
     from tuneloop.argo.continuation import proceed_template
-    from tuneloop.argo.template import stage_template, workflow
+    from tuneloop.argo.template import define_workflow, stage_template
     from tuneloop.workflow.settings import Cluster
 
     at = f"{RUN}/iterations/{IN % 'iteration'}"
@@ -154,7 +154,7 @@ def build_argo(config: Config) -> Any:
         "policy": "tasks['policy-update'].outputs.parameters.checkpoint",
         "iteration": f"string({IN % 'iteration'})",
     }
-    with workflow("toy", config.model_dump(include={"iterations", "per_workflow"})) as built:
+    with define_workflow("toy", config.model_dump(include={"iterations", "per_workflow"})) as built:
         make_sft = stage_template(sft, config.sft.model_dump())
         sample = stage_template(rollout, {}, dynamic=["iteration"])
         score = stage_template(reward, {})

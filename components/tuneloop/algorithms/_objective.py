@@ -106,7 +106,7 @@ class PolicyGradient(BaseModel):
     def surrogate(self, ratio: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """What is maximised a token, and whether its gradient is clipped."""
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        return _terms.clipped(ratio, tokens.advantages, self.epsilon, high, self.delta)
+        return _terms.clip_surrogate(ratio, tokens.advantages, self.epsilon, high, self.delta)
 
     def ratio(self, tokens: Tokens) -> Tensor:
         """``π/π_old`` of each token, or its geometric mean over the completion."""
@@ -134,11 +134,13 @@ class PolicyGradient(BaseModel):
         if tokens.engine is not None:
             gap = tokens.old - tokens.engine
             bounds = (self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max)
-            weight, raw = _terms.importance(gap, tokens.sequence, self.vllm_importance_sampling_mode, *bounds)
+            weight, raw = _terms.compute_importance_weights(
+                gap, tokens.sequence, self.vllm_importance_sampling_mode, *bounds
+            )
             values = values * weight
             measures |= {"logprob_gap": gap.abs(), "importance_weight": raw, "rejected": (weight == 0).float()}
         if tokens.reference is not None:
-            kl = _terms.divergence(tokens.logprobs, tokens.reference, self.kl_estimator)
+            kl = _terms.estimate_kl(tokens.logprobs, tokens.reference, self.kl_estimator)
             measures["kl"] = kl.detach()
             if self.kl_in == "loss":
                 values = values + self.beta * kl * (ratio if self.use_bias_correction_kl else 1.0)

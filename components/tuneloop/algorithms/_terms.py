@@ -72,7 +72,7 @@ def _groups(rewards: Tensor, groups: Tensor, valid: Tensor) -> list[Tensor]:
     return [mask for mask in masks if rewards[mask].min() != rewards[mask].max()]
 
 
-def divergence(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
+def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
     """An estimate of KL(π, π_ref) from tokens that π sampled (Schulman); with ``x = log π - log π_ref``:
 
     k1 is ``x``, without bias and of high variance; k2 is ``x²/2``, whose gradient is that of KL; k3 is
@@ -82,8 +82,10 @@ def divergence(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Ten
     return {"k1": lambda: x, "k2": lambda: x.square() / 2, "k3": lambda: (-x).exp() - 1 + x}[estimator]()
 
 
-def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, delta: float | None) -> tuple[Tensor, Tensor]:
-    """``min(r A, clip(r, 1 - low, 1 + high) A)`` of PPO, and whether the clip holds the gradient back.
+def clip_surrogate(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, delta: float | None
+) -> tuple[Tensor, Tensor]:
+    """Compute PPO's ``min(r A, clip(r, 1 - low, 1 + high) A)``, and whether the clip holds the gradient back.
 
     `delta` bounds r itself, for A < 0, where the minimum does not (two-sided clipping, arXiv 2505.07291).
     """
@@ -92,10 +94,10 @@ def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, delta: f
     return (bounded * advantages).minimum(ratio.clamp(1 - low, 1 + high) * advantages), outside
 
 
-def importance(
+def compute_importance_weights(
     gap: Tensor, sequence: Tensor, mode: Correction, low: float | None, high: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Weights that correct for an engine μ which is not the trainer's policy π_old.
+    """Compute weights that correct for an engine μ which is not the trainer's policy π_old.
 
     ``gap = log π_old - log μ``; each token's μ is the version that sampled it, so completions of several versions need
     nothing else. The ratio is the token's ``exp(gap)``, the completion's ``exp(Σ gap)``, or its geometric mean
@@ -131,8 +133,8 @@ def soft_overlong(lengths: Tensor, limit: int, cache: int) -> Tensor:
     return -((lengths - (limit - cache)) / cache).clamp(0.0, 1.0)
 
 
-def whiten(values: Tensor) -> Tensor:
-    """To mean 0 and variance 1 over all values, the biased variance (REINFORCE++, arXiv 2501.03262).
+def whiten_values(values: Tensor) -> Tensor:
+    """Shift and scale `values` to mean 0 and (biased) variance 1 over all of them (REINFORCE++, arXiv 2501.03262).
 
     Exactly 0 where all are equal: the rounding of their mean would be blown up to something to learn.
     """

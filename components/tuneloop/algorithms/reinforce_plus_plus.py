@@ -36,5 +36,5 @@ class Algorithm(PolicyGradient):
             values = values - self.beta * torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])
         scored = batch.spread(batch.valid)
         result = values.new_zeros(len(values))
-        result[scored] = _terms.whiten(values[scored])
+        result[scored] = _terms.whiten_values(values[scored])
         return result

@@ -54,7 +54,7 @@ def connect_seats(workflow: dict[str, Any]) -> None:
     seats = [p for p in take["outputs"]["parameters"] if f"{{{{workflow.outputs.parameters.{p['name']}}}}}" in rendered]
     take["outputs"]["parameters"] = seats
     take["container"]["args"] += ["--share", share.model_dump_json(), "--seats", *(p["name"] for p in seats)]
-    for name in entries(workflow):
+    for name in list_entry_templates(workflow):
         tasks = templates[name]["dag"]["tasks"]
         for task in tasks:
             if not task.get("depends") and not task.get("dependencies"):
@@ -62,8 +62,8 @@ def connect_seats(workflow: dict[str, Any]) -> None:
         tasks.insert(0, {"name": "claim", "template": TAKE})
 
 
-def entries(workflow: Mapping[str, Any]) -> list[str]:
-    """The templates at which the workflow, or one that goes on behind it, may start."""
+def list_entry_templates(workflow: Mapping[str, Any]) -> list[str]:
+    """List the templates at which the workflow, or one that continues it, may start."""
     found = [workflow["spec"]["entrypoint"]]
     for template in workflow["spec"]["templates"]:
         container = template.get("container") or {}

@@ -40,8 +40,8 @@ def claim_tag(share: Share, role: str) -> str:
     return "{{workflow.outputs.parameters.%s}}" % claim_output(share, role)
 
 
-def labels(share: Share, role: str) -> dict[str, str]:
-    """Of a pod that shares devices."""
+def build_sharing_labels(share: Share, role: str) -> dict[str, str]:
+    """Build the labels of a pod that shares devices."""
     return {GROUP_LABEL: share.group, ROLE_LABEL: role}
 
 
@@ -54,8 +54,8 @@ def pod_patch(share: Share, role: str) -> dict[str, Any]:
     return {"resourceClaims": [{"name": DEVICES, field: claim_tag(share, role)}], "containers": [use]}
 
 
-def affinity(share: Share, role: str) -> dict[str, Any]:
-    """Trainers and samplers apart: to nodes of their role, and away from pods of the other; empty: wherever."""
+def build_affinity(share: Share, role: str) -> dict[str, Any]:
+    """Build the affinity that keeps trainers and samplers apart; empty if pods may run on any node."""
     if share.roles == "together":
         return {}
     at = {"matchExpressions": [{"key": ROLE_LABEL, "operator": "In", "values": [role]}]}
@@ -71,9 +71,9 @@ def affinity(share: Share, role: str) -> dict[str, Any]:
     }
 
 
-def placed(container: dict[str, Any], share: Share, role: str) -> dict[str, Any]:
-    """The same for a pod of ours that no template is patched for: fields of its spec; `container` gets its devices."""
-    patch, near = pod_patch(share, role), affinity(share, role)
+def place_pod_on_claim(container: dict[str, Any], share: Share, role: str) -> dict[str, Any]:
+    """Give `container` the claim's devices, and return the pod spec fields that place its pod."""
+    patch, near = pod_patch(share, role), build_affinity(share, role)
     for use in patch.pop("containers", ()):
         container["resources"] |= use["resources"]
     return {**patch, **({"affinity": near} if near else {})}
@@ -85,8 +85,8 @@ def share_of(workflow: Mapping[str, Any]) -> Share | None:
     return Share.model_validate_json(text) if text else None
 
 
-def misplaced(workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """What stands against the placement of pods that share devices: the claim's devices decide where they run."""
+def find_placement_errors(workflow: Mapping[str, Any]) -> Iterator[UserError]:
+    """Yield an error for each placement field of a pod that conflicts with the devices its runs share."""
     spec, share = workflow.get("spec") or {}, share_of(workflow)
     pods = [(f"templates.{t['name']}", t, labels_of(t)) for t in spec.get("templates", ())]
     sharing = [(at, pod, given) for at, pod, given in pods if GROUP_LABEL in given]
@@ -96,7 +96,9 @@ def misplaced(workflow: Mapping[str, Any]) -> Iterator[UserError]:
     elif share and sharing:
         for at, pod, given in [("spec", spec, {}), *sharing]:
             ours = (
-                {**pod_patch(share, given[ROLE_LABEL]), "affinity": affinity(share, given[ROLE_LABEL])} if given else {}
+                {**pod_patch(share, given[ROLE_LABEL]), "affinity": build_affinity(share, given[ROLE_LABEL])}
+                if given
+                else {}
             )
             for field, value in {**pod, **json.loads(pod.get("podSpecPatch") or "{}")}.items():
                 if field in PLACING and value != ours.get(field):

@@ -7,21 +7,21 @@ from typing import Any
 
 from tuneloop.argo.claims import share_of
 from tuneloop.core.errors import UserError
-from tuneloop.sharing.memory import Colocation, resident
-from tuneloop.workflow.manifest import calls, labels_of
+from tuneloop.sharing.memory import Colocation, compute_trainer_memory
+from tuneloop.workflow.manifest import labels_of, list_calls
 from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL
 
 UNITS = {unit: 1 << 10 * power for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1)}
 
 
-def colocations(workflow: Mapping[str, Any]) -> dict[str, Colocation]:
-    """Role → its runs on one node, ``""`` where roles sit together; empty where runs share nothing."""
+def compute_colocations(workflow: Mapping[str, Any]) -> dict[str, Colocation]:
+    """Compute role → its runs on one node, ``""`` where roles sit together; empty where runs share nothing."""
     share = share_of(workflow)
     if not share or share.alone:
         return {}
     templates = workflow["spec"]["templates"]
     # A loop that overlaps has the pods of two stages at a time, of which one waits for its turn.
-    stages = 2 if any(call["name"] == "ahead" for template in templates for call in calls(template)) else 1
+    stages = 2 if any(call["name"] == "ahead" for template in templates for call in list_calls(template)) else 1
     roles: dict[str, list[Mapping[str, Any]]] = {}
     for template in templates:
         given = labels_of(template)
@@ -37,51 +37,54 @@ def colocations(workflow: Mapping[str, Any]) -> dict[str, Colocation]:
             limit=_known(own, max),
             server_request=sum(request for request, _ in servers),
             server_limit=_known(servers, sum),
-            overhead=number(share.overhead),
-            node=number(share.node_memory) if share.node_memory else None,
+            overhead=parse_memory_quantity(share.overhead),
+            node=parse_memory_quantity(share.node_memory) if share.node_memory else None,
         )
     return found
 
 
-def check(workflow: Mapping[str, Any]) -> None:
+def check_colocation(workflow: Mapping[str, Any]) -> None:
     """Refuse runs that do not fit on one node.
 
     Raises:
         UserError: with what they come to.
     """
-    for role, of in colocations(workflow).items():
+    for role, of in compute_colocations(workflow).items():
         for what, amount in of.excess():
-            sums = f"{of.runs} runs{f', {role}s,' if role else ''} {what} {_terms(of)[what]} = {gib(amount)}"
+            sums = f"{of.runs} runs{f', {role}s,' if role else ''} {what} {_terms(of)[what]} = {format_gib(amount)}"
             lower = "cluster.share.request" if what == "request" else "memory (batch, length)"
-            raise UserError("cluster.share.node_memory", gib(of.node or 0), f"{sums}; lower {lower} or runs_per_claim")
+            raise UserError(
+                "cluster.share.node_memory", format_gib(of.node or 0), f"{sums}; lower {lower} or runs_per_claim"
+            )
 
 
-def told(workflow: Mapping[str, Any], parameters: int | None) -> Iterator[str]:
-    """The plan in lines.
+def describe_colocation(workflow: Mapping[str, Any], parameters: int | None) -> Iterator[str]:
+    """Yield the lines that describe the memory plan.
 
     Args:
         parameters: of the model, if they are known.
     """
-    for role, of in colocations(workflow).items():
-        node = f" of {gib(of.node)}" if of.node else ""
+    for role, of in compute_colocations(workflow).items():
+        node = f" of {format_gib(of.node)}" if of.node else ""
         yield f"memory of {of.runs} runs whose {f'{role}s' if role else 'stages'} share a node{node}"
         terms = _terms(of)
-        yield f"  requested: {terms['request']} = {gib(of.requested)}"
-        used = f"{terms['use']} = {gib(of.used)}" if of.used is not None else "not known: a stage has no limit"
+        yield f"  requested: {terms['request']} = {format_gib(of.requested)}"
+        used = f"{terms['use']} = {format_gib(of.used)}" if of.used is not None else "not known: a stage has no limit"
         yield f"  used at a time, at most: {used}"
         if parameters and role != "sampler":
-            weights, adam = resident(parameters)
-            parts = f"{of.runs} × ({gib(weights)} weights + {gib(adam)} Adam)"
-            yield f"  if trainers stayed in host memory between turns: {parts} = {gib(of.runs * (weights + adam))}"
+            weights, adam = compute_trainer_memory(parameters)
+            parts = f"{of.runs} × ({format_gib(weights)} weights + {format_gib(adam)} Adam)"
+            total = format_gib(of.runs * (weights + adam))
+            yield f"  if trainers stayed in host memory between turns: {parts} = {total}"
 
 
-def gib(count: float) -> str:
-    """Bytes as ``22.5 GiB``: Kubernetes' own unit."""
+def format_gib(count: float) -> str:
+    """Format bytes as ``22.5 GiB``, the unit of Kubernetes."""
     return f"{count / (1 << 30):.3g} GiB"
 
 
-def number(quantity: str) -> int:
-    """Bytes of a Kubernetes quantity such as ``2Gi``, ``512Mi``; kubernetes' own parser takes a second to import."""
+def parse_memory_quantity(quantity: str) -> int:
+    """Parse a Kubernetes quantity such as ``2Gi`` into bytes, without kubernetes' parser, which is slow to import."""
     for unit, factor in UNITS.items():
         if quantity.endswith(unit):
             return int(float(quantity.removesuffix(unit)) * factor)
@@ -90,11 +93,11 @@ def number(quantity: str) -> int:
 
 def _terms(of: Colocation) -> dict[str, str]:
     """How the sums are made."""
-    beside = f" + {gib(of.server_request)} server" if of.server_request else ""
-    servers = f" + {of.runs} × {gib(of.server_limit)} server" if of.server_limit else ""
+    beside = f" + {format_gib(of.server_request)} server" if of.server_request else ""
+    servers = f" + {of.runs} × {format_gib(of.server_limit)} server" if of.server_limit else ""
     return {
-        "request": f"{of.runs} × ({gib(of.request)}{beside}) + {gib(of.overhead)} overhead",
-        "use": f"{gib(of.limit or 0)}{servers} + {gib(of.overhead)} overhead",
+        "request": f"{of.runs} × ({format_gib(of.request)}{beside}) + {format_gib(of.overhead)} overhead",
+        "use": f"{format_gib(of.limit or 0)}{servers} + {format_gib(of.overhead)} overhead",
     }
 
 
@@ -102,7 +105,7 @@ def _memory(template: Mapping[str, Any]) -> tuple[int, int | None]:
     """Request and limit of a template's pod."""
     resources = template["container"]["resources"]
     limit = resources.get("limits", {}).get("memory")
-    return number(resources["requests"]["memory"]), number(limit) if limit else None
+    return parse_memory_quantity(resources["requests"]["memory"]), parse_memory_quantity(limit) if limit else None
 
 
 def _known(pods: Sequence[tuple[int, int | None]], combine: Any) -> int | None:

@@ -20,7 +20,7 @@ from tuneloop.core.attempts import ATTEMPT
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRIED_CODES, RETRY_STEP
 from tuneloop.core.errors import UserError
-from tuneloop.workflow.manifest import applied
+from tuneloop.workflow.manifest import parse_applied_object
 from tuneloop.workflow.settings import RUN_LABEL, Cluster
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def jobset_steps(
     command = ["python", "-m", "tuneloop.training.torchrun", *component.command()[1:]]
     args: Any = result.args
     ranks = ranks_env(name, nodes, processes)
-    manifest = jobset(
+    manifest = build_jobset(
         name,
         pod_spec(component.image, component.accelerator, command, args, cluster, ranks),
         nodes,
@@ -94,7 +94,7 @@ def jobset_steps(
             "app.kubernetes.io/part-of": "tuneloop",
             "app.kubernetes.io/component": component.image,
             "workflows.argoproj.io/workflow": "{{workflow.name}}",  # `argo logs` goes by it
-            **(claims.labels(cluster.share, claims.role_of(component.image)) if cluster.share else {}),
+            **(claims.build_sharing_labels(cluster.share, claims.role_of(component.image)) if cluster.share else {}),
         },
         queue=cluster.queue_labels if component.accelerator else {},
         stage=component.template,
@@ -107,7 +107,7 @@ def jobset_steps(
         set_owner_reference=True,
         success_condition="status.terminalState = Completed",
         failure_condition="status.terminalState = Failed",
-        manifest=written(manifest),
+        manifest=dump_manifest(manifest),
         executor=ExecutorConfig(service_account_name="tuneloop-launcher"),
         pod_spec_patch=json.dumps(PATCH, separators=(",", ":")),
         **retry_fields(RETRY_STEP),
@@ -127,7 +127,7 @@ def jobset_steps(
     return steps
 
 
-def jobset(
+def build_jobset(
     name: str,
     pod: Mapping[str, Any],
     nodes: int,
@@ -136,7 +136,7 @@ def jobset(
     queue: Mapping[str, str] | None = None,
     stage: str = "",
 ) -> dict[str, Any]:
-    """A JobSet: one Indexed Job of `nodes` pods that end and start again together.
+    """Build a JobSet: one Indexed Job of `nodes` pods that end and start again together.
 
     Args:
         name: of the object; with ``-node-0-0-x7k2p`` at its end at most 63 characters.
@@ -182,7 +182,7 @@ def check_names(workflow: Mapping[str, Any], run: str) -> None:
     """
     iterations = next((p["value"] for p in workflow["spec"]["arguments"]["parameters"] if p["name"] == "iterations"), 1)
     known = {"{{workflow.name}}": f"{run}-{RESUMED}", "{{inputs.parameters.iteration}}": str(iterations)}
-    for job in map(applied, workflow["spec"].get("templates", ())):
+    for job in map(parse_applied_object, workflow["spec"].get("templates", ())):
         if job.get("kind") != "JobSet":
             continue
         name = job["metadata"]["name"]
@@ -257,7 +257,7 @@ def pod_spec(
         "securityContext": NOBODY,
         "containers": [container],
         "volumes": [_plain(volume._build_volume()) for volume in about["volumes"]] + [SHM],
-        **(claims.placed(container, share, claims.role_of(image)) if share else {}),
+        **(claims.place_pod_on_claim(container, share, claims.role_of(image)) if share else {}),
     }
 
 
@@ -266,8 +266,8 @@ def _plain(model: Any) -> dict[str, Any]:
     return made
 
 
-def written(manifest: dict[str, Any]) -> str:
-    """The manifest as YAML, for a resource template."""
+def dump_manifest(manifest: dict[str, Any]) -> str:
+    """Dump a manifest as YAML, for a resource template."""
     import yaml
 
     class Plain(yaml.SafeDumper):

@@ -40,22 +40,22 @@ def take_turns(made: Container, cluster: Cluster) -> None:
     env: Any = made.env or []
     # Hera's own UserContainer leaves out the restart policy.
     role = str((made.labels or {})[ROLE_LABEL])
-    own = models.UserContainer.model_validate(holder(share, role, cluster.images.format(image="base")))
+    own = models.UserContainer.model_validate(build_lease_sidecar(share, role, cluster.images.format(image="base")))
     made.init_containers = [*(made.init_containers or []), own]
-    made.volumes = [*volumes, EmptyDirVolume(name=NAME, mount_path=PLACE), token()]
+    made.volumes = [*volumes, EmptyDirVolume(name=NAME, mount_path=PLACE), build_token_volume()]
     made.env = [*env, models.EnvVar(name=fencing.VARIABLE, value=FILE)]
     made.service_account_name = ACCOUNT
 
 
-def holder(share: Share, role: str, image: str) -> dict[str, Any]:
-    """The sidecar."""
+def build_lease_sidecar(share: Share, role: str, image: str) -> dict[str, Any]:
+    """Build the sidecar container that holds the device lease."""
     from tuneloop.argo.pod_fields import RESTRICTED
 
     owner = {"NAME": "{{workflow.name}}", "UID": "{{workflow.uid}}"}
     look = {"exec": {"command": ["test", "-s", FILE]}, "periodSeconds": 1, "failureThreshold": FOREVER}
     return {
         **{"name": NAME, "image": image, "imagePullPolicy": "IfNotPresent", "restartPolicy": "Always"},
-        **{"command": ["python", "-m", "tuneloop.sharing.sidecar"], "args": flags(share, role)},
+        **{"command": ["python", "-m", "tuneloop.sharing.sidecar"], "args": build_sidecar_args(share, role)},
         "env": [{"name": f"TUNELOOP_OWNER_{key}", "value": value} for key, value in owner.items()],
         "startupProbe": look,
         "resources": {"requests": {"cpu": "10m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}},
@@ -67,8 +67,8 @@ def holder(share: Share, role: str, image: str) -> dict[str, Any]:
     }
 
 
-def flags(share: Share, role: str) -> list[str]:
-    """Of the sidecar's program: turns are had claim by claim."""
+def build_sidecar_args(share: Share, role: str) -> list[str]:
+    """Build the arguments of the sidecar's program; a device lease is held for each claim."""
     group = claim_tag(share, role) if share.device_class else share.group
     given = {
         **{"group": group, "policy": share.policy, "patience": f"{share.patience:g}", "file": FILE},
@@ -77,8 +77,8 @@ def flags(share: Share, role: str) -> list[str]:
     return [word for name, value in given.items() for word in (f"--{name}", value)]
 
 
-def token() -> Any:
-    """The volume with the account's token, which only the sidecar mounts: what Kubernetes would mount everywhere."""
+def build_token_volume() -> Any:
+    """Build the volume with the account's token, which only the sidecar mounts."""
     from hera.workflows import models
 
     sources = [
@@ -89,6 +89,6 @@ def token() -> Any:
     return models.Volume.model_validate({"name": TOKEN, "projected": {"sources": sources}})
 
 
-def sidecar(template: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The sidecar of a rendered template, if it has one."""
+def find_lease_sidecar(template: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the lease sidecar of a rendered template, or None."""
     return next((each for each in template.get("initContainers", ()) if each.get("name") == NAME), None)

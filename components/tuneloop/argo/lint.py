@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tuneloop.argo.claims import misplaced
+from tuneloop.argo.claims import find_placement_errors
 from tuneloop.core.errors import UserError
 from tuneloop.workflow.expression_values import ExpressionError
-from tuneloop.workflow.expressions import TAG, parse
-from tuneloop.workflow.manifest import depends
+from tuneloop.workflow.expressions import TAG, check_expression
+from tuneloop.workflow.manifest import parse_depends
 from tuneloop.workflow.settings import QUEUE_LABEL
 
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
@@ -36,12 +36,12 @@ class Problem:
         return f"{self.field}: {self.value!r}: {self.remedy}"
 
 
-def lint(workflow: Mapping[str, Any]) -> list[Problem]:
-    """All findings in a Workflow or WorkflowTemplate, as loaded from YAML."""
+def lint_workflow(workflow: Mapping[str, Any]) -> list[Problem]:
+    """Return all problems found in a Workflow or WorkflowTemplate, as loaded from YAML."""
     spec = workflow.get("spec") or {}
     templates = {template.get("name"): template for template in spec.get("templates", [])}
     found = [*_spec(spec, templates), *_expressions(spec, "spec"), *_words(spec, "spec")]
-    found += [Problem(error.field, error.value, error.remedy) for error in misplaced(workflow)]
+    found += [Problem(error.field, error.value, error.remedy) for error in find_placement_errors(workflow)]
     for name, template in templates.items():
         at = f"templates.{name}"
         if not NAME.match(str(name)):
@@ -85,7 +85,7 @@ def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> 
     waits: dict[str, list[str]] = {}
     for name, task in tasks.items():
         try:
-            waits[name] = depends(task, tasks)[0]
+            waits[name] = parse_depends(task, tasks)[0]
         except UserError as error:
             yield Problem(f"{at}.{error.field}", error.value, error.remedy)
             waits[name] = []
@@ -200,7 +200,7 @@ _TEXT_CODE = re.compile(r"(?<!asInt\()\blastRetry\.exitCode\s*(==|!=|<|>|in\b|no
 def _expression(source: str, at: str) -> Iterator[Problem]:
     plain = TAG.sub("'x'", source)  # tags in expressions are replaced by text first
     try:
-        parse(plain)
+        check_expression(plain)
     except ExpressionError as error:
         yield Problem(at, source, str(error).removeprefix(f"{plain!r}: "))
     if _TEXT_CODE.search(source):

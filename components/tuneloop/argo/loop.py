@@ -21,21 +21,21 @@ from hera.expr import C, P, g
 from hera.workflows import DAG, Parameter
 
 from tuneloop.argo.continuation import proceed_template
-from tuneloop.argo.tasks import ITERATION, RUN, Output, input_tag, output_parameter, output_term, task_tag, term
+from tuneloop.argo.tasks import ITERATION, RUN, Output, build_term, input_tag, output_parameter, output_term, task_tag
 from tuneloop.config.loop import LoopPipelineConfig
-from tuneloop.core.program import flag
+from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Loop, Step, output_of, step_of
 
 Templates = Mapping[str, Any]
 """Name of a template → the template, which makes a task where it is called in a graph."""
 
 
-def dag(name: str, inputs: Sequence[str], outputs: Sequence[Parameter] = ()) -> Any:
+def build_dag(name: str, inputs: Sequence[str], outputs: Sequence[Parameter] = ()) -> Any:
     """Return a graph with input parameters; Hera leaves open what calling one gives."""
     return DAG(name=name, inputs=[Parameter(name=k) for k in inputs], outputs=list(outputs) or None)
 
 
-def tags(names: Sequence[str]) -> dict[str, str]:
+def build_input_tags(names: Sequence[str]) -> dict[str, str]:
     """Return arguments that hand on the inputs of the enclosing template."""
     return {name: input_tag(name) for name in names}
 
@@ -65,7 +65,7 @@ def ahead_output(name: str) -> str:
     return f"{(ahead.status == 'Succeeded').check(ahead.outputs.parameters[name], C('')):=}"
 
 
-def call(step: Step, templates: Templates, values: Mapping[str, str], **about: Any) -> Any:
+def call_step(step: Step, templates: Templates, values: Mapping[str, str], **about: Any) -> Any:
     """Make the task of a step in an iteration.
 
     Args:
@@ -75,7 +75,7 @@ def call(step: Step, templates: Templates, values: Mapping[str, str], **about: A
     given = {k: values[wire] if wire in values else task_tag(*wire.split(".")) for k, wire in step.wires.items()}
     arguments = list(given.items())
     behind = max(i for i, name in enumerate(given) if name in step.component.inputs)
-    arguments.insert(behind + 1, (flag(step.component.output), f"{ITERATION}/{step.name}"))
+    arguments.insert(behind + 1, (to_kebab_case(step.component.output), f"{ITERATION}/{step.name}"))
     return templates[step.name](name=step.name, arguments=dict(arguments), **about)
 
 
@@ -83,7 +83,7 @@ def call_in_turn(steps: Sequence[Step], templates: Templates, values: Mapping[st
     """Make the tasks of `steps`, each behind the one before; return the last."""
     before = None
     for step in steps:
-        task = call(step, templates, values)
+        task = call_step(step, templates, values)
         before = before >> task if before else task
     return before
 
@@ -93,7 +93,7 @@ def call_once(step: Step, templates: Templates, values: Mapping[str, str], name:
     arguments = {k: values[wire] for k, wire in step.wires.items() if wire != "iteration"}
     if "iteration" in step.wires.values():
         arguments["iteration"] = "0"
-    arguments[flag(step.component.output)] = f"{RUN}/{name}"
+    arguments[to_kebab_case(step.component.output)] = f"{RUN}/{name}"
     return templates[step.name](name=name, arguments=arguments, **about)
 
 
@@ -102,16 +102,18 @@ def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
     every = config.loop.evaluate_every
     if not config.loop.asynchronous:
         return build_iteration(loop, templates, every)
-    sampled = tags(loop.values_of(loop.batch))
+    sampled = build_input_tags(loop.values_of(loop.batch))
     batched = [output_of(wire) for wire in loop.batch_wires]
     outputs = [output_parameter(output_of(wire), value=task_tag(*wire.split("."))) for wire in loop.batch_wires]
-    with dag("batch", list(sampled), outputs) as batch:
+    with build_dag("batch", list(sampled), outputs) as batch:
         call_in_turn(loop.batch, templates, sampled)
     turn = build_iteration(loop, templates, every, batch)
     outputs = [output_parameter(k, value=task_tag("turn", k)) for k in loop.outputs]
-    with dag("loop", loop.inputs, outputs) as made:
+    with build_dag("loop", loop.inputs, outputs) as made:
         first = batch(name="batch", arguments=sampled)
-        first >> turn(name="turn", arguments={**tags(loop.inputs), **{k: Output(first, k) for k in batched}})
+        first >> turn(
+            name="turn", arguments={**build_input_tags(loop.inputs), **{k: Output(first, k) for k in batched}}
+        )
     return made
 
 
@@ -123,28 +125,31 @@ def build_iteration(loop: Loop, templates: Templates, evaluate_every: int, batch
             that makes, and makes that of the next beside its update, with the policy that it starts from.
     """
     number, reward = g.inputs.parameters.iteration, output_of(loop.reward)
-    rewarded = term(g.inputs.parameters, reward) if batch else output_term(step_of(loop.reward), reward)
+    rewarded = build_term(g.inputs.parameters, reward) if batch else output_term(step_of(loop.reward), reward)
     more, after = f"{goes_on_here(number, rewarded):=}", f"{number.as_int() + 1:=}"
     batched = [output_of(wire) for wire in loop.batch_wires] if batch else []
     # Outputs see tasks, but no inputs; a tag is replaced before.
     own = {name: output_term(*wire.split(".")) for name, wire in loop.carry.items()}
     own |= {"iteration": getattr(g, input_tag("iteration")).string(), reward: rewarded}
-    values = {**tags(loop.inputs), **{wire: input_tag(output_of(wire)) for wire in loop.batch_wires if batch}}
-    with dag("turn" if batch else "loop", (*loop.inputs, *batched), last_outputs(own)) as made:
+    values = {
+        **build_input_tags(loop.inputs),
+        **{wire: input_tag(output_of(wire)) for wire in loop.batch_wires if batch},
+    }
+    with build_dag("turn" if batch else "loop", (*loop.inputs, *batched), last_outputs(own)) as made:
         scored = None if batch else call_in_turn(loop.batch, templates, values)
-        update = call(loop.trainer, templates, values)
+        update = call_step(loop.trainer, templates, values)
         if scored:
             scored >> update
         trained = {name: Output(update, output_of(wire)) for name, wire in loop.carry.items()}
         done = [update]
         if batch:
-            sampled = {**tags(loop.values_of(loop.batch)), "iteration": after}
+            sampled = {**build_input_tags(loop.values_of(loop.batch)), "iteration": after}
             done.append(batch(name="ahead", arguments=sampled, when=more))
-        given = {"iteration": after, **trained, **tags((*loop.constants, "endpoint"))}
+        given = {"iteration": after, **trained, **build_input_tags((*loop.constants, "endpoint"))}
         following = made(name="next", arguments={**given, **{k: ahead_output(k) for k in batched}}, when=more)
         if evaluate_every:
             when: Any = number.as_int() % evaluate_every == 0
-            check = call(loop.check, templates, {**values, **trained}, when=f"{when:=}")
+            check = call_step(loop.check, templates, {**values, **trained}, when=f"{when:=}")
             done >> check  # a server holds one version at a time
             following.depends = f"{update.name} && ({check.name}.Succeeded || {check.name}.Skipped)"
         else:
@@ -155,11 +160,11 @@ def build_iteration(loop: Loop, templates: Templates, evaluate_every: int, batch
 def build_pods(loop: Loop, pod: Any) -> Any:
     """Make the template `loop` of several iterations a pod: the container `pod` runs them, and the next follows it."""
     ended = g.tasks.iterations.outputs.parameters
-    with dag("loop", loop.inputs, last_outputs({name: ended[name] for name in loop.pod_outputs})) as made:
-        work = pod(name="iterations", arguments=tags(loop.inputs))
+    with build_dag("loop", loop.inputs, last_outputs({name: ended[name] for name in loop.pod_outputs})) as made:
+        work = pod(name="iterations", arguments=build_input_tags(loop.inputs))
         following = {"iteration": f"{ended.iteration.as_int() + 1:=}", **{k: Output(work, k) for k in loop.carry}}
-        more = goes_on_here(ended.iteration, term(ended, output_of(loop.reward)))
-        work >> made(name="next", arguments={**tags(loop.inputs), **following}, when=f"{more:=}")
+        more = goes_on_here(ended.iteration, build_term(ended, output_of(loop.reward)))
+        work >> made(name="next", arguments={**build_input_tags(loop.inputs), **following}, when=f"{more:=}")
     return made
 
 
@@ -167,23 +172,23 @@ def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
     """Make the template `part`: one workflow's part of the loop; then the next workflow, or the end of the run."""
     proceed = proceed_template("continued", loop.passed, config.cluster)
     ended = g.tasks.loop.outputs.parameters
-    more = goes_on(ended.iteration, term(ended, output_of(loop.reward)))
-    with dag("part", loop.inputs) as part:
-        repeat = templates["loop"](name="loop", arguments=tags(loop.inputs))
+    more = goes_on(ended.iteration, build_term(ended, output_of(loop.reward)))
+    with build_dag("part", loop.inputs) as part:
+        repeat = templates["loop"](name="loop", arguments=build_input_tags(loop.inputs))
         trained = {name: Output(repeat, name) for name in loop.carry}
-        following = {**tags(loop.constants), "iteration": f"{ended.iteration.as_int() + 1:=}", **trained}
+        following = {**build_input_tags(loop.constants), "iteration": f"{ended.iteration.as_int() + 1:=}", **trained}
         repeat >> proceed(name="continue", arguments=following, when=f"{more:=}")
-        values, before = {**tags(loop.inputs), **trained}, repeat
+        values, before = {**build_input_tags(loop.inputs), **trained}, repeat
         # One after the other: a server holds one version at a time.
         for step, name in ((loop.check, f"{loop.check.name}-after"), *((step, step.name) for step in loop.finish)):
             before = before >> call_once(step, templates, values, name, when=f"{~P(more):=}")
-    with dag("continued", loop.passed):
-        server, endpoint = serve(templates, config, input_tag("policy"))
-        server >> part(name="part", arguments={**tags(loop.passed), "endpoint": endpoint})
+    with build_dag("continued", loop.passed):
+        server, endpoint = call_server(templates, config, input_tag("policy"))
+        server >> part(name="part", arguments={**build_input_tags(loop.passed), "endpoint": endpoint})
     return part
 
 
-def serve(templates: Templates, config: LoopPipelineConfig, policy: str) -> tuple[list[Any], str]:
+def call_server(templates: Templates, config: LoopPipelineConfig, policy: str) -> tuple[list[Any], str]:
     """Make the task of the rollout server that boots with `policy`, if the engine has one; and return its endpoint.
 
     A server that pulls needs no policy: it finds the latest version.
@@ -204,7 +209,7 @@ def call_loop(
             want the same device.
         values: what the first iteration starts from.
     """
-    server, endpoint = serve(templates, config, boot)
+    server, endpoint = call_server(templates, config, boot)
     start: Any = values["policy"].task
     given = {**values, "endpoint": endpoint, "iteration": "1"}
     before = call_once(loop.check, templates, given, f"{loop.check.name}-before")

@@ -14,11 +14,18 @@ import hera.workflows
 
 from tuneloop.argo.claim_steps import connect_seats
 from tuneloop.argo.claims import share_of
-from tuneloop.argo.colocation import number
-from tuneloop.argo.jobset import written
-from tuneloop.argo.memory_estimate import Model, asked, context_of, memory, model_of, whole
-from tuneloop.workflow.manifest import applied, labels_of
-from tuneloop.workflow.pod_loop import find_pod, unfold
+from tuneloop.argo.colocation import parse_memory_quantity
+from tuneloop.argo.jobset import dump_manifest
+from tuneloop.argo.memory_estimate import (
+    Model,
+    compute_memory_request,
+    context_of,
+    estimate_memory_parts,
+    is_memory_estimate_complete,
+    model_of,
+)
+from tuneloop.workflow.manifest import labels_of, parse_applied_object
+from tuneloop.workflow.pod_loop import expand_pod, find_pod
 from tuneloop.workflow.rendered_stages import container_of, read_loop, read_stage
 from tuneloop.workflow.settings import GROUP_LABEL, UNKNOWN
 
@@ -32,22 +39,22 @@ class Workflow(hera.workflows.Workflow):
         """The Workflow as a mapping; also what its YAML is made of."""
         made = super().to_dict()
         connect_seats(made)
-        fit(made)
+        set_pod_memory(made)
         return made
 
 
-def fit(workflow: dict[str, Any]) -> None:
+def set_pod_memory(workflow: dict[str, Any]) -> None:
     """Set the memory of the pods of `workflow` that are rendered without a limit, as far as it can be estimated.
 
     Raises:
         UserError: the configuration of the model cannot be read.
     """
     templates = workflow["spec"].get("templates", [])
-    found = ((template, applied(template)) for template in templates)
+    found = ((template, parse_applied_object(template)) for template in templates)
     unlimited = [(template, job) for template, job in found if _unlimited(container_of(template, job))]
     if not unlimited:
         return
-    pod, (within, _) = find_pod(workflow), unfold(workflow)
+    pod, (within, _) = find_pod(workflow), expand_pod(workflow)
     stages = {t["name"]: read_stage(t) for t in within["spec"]["templates"]}
     model, context = model_of(list(stages.values())), context_of(list(stages.values()))
     if not isinstance(model, Model):
@@ -56,13 +63,18 @@ def fit(workflow: dict[str, Any]) -> None:
     share = share_of(workflow)
     for template, job in unlimited:
         run = inner if template is pod else [stages[template["name"]]]
-        parts = [part for stage in run for part in memory(stage, model, context)]
+        parts = [part for stage in run for part in estimate_memory_parts(stage, model, context)]
         if parts:
             container = container_of(template, job)
             small = share.request if share and GROUP_LABEL in labels_of(job or template) else ""
-            _ask(container, asked(run, parts), all(whole(stage, model, context) for stage in run), small)
+            _ask(
+                container,
+                compute_memory_request(run, parts),
+                all(is_memory_estimate_complete(stage, model, context) for stage in run),
+                small,
+            )
         if job:
-            template["resource"]["manifest"] = written(job)
+            template["resource"]["manifest"] = dump_manifest(job)
 
 
 def _unlimited(container: Mapping[str, Any]) -> bool:
@@ -80,7 +92,7 @@ def _ask(container: dict[str, Any], amount: int, limited: bool, small: str) -> N
     text = f"{amount >> 20}Mi"
     if limited:
         resources["limits"] = {**resources.get("limits", {}), "memory": text}
-    if small and amount >= number(small):
+    if small and amount >= parse_memory_quantity(small):
         return
     if limited or amount > LEAST:
         resources["requests"]["memory"] = text

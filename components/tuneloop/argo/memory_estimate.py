@@ -125,7 +125,7 @@ def _linears(hidden: int, queries: int, keys: int, inner: int) -> dict[str, tupl
     return {**attention, "o_proj": (queries, hidden), **mlp}
 
 
-def adapters(stage: Stage, model: Model) -> int | None:
+def count_adapter_parameters(stage: Stage, model: Model) -> int | None:
     """Parameters of a stage's LoRA adapters: ``r × (inputs + outputs)`` each. 0 without; None where it is not known
     which layers have some."""
     from tuneloop.training.lora import Lora
@@ -150,8 +150,8 @@ def stored_parameters(directory: Path) -> int:
     return total
 
 
-def memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
-    """The parts of a pod's memory that follow from the model, in words and bytes.
+def estimate_memory_parts(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
+    """Estimate the parts of a pod's memory that follow from the model, as (description, bytes).
 
     Args:
         context: tokens of a prompt and its completion at most, if that is limited.
@@ -165,11 +165,11 @@ def memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, f
     return []
 
 
-def whole(stage: Stage, model: Model, context: int | None) -> bool:
-    """Whether `memory` has all parts: what sequences need can only be told where their length is limited."""
+def is_memory_estimate_complete(stage: Stage, model: Model, context: int | None) -> bool:
+    """Return whether `estimate_memory_parts` covers all parts, which needs a limit on the length of sequences."""
     if stage.role == "trainer":
         limited = (stage.number("max_length") or context) and stage.number("per_device_train_batch_size")
-        return bool(limited) and adapters(stage, model) is not None
+        return bool(limited) and count_adapter_parameters(stage, model) is not None
     return stage.serves or _only_holds(stage) or context is not None
 
 
@@ -178,8 +178,8 @@ def _only_holds(stage: Stage) -> bool:
     return stage.component is not None and stage.component.image == "trainer" and stage.role != "trainer"
 
 
-def asked(stages: Sequence[Stage], parts: Sequence[tuple[str, float]]) -> int:
-    """Bytes that a pod asks for in which `stages` run, one after another, if `parts` are what they hold."""
+def compute_memory_request(stages: Sequence[Stage], parts: Sequence[tuple[str, float]]) -> int:
+    """Compute the bytes to request for a pod that runs `stages` one after another and holds `parts`."""
     kinds = ["gpu" if stage.accelerators else "server" if stage.serves else "" for stage in stages]
     program = max(PROGRAM[kind] * stage.ranks for kind, stage in zip(kinds, stages))
     torchrun = PROGRAM[""] / 2 if any(stage.ranks > 1 for stage in stages) else 0
@@ -190,7 +190,7 @@ def asked(stages: Sequence[Stage], parts: Sequence[tuple[str, float]]) -> int:
 def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
     count, ranks = model.parameters, stage.ranks
     shared = f" / {stage.nodes} pods" if stage.nodes > 1 else ""
-    kept, added = "(4 weights + 4 gradients + 8 Adam)", adapters(stage, model)
+    kept, added = "(4 weights + 4 gradients + 8 Adam)", count_adapter_parameters(stage, model)
     if added == 0:
         parts = [(f"{count:,} × {kept}{shared}", count * 16 / stage.nodes)]
     else:

@@ -9,7 +9,7 @@ from tuneloop.argo.lease_sidecar import take_turns
 from tuneloop.argo.pod_fields import OUTPUTS, retried_pod_fields
 from tuneloop.argo.tasks import RUN, input_tag
 from tuneloop.argo.template import constant_flags
-from tuneloop.core.program import flag
+from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Loop, StageSpec, Step
 from tuneloop.workflow.pod_loop import PROGRAM, PodLoop, StageCall
 from tuneloop.workflow.settings import Cluster
@@ -39,8 +39,8 @@ def describe_loop(
             name=step.name,
             command=spec.component.command(spec.processes),
             flags=constant_flags(spec.component, given, [name for name in wires if name not in spec.component.inputs]),
-            wires={flag(name): wire for name, wire in wires.items()},
-            output=flag(spec.component.output),
+            wires={to_kebab_case(name): wire for name, wire in wires.items()},
+            output=to_kebab_case(spec.component.output),
         )
 
     check = describe(loop.check) if evaluate_every else None

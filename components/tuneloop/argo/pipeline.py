@@ -10,11 +10,11 @@ from hera.workflows import DAG, Workflow
 from tuneloop.argo.loop import Templates, build_loop, build_part, build_pods, call_loop
 from tuneloop.argo.multi_stage_pod import describe_loop, pod_template
 from tuneloop.argo.tasks import RUN, Output, Outputs
-from tuneloop.argo.template import server_template, stage_template, workflow
+from tuneloop.argo.template import define_workflow, server_template, stage_template
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.component import Component
-from tuneloop.core.program import flag
+from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Graph, Loop, StageSpec
 
 LIMITS = {"iterations", "per_workflow", "target_reward"}
@@ -34,7 +34,7 @@ def build_workflow(
         loop: what `draw` calls as the loop.
     """
     limits = config.loop.model_dump(include=LIMITS) if loop else None
-    with workflow(name, limits, cluster=config.cluster) as built:
+    with define_workflow(name, limits, cluster=config.cluster) as built:
         templates = build_templates(config, specs, loop)
         if loop:
             templates["part"] = build_part(loop, templates, config)
@@ -94,7 +94,7 @@ class Tasks:
     def stage(self, component: Component, name: str = "", **inputs: Output) -> Outputs:
         name = name or component.template
         given = {**inputs, component.output: f"{RUN}/{name}"}
-        arguments = {flag(k): value for k, value in given.items()}
+        arguments = {to_kebab_case(k): value for k, value in given.items()}
         task = self._templates[component.template](name=name, arguments=arguments)
         parents = {value.task.name: value.task for value in inputs.values()}
         implied = {each for parent in parents for each in self._before[parent]}

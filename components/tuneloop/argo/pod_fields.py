@@ -79,8 +79,8 @@ def shared_fields(share: Share, image: str) -> dict[str, Any]:
     from hera.workflows.models import Affinity
 
     role = claims.role_of(image)
-    patch, placed = claims.pod_patch(share, role), claims.affinity(share, role)
-    fields: dict[str, Any] = {"labels": claims.labels(share, role)}
+    patch, placed = claims.pod_patch(share, role), claims.build_affinity(share, role)
+    fields: dict[str, Any] = {"labels": claims.build_sharing_labels(share, role)}
     if patch:
         fields["pod_spec_patch"] = json.dumps(patch, separators=(",", ":"))
     if placed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.core.program import flag
+from tuneloop.core.program import to_kebab_case
 
 if TYPE_CHECKING:
     from hera.workflows import Parameter, Task
@@ -33,7 +33,7 @@ class Outputs:
         self._task = task
 
     def __getattr__(self, name: str) -> Output:
-        return Output(self._task, flag(name))
+        return Output(self._task, to_kebab_case(name))
 
 
 def task_tag(task: str, name: str) -> str:
@@ -46,7 +46,7 @@ def input_tag(name: str) -> str:
     return f"{{{{inputs.parameters.{name}}}}}"
 
 
-def term(parameters: Any, name: str) -> Any:
+def build_term(parameters: Any, name: str) -> Any:
     """Return the parameter `name` of ``….parameters`` as a term of an expression, as Argo writes it."""
     return getattr(parameters, name) if name.isidentifier() else parameters[name]
 
@@ -55,7 +55,7 @@ def output_term(task: str, name: str) -> Any:
     """Return an output parameter of a task as a term of an expression."""
     from hera.expr import g
 
-    return term(term(g.tasks, task).outputs.parameters, name)
+    return build_term(build_term(g.tasks, task).outputs.parameters, name)
 
 
 def output_parameter(name: str, *, value: str | None = None, expression: Any = None) -> Parameter:

@@ -18,15 +18,17 @@ from tuneloop.argo.lease_sidecar import take_turns
 from tuneloop.argo.pod_fields import NOBODY, OUTPUTS, RESTRICTED, retried_pod_fields
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
-from tuneloop.core.program import flag
+from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.settings import SHARE, Cluster
 
 if TYPE_CHECKING:
     from hera.workflows import Container, Steps, Workflow
 
 
-def workflow(name: str, parameters: Mapping[str, Any] | None = None, *, cluster: Cluster | None = None) -> Workflow:
-    """A Workflow to enter with ``with``; it starts at the template ``main``.
+def define_workflow(
+    name: str, parameters: Mapping[str, Any] | None = None, *, cluster: Cluster | None = None
+) -> Workflow:
+    """Create a Workflow to enter with ``with``; it starts at the template ``main``.
 
     Args:
         name: of the pipeline, in kebab-case.
@@ -106,12 +108,20 @@ def stage_template(
     optional = {name for name, required in component.inputs.items() if not required}
     optional |= {name for name in dynamic if not component.Params.model_fields[name].is_required()}
     flags = constant_flags(component, given, dynamic)
-    flags += [word for k in passed for word in (f"--{flag(k)}", f"{{{{inputs.parameters.{flag(k)}}}}}")]
+    flags += [
+        word for k in passed for word in (f"--{to_kebab_case(k)}", f"{{{{inputs.parameters.{to_kebab_case(k)}}}}}")
+    ]
     outputs = [component.output, *component.results]
     made = Container(
         name=component.template,
-        inputs=[Parameter(name=flag(k), default="") if k in optional else Parameter(name=flag(k)) for k in passed],
-        outputs=[Parameter(name=flag(k), value_from=ValueFrom(path=f"{OUTPUTS}/{flag(k)}")) for k in outputs],
+        inputs=[
+            Parameter(name=to_kebab_case(k), default="") if k in optional else Parameter(name=to_kebab_case(k))
+            for k in passed
+        ],
+        outputs=[
+            Parameter(name=to_kebab_case(k), value_from=ValueFrom(path=f"{OUTPUTS}/{to_kebab_case(k)}"))
+            for k in outputs
+        ],
         command=component.command(processes if nodes == 1 else 1),
         args=flags,
         **retried_pod_fields(component.image, component.accelerator and nodes == 1, cluster),
@@ -170,7 +180,7 @@ def constant_flags(component: Component, given: Mapping[str, Any], dynamic: Sequ
     needed = {name: "0" for name in dynamic if fields[name].is_required()}  # stand-ins, to validate the others
     resolved = component.validate({k: v for k, v in given.items() if k not in dynamic} | needed)
     literal = {k: v for k, v in resolved.model_dump(mode="json").items() if k not in dynamic and v is not None}
-    return [word for k, v in literal.items() for word in (f"--{flag(k)}", _text(v))]
+    return [word for k, v in literal.items() for word in (f"--{to_kebab_case(k)}", _text(v))]
 
 
 def _text(value: Any) -> str:

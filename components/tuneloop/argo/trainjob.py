@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo.jobset import RENDEZVOUS, jobset, pod_spec, ranks_env, written
+from tuneloop.argo.jobset import RENDEZVOUS, build_jobset, dump_manifest, pod_spec, ranks_env
 from tuneloop.core.ends import RETRY_STEP
 from tuneloop.core.errors import UserError
 from tuneloop.training.backends import LLMBackend, stage_flags
@@ -29,7 +29,7 @@ WORKSPACE = "tuneloop-workspace"
 """Claim that holds a TrainJob's data, its model and what it writes, at ``/workspace`` in all its pods."""
 
 
-def trainjob(
+def as_trainjob(
     backend: LLMBackend,
     name: str,
     cluster: Cluster,
@@ -39,7 +39,7 @@ def trainjob(
     runtime: str = "",
     run: str = "",
 ) -> dict[str, Any]:
-    """As a TrainJob of Kubeflow Trainer 2.1, on a ClusterTrainingRuntime of ``manifests/components/trainer``.
+    """Render a backend as a TrainJob of Kubeflow Trainer 2.1, on a runtime of ``manifests/components/trainer``.
 
     Args:
         dataset, model: what the runtime's initializers bring to ``/workspace/dataset`` and ``/workspace/model``;
@@ -80,7 +80,9 @@ def trainjob(
 
 def as_jobset(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
     """As a JobSet, for clusters without Kubeflow Trainer. Data and model have to be where the arguments say."""
-    return jobset(name, _pod(backend, name, cluster), backend.nodes, labels=_labels(run), queue=cluster.queue_labels)
+    return build_jobset(
+        name, _pod(backend, name, cluster), backend.nodes, labels=_labels(run), queue=cluster.queue_labels
+    )
 
 
 def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
@@ -121,10 +123,10 @@ def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = ""
         str(backend.processes),
     ]
     entry = [*driver, *gpus, "--", *backend.to_command(), *backend.to_args()]
-    return rayjob(entry, name, cluster, backend.nodes, accelerator=True, run=run)
+    return build_rayjob(entry, name, cluster, backend.nodes, accelerator=True, run=run)
 
 
-def rayjob(
+def build_rayjob(
     entry: Sequence[str], name: str, cluster: Cluster, nodes: int, *, accelerator: bool = False, run: str = ""
 ) -> dict[str, Any]:
     """A program that drives a Ray cluster of `nodes` pods, as a RayJob of KubeRay 1.5: `data_prep` with
@@ -185,7 +187,7 @@ def prepare_rayjob(
         raise UserError(data_prep.output, None, "is required: the URL of what it makes")
     data_prep.validate({k: v for k, v in given.items() if k != data_prep.output})
     entry = [*data_prep.command(), *stage_flags(given)]
-    return rayjob(entry, name, cluster, nodes, run=run)
+    return build_rayjob(entry, name, cluster, nodes, run=run)
 
 
 def run_here(backend: LLMBackend) -> int:
@@ -204,7 +206,7 @@ def run_here(backend: LLMBackend) -> int:
 
 
 RENDER: Mapping[str, Callable[..., dict[str, Any]]] = {
-    "trainjob": trainjob,
+    "trainjob": as_trainjob,
     "jobset": as_jobset,
     "job": as_job,
     "rayjob": as_rayjob,
@@ -223,7 +225,7 @@ def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> Cont
     return Container(
         name=name,
         command=["python", "-m", "tuneloop.cluster.launch"],
-        args=["--namespace", "{{workflow.namespace}}", "--manifest", written(dict(job))],
+        args=["--namespace", "{{workflow.namespace}}", "--manifest", dump_manifest(dict(job))],
         service_account_name="tuneloop-launcher",
         automount_service_account_token=True,
         **pod_fields("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"})),

@@ -32,40 +32,40 @@ def print_version(asked: bool = True) -> None:
 
 
 @app.callback()
-def options(
+def handle_global_options(
     version: bool = typer.Option(False, "--version", is_eager=True, callback=print_version, help="Print the version."),
 ) -> None:
     """Post-train language models in loops of resumable stages: on this machine, on Argo, on Kubeflow Pipelines."""
 
 
 @app.command("version")
-def version() -> None:
+def show_version() -> None:
     """Print the version."""
     print_version()
 
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
-    "plan": author.plan,
-    "lint": author.lint,
-    "render": author.render,
-    "schema": author.schema,
-    "demo": execute.demo,
-    "run": execute.run,
-    "resume": execute.resume,
-    "stop": execute.stop,
-    "submit": cluster.submit,
-    "schedule": cluster.schedule,
-    "diff": cluster.diff,
-    "status": inspect.status,
-    "logs": inspect.logs,
-    "report": inspect.report,
-    "track": inspect.track,
-    "gc": gc.gc,
-    "turns": turns.turns,
-    "gateway": gateway.gateway,
+    "plan": author.plan_pipeline,
+    "lint": author.lint_pipeline,
+    "render": author.render_pipeline,
+    "schema": author.print_schema,
+    "demo": execute.run_demo,
+    "run": execute.run_pipeline,
+    "resume": execute.resume_run,
+    "stop": execute.stop_run,
+    "submit": cluster.submit_run,
+    "schedule": cluster.schedule_pipeline,
+    "diff": cluster.diff_pipeline,
+    "status": inspect.show_status,
+    "logs": inspect.show_logs,
+    "report": inspect.report_run,
+    "track": inspect.track_run,
+    "gc": gc.collect_garbage,
+    "turns": turns.show_device_leases,
+    "gateway": gateway.serve_gateway,
 }
 for name, command in COMMANDS.items():
-    about = f"With --to kfp: `tuneloop kfp {name} --help`." if name in kfp.verbs() else None
+    about = f"With --to kfp: `tuneloop kfp {name} --help`." if name in kfp.list_commands() else None
     app.command(name, epilog=about)(command)
 app.add_typer(weights.app, name="weights")
 app.add_typer(endpoint.app, name="endpoint")
@@ -76,9 +76,9 @@ app.add_typer(kfp.app, name="kfp")
 
 def main() -> None:
     """Run the command line; errors are one line, and the exit code says whose they are."""
-    sys.exit(invoke(sys.argv[1:]))
+    sys.exit(run_cli(sys.argv[1:]))
 
 
-def invoke(arguments: list[str]) -> int:
+def run_cli(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
-    return run_command(lambda: app(kfp.route(arguments), prog_name="tuneloop", standalone_mode=False))
+    return run_command(lambda: app(kfp.route_arguments(arguments), prog_name="tuneloop", standalone_mode=False))

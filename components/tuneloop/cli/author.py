@@ -11,7 +11,7 @@ import typer
 from tuneloop.cli.arguments import CONFIG, OUTPUT, PIPELINE, SETS
 
 
-def plan(
+def plan_pipeline(
     pipeline: PIPELINE,
     config: CONFIG = None,
     sets: SETS = None,
@@ -33,12 +33,12 @@ def plan(
     """Show what a run will do and need. Graph, pods, accelerators, steps, tokens; memory with the arithmetic."""
     from rich.console import Console
 
-    from tuneloop.config.loading import find
+    from tuneloop.config.loading import find_pipeline
     from tuneloop.core.errors import UserError
-    from tuneloop.planning.plan import draw
+    from tuneloop.planning.plan import render_plan
     from tuneloop.runs.run_record import Run
 
-    found = find(pipeline)
+    found = find_pipeline(pipeline)
     configured = found.configure(config, sets or ())
     built, runs = found.build(configured), measured or []
     if share:
@@ -50,19 +50,19 @@ def plan(
         raise UserError("--share", False, "--plan, --swap and several of --measured go with it")
     seconds = Run.open(runs[0], store).seconds_an_iteration() if runs else None
     width = None if sys.stdout.isatty() else 200
-    Console(highlight=False, soft_wrap=True, width=width).print(draw(found.name, built, seconds))
+    Console(highlight=False, soft_wrap=True, width=width).print(render_plan(found.name, built, seconds))
 
 
-def lint(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:
+def lint_pipeline(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:
     """Check the rendered workflow. By tuneloop's rules, and by `argo lint --offline` where argo is on PATH."""
     from tuneloop.cli.checks import argo_lint, lint_problems
-    from tuneloop.config.loading import dump, find
+    from tuneloop.config.loading import dump_workflow, find_pipeline
 
-    found = find(pipeline)
+    found = find_pipeline(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
     ran = ["tuneloop"]
     problems = lint_problems(workflow)
-    if (told := argo_lint(dump(workflow))) is not None:
+    if (told := argo_lint(dump_workflow(workflow))) is not None:
         ran.append("argo lint --offline")
         problems += told
     for problem in problems:
@@ -72,7 +72,7 @@ def lint(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:
     return 2 if problems else 0
 
 
-def render(
+def render_pipeline(
     pipeline: PIPELINE,
     config: CONFIG = None,
     sets: SETS = None,
@@ -83,15 +83,15 @@ def render(
 ) -> None:
     """Print the Argo Workflow as YAML. It is what `run` executes and a cluster takes; equal settings, equal bytes."""
     from tuneloop.cluster.run_workflows import as_template, template_name
-    from tuneloop.config.loading import dump, find
+    from tuneloop.config.loading import dump_workflow, find_pipeline
 
-    found = find(pipeline)
+    found = find_pipeline(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
-    text = dump(as_template(workflow, template_name(found.name)) if template else workflow)
-    put(text, output)
+    text = dump_workflow(as_template(workflow, template_name(found.name)) if template else workflow)
+    print_or_write_text(text, output)
 
 
-def put(text: str, output: Path | None) -> None:
+def print_or_write_text(text: str, output: Path | None) -> None:
     """Print `text`, or write it to the file `output`.
 
     Raises:
@@ -108,10 +108,10 @@ def put(text: str, output: Path | None) -> None:
         raise UserError("--output", str(output), f"cannot be written ({error.strerror})") from error
 
 
-def schema(pipeline: PIPELINE) -> None:
+def print_schema(pipeline: PIPELINE) -> None:
     """Print the JSON Schema of a configuration. Every key with its type, default, limits and meaning."""
     import json
 
-    from tuneloop.config.loading import find
+    from tuneloop.config.loading import find_pipeline
 
-    typer.echo(json.dumps(find(pipeline).Config.model_json_schema(), indent=2))
+    typer.echo(json.dumps(find_pipeline(pipeline).Config.model_json_schema(), indent=2))

@@ -15,7 +15,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 
 
-def preflight(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str) -> None:
+def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str) -> None:
     """Refuse a run that cannot succeed on this machine.
 
     Raises:
@@ -27,16 +27,16 @@ def preflight(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str
 
     if problems := lint_problems(workflow):
         raise UserError("pipeline", problems[0], f"{len(problems)} problems; see `tuneloop lint`")
-    manifest.check(workflow["spec"])
+    manifest.check_workflow(workflow["spec"])
     Store(store).check_writable()
-    for path, value in leaves(config):
+    for path, value in list_leaves(config):
         if value == "vllm" and "engine" in path and importlib.util.find_spec("vllm") is None:
             raise UserError(path, value, vllm.INSTALL)
     engine = config.get("engine")
     if isinstance(engine, Mapping) and engine.get("name") == "vllm":
         vllm.check_here(engine.get("args") or {}, "engine.args.")
     for name, port in daemon_ports(workflow):
-        if taken(port):
+        if is_port_taken(port):
             raise UserError(
                 f"port of {name}", port, "is taken on this machine; stop what listens there, or set another"
             )
@@ -65,9 +65,9 @@ def demo_engine() -> tuple[str, str]:
 
 def lint_problems(workflow: Mapping[str, Any]) -> list[str]:
     """What tuneloop's lint finds, one line each."""
-    from tuneloop.argo.lint import lint
+    from tuneloop.argo.lint import lint_workflow
 
-    return [str(problem) for problem in lint(workflow)]
+    return [str(problem) for problem in lint_workflow(workflow)]
 
 
 def argo_lint(text: str) -> list[str] | None:
@@ -84,11 +84,11 @@ def argo_lint(text: str) -> list[str] | None:
     return [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
 
 
-def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted path and value of everything that is not a mapping."""
+def list_leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path and the value of every entry that is not a mapping."""
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
+            yield from list_leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -102,8 +102,8 @@ def daemon_ports(workflow: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
             yield template["name"], port
 
 
-def taken(port: int) -> bool:
-    """Whether something listens on `port` of this machine."""
+def is_port_taken(port: int) -> bool:
+    """Return whether a process listens on `port` of this machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT is not taken
         try:

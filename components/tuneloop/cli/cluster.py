@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="The runs on a cluster.")
 
 
-def submit(
+def submit_run(
     pipeline: PIPELINE,
     run: Annotated[str, typer.Option("--run", help="Name of the run; the same again resumes it once it has ended.")],
     store: Annotated[
@@ -47,34 +47,34 @@ def submit(
     context: CONTEXT = None,
 ) -> int:
     """Send a pipeline to a cluster, once everything it needs was found there."""
-    from tuneloop.cli.verdict import tell
+    from tuneloop.cli.verdict import print_verdict
     from tuneloop.cluster import run_workflows
     from tuneloop.cluster import submit as argo
-    from tuneloop.cluster.preflight import notices, problems
-    from tuneloop.config.loading import find
-    from tuneloop.inference.fleet.graph import served
+    from tuneloop.cluster.preflight import find_problems, list_notices
+    from tuneloop.config.loading import find_pipeline
+    from tuneloop.inference.fleet.graph import find_api_version
     from tuneloop.kube.api_errors import retry_until_available
-    from tuneloop.kube.connection import connect
+    from tuneloop.kube.connection import connect_to_cluster
 
     graph = _graph(fleet, run, namespace) if fleet else None
-    found = find(pipeline)
+    found = find_pipeline(pipeline)
     workflow = found.build(found.configure(config, [*_rolled_out_by(graph), *(sets or ())]))
-    made = run_workflows.prepare(workflow, run=run, store=store, namespace=namespace, priority=priority)
-    for notice in notices(made):
+    made = run_workflows.prepare_workflow(workflow, run=run, store=store, namespace=namespace, priority=priority)
+    for notice in list_notices(made):
         typer.echo(f"note: {notice}", err=True)
     if server:
         if graph:
             raise UserError("--fleet", str(fleet), "needs a kubeconfig; bring the graph up by `tuneloop fleet up`")
         return _submit_to(server, made, run, namespace, wait)
-    there = connect(namespace, context)
+    there = connect_to_cluster(namespace, context)
     if graph:
-        served(there)
-    if found_wanting := problems(there, made):
+        find_api_version(there)
+    if found_wanting := find_problems(there, made):
         for problem in found_wanting:
             typer.echo(f"error: {problem}", err=True)
         return 2
     if check:
-        argo.after(made, run_workflows.listed(there, run), run)
+        argo.prepare_resumption(made, run_workflows.list_workflows(there, run), run)
         typer.echo(f"{run}: can be submitted to {there.context}, namespace {namespace}")
         return 0
     begun = time.monotonic()
@@ -86,19 +86,23 @@ def submit(
     if not wait:
         return 0
     said = _print_logs(there, run, None, follow=True, since=name)
-    argo.wait(there, run)
-    return tell(
-        run, retry_until_available(lambda: run_workflows.workflows(there, run)), time.monotonic() - begun, said, options
+    argo.wait_for_run(there, run)
+    return print_verdict(
+        run,
+        retry_until_available(lambda: run_workflows.find_workflows(there, run)),
+        time.monotonic() - begun,
+        said,
+        options,
     )
 
 
 def _graph(manifest: Path, run: str, namespace: str) -> dict[str, Any]:
     """The Dynamo graph of a manifest, labelled as the run's."""
-    from tuneloop.cli.fleet import documents
-    from tuneloop.inference.fleet.graph import render
+    from tuneloop.cli.fleet import read_yaml_documents
+    from tuneloop.inference.fleet.graph import render_graph
     from tuneloop.workflow.settings import RUN_LABEL
 
-    return render(documents(manifest), namespace=namespace, labels={RUN_LABEL: run})
+    return render_graph(read_yaml_documents(manifest), namespace=namespace, labels={RUN_LABEL: run})
 
 
 def _rolled_out_by(graph: dict[str, Any] | None) -> list[str]:
@@ -113,13 +117,13 @@ def _start(there: Connection, made: dict[str, Any], run: str, graph: dict[str, A
     from tuneloop.inference.fleet.graph import bring_up
 
     if graph is None:
-        return argo.create(there, made, run)
-    return str(bring_up(there, graph, lambda: argo.create(there, made, run), tell=typer.echo))
+        return argo.create_workflow(there, made, run)
+    return str(bring_up(there, graph, lambda: argo.create_workflow(there, made, run), tell=typer.echo))
 
 
 def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: bool) -> int:
     """Through an Argo server, which is asked for nothing else: there is no preflight, and no logs."""
-    from tuneloop.cli.verdict import tell
+    from tuneloop.cli.verdict import print_verdict
     from tuneloop.cluster.argo_server import Server
 
     there, begun = Server(url, namespace), time.monotonic()
@@ -128,7 +132,7 @@ def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: b
     if not wait:
         return 0
     there.wait(run)
-    return tell(run, there.workflows(run), time.monotonic() - begun, {})
+    return print_verdict(run, there.workflows(run), time.monotonic() - begun, {})
 
 
 def submit_pipeline(path: str, arguments: list[str]) -> int:
@@ -137,21 +141,21 @@ def submit_pipeline(path: str, arguments: list[str]) -> int:
     Returns:
         the exit code.
     """
-    from tuneloop.cluster.argo_server import address
+    from tuneloop.cluster.argo_server import read_server_address
 
     program = typer.Typer(add_completion=False, rich_markup_mode=None)
-    program.command()(submit)
+    program.command()(submit_run)
     asks = bool({"-h", "--help"} & set(arguments))
 
     def command() -> int | None:
-        words = ["--help"] if asks else [path, "--server", address(), *arguments]
+        words = ["--help"] if asks else [path, "--server", read_server_address(), *arguments]
         found: int | None = program(words, prog_name=f"python {path}", standalone_mode=False)
         return found
 
     return run_command(command)
 
 
-def schedule(
+def schedule_pipeline(
     pipeline: PIPELINE,
     name: Annotated[str, typer.Option("--name", help="Of the schedule; each run adds the digest of its data.")],
     store: Annotated[
@@ -166,18 +170,18 @@ def schedule(
     context: CONTEXT = None,
 ) -> None:
     """Run a pipeline whenever its data has changed. Looks by the clock; the same name again changes the schedule."""
-    from tuneloop.cluster.schedule import schedule as create
-    from tuneloop.config.loading import find
-    from tuneloop.kube.connection import connect
+    from tuneloop.cluster.schedule import apply_schedule as create
+    from tuneloop.config.loading import find_pipeline
+    from tuneloop.kube.connection import connect_to_cluster
 
-    found = find(pipeline)
+    found = find_pipeline(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
-    there = connect(namespace, context)
+    there = connect_to_cluster(namespace, context)
     create(there, workflow, name=name, store=store, cron=cron, timezone=timezone, priority=priority)
     typer.echo(f"{name}: looks for new data at {cron}; `tuneloop cluster unschedule {name}` ends that")
 
 
-def diff(
+def diff_pipeline(
     pipeline: PIPELINE,
     run: Annotated[str | None, typer.Option("--run", help="Compare the newest workflow of this run.")] = None,
     template: Annotated[
@@ -191,13 +195,13 @@ def diff(
     """Show how a cluster differs from what is rendered. Exits with 0: it does not; 1: it does; more: no answer."""
     from tuneloop.cluster.drift import run_drift, template_drift
     from tuneloop.cluster.run_workflows import template_name
-    from tuneloop.config.loading import find
+    from tuneloop.config.loading import find_pipeline
     from tuneloop.kube.api_errors import translate_api_errors
-    from tuneloop.kube.connection import connect
+    from tuneloop.kube.connection import connect_to_cluster
 
-    found = find(pipeline)
+    found = find_pipeline(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
-    there = connect(namespace, context)
+    there = connect_to_cluster(namespace, context)
     with translate_api_errors(there):
         told = (
             run_drift(there, workflow, run)
@@ -209,30 +213,30 @@ def diff(
 
 
 @app.command("unschedule")
-def unschedule(
+def unschedule_pipeline(
     name: Annotated[str, typer.Argument(help="Of the schedule.")],
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
     """End a schedule; its runs stay."""
-    from tuneloop.cluster.schedule import unschedule as delete
-    from tuneloop.kube.connection import connect
+    from tuneloop.cluster.schedule import delete_schedule as delete
+    from tuneloop.kube.connection import connect_to_cluster
 
-    delete(connect(namespace, context), name)
+    delete(connect_to_cluster(namespace, context), name)
     typer.echo(f"{name}: no longer scheduled")
 
 
 @app.command("status")
-def status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
+def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
     """Show the stages of a run, their newest results, and what each waiting pod waits for.
 
     What it has committed, also once its workflows are deleted: `tuneloop status RUN --store URL`.
     """
     from tuneloop.cli.show import show_stages
-    from tuneloop.cluster.watch import status as read
-    from tuneloop.kube.connection import connect
+    from tuneloop.cluster.watch import read_status as read
+    from tuneloop.kube.connection import connect_to_cluster
 
-    seen = read(connect(namespace, context), run)
+    seen = read(connect_to_cluster(namespace, context), run)
     if as_json:
         print_json(_told(seen))
         return
@@ -248,7 +252,7 @@ def status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloop", c
 
 
 @app.command("logs")
-def logs(
+def show_logs(
     run: RUN,
     stage: Annotated[str | None, typer.Argument(help="A stage's name in the graph, as `status` shows it.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
@@ -256,13 +260,13 @@ def logs(
     context: CONTEXT = None,
 ) -> None:
     """Print what the pods of a run wrote, each line behind its stage; those of pods already deleted are gone."""
-    from tuneloop.kube.connection import connect
+    from tuneloop.kube.connection import connect_to_cluster
 
-    _print_logs(connect(namespace, context), run, stage, follow)
+    _print_logs(connect_to_cluster(namespace, context), run, stage, follow)
 
 
 @app.command("stop")
-def stop(
+def stop_run(
     run: RUN,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the pods to end.")] = 120.0,
     namespace: NAMESPACE = "tuneloop",
@@ -270,19 +274,19 @@ def stop(
 ) -> None:
     """End a run and release what it holds; submitting it again goes on where it stopped."""
     from tuneloop.cluster import submit as argo
-    from tuneloop.kube.connection import connect
+    from tuneloop.kube.connection import connect_to_cluster
 
-    ended = argo.stop(connect(namespace, context), run, timeout=timeout)
+    ended = argo.stop_run(connect_to_cluster(namespace, context), run, timeout=timeout)
     typer.echo(f"{run}: stopped" if ended else f"{run}: was not under way")
 
 
 @app.command("claims")
-def claims(namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
+def show_claims(namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
     """Show the claims of shared devices, and who sits on them; frees the seats of runs that have ended."""
-    from tuneloop.cluster.watch import claims as read
-    from tuneloop.kube.connection import connect
+    from tuneloop.cluster.watch import refresh_claims as read
+    from tuneloop.kube.connection import connect_to_cluster
 
-    found = read(connect(namespace, context))
+    found = read(connect_to_cluster(namespace, context))
     for name, told in found.items():
         typer.echo(f"{name}  {told}")
     if not found:
@@ -293,7 +297,7 @@ def _print_logs(
     there: Connection, run: str, stage: str | None, follow: bool, since: str | None = None
 ) -> dict[str, str]:
     """Print what the pods write; the last words of each stage."""
-    from tuneloop.cluster.watch import logs as read
+    from tuneloop.cluster.watch import read_logs as read
 
     said = {}
     for name, line in read(there, run, stage=stage, follow=follow, since=since):
@@ -311,13 +315,13 @@ def _told(seen: Status) -> dict[str, Any]:
 
 def _stages(seen: Status) -> list[Stage]:
     """By pods: newest phase, how often it ended well, seconds, retries, the numbers of its newest result."""
-    from tuneloop.cli.live import iteration_of, label, number
+    from tuneloop.cli.live import format_number, get_stage_name, iteration_of
     from tuneloop.cli.show import Stage
 
     found = []
     pods = [node for node in seen.nodes.values() if node.type == "Pod"]
-    for stage in dict.fromkeys(label(pod) for pod in pods):
-        mine = [pod for pod in pods if label(pod) == stage]
+    for stage in dict.fromkeys(get_stage_name(pod) for pod in pods):
+        mine = [pod for pod in pods if get_stage_name(pod) == stage]
         newest = mine[-1]
         found.append(
             Stage(
@@ -327,7 +331,7 @@ def _stages(seen: Status) -> list[Stage]:
                 seconds=sum(pod.finished - pod.started for pod in mine if pod.finished),
                 retries=sum(pod.display_name.endswith(")") and not pod.display_name.endswith("(0)") for pod in mine),
                 iteration=iteration_of(newest) or None,
-                results={name: float(value) for name, value in newest.outputs.items() if number(value)},
+                results={name: float(value) for name, value in newest.outputs.items() if format_number(value)},
                 message=newest.message,
             )
         )

@@ -10,12 +10,12 @@ app = typer.Typer(no_args_is_help=True, help="Rollout endpoints that somebody el
 
 
 @app.callback()
-def endpoint() -> None:
+def define_endpoint_group() -> None:
     """Rollout endpoints that somebody else serves."""
 
 
 @app.command("check")
-def check(
+def run_checks(
     url: Annotated[str, typer.Argument(help="The endpoint's URL, without /generate.")],
     policy: Annotated[str | None, typer.Option(metavar="REF", help="The checkpoint that it should serve.")] = None,
     vocabulary: Annotated[int, typer.Option(min=16, help="Ids below this are sent.")] = 256,
@@ -32,7 +32,7 @@ def check(
 
     from tuneloop.core.artifacts import Artifact
     from tuneloop.core.errors import UserError
-    from tuneloop.inference.conformance import Probe, check
+    from tuneloop.inference.conformance import Probe, run_checks
     from tuneloop.inference.engines.endpoint import check_url
 
     parts = urlsplit(check_url(url))
@@ -44,7 +44,7 @@ def check(
     table = Table(box=None, pad_edge=False)
     for column in ("check", "result", "what, and why"):
         table.add_column(column, no_wrap=column != "what, and why")
-    outcomes = list(check(probe))
+    outcomes = list(run_checks(probe))
     for outcome in outcomes:
         table.add_row(outcome.name, outcome.result, outcome.why)
     Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)

@@ -26,7 +26,7 @@ WARM = Annotated[
 ]
 
 
-def run(
+def run_pipeline(
     pipeline: PIPELINE,
     name: Annotated[str | None, typer.Option("--run", help="Name of the run; default: pipeline and time.")] = None,
     store: STORE = "runs",
@@ -40,28 +40,30 @@ def run(
 
     A run that ended before its loop made a version may be given other settings; what it has committed must fit them.
     """
-    from tuneloop.cli.checks import check_model, preflight
-    from tuneloop.config.loading import dump, find
-    from tuneloop.core.store import normalize
+    from tuneloop.cli.checks import check_local_run, check_model
+    from tuneloop.config.loading import dump_workflow, find_pipeline
+    from tuneloop.core.store import normalize_url
     from tuneloop.runs import records, run_record
 
-    found = find(pipeline)
+    found = find_pipeline(pipeline)
     resolved = found.configure(config, sets or ()).model_dump(mode="json")
     if name is None:
         name = f"{found.name.replace('_', '-')[:24]}-{time.strftime('%Y%m%d-%H%M%S')}"
     if (record := records.read_record(name, store)) is not None:
         standing = run_record.Run(name, store, record)
-        if _same(standing, found.name, resolved, normalize(store)):
+        if _same(standing, found.name, resolved, normalize_url(store)):
             return _continue(standing, parallelism, track, warm)
     workflow = found.build(found.validate(resolved))
     if record is None:
         check_model(resolved)
-    preflight(resolved, workflow, store)
-    fresh = records.Record(run=name, pipeline=found.name, path=str(found.path), config=resolved, store=normalize(store))
-    return _carry_out(run_record.Run.create(fresh, dump(workflow), replaced=record), parallelism, track, warm)
+    check_local_run(resolved, workflow, store)
+    fresh = records.Record(
+        run=name, pipeline=found.name, path=str(found.path), config=resolved, store=normalize_url(store)
+    )
+    return _carry_out(run_record.Run.create(fresh, dump_workflow(workflow), replaced=record), parallelism, track, warm)
 
 
-def demo(
+def run_demo(
     name: Annotated[str, typer.Option("--run", help="Name of the run; the same again resumes it.")] = "demo",
     store: STORE = "runs",
     sets: SETS = None,
@@ -80,10 +82,10 @@ def demo(
     if not any(each.startswith("loop") for each in settings):
         settings = ["loop.iterations_per_pod=20", *settings]  # else starting processes takes as long as the stages
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a model this small is slower with its work shared between threads
-    return run("sft_then_grpo", name, store, None, settings, parallelism, track, warm)
+    return run_pipeline("sft_then_grpo", name, store, None, settings, parallelism, track, warm)
 
 
-def resume(
+def resume_run(
     name: RUN, store: STORE = "runs", parallelism: PARALLELISM = None, track: TRACK = True, warm: WARM = True
 ) -> int:
     """Go on with a run that ended early. The first stage without a commit runs next."""
@@ -96,22 +98,22 @@ def resume(
     return _continue(found, parallelism, track, warm)
 
 
-def stop(
+def stop_run(
     name: RUN,
     store: STORE = "runs",
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the stages to end.")] = 90.0,
 ) -> int:
     """Stop a run. Its stages commit what a resume needs and end; of one that was killed, its turns are given back."""
-    from tuneloop.cli.show import there
+    from tuneloop.cli.show import format_store_option
     from tuneloop.core.errors import Retryable
     from tuneloop.runs.run_record import Run
-    from tuneloop.sharing.file import STORED, release
+    from tuneloop.sharing.file import STORED, release_leases
 
     found = Run.open(name, store)
     state = found.state
     if found.phase != "running" or state is None:
         if state is not None:  # it ran here: no process of it is left
-            release(f"{found.store_url}/{STORED}", name)
+            release_leases(f"{found.store_url}/{STORED}", name)
         typer.echo(f"{name}: is not running ({found.phase})")
         return 0
     os.kill(state.workflow.pid, signal.SIGTERM)
@@ -121,7 +123,7 @@ def stop(
             raise Retryable(f"{name}: still running after {timeout:g} s (process {state.workflow.pid})")
         time.sleep(0.05)
     seconds = time.monotonic() - start
-    typer.echo(f"{name}: stopped in {seconds:.1f} s; go on with `tuneloop resume {name}{there(store)}`")
+    typer.echo(f"{name}: stopped in {seconds:.1f} s; go on with `tuneloop resume {name}{format_store_option(store)}`")
     return 0
 
 
@@ -132,12 +134,12 @@ def _same(standing: Run, pipeline: str, config: dict[str, Any], store: str) -> b
     committed outputs. After that a change could leave iterations behind that are no longer part of the run.
     """
     from tuneloop.core.errors import UserError
-    from tuneloop.runs.records import differences
+    from tuneloop.runs.records import find_differences
 
     record = standing.record
     assert record
     asked = {"pipeline": pipeline, "store": store, **config}
-    differing = differences(asked, {"pipeline": record.pipeline, "store": record.store, **record.config})
+    differing = find_differences(asked, {"pipeline": record.pipeline, "store": record.store, **record.config})
     begun = standing.phase in ("running", "succeeded") or any(made.iteration for made in standing.checkpoints)
     what = ", ".join(differing[:5])
     if differing and (begun or {"pipeline", "store"} & {*differing}):
@@ -153,17 +155,17 @@ def _same(standing: Run, pipeline: str, config: dict[str, Any], store: str) -> b
 def _continue(run: Run, parallelism: int | None, track: bool, warm: bool) -> int:
     import yaml
 
-    from tuneloop.cli.checks import preflight
+    from tuneloop.cli.checks import check_local_run
     from tuneloop.core.errors import UserError
-    from tuneloop.runs.summary import summarize
+    from tuneloop.runs.summary import summarize_run
 
     assert run.record
     if run.phase == "running":
         raise UserError("run", run.name, f"is running; see `tuneloop status {run.name}`, or `tuneloop stop` it first")
     if run.phase == "succeeded":
-        typer.echo(f"{run.name}: finished already\n{summarize(run)}")
+        typer.echo(f"{run.name}: finished already\n{summarize_run(run)}")
         return 0
-    preflight(run.record.config, yaml.safe_load((run.directory / "workflow.yaml").read_bytes()), run.store_url)
+    check_local_run(run.record.config, yaml.safe_load((run.directory / "workflow.yaml").read_bytes()), run.store_url)
     return _carry_out(run, parallelism, track, warm)
 
 
@@ -172,15 +174,14 @@ def _carry_out(run: Run, parallelism: int | None, track: bool, warm: bool) -> in
     import yaml
 
     from tuneloop.cli.live import Display
-    from tuneloop.cli.show import failure
-    from tuneloop.cli.show import report as write_report
+    from tuneloop.cli.show import describe_failure, write_report
     from tuneloop.local.workflow_parts import execute_parts
-    from tuneloop.runs.summary import summarize
-    from tuneloop.runs.tracking import follower
+    from tuneloop.runs.summary import summarize_run
+    from tuneloop.runs.tracking import mirror_in_background
 
     workflow = yaml.safe_load((run.directory / "workflow.yaml").read_bytes())
     start = time.monotonic()
-    with follower(run, enabled=track) as tracker, Display(run.name, workflow) as display:
+    with mirror_in_background(run, enabled=track) as tracker, Display(run.name, workflow) as display:
         outcome = execute_parts(
             workflow,
             workdir=run.directory,
@@ -194,9 +195,8 @@ def _carry_out(run: Run, parallelism: int | None, track: bool, warm: bool) -> in
     run.refresh()
     at = write_report(run)
     ended = "succeeded" if outcome.phase == "Succeeded" else f"{outcome.phase.lower()}: {outcome.message}"
-    typer.echo(
-        f"\n{run.name}: {ended} ({time.monotonic() - start:.1f} s)\n{summarize(run, report=at, mlflow=tracker.said)}"
-    )
+    summary = summarize_run(run, report=at, mlflow=tracker.said)
+    typer.echo(f"\n{run.name}: {ended} ({time.monotonic() - start:.1f} s)\n{summary}")
     if outcome.phase != "Succeeded":
-        typer.echo(failure(run, outcome), err=True)
+        typer.echo(describe_failure(run, outcome), err=True)
     return outcome.exit_code

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import typer
 
-from tuneloop.core.errors import EXIT_USER, NoKeys, Retryable, UserError, failed, say
+from tuneloop.core.errors import EXIT_USER, NoKeys, Retryable, UserError, print_diagnostic, report_error
 
 
 def run_command(command: Callable[[], int | None]) -> int:
@@ -16,13 +16,13 @@ def run_command(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except NoKeys as error:
-        return failed(error.mistake)
+        return report_error(error.mistake)
     except (UserError, Retryable) as error:
-        return failed(error)
+        return report_error(error)
     except (KeyboardInterrupt, typer.Abort):
-        return say("interrupted", 130)
+        return print_diagnostic("interrupted", 130)
     except BrokenPipeError:  # `tuneloop … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except typer.TyperException as error:
-        return say(f"error: {error.format_message()} (see --help)", EXIT_USER)
+        return print_diagnostic(f"error: {error.format_message()} (see --help)", EXIT_USER)

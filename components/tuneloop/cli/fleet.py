@@ -27,28 +27,28 @@ TIMEOUT = Annotated[float, typer.Option(help="Seconds without an answer after wh
 
 
 @app.callback()
-def fleet() -> None:
+def define_fleet_group() -> None:
     """Fleets of rollout workers that are brought to each version."""
 
 
 @app.command("status")
-def status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) -> int:
+def show_status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) -> int:
     """List the workers of a fleet and what each serves. Exit code 1 where they differ, or one does not answer.
 
     A Dynamo graph is shown as its cluster sees it, by the three gates of its readiness, where this is no pod of it.
     """
     import os
 
-    from tuneloop.inference.fleet import named
+    from tuneloop.inference.fleet import parse_service_url
 
     if fleet.startswith("dynamo:") and "KUBERNETES_SERVICE_HOST" not in os.environ:
-        name, namespace, port = named(fleet)
+        name, namespace, port = parse_service_url(fleet)
         return _gates(name, namespace, port, context)
     return _workers(fleet, timeout)
 
 
 def _workers(fleet: str, timeout: float) -> int:
-    from tuneloop.cli.tables import show
+    from tuneloop.cli.tables import print_table
     from tuneloop.core.errors import Retryable
     from tuneloop.inference.fleet import open_fleet
 
@@ -63,24 +63,24 @@ def _workers(fleet: str, timeout: float) -> int:
         rows.append((worker.id, worker.url, told))
     if not rows:
         raise Retryable(f"fleet {fleet}: no worker answers")
-    show(("worker", "url", "serves"), rows, cut="serves")
+    print_table(("worker", "url", "serves"), rows, cut="serves")
     return 0 if len(served) == 1 and "@" in min(served) else 1
 
 
 def _gates(name: str, namespace: str, port: int | None, context: str | None) -> int:
-    from tuneloop.cli.tables import show
+    from tuneloop.cli.tables import print_table
     from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
-    from tuneloop.inference.fleet.graph import gates
-    from tuneloop.kube.connection import connect
+    from tuneloop.inference.fleet.graph import read_gates
+    from tuneloop.kube.connection import connect_to_cluster
 
-    found = gates(connect(namespace, context), name, port or FRONTEND_PORT)
+    found = read_gates(connect_to_cluster(namespace, context), name, port or FRONTEND_PORT)
     rows = [(gate.name, "open" if gate.open else "shut", gate.why) for gate in found]
-    show(("gate", "state", "why"), rows, cut="why")
+    print_table(("gate", "state", "why"), rows, cut="why")
     return 0 if all(gate.open for gate in found) else 1
 
 
 @app.command("refit")
-def refit(
+def refit_fleet(
     fleet: FLEET,
     policy: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Where it lies, as the workers reach it.")],
     force: Annotated[bool, typer.Option(help="Update workers that say they have it, too.")] = False,
@@ -89,17 +89,17 @@ def refit(
     """Bring every worker of a fleet to a checkpoint: pause, update, flush, resume, until nobody is new."""
     from tuneloop.core.artifacts import Artifact
     from tuneloop.inference.fleet import open_fleet
-    from tuneloop.inference.fleet.refit import refit, target
+    from tuneloop.inference.fleet.refit import make_target, refit_fleet
 
-    wanted = target(Artifact(policy))
-    done = refit(open_fleet(fleet), wanted, timeout_s=timeout, force=force)
+    wanted = make_target(Artifact(policy))
+    done = refit_fleet(open_fleet(fleet), wanted, timeout_s=timeout, force=force)
     changed = [paused for paused in done.workers.values() if paused]
     longest = f", paused for {max(changed):.2f} s at most" if changed else ""
     typer.echo(f"{wanted.label}: {len(done.workers)} workers have it, {len(changed)} got it now{longest}")
 
 
 @app.command("up")
-def up(
+def create_graph(
     manifest: Annotated[Path, typer.Argument(help="YAML with a DynamoGraphDeployment, among others.")],
     name: Annotated[str | None, typer.Option(help="In place of the manifest's.")] = None,
     sets: SETS = None,
@@ -113,33 +113,33 @@ def up(
 
     It stays until `tuneloop fleet down`. `tuneloop submit --fleet MANIFEST` makes one that goes with its run.
     """
-    from tuneloop.inference.fleet.graph import bring_up, render
-    from tuneloop.kube.connection import connect
+    from tuneloop.inference.fleet.graph import bring_up, render_graph
+    from tuneloop.kube.connection import connect_to_cluster
 
-    graph = render(documents(manifest), name=name, namespace=namespace, image=image, sets=sets or ())
-    bring_up(connect(namespace, context), graph, recreate=recreate, timeout=timeout, tell=typer.echo)
+    graph = render_graph(read_yaml_documents(manifest), name=name, namespace=namespace, image=image, sets=sets or ())
+    bring_up(connect_to_cluster(namespace, context), graph, recreate=recreate, timeout=timeout, tell=typer.echo)
     typer.echo(
         f"use it with --set engine.name=endpoint --set engine.fleet=dynamo://{graph['metadata']['name']}.{namespace}"
     )
 
 
 @app.command("down")
-def down(
+def delete_graph(
     name: Annotated[str, typer.Argument(help="Of the graph.")],
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
     """Delete a graph of Dynamo, and with it its pods. Exit code 1 where there was none."""
     from tuneloop.inference.fleet import graph
-    from tuneloop.kube.connection import connect
+    from tuneloop.kube.connection import connect_to_cluster
 
-    there = graph.down(connect(namespace, context), name)
+    there = graph.delete_graph(connect_to_cluster(namespace, context), name)
     typer.echo(f"{name}: {'deleted' if there else 'there was none'}")
     return 0 if there else 1
 
 
-def documents(manifest: Path) -> list[dict[str, Any]]:
-    """What is in a YAML file.
+def read_yaml_documents(manifest: Path) -> list[dict[str, Any]]:
+    """Read the documents of a YAML file.
 
     Raises:
         UserError: it can not be read, or is no YAML.

@@ -10,7 +10,7 @@ import typer
 from tuneloop.cli.arguments import CONTEXT
 
 
-def gateway(
+def serve_gateway(
     store: Annotated[str, typer.Option(metavar="URL", help="Where sessions keep artifacts, as workers reach it.")],
     local: Annotated[bool, typer.Option("--local", help="Sessions are processes of this machine.")] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -36,7 +36,7 @@ def gateway(
     try:
         import uvicorn
 
-        from tuneloop.gateway.app import Gateway, build
+        from tuneloop.gateway.app import Gateway, build_app
         from tuneloop.gateway.worker import UVICORN
         from tuneloop.inference.server import serve_until_signalled
     except ImportError as error:
@@ -44,7 +44,7 @@ def gateway(
     with contextlib.ExitStack() as stack, socket.socket() as listener:
         token_file = token_file.expanduser().absolute()
         if local:
-            from tuneloop.core.store import normalize
+            from tuneloop.core.store import normalize_url
             from tuneloop.gateway.access import TokenFile
             from tuneloop.gateway.processes import Processes
             from tuneloop.gateway.sessions import read_settings
@@ -52,13 +52,13 @@ def gateway(
             access = TokenFile(token_file)
             processes = Processes(token_file.parent / "gateway-logs", read_settings(config), device)
             stack.callback(processes.close)
-            made = Gateway(processes, access, normalize(store), config)
+            made = Gateway(processes, access, normalize_url(store), config)
         else:
             from tuneloop.gateway.access import TokenReviews
             from tuneloop.gateway.jobs import Jobs
-            from tuneloop.kube.connection import connect
+            from tuneloop.kube.connection import connect_to_cluster
 
-            api = connect(context=context).core.api_client
+            api = connect_to_cluster(context=context).core.api_client
             made = Gateway(Jobs(api, config), TokenReviews(api, audience), store, config)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -70,4 +70,4 @@ def gateway(
         typer.echo(f"gateway: {url}", err=True)
         if local:
             typer.echo(f"export TINKER_BASE_URL={url} TINKER_API_KEY=$(cat {token_file})", err=True)
-        serve_until_signalled(uvicorn.Server(uvicorn.Config(build(made), **UVICORN)), listener)
+        serve_until_signalled(uvicorn.Server(uvicorn.Config(build_app(made), **UVICORN)), listener)

@@ -10,7 +10,7 @@ import typer
 from tuneloop.cli.arguments import RUN, STORE
 
 
-def gc(
+def collect_garbage(
     name: RUN,
     store: STORE = "runs",
     keep: Annotated[
@@ -22,20 +22,20 @@ def gc(
     delete: Annotated[bool, typer.Option("--delete", help="Delete; without it only say what would be.")] = False,
 ) -> None:
     """Delete what a run no longer needs. Data of dead attempts, stale resume points, with --keep old checkpoints."""
-    from tuneloop.runs.retention import collect, leftovers
+    from tuneloop.runs.retention import delete_leftovers, find_leftovers
     from tuneloop.runs.run_record import Run
-    from tuneloop.runs.summary import size
+    from tuneloop.runs.summary import format_size
 
     run = Run.open(name, store)
-    found = leftovers(run, keep=keep, idle=idle * 3600)
+    found = find_leftovers(run, keep=keep, idle=idle * 3600)
     for item in found:
-        typer.echo(f"{item.key}  {size(item.size)}  {item.why}")
+        typer.echo(f"{item.key}  {format_size(item.size)}  {item.why}")
     if delete:
-        collect(run, found)
+        delete_leftovers(run, found)
     if not found:
         typer.echo(f"{name}: nothing to delete")
         return
     kinds = Counter(item.why.partition(" of ")[0] for item in found)
     told = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
-    total = size(sum(item.size for item in found))
+    total = format_size(sum(item.size for item in found))
     typer.echo(f"{name}: {told}, {total} {'deleted' if delete else 'to delete; --delete does'}")

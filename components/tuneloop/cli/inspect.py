@@ -21,13 +21,13 @@ UNREAD = ("damaged", "unreachable")
 """Phases of a run in the list that could not be read."""
 
 
-def status(
+def show_status(
     name: Annotated[str | None, typer.Argument(metavar="[RUN]", help="The run's name; default: list all.")] = None,
     store: STORE = "runs",
     as_json: JSON = False,
 ) -> None:
     """Show the stages of a run, or all runs. With its iteration and its reward so far."""
-    from tuneloop.cli.show import show_stages, stages, there
+    from tuneloop.cli.show import format_store_option, list_stages, show_stages
     from tuneloop.runs.run_record import Run
     from tuneloop.runs.summary import iterations_line, reward_line
 
@@ -39,7 +39,7 @@ def status(
         print_json(_told(run))
         return
     pipeline = run.record.pipeline if run.record else "pipeline unknown"
-    again = f"tuneloop resume {name}{there(store)}"
+    again = f"tuneloop resume {name}{format_store_option(store)}"
     hint = {"interrupted": f"; {again}", "failed": f"; {_why(run)}; {again}"}
     typer.echo(f"{name}  {pipeline}  {run.phase}{hint.get(run.phase, '')}")
     for label, text in (("store", run.url), ("iterations", iterations_line(run)), ("mean reward", reward_line(run))):
@@ -47,17 +47,17 @@ def status(
             typer.echo(f"  {label:<12} {text}")
     if (latest := run.latest_reward()) and latest.entry.manifest.role == "scorer":
         typer.echo(f"  {'newest batch':<12} {latest.value:.3f} ({latest.how}, iteration {latest.entry.iteration})")
-    show_stages(stages(run))
+    show_stages(list_stages(run))
 
 
-def logs(
+def show_logs(
     name: RUN,
     stage: Annotated[str | None, typer.Argument(help="A stage's name in the graph, as `status` shows it.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
     store: STORE = "runs",
 ) -> None:
     """Print what the stages wrote. Each line behind the stage and iteration that wrote it."""
-    from tuneloop.cli.live import label
+    from tuneloop.cli.live import get_stage_name
     from tuneloop.core.errors import UserError
     from tuneloop.runs.run_record import Run
 
@@ -68,18 +68,22 @@ def logs(
     while True:
         running = run.phase == "running"  # before reading: what is written until the end is then read once more
         pods = [node for node in run.state.nodes.values() if node.type == "Pod" and node.log]
-        if stage and not (follow and running) and not any(stage in (label(n), n.display_name, n.id) for n in pods):
-            known = ", ".join(dict.fromkeys(label(node) for node in pods))
+        if (
+            stage
+            and not (follow and running)
+            and not any(stage in (get_stage_name(n), n.display_name, n.id) for n in pods)
+        ):
+            known = ", ".join(dict.fromkeys(get_stage_name(node) for node in pods))
             raise UserError("stage", stage, f"has not run; those that have: {known}")
         for node in pods:
-            if stage is None or stage in (label(node), node.display_name, node.id):
+            if stage is None or stage in (get_stage_name(node), node.display_name, node.id):
                 _print_log(run, node, seen, prefix=stage is None or len(pods) > 1)
         if not (follow and running):
             return
         time.sleep(0.2)
 
 
-def report(
+def report_run(
     name: RUN,
     store: STORE = "runs",
     output: Annotated[
@@ -87,22 +91,22 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page, readable offline. Curves, samples before and after, the origin of every version."""
-    from tuneloop.cli.show import report as write
+    from tuneloop.cli.show import write_report as write
     from tuneloop.runs.run_record import Run
 
     typer.echo(write(Run.open(name, store), output))
 
 
-def track(
+def track_run(
     name: RUN,
     store: STORE = "runs",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
 ) -> None:
     """Mirror a run into MLflow. To MLFLOW_TRACKING_URI, default sqlite:///mlflow.db; again brings it up to date."""
     from tuneloop.runs.run_record import Run
-    from tuneloop.runs.tracking import mirror
+    from tuneloop.runs.tracking import mirror_run
 
-    typer.echo(mirror(Run.open(name, store), follow=follow))
+    typer.echo(mirror_run(Run.open(name, store), follow=follow))
 
 
 def print_json(told: Mapping[str, Any]) -> None:
@@ -114,7 +118,7 @@ def print_json(told: Mapping[str, Any]) -> None:
 
 def _told(run: Run) -> dict[str, Any]:
     """A run for programs."""
-    from tuneloop.cli.show import stages
+    from tuneloop.cli.show import list_stages
 
     state, batches = run.state, run.training_rewards()
     most = state.workflow.parameters.get("iterations") if state else None
@@ -129,7 +133,7 @@ def _told(run: Run) -> dict[str, Any]:
         "iterations": int(most) if most else None,
         "evaluations": [_score(run, score) for score in run.evaluations()],
         "newest_batch": _score(run, batches[-1]) if batches else None,
-        "stages": [asdict(stage) for stage in stages(run)],
+        "stages": [asdict(stage) for stage in list_stages(run)],
     }
 
 
@@ -143,7 +147,7 @@ def _score(run: Run, score: Score) -> dict[str, Any]:
 
 
 def _list_runs(store: str, as_json: bool) -> None:
-    from tuneloop.cli.tables import show
+    from tuneloop.cli.tables import print_table
 
     rows = _rows_of_runs(store)
     if as_json:
@@ -156,7 +160,7 @@ def _list_runs(store: str, as_json: bool) -> None:
         typer.echo(f"no runs below {store}; --store names another place")
         return
     columns = ("run", "pipeline", "state", "iteration", "created", "mean reward")
-    show(columns, map(_texts, rows), right=("iteration",), cut="mean reward")
+    print_table(columns, map(_texts, rows), right=("iteration",), cut="mean reward")
 
 
 def _texts(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -169,10 +173,10 @@ def _texts(row: Mapping[str, Any]) -> tuple[str, ...]:
 def _rows_of_runs(store: str) -> list[dict[str, Any]]:
     """What is known of every run, oldest first; of those that cannot be read, why."""
     from tuneloop.core.errors import Corrupt, Retryable, UserError
-    from tuneloop.runs.records import names
+    from tuneloop.runs.records import list_runs
 
     rows = []
-    for name in names(store):
+    for name in list_runs(store):
         row: dict[str, Any] = {"run": name, "pipeline": None, "phase": "not started here", "message": ""}
         row |= dict.fromkeys(("created", "iteration", "mean_reward", "how"))
         try:
@@ -206,7 +210,7 @@ def _row(name: str, store: str) -> dict[str, Any]:
 
 def _print_log(run: Run, node: Node, seen: dict[str, int], prefix: bool) -> None:
     """The lines of a log that were not printed yet; a line still being written waits."""
-    from tuneloop.cli.live import iteration_of, label
+    from tuneloop.cli.live import get_stage_name, iteration_of
 
     path = run.directory / node.log
     if not path.is_file():
@@ -218,7 +222,7 @@ def _print_log(run: Run, node: Node, seen: dict[str, int], prefix: bool) -> None
     seen[node.id] = seen.get(node.id, 0) + len(whole)
     at = f" {iteration}" if (iteration := iteration_of(node)) else ""
     for line in whole.decode(errors="replace").splitlines():
-        typer.echo(f"{label(node)}{at} | {line}" if prefix else line)
+        typer.echo(f"{get_stage_name(node)}{at} | {line}" if prefix else line)
 
 
 def _why(run: Run) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tuneloop.cli.arguments import CONFIG, JSON, OUTPUT, PIPELINE, RUN, SETS
-from tuneloop.cli.author import put
+from tuneloop.cli.author import print_or_write_text
 from tuneloop.cli.inspect import print_json
 
 ENDPOINT = Annotated[
@@ -28,7 +28,7 @@ AT_ARGO = ("status", "logs", "stop", "unschedule")
 
 
 @app.command("render")
-def render(
+def render_pipeline(
     pipeline: PIPELINE,
     config: CONFIG = None,
     sets: SETS = None,
@@ -44,13 +44,13 @@ def render(
 
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "pipeline.yaml"
-        compile_to(build(pipeline, config, sets), path, manifest=manifest)
+        compile_to(build_kfp_pipeline(pipeline, config, sets), path, manifest=manifest)
         text = path.read_text()
-    put(text, output)
+    print_or_write_text(text, output)
 
 
 @app.command("submit")
-def submit(
+def submit_run(
     pipeline: PIPELINE,
     run: Annotated[str, typer.Option("--run", help="Name of the run; the same again resumes it once it has ended.")],
     store: STORE,
@@ -64,15 +64,15 @@ def submit(
     """Start a run, or resume the one of that name."""
     from tuneloop.kfp import client
 
-    built = build(pipeline, config, sets)
-    run_id = client.submit(
-        client.connect(endpoint), built, run=run, store=store, root=root, cache=cache, experiment=experiment
+    built = build_kfp_pipeline(pipeline, config, sets)
+    run_id = client.submit_run(
+        client.connect_to_kfp(endpoint), built, run=run, store=store, root=root, cache=cache, experiment=experiment
     )
     typer.echo(f"{run}: submitted as {run_id}; see `tuneloop kfp status {run}`")
 
 
 @app.command("schedule")
-def schedule(
+def schedule_pipeline(
     pipeline: PIPELINE,
     name: Annotated[str, typer.Option("--name", help="Of the schedule; each run adds the time of its tick.")],
     store: STORE,
@@ -86,45 +86,45 @@ def schedule(
     """Run a pipeline at each tick of the clock, one run at a time."""
     from tuneloop.kfp import client
 
-    built = build(pipeline, config, sets)
-    client.schedule(
-        client.connect(endpoint), built, name=name, store=store, cron=cron, root=root, experiment=experiment
+    built = build_kfp_pipeline(pipeline, config, sets)
+    client.create_schedule(
+        client.connect_to_kfp(endpoint), built, name=name, store=store, cron=cron, root=root, experiment=experiment
     )
     typer.echo(f"{name}: runs at {cron}; `tuneloop kfp unschedule {name}` ends that")
 
 
 @app.command("unschedule")
-def unschedule(
+def unschedule_pipeline(
     name: Annotated[str, typer.Argument(help="Of the schedule.")],
     endpoint: ENDPOINT = None,
 ) -> None:
     """End a schedule; its runs stay."""
     from tuneloop.kfp import client
 
-    client.unschedule(client.connect(endpoint), name)
+    client.delete_schedule(client.connect_to_kfp(endpoint), name)
     typer.echo(f"{name}: no longer scheduled")
 
 
 @app.command("status")
-def status(run: RUN, as_json: JSON = False, endpoint: ENDPOINT = None) -> int:
+def show_status(run: RUN, as_json: JSON = False, endpoint: ENDPOINT = None) -> int:
     """Show the tasks of a run. Ends with 1 if the run has failed."""
-    from tuneloop.cli.tables import show
+    from tuneloop.cli.tables import print_table
     from tuneloop.kfp import client
 
-    found = client.find(client.connect(endpoint), run)
-    tasks = client.tasks(found)
+    found = client.find_run(client.connect_to_kfp(endpoint), run)
+    tasks = client.list_tasks(found)
     if as_json:
         told = [{"task": t.name, "phase": t.state, "seconds": t.seconds, "message": t.error} for t in tasks]
         print_json({"run": run, "phase": found.state, "id": found.run_id, "tasks": told})
     else:
         typer.echo(f"{run}  {found.state}  {found.run_id}")
         rows = [(task.name, task.state, f"{task.seconds:.0f}", task.error) for task in tasks]
-        show(("task", "state", "seconds", "message"), rows, right=("seconds",), cut="message")
+        print_table(("task", "state", "seconds", "message"), rows, right=("seconds",), cut="message")
     return 1 if found.state == "FAILED" else 0
 
 
 @app.command("logs")
-def logs(
+def show_logs(
     run: RUN,
     task: Annotated[str | None, typer.Argument(help="A task's name in the graph.")] = None,
     endpoint: ENDPOINT = None,
@@ -132,31 +132,31 @@ def logs(
     """Print what the tasks of a run wrote, each line behind its task; that of pods already deleted is gone."""
     from tuneloop.kfp import client
 
-    for name, line in client.logs(client.connect(endpoint), run, task):
+    for name, line in client.read_logs(client.connect_to_kfp(endpoint), run, task):
         typer.echo(f"{name} | {line}")
 
 
 @app.command("stop")
-def stop(run: RUN, endpoint: ENDPOINT = None) -> None:
+def stop_run(run: RUN, endpoint: ENDPOINT = None) -> None:
     """End a run; submitting it again goes on where it stopped."""
     from tuneloop.kfp import client
 
-    ended = client.stop(client.connect(endpoint), run)
+    ended = client.stop_run(client.connect_to_kfp(endpoint), run)
     typer.echo(f"{run}: stopped" if ended else f"{run}: was not under way")
 
 
-def build(pipeline: str, config: Path | None, sets: list[str] | None) -> Any:
-    """The compiled pipeline of a name, with its settings.
+def build_kfp_pipeline(pipeline: str, config: Path | None, sets: list[str] | None) -> Any:
+    """Build the compiled pipeline of a name, with its settings.
 
     Raises:
         UserError: the pipeline has no form for KFP, or kfp is not installed.
     """
     from importlib.util import find_spec
 
-    from tuneloop.config.loading import find
+    from tuneloop.config.loading import find_pipeline
     from tuneloop.core.errors import UserError
 
-    found = find(pipeline)
+    found = find_pipeline(pipeline)
     if not hasattr(found.module, "build_kfp"):
         raise UserError("pipeline", pipeline, "has no build_kfp(config): it cannot run on Kubeflow Pipelines")
     if find_spec("kfp") is None:
@@ -164,12 +164,12 @@ def build(pipeline: str, config: Path | None, sets: list[str] | None) -> Any:
     return found.module.build_kfp(found.configure(config, sets or ()))
 
 
-def verbs() -> list[str]:
-    """The commands that there are for Kubeflow Pipelines."""
+def list_commands() -> list[str]:
+    """List the commands for Kubeflow Pipelines."""
     return [command.name for command in app.registered_commands if command.name]
 
 
-def route(arguments: list[str]) -> list[str]:
+def route_arguments(arguments: list[str]) -> list[str]:
     """``submit … --to kfp …`` is ``kfp submit …``, for what one target takes another does not; ``status … --to argo``
     is ``cluster status …``. Without ``--to``, what sends or renders means Argo, and what looks at runs this machine.
 
@@ -185,7 +185,7 @@ def route(arguments: list[str]) -> list[str]:
     target, rest = "".join(words[at + 1 : at + 2]), words[:at] + words[at + 2 :]
     if target not in ("argo", "kfp"):
         raise UserError("--to", target, "argo or kfp")
-    own = {"argo": (*ON_ARGO, *AT_ARGO), "kfp": verbs()}[target]
+    own = {"argo": (*ON_ARGO, *AT_ARGO), "kfp": list_commands()}[target]
     if rest and rest[0] not in own:
         raise UserError("--to", target, f"is for {', '.join(own)}; {rest[0]} knows no target")
     if target == "kfp":

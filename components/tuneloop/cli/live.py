@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.local.journal import BROKEN, DONE, Node
-from tuneloop.runs.summary import clock
+from tuneloop.runs.summary import format_duration
 from tuneloop.workflow.rendered_stages import read_loop
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Display:
         elif node.daemoned and before != "ready":
             self.phases[node.id] = "ready"
             self.waiting.pop(node.parent, None)
-            self._print(f"{label(node)}: ready in {clock(time.time() - node.started)}")
+            self._print(f"{get_stage_name(node)}: ready in {format_duration(time.time() - node.started)}")
 
     def _retried(self, node: Node) -> None:
         """What is tried again says how an attempt ended, and when the next one begins; or that it was the last."""
@@ -90,7 +90,7 @@ class Display:
                 self._ended(node)
         elif node.message and (before is None or before.message != node.message):
             self.waiting[node.id] = node
-            self._print(f"{label(node)}: {node.message}")
+            self._print(f"{get_stage_name(node)}: {node.message}")
 
     def log(self, node: Node, line: str) -> None:
         """A pod wrote a line."""
@@ -110,18 +110,18 @@ class Display:
                 self.first = (iteration, time.time())
 
     def _ended(self, node: Node) -> None:
-        seconds = clock(node.finished - node.started)
+        seconds = format_duration(node.finished - node.started)
         if node.template in self.scorers and "mean-reward" in node.outputs:
             self.reward = f"{float(node.outputs['mean-reward']):.3f}"
         if node.phase in BROKEN:
-            self._print(f"{label(node)}: {node.phase.lower()} after {seconds}: {node.message}")
+            self._print(f"{get_stage_name(node)}: {node.phase.lower()} after {seconds}: {node.message}")
         elif node.phase == "Omitted":
-            self._print(f"{label(node)}: ended after {seconds}: {node.message}")
+            self._print(f"{get_stage_name(node)}: ended after {seconds}: {node.message}")
         elif iteration_of(node):
-            self.parts.append(f"{label(node)} {seconds}")
+            self.parts.append(f"{get_stage_name(node)} {seconds}")
         else:
-            results = "  ".join(f"{k} {number(v)}" for k, v in node.outputs.items() if number(v))
-            self._print(f"{label(node)}: {seconds}  {results}".rstrip())
+            results = "  ".join(f"{k} {format_number(v)}" for k, v in node.outputs.items() if format_number(v))
+            self._print(f"{get_stage_name(node)}: {seconds}  {results}".rstrip())
 
     def _end_iteration(self) -> None:
         if self.iteration and self.parts:
@@ -139,28 +139,31 @@ class Display:
             return text
         each = (time.time() - self.first[1]) / done
         left = each * (self.total - self.iteration + (not ended)) if self.total else 0
-        return f"{text}  {clock(each)}/iteration" + (f"  at most {clock(left)} left" if left else "")
+        return f"{text}  {format_duration(each)}/iteration" + (
+            f"  at most {format_duration(left)} left" if left else ""
+        )
 
     def _print(self, line: str) -> None:
         if self.live:
             self.live.console.print(line, highlight=False, markup=False)
         else:
-            print(f"{clock(time.time() - self.begun):>8}  {line}", flush=True)
+            print(f"{format_duration(time.time() - self.begun):>8}  {line}", flush=True)
 
     def _draw(self) -> RenderableType:
         from rich.text import Text
 
-        lines = [f"{self.name}  {clock(time.time() - self.begun)}"]
+        lines = [f"{self.name}  {format_duration(time.time() - self.begun)}"]
         if self.iteration:
             lines.append(self._loop(ended=False))
         for node in list(self.running.values()):
-            lines.append(f"  {label(node)}  {clock(time.time() - node.started)}  {self.told.get(node.id, '')}".rstrip())
-        lines += [f"  {label(node)}: {node.message}" for node in list(self.waiting.values())]
+            since = format_duration(time.time() - node.started)
+            lines.append(f"  {get_stage_name(node)}  {since}  {self.told.get(node.id, '')}".rstrip())
+        lines += [f"  {get_stage_name(node)}: {node.message}" for node in list(self.waiting.values())]
         return Text("\n".join(lines))
 
 
-def label(node: Node) -> str:
-    """The stage's name in the graph, without the number of the attempt."""
+def get_stage_name(node: Node) -> str:
+    """Return the name of a node's stage in the graph, without the number of the attempt."""
     return re.sub(r"\(\d+\)$", "", node.display_name)
 
 
@@ -173,8 +176,8 @@ def iteration_of(node: Node) -> int:
     return next((int(match[1]) for match in found if match), 0)
 
 
-def number(text: str) -> str:
-    """`text` in four digits if it is a number, else nothing."""
+def format_number(text: str) -> str:
+    """Format `text` with four significant digits if it is a number, else return an empty string."""
     try:
         return f"{float(text):.4g}"
     except ValueError:

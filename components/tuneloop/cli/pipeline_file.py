@@ -9,7 +9,7 @@ from typing import Any
 from tuneloop.workflow.loop import Graph, Loop, StageSpec
 
 
-def builders(
+def make_builders(
     name: str,
     stages: Callable[[Any], Sequence[StageSpec]],
     draw: Callable[[Graph], None],

@@ -6,12 +6,23 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.core.errors import UserError
-from tuneloop.planning.phases import find_device, recorded
-from tuneloop.runs.records import records
+from tuneloop.planning.phases import find_device, read_recorded_tasks
+from tuneloop.runs.records import read_records
 from tuneloop.runs.run_record import Run
-from tuneloop.sharing.plans import APART, GROUP, PLANS, ROLES, SERIAL, SHARED, Plan, compare, recommended, refuse
+from tuneloop.sharing.plans import (
+    APART,
+    GROUP,
+    PLANS,
+    ROLES,
+    SERIAL,
+    SHARED,
+    Plan,
+    check_plan,
+    compare_plans,
+    recommend_plan,
+)
 from tuneloop.sharing.simulate import Rules, Task
-from tuneloop.sharing.turns import pause
+from tuneloop.sharing.turns import compute_poll_interval
 from tuneloop.workflow.rendered_stages import read_stage
 from tuneloop.workflow.settings import Share
 
@@ -58,17 +69,19 @@ def plan_shared(
         raise UserError("--measured", len(runs), f"runs: cluster.share.runs_per_claim is {share.runs_per_claim}")
     together = share.roles == "together"
     turns = GROUP if together or not share.device_class else APART  # a turn is a claim's; without claims the group's
-    rules = Rules(turns, swap=swap, handover=pause(share.patience) / 2)
-    plans = compare(workloads(runs, share.runs_per_claim), accelerators(workflow, share), together, rules)
+    rules = Rules(turns, swap=swap, handover=compute_poll_interval(share.patience) / 2)
+    plans = compare_plans(
+        build_workloads(runs, share.runs_per_claim), count_accelerators(workflow, share), together, rules
+    )
     console = Console(highlight=False, soft_wrap=True, width=200)
-    console.print(table(plans))
+    console.print(build_plan_table(plans))
     console.print("\n".join((*map(_source, runs), _turns(rules, share), ASSUMED, _advice(plans))))
     if asked:
-        refuse(plans, asked, rules)
+        check_plan(plans, asked, rules)
 
 
-def table(plans: Mapping[str, Plan]) -> Table:
-    """A row for each plan."""
+def build_plan_table(plans: Mapping[str, Plan]) -> Table:
+    """Build a table with one row per plan."""
     from rich import box
     from rich.table import Table
 
@@ -86,15 +99,15 @@ def table(plans: Mapping[str, Plan]) -> Table:
     return made
 
 
-def workloads(runs: Sequence[Run], copies: int) -> dict[str, list[Task]]:
-    """Name → tasks of what shares: the runs, or `copies` of the only one."""
-    found = [(run.name, recorded(run)) for run in runs]
+def build_workloads(runs: Sequence[Run], copies: int) -> dict[str, list[Task]]:
+    """Build name → tasks of the runs that share devices: several runs, or `copies` of a single one."""
+    found = [(run.name, read_recorded_tasks(run)) for run in runs]
     several = found if len(found) > 1 else found * max(2, copies)
     return {f"{name} {number}": tasks for number, (name, tasks) in enumerate(several)}
 
 
-def accelerators(workflow: Mapping[str, Any], share: Share) -> dict[str, int]:
-    """Role → accelerators that its stages hold; 1 where they run on CPU, which counts as one."""
+def count_accelerators(workflow: Mapping[str, Any], share: Share) -> dict[str, int]:
+    """Count the accelerators that the stages of each role hold; a role on CPU counts as one."""
     held = dict.fromkeys(ROLES, share.count)
     for template in workflow["spec"]["templates"]:
         stage = read_stage(template)
@@ -110,7 +123,7 @@ def _open(run: str, store: str) -> Run:
 
 
 def _newest(pipeline: str, store: str) -> Run:
-    of_it = [record.run for record in records(store) if record.pipeline == pipeline]
+    of_it = [record.run for record in read_records(store) if record.pipeline == pipeline]
     if not of_it:
         raise UserError(
             "--measured", None, f"no run of {pipeline} is recorded below {store}: name one, or run it first"
@@ -130,13 +143,13 @@ def _turns(rules: Rules, share: Share) -> str:
     of = "trainers and samplers each have a turn" if len({*rules.turns.values()}) > 1 else "one turn for all devices"
     return (
         f"{of}; one that goes to another run costs {rules.swap:g} s (--swap), and {rules.handover:g} s until who waited"
-        f" sees it: half of {pause(share.patience):g} s, as patience {share.patience:g} s has it"
+        f" sees it: half of {compute_poll_interval(share.patience):g} s, as patience {share.patience:g} s has it"
     )
 
 
 def _advice(plans: Mapping[str, Plan]) -> str:
     """The plan that is recommended, and what sharing gains."""
-    best = recommended(plans)
+    best = recommend_plan(plans)
     shared = min((plans[name] for name in SHARED), key=lambda plan: plan.total)
     gain = plans[SERIAL].total / shared.total - 1
     word = f"{gain:.0%} more in the same time" if gain >= 0 else f"{-gain:.0%} less: it loses time"

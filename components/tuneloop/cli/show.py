@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tuneloop.cli.live import iteration_of, label
-from tuneloop.cli.tables import show
+from tuneloop.cli.live import get_stage_name, iteration_of
+from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE
-from tuneloop.core.store import normalize
+from tuneloop.core.store import normalize_url
 from tuneloop.local.journal import BROKEN, Node
 from tuneloop.runs.run_record import Run
-from tuneloop.runs.summary import clock, result_line, size
+from tuneloop.runs.summary import format_duration, format_size, result_line
 
 if TYPE_CHECKING:
     from tuneloop.local.executor import Outcome
@@ -60,14 +60,14 @@ class Stage:
 def show_stages(stages: Iterable[Stage], places: int = 1) -> None:
     """One line a stage: phase, how often it ended well, seconds, retries, its newest result."""
     columns = ("stage", "phase", "done", "seconds", "retries", "newest")
-    show(columns, (stage.row(places) for stage in stages), right=columns[2:5], cut="newest")
+    print_table(columns, (stage.row(places) for stage in stages), right=columns[2:5], cut="newest")
 
 
-def stages(run: Run) -> list[Stage]:
-    """The stages of a run, in the order in which they first had a pod or an artifact."""
+def list_stages(run: Run) -> list[Stage]:
+    """List the stages of a run, in the order in which they first had a pod or an artifact."""
     pods = [node for node in (run.state.nodes.values() if run.state else ()) if node.type == "Pod"]
-    order = dict.fromkeys([*(e.stage for e in run.entries), *(label(node) for node in pods)])
-    return [_stage(run, name, [node for node in pods if label(node) == name]) for name in order]
+    order = dict.fromkeys([*(e.stage for e in run.entries), *(get_stage_name(node) for node in pods)])
+    return [_stage(run, name, [node for node in pods if get_stage_name(node) == name]) for name in order]
 
 
 def _stage(run: Run, name: str, pods: list[Node]) -> Stage:
@@ -90,37 +90,37 @@ def _stage(run: Run, name: str, pods: list[Node]) -> Stage:
     )
 
 
-def failure(run: Run, outcome: Outcome) -> str:
-    """Which stage ended the run and its last words, in one line."""
-    node = culprit(outcome.nodes.values())
+def describe_failure(run: Run, outcome: Outcome) -> str:
+    """Describe in one line which stage ended the run, and its last words."""
+    node = find_failed_pod(outcome.nodes.values())
     if node is None:
         return f"error: {outcome.message}"
     path = run.directory / node.log
     lines = path.read_text(errors="replace").split("\n") if node.log and path.is_file() else []
     said = next((line.strip() for line in reversed(lines) if line.strip()), node.message)
-    at = there(run.store_url)
+    at = format_store_option(run.store_url)
     then = f"`tuneloop resume {run.name}{at}`"
     if outcome.exit_code == EXIT_USER:
         run.refresh()
         then += ", or another run with other settings" if run.iteration else ", or run it again with other settings"
-    return blamed(node, said, f"tuneloop logs {run.name} {label(node)}{at}", then)
+    return format_stage_error(node, said, f"tuneloop logs {run.name} {get_stage_name(node)}{at}", then)
 
 
-def culprit(nodes: Iterable[Node]) -> Node | None:
-    """The pod that failed last."""
+def find_failed_pod(nodes: Iterable[Node]) -> Node | None:
+    """Return the pod that failed last, or None."""
     broken = [node for node in nodes if node.type == "Pod" and node.phase in BROKEN]
     return max(broken, key=lambda n: n.finished, default=None)
 
 
-def blamed(node: Node, said: str, look: str, then: str) -> str:
-    """A stage's last words as an error, the command that shows more of them, and how to go on."""
+def format_stage_error(node: Node, said: str, look: str, then: str) -> str:
+    """Format a stage's last words as an error, with the command that shows its log and the way to continue."""
     kind = "" if said.startswith(NAMED) else "error: "
-    return f"{kind}{said} (in {label(node)}; see `{look}`, then {then})"
+    return f"{kind}{said} (in {get_stage_name(node)}; see `{look}`, then {then})"
 
 
-def there(store: str) -> str:
-    """The option that names a store, where it is not the default."""
-    return "" if normalize(store) == normalize("runs") else f" --store {store.removeprefix('file://')}"
+def format_store_option(store: str) -> str:
+    """Format the option that names a store; empty for the default store."""
+    return "" if normalize_url(store) == normalize_url("runs") else f" --store {store.removeprefix('file://')}"
 
 
 def show_weights(run: Run) -> None:
@@ -137,17 +137,17 @@ def show_weights(run: Run) -> None:
                 f"{entry.manifest.facts['version']}{mark}",
                 entry.key,
                 entry.manifest.digest.removeprefix("xxh3-128:")[:12],
-                size(sum(f.size for n, f in files.items() if n.startswith("model/"))),
-                size(sum(f.size for f in files.values())),
-                clock(time.time() - entry.finished) if entry.started else "",
+                format_size(sum(f.size for n, f in files.items() if n.startswith("model/"))),
+                format_size(sum(f.size for f in files.values())),
+                format_duration(time.time() - entry.finished) if entry.started else "",
                 ", ".join(users),
             )
         )
     columns = ("version", "made by", "digest", "model", "whole", "age", "sampled by")
-    show(columns, rows, right=("version", "model", "whole", "age"), cut="sampled by")
+    print_table(columns, rows, right=("version", "model", "whole", "age"), cut="sampled by")
 
 
-def report(run: Run, output: Path | None = None) -> Path:
+def write_report(run: Run, output: Path | None = None) -> Path:
     """Write the run's page, by default beside its local state."""
     from tuneloop.core.errors import UserError
     from tuneloop.runs.report import render_page

@@ -13,8 +13,10 @@ LEAST = 12
 """A message is cut to no fewer columns, also on a terminal that is too narrow for the names beside it."""
 
 
-def show(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), cut: str = "") -> None:
-    """Print a table: as wide as the terminal, or whole where nobody looks.
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), cut: str = ""
+) -> None:
+    """Print a table as wide as the terminal, or in full where the output is not a terminal.
 
     Args:
         columns: their headings.
@@ -23,11 +25,11 @@ def show(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequen
         cut: the column of messages, which gives way to the others.
     """
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    head, *lines = layout(columns, rows, right=right, cut=cut, width=width)
+    head, *lines = format_rows(columns, rows, right=right, cut=cut, width=width)
     typer.echo("\n".join(("", typer.style(head, bold=True), *lines, "")))
 
 
-def layout(
+def format_rows(
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
     *,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tuneloop.sharing.document import Document, Seat
 
 
-def turns(
+def show_device_leases(
     group: Annotated[str | None, typer.Argument(help="Only this one; default: all of the namespace.")] = None,
     store: Annotated[
         str | None, typer.Option(help="Where runs of `tuneloop run` lie, to look at theirs; then GROUP is needed.")
@@ -35,10 +35,10 @@ def turns(
 
 
 def _in_cluster(namespace: str, context: str | None) -> dict[str, Document]:
-    from tuneloop.kube.connection import connect
-    from tuneloop.sharing.lease import groups
+    from tuneloop.kube.connection import connect_to_cluster
+    from tuneloop.sharing.lease import read_groups
 
-    return groups(connect(namespace, context))
+    return read_groups(connect_to_cluster(namespace, context))
 
 
 def _in_store(store: str, group: str | None) -> dict[str, Document]:

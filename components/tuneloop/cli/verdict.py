@@ -7,19 +7,19 @@ from typing import Any
 
 import typer
 
-from tuneloop.cli.live import label
-from tuneloop.cli.show import blamed, culprit
+from tuneloop.cli.live import get_stage_name
+from tuneloop.cli.show import find_failed_pod, format_stage_error
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.watch import nodes
+from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.errors import EXIT_USER
 from tuneloop.local.journal import Node
-from tuneloop.runs.summary import aligned
+from tuneloop.runs.summary import format_facts
 from tuneloop.workflow.manifest import effective_spec
 from tuneloop.workflow.rendered_stages import read_stage
 
 
-def tell(
+def print_verdict(
     run: str, workflows: Sequence[Mapping[str, Any]], seconds: float, said: Mapping[str, str], options: str = ""
 ) -> int:
     """Say how the newest of a run's workflows ended, and what the run has come to.
@@ -33,19 +33,23 @@ def tell(
     Returns:
         its exit code.
     """
-    last, pods = workflows[-1], [n for each in workflows for n in nodes(each).values() if n.type == "Pod"]
+    last, pods = workflows[-1], [n for each in workflows for n in read_nodes(each).values() if n.type == "Pod"]
     code, message = argo.exit_code(last), last.get("status", {}).get("message")
     why = f": {message}" if message else ""
-    ended = f"{run_workflows.phase(last).lower()}{why}, exit code {code}" if code else "succeeded"
-    facts = aligned({"mean reward": _reward(pods, _evaluators(workflows)), "model": _model(pods)})
+    ended = f"{run_workflows.get_workflow_phase(last).lower()}{why}, exit code {code}" if code else "succeeded"
+    facts = format_facts({"mean reward": _reward(pods, _evaluators(workflows)), "model": _model(pods)})
     typer.echo("\n".join(filter(None, (f"\n{run}: {ended} ({seconds:.1f} s)", facts))))
     if code:
-        failed = culprit(nodes(last).values())
+        failed = find_failed_pod(read_nodes(last).values())
         then = "submit it again under this name: it goes on where it ended"
         if code == EXIT_USER:
             then += "; with other settings, or under another name if a version was made"
-        look = f"tuneloop cluster logs {run}{f' {label(failed)}' if failed else ''}{options}"
-        told = blamed(failed, said.get(label(failed)) or failed.message, look, then) if failed else f"see `{look}`"
+        look = f"tuneloop cluster logs {run}{f' {get_stage_name(failed)}' if failed else ''}{options}"
+        told = (
+            format_stage_error(failed, said.get(get_stage_name(failed)) or failed.message, look, then)
+            if failed
+            else f"see `{look}`"
+        )
         typer.echo(told, err=True)
     return code
 
@@ -60,7 +64,7 @@ def _reward(pods: Sequence[Node], evaluators: Container[str]) -> str:
     """The first and the newest mean reward on held-out prompts; without these, of batches."""
     rewards = [pod for pod in pods if "mean-reward" in pod.outputs]
     scored = [pod for pod in rewards if pod.template in evaluators] or rewards
-    shown = [f"{float(pod.outputs['mean-reward']):.3f} ({label(pod)})" for pod in scored]
+    shown = [f"{float(pod.outputs['mean-reward']):.3f} ({get_stage_name(pod)})" for pod in scored]
     return " → ".join(dict.fromkeys((*shown[:1], *shown[-1:])))
 
 

@@ -22,7 +22,7 @@ VERSION = Annotated[int | None, typer.Argument(min=0, help="One version; default
 
 
 @app.command("ls")
-def ls(name: NAME, store: STORE = "runs") -> None:
+def show_versions(name: NAME, store: STORE = "runs") -> None:
     """List the policy versions of a run, or the published versions below a URL."""
     from tuneloop.cli.show import show_weights
     from tuneloop.runs.run_record import Run
@@ -37,7 +37,7 @@ def ls(name: NAME, store: STORE = "runs") -> None:
 
 
 @app.command("verify")
-def verify(
+def verify_weights(
     name: NAME,
     version: Annotated[int | None, typer.Argument(min=0, help="One version; default: all.")] = None,
     store: STORE = "runs",
@@ -54,16 +54,16 @@ def verify(
 
 
 @app.command("materialize")
-def materialize(
+def materialize_weights(
     name: NAME,
     directory: Annotated[Path, typer.Argument(help="Empty, absent, or made by an earlier call.")],
     version: VERSION = None,
     store: STORE = "runs",
 ) -> None:
     """Make a local model directory hold a published version, byte for byte. Only what it lacks is fetched."""
-    from tuneloop.weights import materialize
+    from tuneloop.weights import materialize_version
 
-    done = materialize(_root(name, store), version, directory)
+    done = materialize_version(_root(name, store), version, directory)
     how = f"full version {done.full}" if done.full is not None else f"from version {done.previous}"
     deltas = f" and {len(done.deltas)} deltas" if done.deltas else ""
     took = sum(done.timings.values())
@@ -71,25 +71,25 @@ def materialize(
 
 
 @app.command("diff")
-def diff(
+def diff_weights(
     name: NAME,
     first: Annotated[int, typer.Argument(min=0, help="A version.")],
     second: Annotated[int, typer.Argument(min=0, help="Another one.")],
     store: STORE = "runs",
 ) -> None:
     """Say which tensors differ between two published versions, and in how many of their elements."""
-    from tuneloop.cli.tables import show
-    from tuneloop.weights import diff
+    from tuneloop.cli.tables import print_table
+    from tuneloop.weights import diff_versions
 
-    found = diff(_root(name, store), first, second)
+    found = diff_versions(_root(name, store), first, second)
     rows = [(tensor, label) for label in ("removed", "added") for tensor in getattr(found, label)]
     rows += [(name, f"{density:.2%}") for name, density in sorted(found.changed.items(), key=lambda item: -item[1])]
-    show(("tensor", "elements changed"), rows, right=("elements changed",))
+    print_table(("tensor", "elements changed"), rows, right=("elements changed",))
     typer.echo(f"{found.same} tensors are the same")
 
 
 @app.command("gc")
-def gc(
+def delete_unused_weights(
     name: NAME,
     keep: Annotated[int, typer.Option(min=1, help="How many of the newest stay.")] = 1,
     pin: Annotated[list[int] | None, typer.Option(help="A version that stays, as a replica serves it.")] = None,
@@ -97,9 +97,9 @@ def gc(
     store: STORE = "runs",
 ) -> None:
     """Drop published versions that nothing needs: neither kept nor pinned, nor the base of one that is."""
-    from tuneloop.weights import gc
+    from tuneloop.weights import delete_unused_versions
 
-    found = gc(_root(name, store), keep, pin or (), delete=delete)
+    found = delete_unused_versions(_root(name, store), keep, pin or (), delete=delete)
     numbers = ", ".join(map(str, found)) or "none"
     left = "" if delete else ", and what crashed publications left; --delete does"
     typer.echo(f"{'dropped' if delete else 'to drop'}: {numbers}{left}")
@@ -110,7 +110,7 @@ def published_root(run: Run) -> str | None:
     from tuneloop.weights import pointer
 
     root = f"{run.url}/weights"
-    return root if pointer.read(root) else None
+    return root if pointer.read_pointer(root) else None
 
 
 def _root(name: str, store: str) -> str:
@@ -127,17 +127,17 @@ def _root(name: str, store: str) -> str:
 
 def _listed(root: str) -> list[Listed]:
     from tuneloop.core.errors import UserError
-    from tuneloop.weights import ls
+    from tuneloop.weights import list_versions
 
-    if found := ls(root):
+    if found := list_versions(root):
         return found
     raise UserError("weights", root, "has no versions; publish some, or correct the URL")
 
 
 def _show_published(root: str) -> None:
     """The versions below a root: how each is stored, and in how many bytes."""
-    from tuneloop.cli.tables import show
-    from tuneloop.runs.summary import size
+    from tuneloop.cli.tables import print_table
+    from tuneloop.runs.summary import format_size
 
     columns = ("published", "base", "stored as", "bytes", "of full", "elements changed")
     rows = [
@@ -145,24 +145,24 @@ def _show_published(root: str) -> None:
             f"{v.version}{' latest' if v.latest else ''}",
             "" if v.base_version is None else str(v.base_version),
             v.encoding or "full",
-            size(v.stored_bytes),
+            format_size(v.stored_bytes),
             f"{v.stored_bytes / v.full_bytes:.1%}",
             "" if v.density is None else f"{v.density:.2%}",
         )
         for v in _listed(root)
     ]
-    show(columns, rows, right=(*columns[:2], *columns[3:]))
+    print_table(columns, rows, right=(*columns[:2], *columns[3:]))
 
 
 def _verify_published(root: str, version: int | None) -> int:
     """Assemble versions and compare every tensor; 2 where one can not be, or differs."""
     from tuneloop.core.errors import UserError
-    from tuneloop.weights import verify
+    from tuneloop.weights import verify_version
 
     first: dict[str, int] = {}
     for chosen in [v.version for v in _listed(root)] if version is None else [version]:
         try:
-            done = verify(root, chosen)
+            done = verify_version(root, chosen)
             typer.echo(f"published version {chosen}: {done.tensors}/{done.tensors} tensors as published")
         except UserError as error:
             found = first.setdefault(str(error.value), chosen)
@@ -173,7 +173,7 @@ def _verify_published(root: str, version: int | None) -> int:
 
 def _verify_checkpoints(run: Run, version: int | None) -> int:
     from tuneloop.core.errors import UserError
-    from tuneloop.runs.run_record import verify
+    from tuneloop.runs.run_record import verify_artifact
 
     held = run.checkpoints
     chosen = [e for e in held if version in (None, e.manifest.facts["version"])]
@@ -182,7 +182,7 @@ def _verify_checkpoints(run: Run, version: int | None) -> int:
         raise UserError("version", version, f"is not in this run; versions: {versions}")
     bad = 0
     for entry in chosen:
-        checked = list(verify(run, entry))
+        checked = list(verify_artifact(run, entry))
         wrong = [c for c in checked if not c.good]
         bad += len(wrong)
         at = f"version {entry.manifest.facts['version']}  {entry.key}"

@@ -43,14 +43,14 @@ class Server:
         self._service = WorkflowsService(host=url, token=token, verify_ssl=not skip, namespace=namespace)
 
     def submit(self, made: Mapping[str, Any], run: str) -> str:
-        """Create a workflow from `tuneloop.cluster.run_workflows.prepare`; see `tuneloop.cluster.submit.create`.
+        """Create a workflow from `prepare_workflow`; see `tuneloop.cluster.submit.create_workflow`.
 
         Raises:
             UserError: the server cannot be reached or refuses; the run is under way.
         """
         from hera.workflows import Workflow
 
-        made, at = argo.after(made, self.workflows(run), run)
+        made, at = argo.prepare_resumption(made, self.workflows(run), run)
         name = f"{run}-{at}" if at > 1 else run
         with self._faults():
             built: Any = Workflow.from_dict({**made, "metadata": {**made["metadata"], "name": name}})
@@ -66,8 +66,8 @@ class Server:
         return sorted(items, key=lambda item: str(item["metadata"]["creationTimestamp"]))
 
     def wait(self, run: str, *, poll: float = 2.0) -> int:
-        """Wait for the newest workflow of a run to end; see `tuneloop.cluster.submit.wait`."""
-        while run_workflows.phase(newest := self.workflows(run)[-1]) not in run_workflows.DONE:
+        """Wait for the newest workflow of a run to end; see `tuneloop.cluster.submit.wait_for_run`."""
+        while run_workflows.get_workflow_phase(newest := self.workflows(run)[-1]) not in run_workflows.DONE:
             time.sleep(poll)
         return argo.exit_code(newest)
 
@@ -88,8 +88,8 @@ class Server:
             raise UserError("server", self.url, remedy) from error
 
 
-def address() -> str:
-    """The URL of the server that the environment names.
+def read_server_address() -> str:
+    """Read the URL of the Argo server from the environment.
 
     Raises:
         UserError: it names none.

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.core.errors import Retryable, UserError, failed
+from tuneloop.core.errors import Retryable, UserError, report_error
 from tuneloop.kube.api_errors import translate_api_errors
-from tuneloop.kube.connection import WORKFLOWS, Connection, connect
+from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster
 from tuneloop.workflow.settings import LOCAL, NEXT, RUN_LABEL
 
 if TYPE_CHECKING:
@@ -39,17 +39,19 @@ def main(argv: Sequence[str]) -> int:
     arguments = dict(item.split("=", 1) for item in given.arguments)
     try:
         if LOCAL not in os.environ:
-            name = proceed(connect(given.namespace), given.workflow, given.entrypoint, arguments)
+            name = create_next_workflow(
+                connect_to_cluster(given.namespace), given.workflow, given.entrypoint, arguments
+            )
             print(f"continue: {name} goes on", flush=True)
     except (UserError, Retryable) as error:
-        return failed(error)
+        return report_error(error)
     path = Path(os.environ["TUNELOOP_OUTPUTS"], NEXT)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"entrypoint": given.entrypoint, "arguments": arguments}))
     return 0
 
 
-def proceed(cluster: Connection, name: str, entrypoint: str, arguments: Mapping[str, str]) -> str:
+def create_next_workflow(cluster: Connection, name: str, entrypoint: str, arguments: Mapping[str, str]) -> str:
     """Create the workflow after `name`, unless it is there already, and return its name.
 
     Raises:
@@ -60,12 +62,12 @@ def proceed(cluster: Connection, name: str, entrypoint: str, arguments: Mapping[
         own = cluster.get(*WORKFLOWS, name)
     run = own["metadata"]["labels"][RUN_LABEL]
     return argo.create_numbered(
-        cluster, following(own, entrypoint, arguments), run, run_workflows.number(run, name) + 1
+        cluster, build_next_workflow(own, entrypoint, arguments), run, run_workflows.get_workflow_number(run, name) + 1
     )
 
 
-def following(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
-    """The workflow that goes on where `workflow` ends: the same, but for where it starts and with what."""
+def build_next_workflow(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
+    """Build the workflow that continues where `workflow` ends, with another entrypoint and other arguments."""
     metadata = workflow["metadata"]
     kept = {
         kind: {k: v for k, v in metadata.get(kind, {}).items() if "workflows.argoproj.io/" not in k}

@@ -8,7 +8,7 @@ from typing import Any
 
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster.schedule import LABEL, TEMPLATES, template_spec
-from tuneloop.config.loading import dump
+from tuneloop.config.loading import dump_workflow
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection
 
@@ -33,14 +33,18 @@ def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) 
         raise UserError("template", name, remedy) from None
     if LABEL not in live["metadata"].get("labels", {}):
         return _difference(live["spec"], run_workflows.as_template(workflow, name)["spec"], name)
-    made = run_workflows.prepare(workflow, run=name, store=_parameter(live, "store"), namespace=cluster.namespace)
+    made = run_workflows.prepare_workflow(
+        workflow, run=name, store=_parameter(live, "store"), namespace=cluster.namespace
+    )
     return _difference(live["spec"], template_spec(made, name), name)
 
 
 def run_drift(cluster: Connection, workflow: Mapping[str, Any], run: str) -> str:
     """The newest workflow of a run against `workflow`, as submitted to that run; see `template_drift`."""
-    live = run_workflows.workflows(cluster, run)[-1]
-    made = run_workflows.prepare(workflow, run=run, store=_parameter(live, "store"), namespace=cluster.namespace)
+    live = run_workflows.find_workflows(cluster, run)[-1]
+    made = run_workflows.prepare_workflow(
+        workflow, run=run, store=_parameter(live, "store"), namespace=cluster.namespace
+    )
     spec = {k: v for k, v in live["spec"].items() if k != "shutdown"}
     return _difference(spec, run_workflows.started_like(made, live)["spec"], live["metadata"]["name"])
 
@@ -50,7 +54,7 @@ def _parameter(live: Mapping[str, Any], name: str) -> str:
 
 
 def _difference(live: Mapping[str, Any], rendered: Mapping[str, Any], name: str) -> str:
-    there, here = (dump(_normal(_labelled(side))).splitlines(keepends=True) for side in (live, rendered))
+    there, here = (dump_workflow(_normal(_labelled(side))).splitlines(keepends=True) for side in (live, rendered))
     return "".join(difflib.unified_diff(there, here, f"live/{name}", f"rendered/{name}"))
 
 

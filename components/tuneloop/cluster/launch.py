@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.cluster.watch import follow_pod
-from tuneloop.core.errors import Interrupted, Retryable, UserError, failed
+from tuneloop.core.errors import Interrupted, Retryable, UserError, report_error
 from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
-from tuneloop.kube.connection import NAMESPACE, Connection, connect
+from tuneloop.kube.connection import NAMESPACE, Connection, connect_to_cluster
 from tuneloop.training.torchrun import exit_code
 
 Object = Mapping[str, Any]
@@ -72,8 +72,8 @@ KINDS = {
 }
 
 
-def launch(cluster: Connection, job: Object, *, poll: float = 1.0) -> int:
-    """Create `job` unless it stands and has not failed, print what its pods print, and wait for its end.
+def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0) -> int:
+    """Create `job` unless it exists and has not failed, print what its pods print, and wait for its end.
 
     Args:
         job: a manifest of one of `KINDS`.
@@ -96,7 +96,7 @@ def launch(cluster: Connection, job: Object, *, poll: float = 1.0) -> int:
         if found is not None and not leaving and kind.succeeded(_status(found)) is not False:
             break
         if found is not None and not leaving:
-            delete(cluster, job, wait=True)
+            delete_job(cluster, job, wait=True)
         time.sleep(poll)
     lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     read: dict[str, threading.Thread] = {}
@@ -159,7 +159,7 @@ def _status(job: Object) -> Object:
     return status
 
 
-def delete(cluster: Connection, job: Object, *, wait: bool = False) -> None:
+def delete_job(cluster: Connection, job: Object, *, wait: bool = False) -> None:
     """End a job: its pods get SIGTERM.
 
     Args:
@@ -228,14 +228,14 @@ def main(argv: Sequence[str]) -> int:
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        cluster = connect(given.namespace)
+        cluster = connect_to_cluster(given.namespace)
         try:
-            return launch(cluster, job)
+            return launch_job(cluster, job)
         except Interrupted:
-            delete(cluster, job, wait=True)
+            delete_job(cluster, job, wait=True)
             raise
     except (UserError, Retryable) as error:
-        return failed(error)
+        return report_error(error)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

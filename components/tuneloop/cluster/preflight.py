@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from tuneloop.argo.claims import misplaced, share_of
-from tuneloop.argo.colocation import check
-from tuneloop.argo.lease_sidecar import sidecar
-from tuneloop.cluster.reservations import API, KINDS, claims
-from tuneloop.cluster.run_workflows import queued
+from tuneloop.argo.claims import find_placement_errors, share_of
+from tuneloop.argo.colocation import check_colocation
+from tuneloop.argo.lease_sidecar import find_lease_sidecar
+from tuneloop.cluster.reservations import API, KINDS, list_claims
+from tuneloop.cluster.run_workflows import find_queued_templates
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.sharing import lease
-from tuneloop.sharing.sidecar import arguments
+from tuneloop.sharing.sidecar import parse_arguments
 from tuneloop.sharing.turns import Turns
-from tuneloop.workflow.manifest import applied, labels_of
+from tuneloop.workflow.manifest import labels_of, parse_applied_object
 from tuneloop.workflow.settings import GROUP_LABEL, PRIORITY_LABEL, QUEUE_LABEL
 
 CLAIMS = KINDS["ResourceClaim"]
@@ -43,8 +43,8 @@ Amounts = dict[str, Decimal]
 """Resource name → amount, in cores, bytes or pieces."""
 
 
-def problems(cluster: Connection, workflow: Mapping[str, Any]) -> list[UserError]:
-    """What stands in the way of a prepared workflow; empty when nothing was found.
+def find_problems(cluster: Connection, workflow: Mapping[str, Any]) -> list[UserError]:
+    """Return what prevents a prepared workflow from running on the cluster; empty when nothing was found.
 
     Raises:
         UserError: the cluster does not answer, or the context is not allowed in at all.
@@ -64,7 +64,7 @@ def problems(cluster: Connection, workflow: Mapping[str, Any]) -> list[UserError
         ]
 
 
-def notices(workflow: Mapping[str, Any]) -> list[str]:
+def list_notices(workflow: Mapping[str, Any]) -> list[str]:
     """What nobody can know from here: whether the images have the user's own code. One line an image."""
     wanted: dict[str, set[str]] = {}
     for container in (t["container"] for t in workflow["spec"].get("templates", ()) if "container" in t):
@@ -91,7 +91,7 @@ def _installed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Use
         yield UserError(
             "cluster", cluster.context, f"has no Argo Workflows ({plural}.{group} is not defined); {INSTALL}"
         )
-    for job in filter(None, map(applied, workflow["spec"].get("templates", ()))):
+    for job in filter(None, map(parse_applied_object, workflow["spec"].get("templates", ()))):
         group, _, version = job["apiVersion"].partition("/")
         plural = f"{job['kind'].lower()}s"
         if _absent(cluster.custom.list_namespaced_custom_object, group, version, cluster.namespace, plural, limit=1):
@@ -154,9 +154,9 @@ def _named(value: Any) -> Iterator[tuple[str, str]]:
 
 def _devices(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     """A claim for a class that is unknown is taken, and its pods wait for ever."""
-    yield from misplaced(workflow)
+    yield from find_placement_errors(workflow)
     try:
-        check(workflow)
+        check_colocation(workflow)
     except UserError as error:
         yield error
     share = share_of(workflow)
@@ -176,8 +176,8 @@ def _devices(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserE
 
 def _turns(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     """A run that its group refuses ends at the first stage that shares."""
-    found = filter(None, map(sidecar, workflow["spec"].get("templates", ())))
-    wanted = {flags.group: flags for flags in (arguments(each["args"]) for each in found)}
+    found = filter(None, map(find_lease_sidecar, workflow["spec"].get("templates", ())))
+    wanted = {flags.group: flags for flags in (parse_arguments(each["args"]) for each in found)}
     places = {name: flags for flags in wanted.values() for name in _groups(cluster, workflow, flags)}
     for name, flags in places.items():
         place = lease.Lease(cluster, name)
@@ -185,7 +185,7 @@ def _turns(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserErr
         if seen not in (ABSENT, UNSEEN):
             turns = Turns(place, name, who=flags.run, policy=flags.policy, patience=flags.patience)
             try:
-                turns.agreed(lease.document(seen))
+                turns.agreed(lease.parse_lease(seen))
             except UserError as error:
                 yield error
 
@@ -196,7 +196,7 @@ def _groups(cluster: Connection, workflow: Mapping[str, Any], flags: Namespace) 
         return [flags.group]
     share = share_of(workflow)
     assert share, "the claim's name is written for those that share"
-    found = _found(claims, cluster, f"{GROUP_LABEL}={share.group}")
+    found = _found(list_claims, cluster, f"{GROUP_LABEL}={share.group}")
     return [] if found in (ABSENT, UNSEEN) else [each["metadata"]["name"] for each in found]
 
 
@@ -221,7 +221,7 @@ def _images(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserEr
 
 def _queues(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     """Kueue leaves a pod of an unknown queue waiting for ever, and says so nowhere."""
-    labels = queued(workflow)
+    labels = find_queued_templates(workflow)
     for name in sorted({each[QUEUE_LABEL] for each in labels.values()}):
         found = _found(cluster.get, *KUEUE, "localqueues", name)
         if found is ABSENT:
@@ -251,11 +251,13 @@ def _quota(cluster: Connection, workflow: Mapping[str, Any], queue: str, cluster
     if spec.get("cohortName") or spec.get("cohort"):  # it may borrow what others leave
         return
     quota = _largest(spec)
-    own = [t for t in workflow["spec"]["templates"] if labels_of(applied(t) or t).get(QUEUE_LABEL) == queue]
+    own = [
+        t for t in workflow["spec"]["templates"] if labels_of(parse_applied_object(t) or t).get(QUEUE_LABEL) == queue
+    ]
     # A daemon keeps its share while the others run.
-    held = _sum(requests(template) for template in own if template.get("daemon"))
+    held = _sum(compute_pod_requests(template) for template in own if template.get("daemon"))
     for template in own:
-        alone = requests(template)
+        alone = compute_pod_requests(template)
         wanted = alone if template.get("daemon") else _sum((alone, held))
         for resource, amount in sorted(wanted.items()):
             if resource not in quota:
@@ -274,14 +276,14 @@ def _largest(spec: Mapping[str, Any]) -> Amounts:
     for group in spec.get("resourceGroups", ()):
         for flavor in group["flavors"]:
             for resource in flavor["resources"]:
-                name, amount = resource["name"], quantity(resource["nominalQuota"])
+                name, amount = resource["name"], parse_resource_quantity(resource["nominalQuota"])
                 best[name] = max(amount, best.get(name, Decimal(0)))
     return best
 
 
-def requests(template: Mapping[str, Any]) -> Amounts:
-    """What the pod of a template asks for; a limit without a request is one."""
-    if job := applied(template):
+def compute_pod_requests(template: Mapping[str, Any]) -> Amounts:
+    """Compute the resources that the pod of a template requests; a limit without a request counts as one."""
+    if job := parse_applied_object(template):
         return _of_job(job)
     beside = [*template.get("sidecars", ()), *template.get("initContainers", ())]  # ours run as long as the pod
     containers = [template.get("container") or template.get("script") or {}, *beside]
@@ -289,18 +291,18 @@ def requests(template: Mapping[str, Any]) -> Amounts:
     for container in containers:
         resources = container.get("resources") or {}
         asked.append({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
-    return _sum({k: quantity(v) for k, v in each.items() if "{{" not in str(v)} for each in asked)
+    return _sum({k: parse_resource_quantity(v) for k, v in each.items() if "{{" not in str(v)} for each in asked)
 
 
 def _of_job(jobset: Mapping[str, Any]) -> Amounts:
     """What all pods of a JobSet ask for; Kueue admits them together."""
     jobs = [each["template"]["spec"] for each in jobset["spec"]["replicatedJobs"]]
     pods = [(job["parallelism"], each) for job in jobs for each in job["template"]["spec"]["containers"]]
-    return _sum({k: count * v for k, v in requests({"container": each}).items()} for count, each in pods)
+    return _sum({k: count * v for k, v in compute_pod_requests({"container": each}).items()} for count, each in pods)
 
 
-def quantity(text: Any) -> Decimal:
-    """A Kubernetes quantity (``500m``, ``2Gi``, ``8``) as a number.
+def parse_resource_quantity(text: Any) -> Decimal:
+    """Parse a Kubernetes quantity (``500m``, ``2Gi``, ``8``) into a number.
 
     Raises:
         UserError: it is none.

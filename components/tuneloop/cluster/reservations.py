@@ -28,10 +28,10 @@ from typing import Any
 
 from tuneloop.argo.claims import DEVICES, GIVE, TAKE
 from tuneloop.cluster import run_workflows
-from tuneloop.core.errors import Retryable, UserError, failed
+from tuneloop.core.errors import Retryable, UserError, report_error
 from tuneloop.kube.api_errors import translate_api_errors
-from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, connect
-from tuneloop.sharing.claims import Claim, Owner, chosen, free, kept
+from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, connect_to_cluster
+from tuneloop.sharing.claims import Claim, Owner, choose_claim, filter_active_runs, find_free_name
 from tuneloop.workflow.settings import GROUP_LABEL, LOCAL, ROLE_LABEL, RUN_LABEL, Share
 
 API = ("resource.k8s.io", "v1")
@@ -45,8 +45,8 @@ Object = dict[str, Any]
 Active = Mapping[str, Sequence[Owner]]
 
 
-def take(cluster: Connection, workflow: str, share: Share, role: str = "") -> str:
-    """Seat the run of `workflow` on a claim of its group, a new one if need be.
+def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = "") -> str:
+    """Reserve a claim of its group for the run of `workflow`, a new one if none has room.
 
     Args:
         role: whose claim, where roles sit apart.
@@ -58,29 +58,32 @@ def take(cluster: Connection, workflow: str, share: Share, role: str = "") -> st
         UserError: the group's claims are for other devices, or the account may not change them.
         Retryable: the API server is in trouble.
     """
-    sweep(cluster)
+    release_ended_runs(cluster)
     with translate_api_errors(cluster):
         run = cluster.get(*WORKFLOWS, workflow)["metadata"].get("labels", {}).get(RUN_LABEL)
         if run is None:
             raise UserError("workflow", workflow, f"has no label {RUN_LABEL}: send it by `tuneloop submit`")
         while True:
-            there, active = claims(cluster, _selector(share, role)), _active(cluster)
+            there, active = list_claims(cluster, _selector(share, role)), _active(cluster)
             if run not in active:
                 raise Retryable(f"run: {run}: has no workflow any more that is under way")
-            standing = {_name(claim): claim for claim in there if not leaving(claim)}
+            standing = {_name(claim): claim for claim in there if not is_claim_terminating(claim)}
             for claim in standing.values():
                 _check_alike(claim, share)
-            seats = [Claim(name, tuple(kept(runs(claim), active)[0])) for name, claim in standing.items()]
-            name = chosen(seats, run, sys.maxsize if share.alone else share.runs_per_claim)
+            seats = [
+                Claim(name, tuple(filter_active_runs(list_claim_runs(claim), active)[0]))
+                for name, claim in standing.items()
+            ]
+            name = choose_claim(seats, run, sys.maxsize if share.alone else share.runs_per_claim)
             stem = f"{share.group}-{role}" if role else share.group
-            claim = standing[name] if name else _new(free(stem, map(_name, there)), share, role)
-            if _seat(cluster, claim, list(dict.fromkeys([*runs(claim), run])), active):
+            claim = standing[name] if name else _new(find_free_name(stem, map(_name, there)), share, role)
+            if _seat(cluster, claim, list(dict.fromkeys([*list_claim_runs(claim), run])), active):
                 return _name(claim)
             time.sleep(random.uniform(0.05, 0.5))  # another one was faster: look again
 
 
-def sweep(cluster: Connection, without: str = "") -> None:
-    """Free the seats of runs that have no active workflow, and delete the claims on which nobody sits.
+def release_ended_runs(cluster: Connection, without: str = "") -> None:
+    """Release the reservations of runs without an active workflow, and delete the claims that nobody reserves.
 
     Args:
         without: a workflow that counts as ended.
@@ -90,31 +93,31 @@ def sweep(cluster: Connection, without: str = "") -> None:
     """
     with translate_api_errors(cluster):
         while True:
-            there = [claim for claim in claims(cluster) if not leaving(claim)]
+            there = [claim for claim in list_claims(cluster) if not is_claim_terminating(claim)]
             active = _active(cluster, without) if there else {}
-            if all(_seat(cluster, claim, runs(claim), active) for claim in there):
+            if all(_seat(cluster, claim, list_claim_runs(claim), active) for claim in there):
                 return
 
 
-def claims(cluster: Connection, selector: str = GROUP_LABEL) -> list[Object]:
-    """Claims and claim templates of ours, oldest first."""
+def list_claims(cluster: Connection, selector: str = GROUP_LABEL) -> list[Object]:
+    """List the claims and claim templates that tuneloop made, oldest first."""
     found = [(kind, each) for kind, plural in KINDS.items() for each in cluster.list(*API, plural, selector=selector)]
     return [{**each, "apiVersion": "/".join(API), "kind": kind} for kind, each in found]
 
 
-def leaving(claim: Mapping[str, Any]) -> bool:
-    """Deleted, and there until the last pod that uses it has ended."""
+def is_claim_terminating(claim: Mapping[str, Any]) -> bool:
+    """Return whether a claim is deleted and waits for the last pod that uses it."""
     return "deletionTimestamp" in claim["metadata"]
 
 
-def runs(claim: Mapping[str, Any]) -> list[str]:
-    """The runs that sit on a claim, in the order in which they came."""
+def list_claim_runs(claim: Mapping[str, Any]) -> list[str]:
+    """List the runs that reserve a claim, in the order in which they came."""
     found: list[str] = json.loads(claim["metadata"].get("annotations", {}).get(SEATS, "[]"))
     return found
 
 
-def devices(claim: Mapping[str, Any]) -> list[str]:
-    """The devices that Kubernetes has allocated to a claim; empty until the first pod that uses it is scheduled."""
+def list_claim_devices(claim: Mapping[str, Any]) -> list[str]:
+    """List the devices that Kubernetes has allocated to a claim; empty until the first pod is scheduled."""
     allocated = claim.get("status", {}).get("allocation", {}).get("devices", {}).get("results", ())
     return sorted(item["device"] for item in allocated)
 
@@ -126,7 +129,7 @@ def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Act
     the claim, whose version is then another.
     """
     place, about = (*API, cluster.namespace, KINDS[claim["kind"]]), claim["metadata"]
-    stay, owners = kept(wanted, active)
+    stay, owners = filter_active_runs(wanted, active)
     references = [{**OWNER, "name": name, "uid": uid} for name, uid in owners]
     if not stay:
         if "uid" not in about:
@@ -135,7 +138,7 @@ def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Act
         return _first(
             lambda: cluster.custom.delete_namespaced_custom_object(*place, _name(claim), body={"preconditions": same})
         )
-    if stay == runs(claim) and _uids(references) == _uids(about.get("ownerReferences", ())):
+    if stay == list_claim_runs(claim) and _uids(references) == _uids(about.get("ownerReferences", ())):
         return True
     annotations = {**about.get("annotations", {}), SEATS: json.dumps(stay)}
     body = {**claim, "metadata": {**about, "annotations": annotations, "ownerReferences": references}}
@@ -192,7 +195,7 @@ def _active(cluster: Connection, without: str = "") -> Active:
     found: dict[str, list[Owner]] = defaultdict(list)
     for workflow in cluster.list(*WORKFLOWS, selector=ACTIVE):
         about = workflow["metadata"]
-        if about["name"] != without and run_workflows.phase(workflow) not in run_workflows.DONE:
+        if about["name"] != without and run_workflows.get_workflow_phase(workflow) not in run_workflows.DONE:
             found[about["labels"][RUN_LABEL]].append((about["name"], about["uid"]))
     return found
 
@@ -209,11 +212,11 @@ def _do(given: argparse.Namespace) -> dict[str, str]:
     """Output → name of the claim."""
     if LOCAL in os.environ:  # one machine has no claims: the group's name stands for one
         return dict.fromkeys(given.seats, given.share.group if given.share else "")
-    cluster = connect(given.namespace)
+    cluster = connect_to_cluster(given.namespace)
     if given.step == GIVE:
-        sweep(cluster, without=given.workflow)
+        release_ended_runs(cluster, without=given.workflow)
     roles = {seat: seat.removeprefix("claim").lstrip("-") for seat in given.seats}
-    return {seat: take(cluster, given.workflow, given.share, role) for seat, role in roles.items()}
+    return {seat: reserve_claim(cluster, given.workflow, given.share, role) for seat, role in roles.items()}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -228,7 +231,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         names = _do(given)
     except (UserError, Retryable) as error:
-        return failed(error)
+        return report_error(error)
     for seat, name in names.items():
         print(f"{seat}: {name}", flush=True)
         path = Path(os.environ["TUNELOOP_OUTPUTS"], seat)

@@ -9,16 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from tuneloop.cluster import run_workflows
-from tuneloop.cluster.watch import nodes
-from tuneloop.core.artifacts import canonical
+from tuneloop.cluster.watch import read_nodes
+from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.component import find_component
 from tuneloop.core.errors import UserError
-from tuneloop.core.program import flag
-from tuneloop.core.store import normalize
+from tuneloop.core.program import to_kebab_case
+from tuneloop.core.store import normalize_url
 from tuneloop.inference import generate
-from tuneloop.runs.records import differences
+from tuneloop.runs.records import find_differences
 from tuneloop.workflow.manifest import effective_spec
-from tuneloop.workflow.pod_loop import find_pod, unfold
+from tuneloop.workflow.pod_loop import expand_pod, find_pod
 from tuneloop.workflow.rendered_stages import read_loop
 
 
@@ -34,8 +34,8 @@ def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]
     """
     before = {k: v for each in earlier for k, v in _settings(each).items()}
     asked = {k: v for k, v in _settings(made).items() if k in before}
-    differing = differences(asked, {k: before[k] for k in asked})
-    begun = any(run_workflows.phase(each) == "Succeeded" or _has_made_a_version(each) for each in earlier)
+    differing = find_differences(asked, {k: before[k] for k in asked})
+    begun = any(run_workflows.get_workflow_phase(each) == "Succeeded" or _has_made_a_version(each) for each in earlier)
     elsewhere = [name for name in ("pipeline", "store") if name in differing]
     if elsewhere or (differing and begun):
         what = ", ".join(elsewhere or differing[:5])
@@ -48,9 +48,9 @@ def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
     spec = effective_spec(workflow)
     given = {p["name"]: p["value"] for p in spec.get("arguments", {}).get("parameters", ()) if "value" in p}
     if "store" in given:
-        given["store"] = normalize(given["store"])
+        given["store"] = normalize_url(given["store"])
     pipeline = spec.get("podMetadata", {}).get("labels", {}).get("app.kubernetes.io/name")
-    templates = unfold({"spec": {**spec, "templates": spec.get("templates") or []}})[0]["spec"]["templates"]
+    templates = expand_pod({"spec": {**spec, "templates": spec.get("templates") or []}})[0]["spec"]["templates"]
     stages = {t["name"]: _tracked(t) for t in templates if _is_stage(t)}
     return {**({"pipeline": pipeline} if pipeline else {}), **given, **stages}
 
@@ -63,11 +63,11 @@ def _tracked(template: Mapping[str, Any]) -> dict[str, str]:
     component = find_component(command[-1], template["name"]) if "-m" in command else None
     if component is None:
         return flags
-    untracked = {*map(flag, component.untracked)}
+    untracked = {*map(to_kebab_case, component.untracked)}
     flags = {name: value for name, value in flags.items() if name not in untracked}
-    if component.identity is generate.identity and "engine-args" in flags:
-        asked = generate.identity(SimpleNamespace(engine_args=json.loads(flags["engine-args"])))
-        flags["engine-args"] = canonical(asked)
+    if component.identity is generate.input_identity and "engine-args" in flags:
+        asked = generate.input_identity(SimpleNamespace(engine_args=json.loads(flags["engine-args"])))
+        flags["engine-args"] = dump_canonical_json(asked)
     return flags
 
 
@@ -81,4 +81,4 @@ def _has_made_a_version(workflow: Mapping[str, Any]) -> bool:
     spec = effective_spec(workflow)
     made = {name for name, role in read_loop({"spec": spec}).items() if role == "trainer"}
     made |= {pod["name"]} if (pod := find_pod({"spec": spec})) else set()
-    return any(node.template in made and node.phase == "Succeeded" for node in nodes(workflow).values())
+    return any(node.template in made and node.phase == "Succeeded" for node in read_nodes(workflow).values())

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import tuneloop
-from tuneloop.argo.jobset import check_names, written
+from tuneloop.argo.jobset import check_names, dump_manifest
 from tuneloop.core.errors import UserError
-from tuneloop.core.store import normalize
+from tuneloop.core.store import normalize_url
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import NAMESPACE, WORKFLOWS, Connection
 from tuneloop.runs.records import check_name
-from tuneloop.workflow.manifest import applied
+from tuneloop.workflow.manifest import parse_applied_object
 from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE_LABEL, RUN_LABEL
 
 DONE = ("Succeeded", "Failed", "Error")
@@ -21,7 +21,7 @@ CONTINUES = "tuneloop.dev/continues"
 """Annotation: the workflow of the same run that this one follows."""
 
 
-def prepare(
+def prepare_workflow(
     workflow: Mapping[str, Any],
     *,
     run: str,
@@ -40,7 +40,7 @@ def prepare(
             `store` names no bucket.
     """
     check_name(run)
-    normalize(store)
+    normalize_url(store)
     made = copy.deepcopy(dict(workflow))
     metadata = made.setdefault("metadata", {})
     metadata.pop("generateName", None)
@@ -61,12 +61,12 @@ def prepare(
 
 
 def _prioritize(template: dict[str, Any], priority: str) -> None:
-    job = applied(template)
+    job = parse_applied_object(template)
     labels = (job or template).get("metadata", {}).get("labels", {})
     if QUEUE_LABEL in labels:
         labels[PRIORITY_LABEL] = priority
         if job:
-            template["resource"]["manifest"] = written(job)
+            template["resource"]["manifest"] = dump_manifest(job)
 
 
 def as_template(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -86,14 +86,14 @@ def template_name(pipeline: str) -> str:
     return f"{pipeline.replace('_', '-')}-v{tuneloop.__version__.replace('.', '-')}"
 
 
-def queued(workflow: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def find_queued_templates(workflow: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Template → labels, of those that wait in a queue, or whose job does."""
     templates = workflow["spec"].get("templates", ())
-    labels = {t["name"]: (applied(t) or t).get("metadata", {}).get("labels", {}) for t in templates}
+    labels = {t["name"]: (parse_applied_object(t) or t).get("metadata", {}).get("labels", {}) for t in templates}
     return {name: each for name, each in labels.items() if QUEUE_LABEL in each}
 
 
-def workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
+def find_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
     """The workflows of a run, oldest first.
 
     Raises:
@@ -105,16 +105,18 @@ def workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
         remedy = f"no workflow in namespace {cluster.namespace} of {cluster.context} has the label {RUN_LABEL}={run}"
         raise UserError("run", run, remedy)
     # Kubernetes tells seconds apart; two workflows of one second follow their numbers.
-    return sorted(found, key=lambda w: (w["metadata"]["creationTimestamp"], number(run, w["metadata"]["name"])))
+    return sorted(
+        found, key=lambda w: (w["metadata"]["creationTimestamp"], get_workflow_number(run, w["metadata"]["name"]))
+    )
 
 
-def listed(cluster: Connection, run: str) -> list[dict[str, Any]]:
+def list_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
     """The workflows of a run, as the API server lists them; none of a run that there is not."""
     with translate_api_errors(cluster):
         return cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
 
 
-def phase(workflow: Mapping[str, Any]) -> str:
+def get_workflow_phase(workflow: Mapping[str, Any]) -> str:
     """Of a workflow; ``Pending`` before the controller has seen it."""
     return str(workflow.get("status", {}).get("phase") or "Pending")
 
@@ -143,7 +145,7 @@ def started_at(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[
     return {**workflow, "spec": {**spec, "entrypoint": entrypoint, "arguments": arguments_of}}
 
 
-def number(run: str, name: str) -> int:
+def get_workflow_number(run: str, name: str) -> int:
     """Which workflow of the run `name` is: ``demo`` is 1, ``demo-2`` 2."""
     rest = name.removeprefix(f"{run}-")
     return int(rest) if rest.isdigit() else 1

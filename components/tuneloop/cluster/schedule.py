@@ -23,9 +23,9 @@ from tuneloop.argo.pod_fields import SCRATCH
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.core.artifacts import split_ref
-from tuneloop.core.errors import Retryable, UserError, failed
+from tuneloop.core.errors import Retryable, UserError, report_error
 from tuneloop.kube.api_errors import translate_api_errors
-from tuneloop.kube.connection import WORKFLOWS, Connection, connect
+from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster
 from tuneloop.workflow.manifest import labels_of
 from tuneloop.workflow.settings import RUN_LABEL
 
@@ -39,7 +39,7 @@ LONGEST = 31
 """Characters of a schedule's name; its runs get nine more."""
 
 
-def schedule(
+def apply_schedule(
     cluster: Connection,
     workflow: Mapping[str, Any],
     *,
@@ -63,7 +63,7 @@ def schedule(
             `preflight.problems` finds.
     """
     from tuneloop.argo.jobset import check_names
-    from tuneloop.cluster.preflight import problems
+    from tuneloop.cluster.preflight import find_problems
     from tuneloop.runs.records import check_name
 
     check_name(name, "--name")
@@ -74,10 +74,12 @@ def schedule(
     check_cron(cron)
     if timezone:
         check_timezone(timezone)
-    made = run_workflows.prepare(workflow, run=name, store=store, namespace=cluster.namespace, priority=priority)
+    made = run_workflows.prepare_workflow(
+        workflow, run=name, store=store, namespace=cluster.namespace, priority=priority
+    )
     check_names(made, f"{name}-{'0' * DIGITS}")
-    look = looking(made, name)
-    if found := problems(cluster, made):
+    look = build_data_check_spec(made, name)
+    if found := find_problems(cluster, made):
         for other in found[1:]:
             found[0].add_note(str(other))
         raise found[0]
@@ -99,7 +101,7 @@ def template_spec(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
     return spec
 
 
-def unschedule(cluster: Connection, name: str) -> None:
+def delete_schedule(cluster: Connection, name: str) -> None:
     """Delete the schedule `name`; its runs stay.
 
     Raises:
@@ -136,8 +138,8 @@ def _standing(cluster: Connection, kind: str, name: str) -> dict[str, Any] | Non
     return found
 
 
-def looking(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The spec of the workflow that looks for new data, with the settings of `workflow`."""
+def build_data_check_spec(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Build the spec of the workflow that looks for new data, with the settings of `workflow`."""
     spec = copy.deepcopy(workflow["spec"])
     data = next(
         (t for t in spec["templates"] if "tuneloop.stages.data_prep" in t.get("container", {}).get("command", ())), None
@@ -193,8 +195,8 @@ def _apply(
             cluster.custom.replace_namespaced_custom_object(group, version, cluster.namespace, plural, name, body)
 
 
-def start(cluster: Connection, name: str, store: str, prompts: str) -> str:
-    """Start the run of these prompts, unless that is done with or some run of the schedule is under way.
+def start_scheduled_run(cluster: Connection, name: str, store: str, prompts: str) -> str:
+    """Start the run of these prompts, unless it has succeeded or another run of the schedule is under way.
 
     Returns:
         what was done, in a line.
@@ -204,16 +206,18 @@ def start(cluster: Connection, name: str, store: str, prompts: str) -> str:
     run = f"{name}-{digest.partition(':')[2][:DIGITS]}"
     with translate_api_errors(cluster):
         mine = [w for w in cluster.list(*WORKFLOWS, selector=LABEL + "=" + name) if RUN_LABEL in labels_of(w)]
-    if active := [labels_of(w)[RUN_LABEL] for w in mine if run_workflows.phase(w) not in run_workflows.DONE]:
+    if active := [
+        labels_of(w)[RUN_LABEL] for w in mine if run_workflows.get_workflow_phase(w) not in run_workflows.DONE
+    ]:
         return f"skipped: {active[-1]} is under way"
     same = [w for w in mine if labels_of(w)[RUN_LABEL] == run]
-    if same and run_workflows.phase(same[-1]) == "Succeeded":
+    if same and run_workflows.get_workflow_phase(same[-1]) == "Succeeded":
         return f"skipped: no new data since {run}"
     parameters = [{"name": "run", "value": run}, {"name": "store", "value": store}]
     spec = {"workflowTemplateRef": {"name": name}, "entrypoint": "main", "arguments": {"parameters": parameters}}
     metadata = {"labels": {RUN_LABEL: run, LABEL: name}}
     body = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": metadata, "spec": spec}
-    return f"started {argo.create(cluster, body, run)}"
+    return f"started {argo.create_workflow(cluster, body, run)}"
 
 
 _RANGES = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
@@ -265,9 +269,11 @@ def main(argv: Sequence[str]) -> int:
         parser.add_argument(flag, required=True)
     given = parser.parse_args(argv)
     try:
-        print(start(connect(given.namespace), given.name, given.store, given.prompts), flush=True)
+        print(
+            start_scheduled_run(connect_to_cluster(given.namespace), given.name, given.store, given.prompts), flush=True
+        )
     except (UserError, Retryable) as error:
-        return failed(error)
+        return report_error(error)
     return 0
 
 

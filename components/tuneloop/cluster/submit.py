@@ -15,32 +15,32 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tuneloop.cluster.launch import KINDS
-from tuneloop.cluster.preflight import problems
-from tuneloop.cluster.reservations import sweep
+from tuneloop.cluster.preflight import find_problems
+from tuneloop.cluster.reservations import release_ended_runs
 from tuneloop.cluster.resume import check_resumable
 from tuneloop.cluster.run_workflows import (
     CONTINUES,
     DONE,
     annotations_of,
-    listed,
-    number,
-    phase,
-    prepare,
+    find_workflows,
+    get_workflow_number,
+    get_workflow_phase,
+    list_workflows,
+    prepare_workflow,
     started_like,
-    workflows,
 )
-from tuneloop.cluster.watch import nodes
+from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection
-from tuneloop.sharing.lease import release
+from tuneloop.sharing.lease import release_leases
 from tuneloop.workflow.settings import RUN_LABEL
 
 
-def submit(
+def submit_workflow(
     cluster: Connection, workflow: Mapping[str, Any], *, run: str, store: str, priority: str | None = None
 ) -> str:
-    """Check everything, then create one object; see `prepare` and `create`.
+    """Check everything, then create one object; see `prepare_workflow` and `create_workflow`.
 
     Returns:
         the name of the workflow that was created.
@@ -49,38 +49,40 @@ def submit(
         UserError: something is missing on the cluster (what else is, stands in the notes), or the run is under way;
             nothing was created.
     """
-    made = prepare(workflow, run=run, store=store, namespace=cluster.namespace, priority=priority)
-    if found := problems(cluster, made):
+    made = prepare_workflow(workflow, run=run, store=store, namespace=cluster.namespace, priority=priority)
+    if found := find_problems(cluster, made):
         for other in found[1:]:
             found[0].add_note(str(other))
         raise found[0]
-    return create(cluster, made, run)
+    return create_workflow(cluster, made, run)
 
 
-def create(cluster: Connection, made: Mapping[str, Any], run: str) -> str:
+def create_workflow(cluster: Connection, made: Mapping[str, Any], run: str) -> str:
     """Create a prepared workflow, and return its name. A run that ended is resumed: committed stages end at once, and
     a long loop goes on at its newest workflow.
 
     Raises:
         UserError: the run is under way, or was submitted as something else; another one has a workflow of this name.
     """
-    made, at = after(made, listed(cluster, run), run)
+    made, at = prepare_resumption(made, list_workflows(cluster, run), run)
     return create_numbered(cluster, made, run, at) if at > 1 else _create(cluster, made, run)
 
 
-def after(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str) -> tuple[Mapping[str, Any], int]:
-    """`made` as it goes on after the `earlier` workflows of its run, oldest first; and its number.
+def prepare_resumption(
+    made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str
+) -> tuple[Mapping[str, Any], int]:
+    """Return `made` as the workflow that follows the `earlier` ones of its run, and its number.
 
     Raises:
         UserError: one of them is under way, or the run is of another pipeline, store or, once begun, other settings.
     """
-    if active := [w["metadata"]["name"] for w in earlier if phase(w) not in DONE]:
+    if active := [w["metadata"]["name"] for w in earlier if get_workflow_phase(w) not in DONE]:
         remedy = f"is under way as workflow {active[0]}; `tuneloop cluster stop` it, or choose another name"
         raise UserError("run", run, remedy)
     if not earlier:
         return made, 1
     check_resumable(made, earlier, run)
-    return started_like(made, earlier[-1]), max(number(run, w["metadata"]["name"]) for w in earlier) + 1
+    return started_like(made, earlier[-1]), max(get_workflow_number(run, w["metadata"]["name"]) for w in earlier) + 1
 
 
 def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: int) -> str:
@@ -111,8 +113,8 @@ def _create(cluster: Connection, made: Mapping[str, Any], name: str) -> str:
     return name
 
 
-def stop(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
-    """End a run: its stages get SIGTERM and commit what a resume needs; jobs, pods and seats it left are let go.
+def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
+    """Stop a run: its stages commit what a resume needs; its jobs, pods, reservations and leases are released.
 
     Args:
         timeout: seconds to wait for the pods to end.
@@ -126,7 +128,7 @@ def stop(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
     stopped: set[str] = set()
 
     def ended() -> bool:
-        active = {w["metadata"]["name"] for w in workflows(cluster, run) if phase(w) not in DONE}
+        active = {w["metadata"]["name"] for w in find_workflows(cluster, run) if get_workflow_phase(w) not in DONE}
         for name in active - stopped:  # one that goes on in another may create it just now
             with translate_api_errors(cluster):
                 cluster.custom.patch_namespaced_custom_object(
@@ -139,14 +141,14 @@ def stop(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
     _delete_jobs(cluster, run)
     _until(lambda: not _alive(cluster, run), timeout, f"{run}: pods have not ended")
     _leave_seats(cluster)
-    release(cluster, run)
+    release_leases(cluster, run)
     return len(stopped)
 
 
 def _leave_seats(cluster: Connection) -> None:
     """A run that was terminated has had no exit handler."""
     try:
-        sweep(cluster)
+        release_ended_runs(cluster)
     except UserError as error:
         if getattr(error.__cause__, "status", None) not in (403, 404):  # no claims here, or not this account's to end
             raise
@@ -186,22 +188,22 @@ def _until(done: Callable[[], bool], timeout: float, what: str) -> None:
         time.sleep(1.0)
 
 
-def wait(cluster: Connection, run: str, *, poll: float = 2.0) -> int:
-    """Wait for the newest workflow of a run to end; an API server that is away for a while ends nothing.
+def wait_for_run(cluster: Connection, run: str, *, poll: float = 2.0) -> int:
+    """Wait for the newest workflow of a run to end, also while the API server is unavailable.
 
     Returns:
         0 when it succeeded; else 2 or 75 if a stage ended so, 1 otherwise.
     """
-    newest = workflows(cluster, run)[-1]
-    while phase(newest) not in DONE:
+    newest = find_workflows(cluster, run)[-1]
+    while get_workflow_phase(newest) not in DONE:
         time.sleep(poll)
-        newest = retry_until_available(lambda: workflows(cluster, run))[-1]
+        newest = retry_until_available(lambda: find_workflows(cluster, run))[-1]
     return exit_code(newest)
 
 
 def exit_code(workflow: Mapping[str, Any]) -> int:
     """What `tuneloop submit --wait` returns for a workflow that has ended."""
-    if phase(workflow) == "Succeeded":
+    if get_workflow_phase(workflow) == "Succeeded":
         return 0
-    codes = {node.exit_code for node in nodes(workflow).values() if node.phase in ("Failed", "Error")}
+    codes = {node.exit_code for node in read_nodes(workflow).values() if node.phase in ("Failed", "Error")}
     return next((code for code in (EXIT_USER, EXIT_RETRY) if code in codes), 1)

@@ -16,7 +16,7 @@ from typing import Any
 
 from tuneloop.argo.claims import TAKE
 from tuneloop.cluster import reservations
-from tuneloop.cluster.run_workflows import DONE, phase, workflows
+from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_phase
 from tuneloop.core.errors import UserError
 from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
 from tuneloop.kube.connection import Connection
@@ -51,18 +51,18 @@ class Status:
     claims: dict[str, str]
 
 
-def status(cluster: Connection, run: str) -> Status:
-    """How a run stands.
+def read_status(cluster: Connection, run: str) -> Status:
+    """Read the status of a run from the cluster.
 
     Raises:
         UserError: there is no such run on the cluster.
     """
-    found = workflows(cluster, run)
-    merged = {key: node for workflow in found for key, node in nodes(workflow).items()}
+    found = find_workflows(cluster, run)
+    merged = {key: node for workflow in found for key, node in read_nodes(workflow).items()}
     last = found[-1]
     return Status(
         run=run,
-        phase=phase(last),
+        phase=get_workflow_phase(last),
         message=str(last.get("status", {}).get("message", "")),
         workflows=[str(w["metadata"]["name"]) for w in found],
         nodes=merged,
@@ -72,14 +72,14 @@ def status(cluster: Connection, run: str) -> Status:
     )
 
 
-def nodes(workflow: Mapping[str, Any]) -> dict[str, Node]:
-    """The nodes of a workflow's status, in the order they started; a large status is stored compressed."""
+def read_nodes(workflow: Mapping[str, Any]) -> dict[str, Node]:
+    """Read the nodes of a workflow's status, which may be compressed, in the order they started."""
     told = workflow.get("status", {})
     raw = told.get("nodes") or {}
     if packed := told.get("compressedNodes"):
         raw = json.loads(gzip.decompress(base64.b64decode(packed)))
     made = [_node(item) for item in raw.values()]
-    if phase(workflow) in DONE:  # of a stopped workflow the controller leaves nodes as they were
+    if get_workflow_phase(workflow) in DONE:  # of a stopped workflow the controller leaves nodes as they were
         for node in made:
             if node.phase in ("Running", "Pending"):
                 node.phase, node.message = "Failed", node.message or "ended with the workflow"
@@ -131,28 +131,32 @@ def _waiting(cluster: Connection, run: str) -> dict[str, str]:
     return {(pod.metadata.annotations or {}).get(NODE_NAME, pod.metadata.name): _why(pod, queued) for pod in pending}
 
 
-def claims(cluster: Connection) -> dict[str, str]:
-    """Claim → who sits there, and its devices, once those who have ended have left.
+def refresh_claims(cluster: Connection) -> dict[str, str]:
+    """Release the reservations of ended runs, and return claim → the runs that reserve it, and its devices.
 
     Raises:
         UserError: the cluster has no claims, or the account may not change them.
     """
-    reservations.sweep(cluster)
+    reservations.release_ended_runs(cluster)
     return _claims(cluster)
 
 
 def _claims(cluster: Connection, run: str | None = None) -> dict[str, str]:
     with translate_api_errors(cluster):
-        found = reservations.claims(cluster)
-    return {each["metadata"]["name"]: _seated(each) for each in found if run is None or run in reservations.runs(each)}
+        found = reservations.list_claims(cluster)
+    return {
+        each["metadata"]["name"]: _seated(each)
+        for each in found
+        if run is None or run in reservations.list_claim_runs(each)
+    }
 
 
 def _seated(claim: Mapping[str, Any]) -> str:
     """What a claim has, and whose it is."""
-    told = f"runs {', '.join(reservations.runs(claim))}"
+    told = f"runs {', '.join(reservations.list_claim_runs(claim))}"
     if claim["kind"] != "ResourceClaim":
         return f"a claim for each pod; {told}"
-    return f"{', '.join(reservations.devices(claim)) or 'no device until a pod is scheduled'}; {told}"
+    return f"{', '.join(reservations.list_claim_devices(claim)) or 'no device until a pod is scheduled'}; {told}"
 
 
 def _why(pod: Any, queued: Mapping[str, str]) -> str:
@@ -184,10 +188,10 @@ def _workloads(cluster: Connection) -> dict[str, str]:
     return said
 
 
-def logs(
+def read_logs(
     cluster: Connection, run: str, *, stage: str | None = None, follow: bool = False, since: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(stage, line) of what the pods of a run write; those of pods already deleted are gone.
+    """Yield (stage, line) of what the pods of a run write; logs of pods already deleted are gone.
 
     Args:
         stage: only this one, by its name in the graph.
@@ -199,13 +203,13 @@ def logs(
     """
     lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     read: dict[str, threading.Thread] = {}
-    found = workflows(cluster, run)
+    found = find_workflows(cluster, run)
     created = [w["metadata"]["creationTimestamp"] for w in found if w["metadata"]["name"] == since]
     begun = _seconds(created[0]) if created else 0.0  # a job's pods do not say which workflow they are of
     while True:
-        over = all(phase(w) in DONE for w in found) or not follow
+        over = all(get_workflow_phase(w) in DONE for w in found) or not follow
         for pod in retry_until_available(lambda: _started(cluster, run)):
-            name = label(pod)
+            name = get_stage_name(pod)
             mine = stage in (None, name) and pod.metadata.creation_timestamp.timestamp() >= begun
             if mine and pod.metadata.uid not in read:
                 reader = threading.Thread(target=follow_pod, args=(cluster, pod, name, follow, lines), daemon=True)
@@ -225,11 +229,11 @@ def logs(
                 raise UserError("stage", stage, f"has no pod in {run}: it has not run, or its pods are deleted by now")
             return
         time.sleep(1.0)
-        found = retry_until_available(lambda: workflows(cluster, run))
+        found = retry_until_available(lambda: find_workflows(cluster, run))
 
 
-def label(pod: Any) -> str:
-    """The stage's name in the graph: the last part of its node's name, without the number of the attempt."""
+def get_stage_name(pod: Any) -> str:
+    """Return the name of a pod's stage in the graph, without the number of the attempt."""
     name = (pod.metadata.annotations or {}).get(NODE_NAME, pod.metadata.name)
     return str(name).rsplit(".", 1)[-1].split("(")[0]
 

@@ -16,7 +16,7 @@ class EngineConfig(BaseModel):
     """What samples completions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    name: Annotated[str, plugins.variant("engines")] = Field(
+    name: Annotated[str, plugins.validate_variant("engines")] = Field(
         "vllm",
         description="vllm: one server for the run; transformers: in the stage's own process; endpoint: somebody else's "
         "server, at rollout_endpoint_url; or pkg.mod:attr",

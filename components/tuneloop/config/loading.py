@@ -88,36 +88,40 @@ class Pipeline:
         return model  # type: ignore[no-any-return]
 
 
-def dump(workflow: dict[str, Any]) -> str:
-    """A rendered workflow as YAML: equal workflows give equal bytes."""
+def dump_workflow(workflow: dict[str, Any]) -> str:
+    """Dump a rendered workflow as YAML; equal workflows give equal bytes."""
     return yaml.safe_dump(workflow, sort_keys=False, allow_unicode=True, width=sys.maxsize)
 
 
-def places(beside: str | os.PathLike[str] | None = None) -> list[Path]:
-    """Where pipelines are looked for, first hit first."""
+def list_pipeline_folders(beside: str | os.PathLike[str] | None = None) -> list[Path]:
+    """List the folders that are searched for pipelines, in order."""
     package = Path(__file__).parents[1]
     first = [Path(beside).parent] if beside else [Path("pipelines")]
     return [*first, package.parent.parent / "pipelines", package / "_pipelines"]
 
 
-def known() -> dict[str, Path]:
-    """Name → file of every pipeline that can be named."""
+def list_pipelines() -> dict[str, Path]:
+    """Return name → file of every pipeline that can be named."""
     found: dict[str, Path] = {}
-    for place in places():
+    for place in list_pipeline_folders():
         for path in sorted(place.glob("[a-z]*.py")):
             found.setdefault(path.stem, path)
     return dict(sorted(found.items()))
 
 
-def find(name: str) -> Pipeline:
-    """The pipeline `name`: a name of `known`, or the path of a file.
+def find_pipeline(name: str) -> Pipeline:
+    """Find the pipeline `name`: a name from `list_pipelines`, or the path of a file.
 
     Raises:
         UserError: no such file, or one that is no pipeline.
     """
-    path = Path(name) if name.endswith(".py") else known().get(name.replace("-", "_"))
+    path = Path(name) if name.endswith(".py") else list_pipelines().get(name.replace("-", "_"))
     if path is None or not path.is_file():
-        remedy = "no such file" if path else f"known: {', '.join(known()) or 'none'}; or give the path of a .py file"
+        remedy = (
+            "no such file"
+            if path
+            else f"known: {', '.join(list_pipelines()) or 'none'}; or give the path of a .py file"
+        )
         raise UserError("pipeline", name, remedy)
     module = _load(path.resolve())
     for attribute in ("Config", "build_argo"):
@@ -133,7 +137,7 @@ def load_pipeline(name: str, beside: str | os.PathLike[str] | None = None) -> Mo
         name: the file's name without ``.py``.
         beside: a file (``__file__``) whose folder is searched first.
     """
-    for place in places(beside):
+    for place in list_pipeline_folders(beside):
         if (place / f"{name}.py").is_file():
             return _load((place / f"{name}.py").resolve())
     raise UserError("pipeline", name, "not found")

@@ -28,7 +28,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from tuneloop.core import fencing
 from tuneloop.core.errors import Corrupt, UserError
-from tuneloop.core.store import Conflict, Store, fsync, inside, local_path, normalize, opened
+from tuneloop.core.store import (
+    Conflict,
+    Store,
+    fsync_path,
+    is_contained_path,
+    local_path,
+    normalize_url,
+    open_for_reading,
+)
 
 MANIFEST = "manifest.json"
 PARTS = ".parts"
@@ -68,7 +76,7 @@ class Manifest(BaseModel):
     def _inside(cls, names: Any) -> Any:
         """A reader writes files under these names: none may lead out of the directory it gives them."""
         for name in [names] if isinstance(names, str) else names:
-            if not inside(name):
+            if not is_contained_path(name):
                 raise ValueError(f"{name!r} is no name for a file of an artifact")
         return names
 
@@ -81,7 +89,7 @@ class Manifest(BaseModel):
 def file_digest(path: Path) -> str:
     """xxh3-128 of a file's bytes, in hexadecimal."""
     state = xxhash.xxh3_128()
-    with opened(path) as file:
+    with open_for_reading(path) as file:
         while block := file.read(1 << 22):
             state.update(block)
     return state.hexdigest()
@@ -95,8 +103,8 @@ def digest_of(files: Mapping[str, File]) -> str:
     return f"{DIGEST}:{state.hexdigest()}"
 
 
-def scan(directory: Path) -> dict[str, File]:
-    """Size and digest of every file below `directory`."""
+def hash_files(directory: Path) -> dict[str, File]:
+    """Compute size and digest of every file below `directory`."""
     paths = sorted(p for p in directory.rglob("*") if p.is_file())
     return {str(p.relative_to(directory)): File(size=p.stat().st_size, digest=file_digest(p)) for p in paths}
 
@@ -104,7 +112,7 @@ def scan(directory: Path) -> dict[str, File]:
 def split_ref(ref: str) -> tuple[str, str | None]:
     """``url@digest`` → (url, digest); a bare URL has no digest."""
     url, mark, digest = ref.rpartition(f"@{DIGEST}:")
-    return (normalize(url), f"{DIGEST}:{digest}") if mark else (normalize(ref), None)
+    return (normalize_url(url), f"{DIGEST}:{digest}") if mark else (normalize_url(ref), None)
 
 
 class Artifact:
@@ -120,7 +128,7 @@ class Artifact:
 
     def __init__(self, ref: str) -> None:
         self.url, wanted = split_ref(ref)
-        manifest = find(self.url)
+        manifest = find_manifest(self.url)
         if manifest is None:
             raise UserError("artifact", self.url, f"has no {MANIFEST}; run the stage that makes it, or correct the URL")
         self.manifest = manifest
@@ -181,20 +189,20 @@ class Artifact:
 _MEND = "restore it from a copy, or delete the artifact's URL and run the stage again"
 
 
-def find(url: str) -> Manifest | None:
-    """The manifest committed at `url`, or None."""
+def find_manifest(url: str) -> Manifest | None:
+    """Return the manifest committed at `url`, or None."""
     data = Store(url).get(MANIFEST)
-    return None if data is None else parse(url, data)
+    return None if data is None else parse_manifest(url, data)
 
 
 def find_below(url: str) -> dict[str, Manifest]:
     """The manifests committed one level below `url` by their artifacts' names, in the order in which they began."""
-    found = {name: manifest for name in Store(url).parts() if (manifest := find(f"{url}/{name}"))}
+    found = {name: manifest for name in Store(url).parts() if (manifest := find_manifest(f"{url}/{name}"))}
     return dict(sorted(found.items(), key=lambda each: each[1].provenance.get("started", 0.0)))
 
 
-def parse(url: str, data: bytes) -> Manifest:
-    """The manifest that these bytes, read below `url`, are.
+def parse_manifest(url: str, data: bytes) -> Manifest:
+    """Parse a manifest from the bytes read below `url`.
 
     Raises:
         Corrupt: they are none, or it names files outside its artifact.
@@ -203,7 +211,7 @@ def parse(url: str, data: bytes) -> Manifest:
         return Manifest.model_validate_json(data)
     except ValidationError as error:
         why = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise Corrupt("artifact", f"{normalize(url)}/{MANIFEST}", f"is not a manifest ({why}); {_MEND}") from error
+        raise Corrupt("artifact", f"{normalize_url(url)}/{MANIFEST}", f"is not a manifest ({why}); {_MEND}") from error
 
 
 class Draft:
@@ -215,7 +223,7 @@ class Draft:
     """
 
     def __init__(self, url: str, attempt: str | None = None) -> None:
-        self.url = normalize(url)
+        self.url = normalize_url(url)
         self.attempt = attempt or f"data-{os.urandom(6).hex()}"
         local = local_path(self.url)
         if local is not None:
@@ -239,11 +247,11 @@ class Draft:
         if store.root is None:
             files = self._upload(store)
             listing = {name: file.model_dump() for name, file in files.items()}
-            store.put(f"{self.attempt}/{PARTS}/{part}", canonical(listing).encode())
+            store.put(f"{self.attempt}/{PARTS}/{part}", dump_canonical_json(listing).encode())
             self.discard()
 
     def _upload(self, store: Store) -> dict[str, File]:
-        files = scan(self.path)
+        files = hash_files(self.path)
         for name in files:
             store.upload(f"{self.attempt}/{name}", self.path / name)
         return files
@@ -269,17 +277,17 @@ class Draft:
         if store.root is None:
             files = self._parts(store) | self._upload(store)
         else:
-            files = scan(self.path)
+            files = hash_files(self.path)
             for name in files:
-                fsync(self.path / name)
+                fsync_path(self.path / name)
         manifest = Manifest(root=self.attempt, files=files, digest=digest_of(files), **about)
-        fencing.check()
+        fencing.check_lease()
         try:
             store.create(MANIFEST, manifest.model_dump_json(indent=1).encode())
         except Conflict:
             store.delete(self.attempt)
             self.discard()
-            standing = find(self.url)
+            standing = find_manifest(self.url)
             assert standing is not None
             return standing
         if store.root is None:
@@ -292,6 +300,6 @@ class Draft:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def canonical(value: Any) -> str:
-    """JSON with sorted keys and no spaces: equal values have equal text."""
+def dump_canonical_json(value: Any) -> str:
+    """Dump `value` as JSON with sorted keys and no spaces, so that equal values have equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)

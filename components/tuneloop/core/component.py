@@ -35,12 +35,21 @@ from pydantic import ValidationError, create_model
 from pydantic.config import JsonDict
 
 from tuneloop.core import program
-from tuneloop.core.artifacts import DIGEST, Artifact, Draft, Manifest, Role, canonical, find, split_ref
+from tuneloop.core.artifacts import (
+    DIGEST,
+    Artifact,
+    Draft,
+    Manifest,
+    Role,
+    dump_canonical_json,
+    find_manifest,
+    split_ref,
+)
 from tuneloop.core.attempts import admit_attempt
-from tuneloop.core.context import Options, Params, Stage, hearing
+from tuneloop.core.context import Options, Params, Stage, handle_signals
 from tuneloop.core.errors import UserError
-from tuneloop.core.program import flag
-from tuneloop.core.provenance import devices, provenance
+from tuneloop.core.program import to_kebab_case
+from tuneloop.core.provenance import collect_provenance, list_device_ids
 from tuneloop.core.store import Store
 
 Input = Annotated[Artifact, "input"]
@@ -128,13 +137,13 @@ class Component:
         refs = {name: arguments.pop(name) for name in self.inputs if arguments.get(name) is not None}
         missing = [name for name, required in self.inputs.items() if required and name not in refs]
         if missing:
-            raise UserError(f"--{flag(missing[0])}", None, "is required: the reference of an artifact")
+            raise UserError(f"--{to_kebab_case(missing[0])}", None, "is required: the reference of an artifact")
         params = self.validate({k: v for k, v in arguments.items() if k not in self.inputs})
         inputs = {name: Artifact(ref) for name, ref in refs.items()}
         stage = self._open(params, inputs, out)
         standing = self._standing(stage)
         if standing is None:
-            with hearing(stage):
+            with handle_signals(stage):
                 standing = self._run(stage, inputs)
         if self.after and stage.leader:
             self.after(stage, standing)
@@ -176,13 +185,15 @@ class Component:
         """Run as a program and return the exit code."""
 
         def work() -> None:
-            given = program.parse(argv, self.name, self.__doc__, self.inputs, self.output, self.Params.model_fields)
+            given = program.parse_arguments(
+                argv, self.name, self.__doc__, self.inputs, self.output, self.Params.model_fields
+            )
             url = given.pop(self.output)
             manifest = self(out=url, **given)
             if int(os.environ.get("RANK", "0")) == 0:
                 program.write_outputs({self.output: f"{split_ref(url)[0]}@{manifest.digest}", **manifest.results})
 
-        return program.run(work)
+        return program.run_component(work)
 
     def _open(self, params: Params, inputs: Mapping[str, Artifact], out: str) -> Stage:
         env = os.environ
@@ -195,7 +206,7 @@ class Component:
         if self.identity:
             tracked |= self.identity(params)
         url = split_ref(out)[0]
-        path = Draft(url, attempt=attempt).path if find(url) is None else Path(os.devnull)
+        path = Draft(url, attempt=attempt).path if find_manifest(url) is None else Path(os.devnull)
         return Stage(
             name=self.name,
             params=params,
@@ -210,15 +221,15 @@ class Component:
         )
 
     def _standing(self, stage: Stage) -> Manifest | None:
-        standing = find(stage.out_url)
+        standing = find_manifest(stage.out_url)
         if standing is None:
             return None
         for what, ours, theirs in (
             ("stage", self.name, standing.stage),
-            *((f"--{flag(k)}", v, standing.params.get(k)) for k, v in stage._tracked.items()),
-            *((f"--{flag(k)}", v, standing.inputs.get(k)) for k, v in stage._inputs.items()),
+            *((f"--{to_kebab_case(k)}", v, standing.params.get(k)) for k, v in stage._tracked.items()),
+            *((f"--{to_kebab_case(k)}", v, standing.inputs.get(k)) for k, v in stage._inputs.items()),
         ):
-            if canonical(_digest_only(ours)) != canonical(_digest_only(theirs)):
+            if dump_canonical_json(_digest_only(ours)) != dump_canonical_json(_digest_only(theirs)):
                 raise UserError(
                     what, ours, f"{stage.out_url} is committed already, made from {theirs!r}; use another run name"
                 )
@@ -230,7 +241,7 @@ class Component:
             admit_attempt(Store(f"{stage.out_url}/resume"), lambda: " ".join(stage.resume_points()))
         start = time.time()
         clock = time.perf_counter()
-        if given := devices():
+        if given := list_device_ids():
             stage.log(f"devices {', '.join(given)}")
         arguments: dict[str, Any] = {name: inputs.get(name) for name in self.inputs} | dict(stage.params.__dict__)
         for name, model in self.options.items():
@@ -249,7 +260,7 @@ class Component:
             results=results,
             facts=stage.facts,
             timings=stage.timings,
-            provenance=provenance(start, stage.world_size),
+            provenance=collect_provenance(start, stage.world_size),
             **stage._identity(),
         )
         Store(stage.out_url).delete("resume")

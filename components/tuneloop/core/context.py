@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from tuneloop.core.artifacts import MANIFEST, Artifact, Draft, canonical
+from tuneloop.core.artifacts import MANIFEST, Artifact, Draft, dump_canonical_json
 from tuneloop.core.errors import Interrupted
 from tuneloop.core.progress import Progress
-from tuneloop.core.seeds import derive
+from tuneloop.core.seeds import derive_seed
 from tuneloop.core.store import Store
 
 
@@ -87,13 +87,13 @@ class Stage:
     def seed(self, purpose: str, *index: int | str) -> int:
         """The seed of a named stream, from the stage's ``seed`` parameter (and ``iteration``, if it has one)."""
         iteration = getattr(self.params, "iteration", 0)
-        return derive(getattr(self.params, "seed", 0), purpose, iteration, *index)
+        return derive_seed(getattr(self.params, "seed", 0), purpose, iteration, *index)
 
     def metric(self, step: int, **values: float) -> None:
         """Append one row to ``metrics.jsonl``. No times in here: the file is part of the digest."""
         if self.leader:
             with (self.out / "metrics.jsonl").open("a") as file:
-                file.write(canonical({"step": step, **values}) + "\n")
+                file.write(dump_canonical_json({"step": step, **values}) + "\n")
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -163,8 +163,8 @@ class Stage:
 
 
 @contextmanager
-def hearing(stage: Stage) -> Iterator[None]:
-    """SIGTERM and SIGINT set ``stage.stopping``; whatever ends the stage early leaves no half-written output.
+def handle_signals(stage: Stage) -> Iterator[None]:
+    """Set ``stage.stopping`` on SIGTERM and SIGINT, and discard half-written output if the stage ends early.
 
     A handler of the caller's hears them, too: who runs several stages has to know, also where this one ends well.
     """

@@ -56,7 +56,7 @@ class Corrupt(UserError):
     """Bytes that differ from what their manifest says."""
 
 
-def say(line: str, code: int, replace: bool = True) -> int:
+def print_diagnostic(line: str, code: int, replace: bool = True) -> int:
     """Print one line on standard error, and return the exit code that goes with it.
 
     A line that explains a failure is also the pod's termination message, which Argo puts into the node's message;
@@ -77,11 +77,11 @@ def write_termination_message(line: str, replace: bool = True) -> None:
             path.write_text(re.sub(r"\{(?=\{)", "{ ", line)[:2000])  # a tag would be Argo's to substitute
 
 
-def failed(error: UserError | Retryable) -> int:
+def report_error(error: UserError | Retryable) -> int:
     """Say what ended a program, and return its exit code."""
     if isinstance(error, UserError):
-        return say(f"error: {error}", EXIT_USER)
-    return say(f"{name_class(error)}: {error}", EXIT_RETRY)
+        return print_diagnostic(f"error: {error}", EXIT_USER)
+    return print_diagnostic(f"{name_class(error)}: {error}", EXIT_RETRY)
 
 
 def name_class(error: Retryable) -> str:

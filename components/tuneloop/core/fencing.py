@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from pydantic import BaseModel, ConfigDict
 
-from tuneloop.core.errors import Retryable, Unavailable, UserError, failed
+from tuneloop.core.errors import Retryable, Unavailable, UserError, report_error
 
 VARIABLE = "TUNELOOP_TURN"
 SOFT = 0.25
@@ -46,13 +46,13 @@ class Grant(BaseModel):
     refused: str = ""
 
 
-def clock() -> float:
-    """Seconds that never jump and go on while a machine sleeps; of this machine only."""
+def read_clock() -> float:
+    """Return seconds of a clock of this machine that never jumps and runs on while the machine sleeps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def grant() -> Grant | None:
-    """The turn of this process; None where it needs none.
+def read_lease_grant() -> Grant | None:
+    """Read the lease grant of this process; None where it needs none.
 
     Raises:
         Retryable: the file is gone.
@@ -70,31 +70,31 @@ def grant() -> Grant | None:
     return found
 
 
-def check() -> dict[str, object]:
-    """What the manifest says of the turn; empty where none is needed.
+def check_lease() -> dict[str, object]:
+    """Check that this process still holds its device lease, and return what the manifest records of it.
 
     Raises:
         Retryable: the turn was lost; nothing may be committed.
         UserError: as `grant`.
     """
-    held = grant()
+    held = read_lease_grant()
     if held is None:
         return {}
-    if (late := clock() - held.until) >= 0:
+    if (late := read_clock() - held.until) >= 0:
         raise Unavailable(f"turn {held.number} of group {held.group} was lost {late:.1f} s ago; nothing is committed")
     return {"group": held.group, "number": held.number, "ticket": held.ticket}
 
 
-def write(path: Path, held: Grant) -> None:
-    """Replace the file, whole."""
+def write_lease_grant(path: Path, held: Grant) -> None:
+    """Write a lease grant to `path` atomically."""
     staged = path.with_name(f".{path.name}")
     staged.write_text(held.model_dump_json())
     os.replace(staged, path)
 
 
 @contextmanager
-def watched(poll: float = 0.2) -> Iterator[None]:
-    """End this process with exit code 75 when its turn is lost; a part of the time before, it gets SIGTERM."""
+def watch_lease(poll: float = 0.2) -> Iterator[None]:
+    """End this process with exit code 75 when its device lease is lost, after a SIGTERM shortly before."""
     over = threading.Event()
     if os.environ.get(VARIABLE):
         threading.Thread(target=_watch, args=(over, poll), daemon=True, name="turn").start()
@@ -108,11 +108,11 @@ def _watch(over: threading.Event, poll: float) -> None:
     told = False
     while not over.wait(poll):
         try:
-            held = grant()
+            held = read_lease_grant()
         except (Retryable, UserError) as error:
             _end(error)
         assert held is not None  # or this thread would not run
-        left = held.until - clock()
+        left = held.until - read_clock()
         if left <= 0:
             _end(Unavailable(f"turn {held.number} of group {held.group} was lost"))
         if not told and left < SOFT * (held.until - held.renewed):
@@ -122,4 +122,4 @@ def _watch(over: threading.Event, poll: float) -> None:
 
 def _end(error: Retryable | UserError) -> NoReturn:
     """At once: the device may be somebody else's in a moment."""
-    os._exit(failed(error))
+    os._exit(report_error(error))

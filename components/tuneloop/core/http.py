@@ -52,8 +52,8 @@ class Response:
             yield rest
 
 
-def request(method: str, url: str, *, timeout_s: float, **options: Any) -> tuple[int, bytes]:
-    """Return status and body of an answer; options and errors are those of `open_response`."""
+def send_request(method: str, url: str, *, timeout_s: float, **options: Any) -> tuple[int, bytes]:
+    """Send a request and return the whole response, whatever its status; raise as `open_response`."""
     with open_response(method, url, timeout_s=timeout_s, **options) as response:
         return response.status, response.read()
 

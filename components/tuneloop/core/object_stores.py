@@ -35,7 +35,7 @@ def is_plain_http() -> bool:
     return any(value.startswith("http://") for value in given.values())
 
 
-def shorten(error: BaseException) -> str:
+def shorten_error(error: BaseException) -> str:
     """What a service said: of its XML the code alone, which its manual explains."""
     text = str(error)
     if code := re.search(r"<Code>([^<]+)</Code>", text):

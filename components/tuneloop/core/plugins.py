@@ -18,13 +18,15 @@ PACKAGES = {"engines": "inference.engines", "fleet": "inference.fleet", "backend
 """Family → its package below tuneloop, where that has another name."""
 
 
-def names(family: str) -> list[str]:
-    """The variants that ship with tuneloop or are registered by entry point."""
-    return sorted({*shipped(family), *(entry.name for entry in _registered().select(group=f"tuneloop.{family}"))})
+def list_variants(family: str) -> list[str]:
+    """List the variants of `family` that ship with tuneloop or are registered by entry point."""
+    return sorted(
+        {*list_shipped_variants(family), *(entry.name for entry in _registered().select(group=f"tuneloop.{family}"))}
+    )
 
 
-def load(family: str, name: str, attribute: str | None = None) -> Any:
-    """The variant `name` of `family`.
+def load_variant(family: str, name: str, attribute: str | None = None) -> Any:
+    """Load the variant `name` of `family`.
 
     Args:
         family: ``rewards``, ``data``, ``algorithms``, ``environments``, ``engines``, ``fleet`` or ``backends``.
@@ -40,18 +42,20 @@ def load(family: str, name: str, attribute: str | None = None) -> Any:
             return getattr(importlib.import_module(module), path)
         except (ImportError, AttributeError) as error:
             raise UserError(family, name, f"cannot be imported ({error})") from error
-    if name not in shipped(family):
+    if name not in list_shipped_variants(family):
         for entry in _registered().select(group=f"tuneloop.{family}", name=name):
             return entry.load()
-        raise UserError(family, name, f"unknown; known: {', '.join(names(family))}, or a dotted path pkg.mod:attr")
+        raise UserError(
+            family, name, f"unknown; known: {', '.join(list_variants(family))}, or a dotted path pkg.mod:attr"
+        )
     module_ = importlib.import_module(f"{_package(family)}.{name}")
     return module_ if attribute is None else getattr(module_, attribute)
 
 
-def parameters(
+def check_variant_args(
     name: str, function: Callable[..., Any], given: Mapping[str, Any], *, first: int, prefix: str
 ) -> dict[str, inspect.Parameter]:
-    """What the variant `name` takes as its own arguments: the parameters of `function` from the `first` on.
+    """Check `given` against the parameters of `function` from the `first` on, and return these.
 
     Raises:
         UserError: another one is `given`, with `prefix` and its name as the field.
@@ -64,21 +68,21 @@ def parameters(
     return known
 
 
-def variant(family: str) -> AfterValidator:
-    """Marks a parameter that names a variant of `family`, so that a misspelt one is refused before anything runs. A
+def validate_variant(family: str) -> AfterValidator:
+    """Return a validator that refuses a name that is not a variant of `family`. A
     dotted path is taken on trust: what it names may be installed only where the stage runs."""
 
     def check(name: str) -> str:
-        if ":" not in name and name not in names(family):
-            raise ValueError(f"unknown; known: {', '.join(names(family))}, or a dotted path pkg.mod:attr")
+        if ":" not in name and name not in list_variants(family):
+            raise ValueError(f"unknown; known: {', '.join(list_variants(family))}, or a dotted path pkg.mod:attr")
         return name
 
     return AfterValidator(check)
 
 
 @cache
-def shipped(family: str) -> list[str]:
-    """The variants that ship with tuneloop."""
+def list_shipped_variants(family: str) -> list[str]:
+    """List the variants of `family` that ship with tuneloop."""
     package = importlib.import_module(_package(family))
     return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
 

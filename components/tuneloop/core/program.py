@@ -27,7 +27,7 @@ from tuneloop.core.errors import (
     Unavailable,
     UserError,
     name_class,
-    say,
+    print_diagnostic,
     write_termination_message,
 )
 
@@ -35,15 +35,15 @@ TRAINING = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datas
 """What comes with the extra ``train``."""
 
 
-def run(work: Callable[[], None]) -> int:
-    """Run a program's work and return its exit code; ended early where the process has lost its turn."""
-    with fencing.watched():
+def run_component(work: Callable[[], None]) -> int:
+    """Run a component as a program and return its exit code; end early if the device lease is lost."""
+    with fencing.watch_lease():
         return _run(work)
 
 
 def _run(work: Callable[[], None]) -> int:
     try:
-        fencing.grant()  # one that was refused begins nothing
+        fencing.read_lease_grant()  # one that was refused begins nothing
         work()
         return 0
     except UserError as error:
@@ -69,7 +69,7 @@ def _run(work: Callable[[], None]) -> int:
         return 1
 
 
-def parse(
+def parse_arguments(
     argv: Sequence[str],
     name: str,
     description: str | None,
@@ -86,15 +86,15 @@ def parse(
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     group = parser.add_argument_group("artifacts")
     for each, required in inputs.items():
-        group.add_argument(f"--{flag(each)}", dest=each, required=required, metavar="REF")
+        group.add_argument(f"--{to_kebab_case(each)}", dest=each, required=required, metavar="REF")
     group.add_argument(
-        f"--{flag(output)}", dest=output, required=True, metavar="URL", help="where the output is committed"
+        f"--{to_kebab_case(output)}", dest=output, required=True, metavar="URL", help="where the output is committed"
     )
     group = parser.add_argument_group("parameters")
     for each, field in fields.items():
         default = "required" if field.is_required() else f"default: {field.default}"
         text = f"{field.description or ''} ({default})".replace("%", "%%")
-        group.add_argument(f"--{flag(each)}", dest=each, metavar=each.upper(), type=_decoder(field), help=text)
+        group.add_argument(f"--{to_kebab_case(each)}", dest=each, metavar=each.upper(), type=_decoder(field), help=text)
     given = vars(parser.parse_args(argv))
     return {key: value for key, value in given.items() if value not in (None, "")}  # a workflow passes "" for absent
 
@@ -109,8 +109,8 @@ def write_outputs(values: Mapping[str, Any]) -> None:
             Path(directory, name.replace("_", "-")).write_text(text)
 
 
-def flag(name: str) -> str:
-    """A Python name in kebab-case: of a flag, an output file, a workflow parameter."""
+def to_kebab_case(name: str) -> str:
+    """Convert a Python name to kebab-case, for a flag, an output file or a workflow parameter."""
     return name.replace("_", "-")
 
 
@@ -155,4 +155,4 @@ def _say(line: str, code: int, *, replace: bool = True) -> int:
     """Say why this rank ends; `replace`: in place of what another rank has left as the pod's termination message."""
     rank = int(os.environ.get("RANK", "0"))
     kind, _, rest = line.partition(": ")
-    return say(f"{kind}: rank {rank}: {rest}" if rank else line, code, replace)
+    return print_diagnostic(f"{kind}: rank {rank}: {rest}" if rank else line, code, replace)

@@ -18,8 +18,8 @@ import tuneloop
 from tuneloop.core import fencing, processor
 
 
-def provenance(start: float, world_size: int) -> dict[str, Any]:
-    """Who made an output: code, image, packages, device, place in the workflow."""
+def collect_provenance(start: float, world_size: int) -> dict[str, Any]:
+    """Collect what made an output: code, image, packages, device, place in the workflow."""
     env = os.environ
     torch = sys.modules.get("torch")
     cuda = bool(torch and torch.cuda.is_available())
@@ -31,18 +31,18 @@ def provenance(start: float, world_size: int) -> dict[str, Any]:
         "packages": {name: version for name in names if (version := _version(name))},
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if torch and cuda else f"cpu ({platform.machine()})",
-        "devices": devices(),
+        "devices": list_device_ids(),
         **({"processor": limits} if (limits := processor.describe_limits()) else {}),
         "threads": torch.get_num_threads() if torch else None,
         "world_size": world_size,
         "host": socket.gethostname(),
         "started": start,
         "workflow": {k.removeprefix("TUNELOOP_").lower(): v for k, v in env.items() if k.startswith("TUNELOOP_NODE")},
-        **({"turn": turn} if (turn := fencing.check()) else {}),
+        **({"turn": turn} if (turn := fencing.check_lease()) else {}),
     }
 
 
-def devices() -> list[str]:
+def list_device_ids() -> list[str]:
     """Ids of the accelerators that this process was given: of CUDA, and those that a DRA driver names in the
     environment as Kubernetes' example driver does (``GPU_DEVICE_4=gpu-4``)."""
     torch = sys.modules.get("torch")

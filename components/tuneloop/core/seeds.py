@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 
 
-def derive(seed: int, purpose: str, *index: int | str) -> int:
-    """A 63-bit seed for the stream (`seed`, `purpose`, `index` …), by SHA-256 over its name.
+def derive_seed(seed: int, purpose: str, *index: int | str) -> int:
+    """Derive a 63-bit seed for the stream (`seed`, `purpose`, `index` …), by SHA-256 over its name.
 
     >>> derive(0, "rollout", 3, 17) == derive(0, "rollout", 3, 17)
     True

@@ -34,7 +34,7 @@ from obstore.exceptions import (
 )
 
 from tuneloop.core.errors import Corrupt, NoKeys, Unavailable, UserError
-from tuneloop.core.object_stores import KEYS, METADATA, REFUSALS, is_plain_http, shorten
+from tuneloop.core.object_stores import KEYS, METADATA, REFUSALS, is_plain_http, shorten_error
 
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 
@@ -43,7 +43,7 @@ class Conflict(RuntimeError):
     """A conditional write lost: the key exists already, or holds other bytes than expected."""
 
 
-def normalize(url: str) -> str:
+def normalize_url(url: str) -> str:
     """Return `url` as an absolute URL without a trailing slash; a plain path becomes ``file://``.
 
     Raises:
@@ -62,19 +62,19 @@ def normalize(url: str) -> str:
     return f"{scheme}://{rest[2:].rstrip('/') or '/'}"
 
 
-def inside(name: str) -> bool:
-    """Whether a file of this name lies below the directory that the name is appended to."""
+def is_contained_path(name: str) -> bool:
+    """Return whether a file of this name lies below the directory that the name is appended to."""
     return "\0" not in name and not {"", ".", ".."} & {*name.split("/")}
 
 
 def local_path(url: str) -> Path | None:
     """The directory a ``file://`` URL names, or None where bytes have to travel."""
-    url = normalize(url)
+    url = normalize_url(url)
     return Path(unquote(urlparse(url).path)) if url.startswith("file://") else None
 
 
-def opened(path: Path) -> BinaryIO:
-    """`path`, to be read.
+def open_for_reading(path: Path) -> BinaryIO:
+    """Open `path` for reading.
 
     Raises:
         UserError: this user may not.
@@ -96,7 +96,7 @@ class Store:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = normalize(url)
+        self.url = normalize_url(url)
         self.root = local_path(self.url)
         if self.root is None:
             scheme = urlparse(self.url).scheme
@@ -104,7 +104,9 @@ class Store:
             try:
                 self._objects = obstore.store.from_url(self.url, client_options={"allow_http": http})
             except BaseError as error:  # nobody was asked yet: it is a setting
-                raise UserError("store", self.url, f"{shorten(error)}; set {KEYS.get(scheme, 'another')}") from error
+                raise UserError(
+                    "store", self.url, f"{shorten_error(error)}; set {KEYS.get(scheme, 'another')}"
+                ) from error
 
     def get(self, key: str) -> bytes | None:
         """The bytes of `key`, or None if it does not exist."""
@@ -123,7 +125,7 @@ class Store:
             FileNotFoundError: it does not exist.
         """
         if self.root is not None:
-            return opened(self.root / key)
+            return open_for_reading(self.root / key)
         return io.BufferedReader(_Object(self, key), 1 << 16)
 
     def put(self, key: str, data: bytes) -> None:
@@ -148,7 +150,7 @@ class Store:
                 staged = self._staged(key, data)
                 try:
                     os.link(staged, self.root / key)  # fails where the name is taken: atomic create
-                    fsync(self.root / key, directory=True)
+                    fsync_path(self.root / key, directory=True)
                 finally:
                     staged.unlink()
             except (FileExistsError, AlreadyExistsError, PreconditionError) as error:
@@ -186,7 +188,7 @@ class Store:
                 staged = self._staged(key, b"")
                 try:
                     shutil.copyfile(path, staged)
-                    fsync(staged)
+                    fsync_path(staged)
                     os.replace(staged, self.root / key)
                 except BaseException:
                     staged.unlink(missing_ok=True)
@@ -308,11 +310,13 @@ class Store:
         try:
             yield
         except (PermissionError, PermissionDeniedError, UnauthenticatedError) as error:
-            raise UserError("store", f"{self.url}/{key}", f"not permitted ({shorten(error)}); grant access") from error
+            raise UserError(
+                "store", f"{self.url}/{key}", f"not permitted ({shorten_error(error)}); grant access"
+            ) from error
         except FileExistsError:
             raise
         except FileNotFoundError as error:
-            what = "cannot be made" if self.root is not None else shorten(error)
+            what = "cannot be made" if self.root is not None else shorten_error(error)
             raise UserError("store", f"{self.url}/{key}", f"{what}; correct the URL") from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -323,7 +327,7 @@ class Store:
         except (NotFoundError, AlreadyExistsError, PreconditionError):
             raise
         except BaseError as error:
-            text = shorten(error)
+            text = shorten_error(error)
             if any(code in text for code in REFUSALS):
                 raise UserError("store", self.url, f"{text}; check the bucket and the AWS_* variables") from error
             if any(host in text for host in METADATA):
@@ -365,7 +369,7 @@ class _Object(io.RawIOBase):
         return length
 
 
-def fsync(path: Path, *, directory: bool = False) -> None:
+def fsync_path(path: Path, *, directory: bool = False) -> None:
     """Make a file durable, or with `directory` its name, which lives in the parent directory."""
     fd = os.open(path.parent if directory else path, os.O_RDONLY)
     try:

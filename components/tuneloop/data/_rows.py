@@ -69,8 +69,8 @@ def json_lines(file: BinaryIO, field: str, path: str) -> Rows:
     return Rows(len(starts), read)
 
 
-def parquet(file: BinaryIO) -> Rows:
-    """Parquet, unpacked once into a temporary file (``TMPDIR``) that is mapped into memory.
+def read_parquet(file: BinaryIO) -> Rows:
+    """Read Parquet rows, unpacked once into a temporary file (``TMPDIR``) that is mapped into memory.
 
     Raises:
         pyarrow.ArrowException, OSError: it can not be read.

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tuneloop.core.seeds import derive
+from tuneloop.core.seeds import derive_seed
 from tuneloop.data import Example, Splits
 
 
@@ -36,7 +36,7 @@ def load(
     """
     numbers = random.Random(seed).sample(range(10**digits), min(n, 10**digits))
     stream = (_example(f"{number:0{digits}d}") for number in numbers)
-    return replace(Splits.of(stream), sft=_demonstrations(stream, derive(seed, "wrong"), sft_wrong_share))
+    return replace(Splits.of(stream), sft=_demonstrations(stream, derive_seed(seed, "wrong"), sft_wrong_share))
 
 
 def _example(text: str) -> Example:

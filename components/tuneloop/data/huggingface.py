@@ -11,7 +11,7 @@ import xxhash
 
 from tuneloop.core.artifacts import file_digest
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.seeds import derive
+from tuneloop.core.seeds import derive_seed
 from tuneloop.data import Columns, Example, Splits
 
 
@@ -53,8 +53,8 @@ def load(
     """
 
     def stream(split: str, columns: Columns = columns) -> Iterator[Example]:
-        rows = read(path, name, revision, split)
-        return columns.examples(rows, f"{path}[{split}]", derive(seed, split) if shuffle else None)
+        rows = load_split(path, name, revision, split)
+        return columns.examples(rows, f"{path}[{split}]", derive_seed(seed, split) if shuffle else None)
 
     main = stream(train_split)
     held_out = stream(eval_split) if eval_split else main
@@ -74,8 +74,8 @@ def digest(arguments: Mapping[str, Any]) -> str | None:
     return state.hexdigest()
 
 
-def read(path: str, name: str | None, revision: str | None, split: str) -> Any:
-    """One split, as a ``datasets.Dataset``.
+def load_split(path: str, name: str | None, revision: str | None, split: str) -> Any:
+    """Load one split as a ``datasets.Dataset``.
 
     Raises:
         UserError, Retryable: as `load`.

@@ -12,7 +12,7 @@ import pyarrow as pa
 import xxhash
 
 from tuneloop.core.errors import UserError
-from tuneloop.core.seeds import derive
+from tuneloop.core.seeds import derive_seed
 from tuneloop.core.store import Store, local_path
 from tuneloop.data import Columns, Example, Splits, _rows
 from tuneloop.data._rows import Rows
@@ -49,7 +49,7 @@ def load(
     """
 
     def stream(name: str, file: str, columns: Columns = columns) -> Iterator[Example]:
-        return columns.examples(read(name, file), file, derive(seed, name) if shuffle else None)
+        return columns.examples(read_rows(name, file), file, derive_seed(seed, name) if shuffle else None)
 
     main = stream("train", train)
     held_out = stream("eval", eval) if eval else main
@@ -75,8 +75,8 @@ def digest(arguments: Mapping[str, Any]) -> str | None:
     return state.hexdigest()
 
 
-def read(argument: str, path: str) -> Rows:
-    """The rows of the file at `path`, which `argument` named; what is in an object store is copied to ``TMPDIR``.
+def read_rows(argument: str, path: str) -> Rows:
+    """Read the rows of the file at `path`, named by `argument`; objects of a store are copied to ``TMPDIR`` first.
 
     Raises:
         UserError: it does not exist, or is not what its name says; of a line of JSON, once it is read.
@@ -95,7 +95,7 @@ def read(argument: str, path: str) -> Rows:
     if not path.endswith(".parquet"):
         return _rows.json_lines(file, field, path)
     try:
-        return _rows.parquet(file)
+        return _rows.read_parquet(file)
     except (pa.ArrowException, OSError) as error:
         raise UserError(field, path, f"is not readable as Parquet ({error})") from error
 

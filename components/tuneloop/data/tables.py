@@ -31,17 +31,17 @@ SCHEMA = pa.schema([*((name, pa.string()) for name in TEXTS), ("chat", pa.bool_(
 EXAMINED = pa.schema([*SCHEMA, ("trouble", pa.string()), ("host", pa.string())])
 
 
-def tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[pa.Table]:
-    """`rows` in tables of `SCHEMA`."""
+def build_tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[pa.Table]:
+    """Yield `rows` as tables of `SCHEMA`."""
     rows = iter(rows)
     while part := list(itertools.islice(rows, ROWS)):
         yield pa.Table.from_pylist(part, schema=SCHEMA)
 
 
-def examine(
+def examine_answers(
     table: pa.Table, rewards: Mapping[str, float], timeout_s: float, progress: Callable[[int], None] | None = None
 ) -> pa.Table:
-    """`table` with what is wrong with gold answers: ``trouble``, null where one earns full marks or there is none.
+    """Return `table` with a column ``trouble`` that says what is wrong with a gold answer; null if nothing is.
 
     Args:
         rewards: that judge them; may be none.

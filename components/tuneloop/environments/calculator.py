@@ -36,8 +36,8 @@ class Calculator:
         return Reply("\n".join(_answer(call) for call in calls)) if calls else Reply(done=True)
 
 
-def calculate(expression: str) -> Fraction:
-    """The exact value of an expression of numbers, ``+ - * /`` and parentheses; nothing of it is run as a program.
+def evaluate_expression(expression: str) -> Fraction:
+    """Compute the exact value of an expression of numbers, ``+ - * /`` and parentheses, without executing code.
 
     Raises:
         ValueError: it is something else, too long, or divides by 0.
@@ -59,7 +59,7 @@ def _answer(call: Call) -> str:
     if call.name != "calculator" or not isinstance(expression, str):
         return 'error: there is only calculator, and it takes {"expression": "…"}'
     try:
-        value = calculate(expression)
+        value = evaluate_expression(expression)
     except ValueError as error:
         return f"error: {error}"
     try:

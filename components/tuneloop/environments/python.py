@@ -14,7 +14,7 @@ from pydantic import Field
 
 from tuneloop.core.errors import Retryable
 from tuneloop.environments import Call, Environment, Reply, tool_calls
-from tuneloop.rewards.sandbox import Limits, check_kernel, run
+from tuneloop.rewards.sandbox import Limits, check_kernel, run_program
 
 
 def create(
@@ -55,7 +55,7 @@ class Python:
         if call.name != "python" or not isinstance(code, str):
             return Reply('error: there is only python, and it takes {"code": "…"}')
         try:
-            ending = run(code, "", None, self.limits)
+            ending = run_program(code, "", None, self.limits)
         except OSError as error:
             raise Retryable(f"environment python: {error}") from error
         if ending.kind == "escape":

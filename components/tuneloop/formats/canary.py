@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.processor import check_processor
-from tuneloop.core.seeds import derive
+from tuneloop.core.seeds import derive_seed
 
 LENGTH = 24
 
@@ -22,7 +22,7 @@ def canary_ids(vocab_size: int, length: int = LENGTH) -> list[int]:
     >>> canary_ids(512, 4) == canary_ids(512, 4)
     True
     """
-    return [derive(0, "canary", vocab_size, position) % vocab_size for position in range(length)]
+    return [derive_seed(0, "canary", vocab_size, position) % vocab_size for position in range(length)]
 
 
 def canary_logprobs(model: Any, ids: list[int]) -> list[float]:

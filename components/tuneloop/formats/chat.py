@@ -15,7 +15,7 @@ LIST = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 ANSWERS = ("completion", "chosen", "rejected")
 
 
-def rewrite(path: Path) -> None:
+def rewrite_chats(path: Path) -> None:
     """Rewrite the chats of a Parquet file in place; one of plain text, or without a column ``chat``, stays as it is.
 
     ``prompt`` becomes the list of messages, ``completion``, ``chosen`` and ``rejected`` a list of one of the

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tuneloop.formats.tokens import decode
+from tuneloop.formats.tokens import decode_ids
 
 FILE = "rollouts.parquet"
 ROWS = 1024
@@ -54,19 +54,19 @@ def make_rows(
             "prompt_ids": request.prompt_ids,
             "completion_ids": said.ids,
             "logprobs": said.logprobs,
-            "loss_mask": mask(said),
+            "loss_mask": get_sampled_mask(said),
             "policy_versions": said.versions or [said.start_version] * len(said.ids),
             "finish_reason": said.finish_reason,
             "prompt": row["prompt"],
             "answer": row["answer"],
             "reward_spec": row["reward"],
-            **told(tokenizer, row, said),
+            **build_reward_inputs(tokenizer, row, said),
         }
         for sample, said in enumerate(completions)
     ]
 
 
-def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_rollouts(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write ``rollouts.parquet`` into a directory; a row group's rows are in memory at once."""
     rows = iter(rows)
     with pq.ParquetWriter(path / FILE, SCHEMA) as out:
@@ -122,15 +122,15 @@ class Episode(Completion):
     about: dict[str, Any] = field(default_factory=dict)
 
 
-def told(tokenizer: Any, row: Mapping[str, Any], said: Completion) -> dict[str, str]:
-    """What the rewards read of a completion: `completion`, the last turn's text, and `metadata`, with the episode."""
+def build_reward_inputs(tokenizer: Any, row: Mapping[str, Any], said: Completion) -> dict[str, str]:
+    """Build what rewards read of a completion: the last turn's text, and metadata with the episode."""
     if not isinstance(said, Episode):
-        return {"completion": decode(tokenizer, said.ids), "metadata": row["metadata"]}
-    about = {**said.about, "transcript": decode(tokenizer, said.ids)}
+        return {"completion": decode_ids(tokenizer, said.ids), "metadata": row["metadata"]}
+    about = {**said.about, "transcript": decode_ids(tokenizer, said.ids)}
     metadata = {**json.loads(row["metadata"] or "{}"), "environment": about}
-    return {"completion": decode(tokenizer, said.last), "metadata": json.dumps(metadata, sort_keys=True)}
+    return {"completion": decode_ids(tokenizer, said.last), "metadata": json.dumps(metadata, sort_keys=True)}
 
 
-def mask(said: Completion) -> list[bool]:
-    """Of each id of a completion, whether the policy sampled it."""
+def get_sampled_mask(said: Completion) -> list[bool]:
+    """Return for each id of a completion whether the policy sampled it."""
     return said.mask if isinstance(said, Episode) else [True] * len(said.ids)

@@ -146,8 +146,8 @@ def stop_ids(tokenizer: Any, model: Path) -> tuple[int, ...]:
     return tuple(sorted({tokenizer.eos_token_id, *more}))
 
 
-def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of `ids` for people and verifiers, without special tokens; never encoded again."""
+def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Decode `ids` to text for people and verifiers, without special tokens; never encode it again."""
     text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text
 

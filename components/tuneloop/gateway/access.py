@@ -24,7 +24,7 @@ LOCAL = "local"
 
 
 @contextmanager
-def answered(namespace: str) -> Iterator[None]:
+def translate_refusals(namespace: str) -> Iterator[None]:
     """What a refusal of the API server means to a caller. Its silence is `Retryable`, and so is a refusal without a
     namespace: then the gateway lacks rights."""
     from kubernetes.client import ApiException
@@ -95,7 +95,7 @@ class TokenReviews:
 
     def _review(self, token: str) -> Caller | None:
         spec = {"token": token, **({"audiences": [self.audience]} if self.audience else {})}
-        with answered(""):
+        with translate_refusals(""):
             status = self.authentication.create_token_review({"spec": spec}, _request_timeout=30).status
         # An API server that knows no audiences leaves them out: then nothing says that the token was meant for us.
         if not status.authenticated or (self.audience and self.audience not in (status.audiences or ())):
@@ -119,7 +119,7 @@ class TokenReviews:
         }
         review = {"metadata": {"namespace": namespace}, "spec": spec}
         try:
-            with answered(namespace):
+            with translate_refusals(namespace):
                 ask = self.authorization.create_namespaced_local_subject_access_review
                 answer = ask(namespace, review, _request_timeout=30)
         except Refused:  # no such namespace, or one that the gateway was given no rights in

@@ -252,7 +252,7 @@ Small = Annotated[bytes, Depends(_at_most(SMALL))]
 Large = Annotated[bytes, Depends(_at_most(LARGE))]
 
 
-def build(gateway: Gateway) -> FastAPI:
+def build_app(gateway: Gateway) -> FastAPI:
     """The application."""
     app = FastAPI(title="tuneloop gateway", docs_url=None, redoc_url=None)
     app.state.gateway = gateway

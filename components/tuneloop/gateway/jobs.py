@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.argo.pod_fields import NOBODY, RESTRICTED, STORE
-from tuneloop.gateway.access import answered
+from tuneloop.gateway.access import translate_refusals
 from tuneloop.gateway.sessions import Phase, Refused, Session, Wanted, read_settings
 from tuneloop.gateway.worker import KEY
 from tuneloop.workflow.settings import QUEUE_LABEL
@@ -43,7 +43,7 @@ class Jobs:
         self.batch, self.core, self.config = client.BatchV1Api(api), client.CoreV1Api(api), config
 
     def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
-        with answered(wanted.namespace):
+        with translate_refusals(wanted.namespace):
             self.batch.create_namespaced_job(wanted.namespace, self._job(name, wanted, creator, artifacts), **TIMEOUT)
 
     def get(self, namespace: str, name: str) -> Session | None:
@@ -61,14 +61,14 @@ class Jobs:
         if self.get(namespace, name) is None:  # it may delete Jobs, but not any that is no session
             return
         try:
-            with answered(namespace):
+            with translate_refusals(namespace):
                 self.batch.delete_namespaced_job(name, namespace, propagation_policy="Foreground", **TIMEOUT)
         except Refused as refused:
             if self.get(namespace, name) is not None:
                 raise refused
 
     def _list(self, namespace: str, selector: str) -> list[Session]:
-        with answered(namespace):
+        with translate_refusals(namespace):
             jobs = self.batch.list_namespaced_job(namespace, label_selector=selector, **TIMEOUT).items
             pods = self.core.list_namespaced_pod(namespace, label_selector=selector, **TIMEOUT).items
         pod_of = {pod.metadata.labels[LABEL]: pod for pod in pods}

@@ -25,7 +25,7 @@ THRESHOLDS: dict[str, dict[str, float]] = {
 """Options and their defaults: bounds of the ratio."""
 
 
-def check(name: str, config: Mapping[str, float]) -> dict[str, float]:
+def check_options(name: str, config: Mapping[str, float]) -> dict[str, float]:
     """The options of the loss `name`, with defaults.
 
     Raises:
@@ -39,7 +39,7 @@ def check(name: str, config: Mapping[str, float]) -> dict[str, float]:
     return {**known, **config}
 
 
-def loss(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def compute_loss(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
     """The loss of each target token; with ``r = exp(logprobs - sampled logprobs)`` and A the advantages:
 
     cross_entropy ``-w logprobs``; importance_sampling ``-r A``; ppo ``-min(r A, clip(r) A)``; cispo
@@ -48,9 +48,9 @@ def loss(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapp
     Args:
         logprobs: float32 ``[targets]``, with gradient.
         inputs: float32 ``[targets]`` each, those that `INPUTS` names.
-        config: what `check` gave.
+        config: what `check_options` gave.
     """
-    from tuneloop.algorithms._terms import clipped
+    from tuneloop.algorithms._terms import clip_surrogate
 
     if name == "cross_entropy":
         return -inputs["weights"] * logprobs
@@ -59,5 +59,5 @@ def loss(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapp
         return -ratio * advantages
     low, high = config["clip_low_threshold"], config["clip_high_threshold"]
     if name == "ppo":
-        return -clipped(ratio, advantages, 1 - low, high - 1, None)[0]
+        return -clip_surrogate(ratio, advantages, 1 - low, high - 1, None)[0]
     return -ratio.detach().clamp(low, high) * advantages * logprobs

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tuneloop.core.http import Unanswered, request
+from tuneloop.core.http import Unanswered, send_request
 from tuneloop.gateway.sessions import Session, Settings, Wanted
 from tuneloop.gateway.worker import KEY
 
@@ -124,6 +124,6 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 def _answers(address: str) -> bool:
     try:
-        return request("GET", f"http://{address}/health", timeout_s=0.2)[0] == 200
+        return send_request("GET", f"http://{address}/health", timeout_s=0.2)[0] == 200
     except Unanswered:
         return False

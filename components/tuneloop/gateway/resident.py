@@ -15,7 +15,7 @@ from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.component import Params
 from tuneloop.core.context import Stage
 from tuneloop.core.errors import UserError
-from tuneloop.core.provenance import provenance
+from tuneloop.core.provenance import collect_provenance
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.gateway import losses
 from tuneloop.gateway.wire import Datum
@@ -104,7 +104,7 @@ class Resident:
 
         if not data:
             raise UserError("data", [], "there is none; send at least one datum")
-        options = losses.check(name, config)
+        options = losses.check_options(name, config)
         documents = [_document(datum, losses.INPUTS[name], self.trainer) for datum in data]
         by_datum: dict[int, np.ndarray] = {}
         total, before = 0.0, self.spoiled
@@ -118,7 +118,7 @@ class Resident:
                     )
                     for each in losses.INPUTS[name]
                 }
-                loss = losses.loss(name, logprobs, inputs, options).sum()
+                loss = losses.compute_loss(name, logprobs, inputs, options).sum()
                 if not forward_only:
                     self.spoiled = self.gradients = True  # spoiled until all of it is there
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -180,12 +180,16 @@ class Resident:
         stage.facts.update(device=self.ranks.device.type, **facts)
         try:
             dtype = base.manifest.facts.get("save_dtype", "float32")
-            checkpoint.write(stage, self.trainer, base, dtype, self.version)
+            checkpoint.write_checkpoint(stage, self.trainer, base, dtype, self.version)
         except BaseException:
             draft.discard()
             raise
         stage.timings["total"] = time.perf_counter() - clock
-        record = {"facts": stage.facts, "timings": stage.timings, "provenance": provenance(began, self.ranks.world)}
+        record = {
+            "facts": stage.facts,
+            "timings": stage.timings,
+            "provenance": collect_provenance(began, self.ranks.world),
+        }
         manifest = draft.commit(stage=STAGE, inputs={"policy": base.ref}, **record)
         if manifest.root != draft.attempt:
             raise UserError("save_state", url, "is taken; choose another name")

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
-from tuneloop.core.artifacts import Artifact, canonical, find
+from tuneloop.core.artifacts import Artifact, dump_canonical_json, find_manifest
 from tuneloop.core.errors import UserError
-from tuneloop.core.seeds import derive
-from tuneloop.core.store import local_path, normalize
+from tuneloop.core.seeds import derive_seed
+from tuneloop.core.store import local_path, normalize_url
 from tuneloop.formats.rollouts import Request
 from tuneloop.gateway import wire
 from tuneloop.gateway.ledger import Entry, Gone, Ledger
@@ -135,7 +135,7 @@ class Session:
 
         def work() -> dict[str, Any]:
             url = self._url(path)
-            if find(url) is not None:
+            if find_manifest(url) is not None:
                 raise UserError("path", request.path, "is taken; choose another name")
             facts = {"session": self.id, **({"ttl_seconds": request.ttl_seconds} if request.ttl_seconds else {})}
             self._model(request.model_id).save(url, **facts)
@@ -187,7 +187,7 @@ class Session:
             raise UserError("sampling_params.stop", params.stop, "give token ids; text is not known here")
         if not (ids := request.prompt.read_tokens()):
             raise UserError("prompt", [], "is empty")
-        alike = (request.sampling_session_id, params.max_tokens, params.temperature, canonical(params.stop))
+        alike = (request.sampling_session_id, params.max_tokens, params.temperature, dump_canonical_json(params.stop))
         batch = None if request.prompt_logprobs or params.max_tokens is None else alike
         entry = Entry(_fingerprint(request), self._sample, (request, ids), batch)
         return self.ledger.submit(request.sampling_session_id, request.seq_id, entry)
@@ -310,7 +310,7 @@ class Session:
     def _artifact(self, named: str) -> Artifact:
         if named.startswith(SCHEME):
             return Artifact(self._url(named))
-        path = posixpath.normpath(unquote(urlparse(normalize(named)).path))
+        path = posixpath.normpath(unquote(urlparse(normalize_url(named)).path))
         theirs = re.search(r"/sessions/([^/]+)/session-[0-9a-f]+(/|@|$)", path)
         if theirs and theirs[1] != self.id.partition(".")[0]:
             raise UserError("path", named, "belongs to a session of another namespace; have it copied by its owner")
@@ -355,9 +355,9 @@ def _seeds(request: Sample, number: int) -> list[int]:
     """One for each completion: of the seed that was given, else of the request."""
     given = request.sampling_params.seed
     stream: tuple[int | str, ...] = () if given is not None else (request.sampling_session_id, number)
-    return [derive(given or 0, "sample", *stream, i) for i in range(request.num_samples)]
+    return [derive_seed(given or 0, "sample", *stream, i) for i in range(request.num_samples)]
 
 
 def _fingerprint(request: Any) -> str:
-    body = request if isinstance(request, bytes) else canonical(request.model_dump(mode="json")).encode()
+    body = request if isinstance(request, bytes) else dump_canonical_json(request.model_dump(mode="json")).encode()
     return hashlib.sha256(body).hexdigest()

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tuneloop.core.artifacts import canonical
+from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.component import from_validation
 from tuneloop.core.errors import UserError
 from tuneloop.sharing.file import STORED
@@ -49,7 +49,7 @@ class Wanted(BaseModel):
 
     def name(self, caller: str, key: str) -> str:
         """The session's, by SHA-256 over namespace, caller and key."""
-        identity = canonical([self.namespace, caller, key]).encode()
+        identity = dump_canonical_json([self.namespace, caller, key]).encode()
         return f"session-{hashlib.sha256(identity).hexdigest()[:10]}"
 
 

@@ -35,11 +35,11 @@ from pydantic import BaseModel, ValidationError
 
 from tuneloop.core import fencing
 from tuneloop.core.component import from_validation
-from tuneloop.core.errors import EXIT_USER, Retryable, UserError, failed, say
+from tuneloop.core.errors import EXIT_USER, Retryable, UserError, print_diagnostic, report_error
 from tuneloop.gateway import messages, wire
 from tuneloop.gateway.ledger import Conflict, Gone
 from tuneloop.gateway.session import Session
-from tuneloop.inference.server import bind, serve_until_signalled
+from tuneloop.inference.server import bind_address, serve_until_signalled
 
 if TYPE_CHECKING:
     from tuneloop.sharing.turns import Held, Turns
@@ -224,7 +224,7 @@ class Worker:
             yield None
             return
         file = os.environ.get(fencing.VARIABLE)
-        write_grant = functools.partial(fencing.write, Path(file)) if file else None
+        write_grant = functools.partial(fencing.write_lease_grant, Path(file)) if file else None
         with self.turns.acquire(stop=self.stopping, told=write_grant) as lease, _guarded(lease):
             self.session.wake()
             try:
@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         worker = Worker(Session(options.session, options.artifacts, lambda: _ranks(options.device)), key, turns)
         return _serve(worker, options)
     except UserError as error:
-        return say(f"error: {error}", EXIT_USER)
+        return print_diagnostic(f"error: {error}", EXIT_USER)
 
 
 @contextlib.contextmanager
@@ -262,7 +262,7 @@ def _guarded(lease: Held) -> Iterator[None]:
             try:
                 lease.check()
             except Retryable as lost:
-                os._exit(failed(lost))
+                os._exit(report_error(lost))
 
     threading.Thread(target=guard, daemon=True, name="guard").start()
     try:
@@ -284,7 +284,7 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
     """Until it is told to end, nobody asks any more, or it fails; the exit code."""
     import uvicorn
 
-    listener = socket.socket(fileno=options.fd) if options.fd is not None else bind(options.host, options.port)
+    listener = socket.socket(fileno=options.fd) if options.fd is not None else bind_address(options.host, options.port)
     server = uvicorn.Server(uvicorn.Config(worker.app(), **UVICORN))
     parent = os.getppid()
 
@@ -298,7 +298,7 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
 
     threading.Thread(target=watch, daemon=True).start()
     worker.thread.start()
-    say(f"session {options.session}: http://{options.host}:{listener.getsockname()[1]}", 0)
+    print_diagnostic(f"session {options.session}: http://{options.host}:{listener.getsockname()[1]}", 0)
     serve_until_signalled(server, listener)
     worker.stopping.set()
     worker.thread.join(2)

@@ -80,8 +80,8 @@ class Probe:
                     message = json.loads(line)
                 except json.JSONDecodeError as error:
                     raise Failed(f"sends a line that is no JSON: {error}") from error
-                expect(isinstance(message, dict), f"sends a line that is no object: {line[:80]!r}")
-                expect("error" not in message, f"breaks off: {message.get('error')}")
+                _expect(isinstance(message, dict), f"sends a line that is no object: {line[:80]!r}")
+                _expect("error" not in message, f"breaks off: {message.get('error')}")
                 yield message
 
     def status(self, body: dict[str, Any]) -> int:
@@ -92,13 +92,13 @@ class Probe:
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] = (0,), **body: Any) -> list[list[Any]]:
         """Completions of each prompt, for each seed; every index answered once."""
         answers: dict[int, list[Any]] = {}
-        for message in self.lines(ask(prompts, seeds, **body)):
+        for message in self.lines(make_request(prompts, seeds, **body)):
             if "completions" in message:
-                expect(message.get("index") not in answers, f"answers request {message.get('index')} twice")
+                _expect(message.get("index") not in answers, f"answers request {message.get('index')} twice")
                 answers[message["index"]] = message["completions"]
-        expect(sorted(answers) == list(range(len(prompts))), f"answers requests {sorted(answers)} of {len(prompts)}")
+        _expect(sorted(answers) == list(range(len(prompts))), f"answers requests {sorted(answers)} of {len(prompts)}")
         for completions in answers.values():
-            expect(len(completions) == len(seeds), f"gives {len(completions)} completions for {len(seeds)} seeds")
+            _expect(len(completions) == len(seeds), f"gives {len(completions)} completions for {len(seeds)} seeds")
         return [answers[i] for i in range(len(prompts))]
 
     def one(self, prompt: Sequence[int], seed: int = 0, **body: Any) -> Any:
@@ -109,9 +109,9 @@ class Probe:
         """Log-probability at temperature 1 of each id but the first."""
         completion = self.one(ids, prompt_logprobs=True, temperature=0.0, max_tokens=1, **body)
         logprobs: list[float] | None = completion.get("prompt_logprobs")
-        expect(logprobs is not None, "gives no prompt_logprobs where they are asked for")
+        _expect(logprobs is not None, "gives no prompt_logprobs where they are asked for")
         length = len(logprobs or [])
-        expect(length == len(ids) - 1, f"scores {length + 1} ids of a prompt of {len(ids)}: it is not taken as it is")
+        _expect(length == len(ids) - 1, f"scores {length + 1} ids of a prompt of {len(ids)}: it is not taken as it is")
         return logprobs or []
 
     @contextmanager
@@ -124,7 +124,7 @@ class Probe:
             raise Failed(str(error)) from error
 
 
-def ask(prompts: Sequence[Sequence[int]], seeds: Sequence[int], **body: Any) -> dict[str, Any]:
+def make_request(prompts: Sequence[Sequence[int]], seeds: Sequence[int], **body: Any) -> dict[str, Any]:
     """The body of a request; sampling parameters and others by name."""
     sampling = {"temperature": 1.0, "max_tokens": 8, "stop_token_ids": []}
     sampling |= {name: body.pop(name) for name in list(body) if name in sampling}
@@ -132,57 +132,57 @@ def ask(prompts: Sequence[Sequence[int]], seeds: Sequence[int], **body: Any) -> 
     return {"requests": requests, "sampling": sampling, **body}
 
 
-def expect(holds: bool, why: str) -> None:
+def _expect(holds: bool, why: str) -> None:
     """Raise `Failed` unless it holds."""
     if not holds:
         raise Failed(why)
 
 
-def form(probe: Probe) -> None:
+def check_form(probe: Probe) -> None:
     """completions have ids, logprobs, finish_reason, start_version, end_version"""
     for completion in probe.generate([probe.prompt(0), probe.prompt(1)], [1, 2, 3])[0]:
         for name, kind in (("ids", list), ("logprobs", list), ("finish_reason", str), ("start_version", int)):
-            expect(isinstance(completion.get(name), kind), f"gives {name} {completion.get(name)!r}")
-        expect(
+            _expect(isinstance(completion.get(name), kind), f"gives {name} {completion.get(name)!r}")
+        _expect(
             len(completion["ids"]) == len(completion["logprobs"]),
             f"{len(completion['ids'])} ids, {len(completion['logprobs'])} logprobs",
         )
-        expect(all(isinstance(i, int) for i in completion["ids"]), "gives ids that are no integers")
-        expect(
+        _expect(all(isinstance(i, int) for i in completion["ids"]), "gives ids that are no integers")
+        _expect(
             all(math.isfinite(p) and p <= 1e-3 for p in completion["logprobs"]), "gives logprobs above 0 or not finite"
         )
-        expect(completion["finish_reason"] in ("stop", "length"), f"ends with {completion['finish_reason']!r}")
+        _expect(completion["finish_reason"] in ("stop", "length"), f"ends with {completion['finish_reason']!r}")
 
 
-def lengths(probe: Probe) -> None:
+def check_lengths(probe: Probe) -> None:
     """max_tokens is kept to the token"""
     for limit in (1, 5):
         completion = probe.one(probe.prompt(2), max_tokens=limit)
-        expect(len(completion["ids"]) == limit, f"gives {len(completion['ids'])} tokens where max_tokens is {limit}")
-        expect(completion["finish_reason"] == "length", f"says {completion['finish_reason']!r} at max_tokens")
+        _expect(len(completion["ids"]) == limit, f"gives {len(completion['ids'])} tokens where max_tokens is {limit}")
+        _expect(completion["finish_reason"] == "length", f"says {completion['finish_reason']!r} at max_tokens")
 
 
-def stops(probe: Probe) -> None:
+def check_stops(probe: Probe) -> None:
     """a completion ends with the first stop token, and contains it"""
     free = probe.one(probe.prompt(3), 5, max_tokens=8)["ids"]
     at = free.index(free[4])
     completion = probe.one(probe.prompt(3), 5, max_tokens=8, stop_token_ids=[free[4]])
-    expect(
+    _expect(
         completion["ids"] == free[: at + 1],
         f"gives {completion['ids']}, not {free[: at + 1]}, with stop token {free[4]}",
     )
-    expect(completion["finish_reason"] == "stop", f"says {completion['finish_reason']!r} at a stop token")
+    _expect(completion["finish_reason"] == "stop", f"says {completion['finish_reason']!r} at a stop token")
 
 
-def seeds(probe: Probe) -> None:
+def check_seeds(probe: Probe) -> None:
     """the same seed gives the same tokens, another seed others"""
     (first,) = probe.generate([probe.prompt(4)], range(8))
     (again,) = probe.generate([probe.prompt(4)], range(8))
-    expect([s["ids"] for s in first] == [s["ids"] for s in again], "gives other tokens for the same seeds")
-    expect(len({tuple(s["ids"]) for s in first}) > 1, "gives the same tokens for eight seeds at temperature 1")
+    _expect([s["ids"] for s in first] == [s["ids"] for s in again], "gives other tokens for the same seeds")
+    _expect(len({tuple(s["ids"]) for s in first}) > 1, "gives the same tokens for eight seeds at temperature 1")
 
 
-def apart(probe: Probe) -> None:
+def check_apart(probe: Probe) -> None:
     """requests at the same time get their own answers"""
     prompts = [probe.prompt(10 + i, 6 + i) for i in range(6)]
     alone = [probe.one(p, temperature=0.0) for p in prompts]
@@ -192,7 +192,7 @@ def apart(probe: Probe) -> None:
     for how, answers in (("in one request", together), ("at the same time", parallel)):
         for own, other in zip(alone, answers):
             near = abs(own["logprobs"][0] - other["logprobs"][0]) <= probe.tolerance
-            expect(near, f"answers otherwise where several are asked {how}")
+            _expect(near, f"answers otherwise where several are asked {how}")
 
 
 def as_given(probe: Probe) -> None:
@@ -202,11 +202,11 @@ def as_given(probe: Probe) -> None:
         whole = probe.one(prompt, temperature=0.0, max_tokens=6)
         rest = probe.one(prompt + whole["ids"][:3], temperature=0.0, max_tokens=3)
         difference = max(abs(a - b) for a, b in zip(whole["logprobs"][3:], rest["logprobs"]))
-        expect(difference <= probe.tolerance, f"goes on otherwise from its own tokens (by {difference:.3f} nats)")
+        _expect(difference <= probe.tolerance, f"goes on otherwise from its own tokens (by {difference:.3f} nats)")
         probe.scores(prompt)
 
 
-def scored(probe: Probe) -> None:
+def check_scored(probe: Probe) -> None:
     """log-probabilities of sampled tokens are those of the whole, uncut distribution at temperature 1"""
     worst = 0.0
     for seed in range(30, 33):
@@ -214,10 +214,10 @@ def scored(probe: Probe) -> None:
         completion = probe.one(prompt, seed, max_tokens=8)
         theirs = probe.scores(prompt + completion["ids"])[len(prompt) - 1 :]
         worst = max(worst, sum(abs(a - b) for a, b in zip(completion["logprobs"], theirs)) / len(theirs))
-    expect(worst <= probe.tolerance, f"samples with other log-probabilities than it scores (by {worst:.3f} nats)")
+    _expect(worst <= probe.tolerance, f"samples with other log-probabilities than it scores (by {worst:.3f} nats)")
 
 
-def heat(probe: Probe) -> None:
+def check_heat(probe: Probe) -> None:
     """log-probabilities are of the sampled distribution: differences between tokens double at half the temperature"""
     prompt = probe.prompt(5)
     warm, cool = (
@@ -229,99 +229,99 @@ def heat(probe: Probe) -> None:
         raise Skipped("the same tokens were not seen at both temperatures; the model is too flat or too sure")
     low, high = common[0], common[-1]
     ratio = (cool[high] - cool[low]) / (warm[high] - warm[low])
-    expect(abs(ratio - 2) < 0.2, f"the difference grows {ratio:.2f} times; the temperature is not applied, or twice")
+    _expect(abs(ratio - 2) < 0.2, f"the difference grows {ratio:.2f} times; the temperature is not applied, or twice")
     mass = sum(math.exp(p) for p in cool.values())
-    expect(mass <= 1 + probe.tolerance, f"the tokens seen at temperature 0.5 have probability {mass:.2f} together")
+    _expect(mass <= 1 + probe.tolerance, f"the tokens seen at temperature 0.5 have probability {mass:.2f} together")
 
 
-def versions(probe: Probe) -> None:
+def check_versions(probe: Probe) -> None:
     """every completion says one version from start to end, or one for each token"""
     for completion in probe.generate([probe.prompt(6)], [0, 1])[0]:
         start, end = completion.get("start_version"), completion.get("end_version")
-        expect(isinstance(start, int) and isinstance(end, int) and 0 <= start <= end, f"says versions {start}, {end}")
+        _expect(isinstance(start, int) and isinstance(end, int) and 0 <= start <= end, f"says versions {start}, {end}")
         each = completion.get("versions") or []
-        expect(start == end or len(each) == len(completion["ids"]), "changed version and does not say at which token")
+        _expect(start == end or len(each) == len(completion["ids"]), "changed version and does not say at which token")
 
 
-def exact(probe: Probe) -> None:
+def check_exact(probe: Probe) -> None:
     """a demanded version is the one that answers, and 409 where it is not served"""
     served = probe.one(probe.prompt(7))["end_version"]
     completion = probe.one(probe.prompt(7), version=served)
-    expect(
+    _expect(
         completion["start_version"] == completion["end_version"] == served,
         f"answers with {completion['start_version']}",
     )
     for wrong in (served + FAR, max(served - 1, 0) if served else FAR):
-        status = probe.status(ask([probe.prompt(7)], [0], version=wrong))
-        expect(status == 409, f"serves version {served}, and answers {status} where version {wrong} is demanded")
+        status = probe.status(make_request([probe.prompt(7)], [0], version=wrong))
+        _expect(status == 409, f"serves version {served}, and answers {status} where version {wrong} is demanded")
 
 
-def least(probe: Probe) -> None:
+def check_least(probe: Probe) -> None:
     """a demanded minimum is kept to: 409 until it is served"""
     served = probe.one(probe.prompt(7))["end_version"]
-    expect(probe.one(probe.prompt(7), min_version=served)["start_version"] >= served, "answers with an older version")
-    status = probe.status(ask([probe.prompt(7)], [0], min_version=served + FAR))
-    expect(status == 409, f"serves version {served}, and answers {status} where {served + FAR} or later is demanded")
+    _expect(probe.one(probe.prompt(7), min_version=served)["start_version"] >= served, "answers with an older version")
+    status = probe.status(make_request([probe.prompt(7)], [0], min_version=served + FAR))
+    _expect(status == 409, f"serves version {served}, and answers {status} where {served + FAR} or later is demanded")
 
 
-def refuses(probe: Probe) -> None:
+def check_refuses(probe: Probe) -> None:
     """ids that are not in the vocabulary are refused with 400, and do no harm"""
     for ids in ([5, FAR * 1000], [5, -1], []):
-        status = probe.status(ask([ids], [0]))
-        expect(status == 400, f"answers {status} to prompt ids {ids}")
+        status = probe.status(make_request([ids], [0]))
+        _expect(status == 400, f"answers {status} to prompt ids {ids}")
     probe.one(probe.prompt(8))
 
 
-def streams(probe: Probe) -> None:
+def check_streams(probe: Probe) -> None:
     """streamed tokens are those of the completion, each with its version"""
     parts: dict[int, list[tuple[int, float]]] = {}
     whole: list[Any] = []
-    for message in probe.lines(ask([probe.prompt(9)], [3, 4], max_tokens=12, stream=True)):
+    for message in probe.lines(make_request([probe.prompt(9)], [3, 4], max_tokens=12, stream=True)):
         if "sample" in message:
-            expect(isinstance(message.get("version"), int), "streams tokens without their version")
+            _expect(isinstance(message.get("version"), int), "streams tokens without their version")
             parts.setdefault(message["sample"], []).extend(zip(message["ids"], message["logprobs"]))
         elif "completions" in message:
             whole = message["completions"]
-    expect(bool(parts), "streams nothing where stream is asked for")
+    _expect(bool(parts), "streams nothing where stream is asked for")
     for j, message in enumerate(whole):
-        expect(
+        _expect(
             parts.get(j) == list(zip(message["ids"], message["logprobs"])),
             "streams other tokens than the completion has",
         )
 
 
-def aborts(probe: Probe) -> None:
+def check_aborts(probe: Probe) -> None:
     """who hangs up is dropped: what was asked does not keep others waiting"""
     clock = time.perf_counter()
     probe.one(probe.prompt(40), max_tokens=4)
     usual = time.perf_counter() - clock
-    flood = ask([probe.prompt(41 + i, 6) for i in range(8)], range(64), max_tokens=200)
+    flood = make_request([probe.prompt(41 + i, 6) for i in range(8)], range(64), max_tokens=200)
     probe.status(flood)
     clock = time.perf_counter()
     probe.one(probe.prompt(40), max_tokens=4)
     waited = time.perf_counter() - clock
-    expect(waited < 10 * usual + 2, f"answers in {waited:.1f} s after a caller hung up, {usual:.2f} s before")
+    _expect(waited < 10 * usual + 2, f"answers in {waited:.1f} s after a caller hung up, {usual:.2f} s before")
 
 
-def weights(probe: Probe) -> None:
+def check_weights(probe: Probe) -> None:
     """it serves the checkpoint: its version, and the trainer's log-probabilities of the canary"""
     if probe.policy is None:
         raise Skipped("give --policy, the checkpoint that should be served")
     want, canary = probe.policy.manifest.facts["version"], read_canary(probe.policy.path)
     served = probe.one(probe.prompt(7))["end_version"]
-    expect(served == want, f"says version {served}, the checkpoint is version {want}")
+    _expect(served == want, f"says version {served}, the checkpoint is version {want}")
     ours, theirs = canary["logprobs"], probe.scores(canary["ids"])
     mean = sum(abs(a - b) for a, b in zip(ours, theirs)) / len(ours)
-    expect(mean <= probe.tolerance, f"scores the canary {mean:.3f} nats from the trainer: other weights, or other ids")
+    _expect(mean <= probe.tolerance, f"scores the canary {mean:.3f} nats from the trainer: other weights, or other ids")
 
 
 CHECKS: tuple[Callable[[Probe], None], ...] = (
-    *(form, lengths, stops, seeds, apart, as_given, scored, heat),
-    *(versions, exact, least, refuses, streams, aborts, weights),
+    *(check_form, check_lengths, check_stops, check_seeds, check_apart, as_given, check_scored, check_heat),
+    *(check_versions, check_exact, check_least, check_refuses, check_streams, check_aborts, check_weights),
 )
 
 
-def check(probe: Probe) -> Iterator[Outcome]:
+def run_checks(probe: Probe) -> Iterator[Outcome]:
     """Run all checks, one after the other."""
     check_url(probe.url)
     for each in CHECKS:
@@ -336,4 +336,4 @@ def check(probe: Probe) -> Iterator[Outcome]:
             result, why = "skipped", f"{what}: {skipped}"
         except (KeyError, TypeError, IndexError, AttributeError) as error:  # an answer of a form that nobody expects
             result, why = "failed", f"{what}: answers in another form ({type(error).__name__}: {error})"
-        yield Outcome(each.__name__, result, why, time.perf_counter() - clock)
+        yield Outcome(each.__name__.removeprefix("check_"), result, why, time.perf_counter() - clock)

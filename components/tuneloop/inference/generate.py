@@ -18,10 +18,10 @@ from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import UNTRACKED, Stage
 from tuneloop.core.errors import UserError
-from tuneloop.formats.rollouts import Completion, Request, mask, request_id
+from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, request_id
 from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
 from tuneloop.inference.engines import Engine, Remote, Sampling
-from tuneloop.inference.multi_turn import Play, play
+from tuneloop.inference.multi_turn import Play, play_episodes
 
 COLUMNS = ("id", "prompt", "chat", "answer", "reward", "metadata")
 
@@ -46,7 +46,7 @@ TimeoutS = Annotated[
 ]
 
 
-def identity(params: Any) -> dict[str, Any]:
+def input_identity(params: Any) -> dict[str, Any]:
     """What tells the outputs of two calls apart: not where the fleet is, which is an address like `endpoint`."""
     return {"engine_args": {name: value for name, value in params.engine_args.items() if name != "fleet"}}
 
@@ -104,7 +104,7 @@ class Prompts:
         return [by_place[place] for place in places]
 
 
-def generate(
+def generate_completions(
     stage: Stage, policy: Artifact, job: Job, engine: Engine, tolerance: float
 ) -> tuple[Any, list[Request], Sequence[Sequence[Completion]]]:
     """Run `job` on the weights of `policy`, proved; leaves facts and timings in the stage.
@@ -126,9 +126,9 @@ def generate(
         engine.load(policy)
     _check_room(job, requests, engine)
     with stage.timed("canary"):
-        proofs.append(prove(engine, policy, tolerance))
+        proofs.append(prove_weights(engine, policy, tolerance))
     if isinstance(engine, Remote):  # a proof is of one process
-        engine.prove = lambda: proofs.append(prove(engine, policy, tolerance))
+        engine.prove = lambda: proofs.append(prove_weights(engine, policy, tolerance))
     sampling = Sampling(job.temperature, job.max_tokens, stop_ids(tokenizer, model))
     bar = stage.progress(len(requests), "prompts")
 
@@ -142,13 +142,13 @@ def generate(
             completions = engine.generate(requests, sampling, done)
         else:
             seed = functools.partial(stage.seed, "sample")
-            completions = play(job.play, engine, job.rows, requests, sampling, tokenizer, seed, done)
-    stage.facts["staleness"] = staleness(policy, completions, getattr(engine, "max_staleness", 0))
+            completions = play_episodes(job.play, engine, job.rows, requests, sampling, tokenizer, seed, done)
+    stage.facts["staleness"] = measure_staleness(policy, completions, getattr(engine, "max_staleness", 0))
     if pulled := getattr(engine, "pulled", None):
         stage.facts["pulled"] = pulled
     if refitted := getattr(engine, "refitted", None):
         stage.facts["refitted"] = asdict(refitted)
-    tokens = sum(sum(mask(c)) for group in completions for c in group)
+    tokens = sum(sum(get_sampled_mask(c)) for group in completions for c in group)
     stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
     stage.facts.update(
         version=policy.manifest.facts["version"],
@@ -166,11 +166,11 @@ def open_engine(name: str, endpoint: str | None, args: Mapping[str, Any], timeou
     Raises:
         UserError: unknown, or arguments that it does not take.
     """
-    engine: Engine = plugins.load("engines", name, "create")(endpoint, args, timeout_s)
+    engine: Engine = plugins.load_variant("engines", name, "create")(endpoint, args, timeout_s)
     return engine
 
 
-def prove(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float]:
+def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float]:
     """Evidence that `engine` serves `policy`: its echo, and the canary's log-probabilities; one reload is tried.
 
     Returns:
@@ -243,7 +243,7 @@ def _check_room(job: Job, requests: Sequence[Request], engine: Engine) -> None:
             raise UserError(f"prompts row {row['id']}", length, remedy)
 
 
-def staleness(policy: Artifact, completions: Sequence[Sequence[Completion]], bound: int) -> dict[str, float]:
+def measure_staleness(policy: Artifact, completions: Sequence[Sequence[Completion]], bound: int) -> dict[str, float]:
     """How many versions the tokens are older than the policy: ``max``, ``mean``, and the `bound`.
 
     Raises:

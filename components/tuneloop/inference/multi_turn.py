@@ -18,11 +18,11 @@ from tuneloop.core import plugins
 from tuneloop.core.component import from_validation
 from tuneloop.environments import Environment
 from tuneloop.formats.rollouts import Completion, Episode, Request
-from tuneloop.formats.tokens import decode, encode_reply
+from tuneloop.formats.tokens import decode_ids, encode_reply
 from tuneloop.inference.engines import Engine, Sampling
 
 EnvironmentName = Annotated[
-    Annotated[str, plugins.variant("environments")] | None,
+    Annotated[str, plugins.validate_variant("environments")] | None,
     Field(description="what answers the policy: calculator, python, guess, or pkg.mod:attr; none: one turn"),
 ]
 
@@ -32,7 +32,7 @@ def _check_args(args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
     name = info.data.get("environment", "")  # empty: refused already
     if args and name is None:
         raise ValueError("goes with environment: set both, or neither")
-    if name in plugins.shipped("environments"):
+    if name in plugins.list_shipped_variants("environments"):
         _find(name, args)
     return args
 
@@ -43,9 +43,9 @@ def _find(name: str, args: Mapping[str, Any], prefix: str = "") -> Callable[...,
     Raises:
         UserError: it does not, with `prefix` and the argument's name as the field.
     """
-    factory = plugins.load("environments", name)
+    factory = plugins.load_variant("environments", name)
     create: Callable[..., Environment] = factory if callable(factory) else factory.create
-    plugins.parameters(name, create, args, first=1, prefix=prefix)
+    plugins.check_variant_args(name, create, args, first=1, prefix=prefix)
     return create
 
 
@@ -123,7 +123,7 @@ class _Live:
         )
 
 
-def play(
+def play_episodes(
     how: Play,
     engine: Engine,
     rows: Sequence[Mapping[str, Any]],
@@ -170,7 +170,7 @@ def _beat(done: Callable[[int], None], over: int, _: int) -> None:
 def _still(alive: Sequence[_Live], how: Play, engine: Engine, sampling: Sampling, tokenizer: Any) -> Iterator[_Live]:
     """Let the environments reply; the episodes in which the policy has another turn."""
     for one in alive:
-        reply = one.environment.step(decode(tokenizer, one.last))
+        reply = one.environment.step(decode_ids(tokenizer, one.last))
         one.reward, one.escape = reply.reward, reply.escape
         if reply.done or reply.escape or one.finish_reason != "stop":
             continue

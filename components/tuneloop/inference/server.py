@@ -32,7 +32,15 @@ from typing import Any
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.attempts import Exhausted, admit_attempt
-from tuneloop.core.errors import EXIT_GAVE_UP, EXIT_RETRY, FAILED_FOR_NOW, Retryable, UserError, failed, say
+from tuneloop.core.errors import (
+    EXIT_GAVE_UP,
+    EXIT_RETRY,
+    FAILED_FOR_NOW,
+    Retryable,
+    UserError,
+    print_diagnostic,
+    report_error,
+)
 from tuneloop.core.store import Store
 from tuneloop.inference.engines._follow import Follower
 from tuneloop.inference.engines._loop import EngineLoop, Refused
@@ -52,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.attempts:
             admit_attempt(Store(options.attempts))
         with (
-            bind(options.host, options.port) as listener,
+            bind_address(options.host, options.port) as listener,
             tempfile.TemporaryDirectory(prefix="tuneloop-", ignore_cleanup_errors=True) as scratch,
         ):
             _serve(listener, options, Path(options.weights_dir or f"{scratch}/model"))
@@ -60,11 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped:
         return 0
     except (UserError, Retryable) as error:
-        return failed(error)
+        return report_error(error)
     except Exhausted as error:
-        return say(f"gave up: {error}", EXIT_GAVE_UP)
+        return print_diagnostic(f"gave up: {error}", EXIT_GAVE_UP)
     except Refused as error:
-        return say(f"{FAILED_FOR_NOW}: {error}", EXIT_RETRY)
+        return print_diagnostic(f"{FAILED_FOR_NOW}: {error}", EXIT_RETRY)
 
 
 class Stopped(BaseException):
@@ -97,7 +105,7 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     )
     host, port = listener.getsockname()[:2]
     what = f"version {loop.engine.version}" if loop.engine.digest else "nothing yet"
-    say(f"serve: {what} at http://{host}:{port}", 0)
+    print_diagnostic(f"serve: {what} at http://{host}:{port}", 0)
     server = uvicorn.Server(config)
     loop.failed = lambda: setattr(server, "should_exit", True)  # whoever started this process starts another one
     serve_until_signalled(server, listener)
@@ -121,14 +129,14 @@ def serve_until_signalled(server: Any, listener: socket.socket) -> None:
 def _wait_for_a_version(loop: EngineLoop, follower: Follower) -> None:
     """A server that only follows can not start before something is published."""
     if not loop.engine.digest:
-        say(f"serve: waits for a version below {follower.store.url}", 0)
+        print_diagnostic(f"serve: waits for a version below {follower.store.url}", 0)
     while loop.trouble:
         if loop.broken:
             raise Retryable(loop.trouble)
         time.sleep(0.05)
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_address(host: str, port: int) -> socket.socket:
     """Listen on an address of this machine.
 
     Raises:

@@ -39,8 +39,8 @@ class TaskStatus:
     error: str
 
 
-def connect(endpoint: str | None = None) -> Any:
-    """A client of the API at `endpoint` (default: ``KF_PIPELINES_ENDPOINT``, else as kfp finds it by kubeconfig).
+def connect_to_kfp(endpoint: str | None = None) -> Any:
+    """Connect to the API at `endpoint` (default: ``KF_PIPELINES_ENDPOINT``, else by kubeconfig).
 
     Raises:
         UserError: kfp is not installed, or nothing answers there.
@@ -57,7 +57,7 @@ def connect(endpoint: str | None = None) -> Any:
         def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
             return self._healthz_api.healthz_service_get_healthz()
 
-    with warnings.catch_warnings(), faults(endpoint):
+    with warnings.catch_warnings(), translate_api_errors(endpoint):
         warnings.simplefilter("ignore", FutureWarning)
         try:
             client = Once(host=endpoint)
@@ -71,7 +71,7 @@ def connect(endpoint: str | None = None) -> Any:
 
 
 @contextmanager
-def faults(endpoint: str | None) -> Iterator[None]:
+def translate_api_errors(endpoint: str | None) -> Iterator[None]:
     """Say in one line what a refusal of the API means."""
     from kfp_server_api import ApiException
     from urllib3.exceptions import HTTPError
@@ -120,7 +120,7 @@ def _plain_yaml() -> Iterator[None]:
         yaml.Dumper.yaml_representers = known
 
 
-def submit(
+def submit_run(
     client: Any,
     built: Any,
     *,
@@ -146,7 +146,7 @@ def submit(
     if active := [each for each in _named(client, run) if each.state not in DONE]:
         remedy = f"is under way as {active[0].run_id}; `tuneloop kfp stop {run}` it, or choose another name"
         raise UserError("run", run, remedy)
-    with _package(built) as package, faults(run):
+    with _package(built) as package, translate_api_errors(run):
         made = client.create_run_from_pipeline_package(
             package,
             arguments={"run": run, "store": store},
@@ -158,7 +158,7 @@ def submit(
     return str(made.run_id)
 
 
-def schedule(
+def create_schedule(
     client: Any, built: Any, *, name: str, store: str, cron: str, root: str | None = None, experiment: str = EXPERIMENT
 ) -> str:
     """Start a run at each tick of `cron`, one at a time and none for ticks that were missed.
@@ -173,7 +173,7 @@ def schedule(
     Raises:
         UserError: not five fields.
     """
-    with _package(built) as package, faults(name):
+    with _package(built) as package, translate_api_errors(name):
         made = client.create_recurring_run(
             client.create_experiment(experiment).experiment_id,
             name,
@@ -194,13 +194,13 @@ def six_fields(cron: str) -> str:
     return f"0 {cron}"
 
 
-def unschedule(client: Any, name: str) -> None:
+def delete_schedule(client: Any, name: str) -> None:
     """Delete the recurring runs of that name; the runs they started stay.
 
     Raises:
         UserError: there is none.
     """
-    with faults(name):
+    with translate_api_errors(name):
         found = client.list_recurring_runs(filter=_equals(name)).recurring_runs or []
         if not found:
             raise UserError("schedule", name, "no recurring run of that name")
@@ -208,8 +208,8 @@ def unschedule(client: Any, name: str) -> None:
             client.delete_recurring_run(each.recurring_run_id)
 
 
-def find(client: Any, run: str) -> Any:
-    """The newest run of that name, whole.
+def find_run(client: Any, run: str) -> Any:
+    """Find the newest run of that name, with its details.
 
     Raises:
         UserError: there is none.
@@ -217,22 +217,22 @@ def find(client: Any, run: str) -> Any:
     found = _named(client, run)
     if not found:
         raise UserError("run", run, "no run of that name on this backend")
-    with faults(run):
+    with translate_api_errors(run):
         return client.get_run(found[0].run_id)
 
 
-def stop(client: Any, run: str) -> bool:
-    """End the run of that name; whether it was under way."""
-    found = find(client, run)
+def stop_run(client: Any, run: str) -> bool:
+    """Stop the run of that name, and return whether it was under way."""
+    found = find_run(client, run)
     if found.state in DONE:
         return False
-    with faults(run):
+    with translate_api_errors(run):
         client.terminate_run(found.run_id)
     return True
 
 
-def tasks(run: Any) -> list[TaskStatus]:
-    """The tasks of a run by start, as its graph names them."""
+def list_tasks(run: Any) -> list[TaskStatus]:
+    """List the tasks of a run by start, as its graph names them."""
     details, names = (run.run_details and run.run_details.task_details) or [], _names(run)
     mine = [each for each in details if each.display_name in names or not _is_inner(each)]
     started = sorted(mine, key=lambda each: (each.start_time is None, str(each.start_time)))
@@ -249,9 +249,9 @@ def tasks(run: Any) -> list[TaskStatus]:
     ]
 
 
-def logs(client: Any, run: str, task: str | None = None) -> Iterator[tuple[str, str]]:
-    """(task, line) of what the stages wrote, task by task; pods that are gone are left out, if no archive has them."""
-    found = find(client, run)
+def read_logs(client: Any, run: str, task: str | None = None) -> Iterator[tuple[str, str]]:
+    """Yield (task, line) of what the stages wrote, task by task, without pods whose log is gone."""
+    found = find_run(client, run)
     names = _names(found)
     for node, pod in _pods(client, found.run_id):
         name = names.get(node, node)
@@ -290,7 +290,7 @@ def _get(client: Any, path: str) -> str | None:
     """What the API answers at `path`, through the client's own connection; None if there is nothing."""
     from kfp_server_api import ApiException
 
-    with faults(path):
+    with translate_api_errors(path):
         try:
             reply = client._run_api.api_client.call_api(
                 path, "GET", _preload_content=False, _return_http_data_only=True, auth_settings=["Bearer"]
@@ -304,7 +304,7 @@ def _get(client: Any, path: str) -> str | None:
 
 def _named(client: Any, run: str) -> list[Any]:
     """The runs of that name, newest first."""
-    with faults(run):
+    with translate_api_errors(run):
         listed = client.list_runs(page_size=100, sort_by="created_at desc", filter=_equals(run))
     return list(listed.runs or [])
 

@@ -54,14 +54,14 @@ class Task:
 
     def write(self, name: str, text: str) -> None:
         """Write the one file of an output artifact."""
-        path = local(self.outputs[name])
+        path = get_local_path(self.outputs[name])
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
     def finish(self) -> None:
         """Write the executor output, and a file for each output that has none: without it, no cache holds the task."""
         for name, artifact in self.outputs.items():
-            if not local(artifact).exists():
+            if not get_local_path(artifact).exists():
                 self.write(name, json.dumps(artifact.get("metadata", {})))
         kept = ("name", "uri", "metadata", "customPath")
         artifacts = {
@@ -73,8 +73,8 @@ class Task:
         self.file.write_text(json.dumps({"artifacts": artifacts, "parameterValues": values}))
 
 
-def local(artifact: Mapping[str, Any]) -> Path:
-    """Where an artifact lies in the container."""
+def get_local_path(artifact: Mapping[str, Any]) -> Path:
+    """Return the path of an artifact in the container."""
     if artifact.get("customPath"):
         return Path(artifact["customPath"])
     uri = str(artifact["uri"])

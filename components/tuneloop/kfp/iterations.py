@@ -16,14 +16,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tuneloop.core.artifacts import Manifest, find
-from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, UNAVAILABLE, UserError, failed, say
-from tuneloop.core.http import Unanswered, request
+from tuneloop.core.artifacts import Manifest, find_manifest
+from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, UNAVAILABLE, UserError, print_diagnostic, report_error
+from tuneloop.core.http import Unanswered, send_request
 from tuneloop.core.store import Store
 from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
-from tuneloop.kfp.stage import TARGET, ended, hand_over, skip, text
+from tuneloop.kfp.stage import TARGET, encode_parameter, find_last_iteration, hand_over, report_skipped_stage
 from tuneloop.local.iterations import Iterations
 from tuneloop.workflow.pod_loop import PodLoop
 
@@ -47,12 +47,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--executor-input", required=True)
     given = parser.parse_args(argv)
     task = Task.read(given.executor_input)
-    if (iteration := ended(task)) is not None:
-        skip(task, "checkpoint", RESULTS, iteration)
+    if (iteration := find_last_iteration(task)) is not None:
+        report_skipped_stage(task, "checkpoint", RESULTS, iteration)
         return 0
     url, last = task.parameters["url"], 0
     values = {name: handle["ref"] for name, handle in task.inputs.items()}
-    values |= {name: text(task.parameters[name]) for name in ("iteration", "seed")}
+    values |= {name: encode_parameter(task.parameters[name]) for name in ("iteration", "seed")}
     values |= {"endpoint": given.endpoint, "weights": given.weights or f"{url}/weights"}
     limits: Any = {"last": given.iterations, "per_pod": given.per_pod, "target": task.parameters[TARGET]}
     loop = PodLoop.model_validate_json(given.loop)
@@ -64,18 +64,18 @@ def main(argv: Sequence[str]) -> int:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(pod.handle_signals())
                 if given.server:
-                    values["endpoint"] = stack.enter_context(serve(given.server, url, values, pod))
+                    values["endpoint"] = stack.enter_context(run_server(given.server, url, values, pod))
                 code, outputs = pod.run(values)
         except ServerEnded as error:
             return error.code
         except UserError as error:
-            return failed(error)
+            return report_error(error)
         last = int(outputs.get("iteration", 0))
         return code
 
     code = retry_in_process(run, lambda: " ".join(Store(url).keys("iterations")))
     if code == 0:
-        tell(task, last)
+        report_iterations(task, last)
     return code
 
 
@@ -87,7 +87,7 @@ class ServerEnded(Exception):
 
 
 @contextlib.contextmanager
-def serve(server: Mapping[str, Any], run: str, values: Mapping[str, str], pod: Iterations) -> Iterator[str]:
+def run_server(server: Mapping[str, Any], run: str, values: Mapping[str, str], pod: Iterations) -> Iterator[str]:
     """Run the rollout server, from the policy or the published versions in `values`; yields its endpoint.
 
     Args:
@@ -118,18 +118,20 @@ def _await_ready(process: subprocess.Popen[bytes], url: str, pod: Iterations) ->
     deadline = time.monotonic() + BOOT_S
     while process.poll() is None:
         with contextlib.suppress(Unanswered):
-            if request("GET", url, timeout_s=5)[0] == 200:
+            if send_request("GET", url, timeout_s=5)[0] == 200:
                 return
         if pod.stopped:
-            raise ServerEnded(say(f"{INTERRUPTED}: the rollout server was not ready yet", EXIT_RETRY))
+            raise ServerEnded(print_diagnostic(f"{INTERRUPTED}: the rollout server was not ready yet", EXIT_RETRY))
         if time.monotonic() > deadline:
-            raise ServerEnded(say(f"{UNAVAILABLE}: the rollout server was not ready in {BOOT_S:g} s", EXIT_RETRY))
+            raise ServerEnded(
+                print_diagnostic(f"{UNAVAILABLE}: the rollout server was not ready in {BOOT_S:g} s", EXIT_RETRY)
+            )
         time.sleep(1)
     # It has said why; one that was killed is started again.
     raise ServerEnded(process.returncode if process.returncode > 0 else EXIT_RETRY)
 
 
-def tell(task: Task, last: int) -> None:
+def report_iterations(task: Task, last: int) -> None:
     """Tell KFP what was committed, of which the iteration `last` was the last."""
     urls = {i: f"{task.parameters['url']}/iterations/{i}" for i in range(int(task.parameters["iteration"]), last + 1)}
     rows = [
@@ -141,14 +143,14 @@ def tell(task: Task, last: int) -> None:
     task.results = {"last_iteration": last, "mean_reward": scored.results["mean_reward"]}
     hand_over(task, "checkpoint", policy, update, scored.results["mean_reward"], last)
     task.describe("results", rows[-1])
-    previews.page(task, "preview", rewards, scored)
-    previews.confidence(task, "confidence", rewards, scored)
-    task.write("curves", previews.charts(rows, "iteration"))
+    previews.write_artifact_page(task, "preview", rewards, scored)
+    previews.write_confidence(task, "confidence", rewards, scored)
+    task.write("curves", previews.render_charts(rows, "iteration"))
     task.finish()
 
 
 def _made(url: str) -> Manifest:
-    manifest = find(url)
+    manifest = find_manifest(url)
     assert manifest is not None, f"the task has just committed {url}"
     return manifest
 

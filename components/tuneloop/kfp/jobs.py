@@ -20,18 +20,18 @@ from kfp.dsl import Dataset, Input
 
 from tuneloop.config.kfp import Kfp
 from tuneloop.core.errors import UserError
-from tuneloop.kfp.template import LAUNCHER, REQUIRED, TYPES, Step, container, place
+from tuneloop.kfp.template import LAUNCHER, REQUIRED, TYPES, Step, configure_task_pod, define_container_component
 from tuneloop.workflow.settings import Cluster
 
 ABOUT = {"job_name": "of the job: the same again follows the one that stands, or replaces it if it has failed"}
 
 
-def mark(name: str) -> str:
-    """What stands in a manifest for a parameter of the task, or for the reference of an input artifact."""
+def format_placeholder(name: str) -> str:
+    """Format what a manifest holds in place of a task's parameter or an input artifact's reference."""
     return f"@{name}@"
 
 
-NAME = mark("job_name")
+NAME = format_placeholder("job_name")
 """What a job of `launch_step` is called when it is rendered."""
 
 
@@ -66,11 +66,13 @@ def launch_step(
     command = ["python3", "-m", "tuneloop.kfp.launch"]
     extra = ["--namespace", kfp.jobs, "--manifest", _as_text(job)]
     kind = str(job["kind"]).lower()
-    made = container(kind, f"Launch a {job['kind']} and follow it.", signature, ABOUT, image, command, extra)
+    made = define_container_component(
+        kind, f"Launch a {job['kind']} and follow it.", signature, ABOUT, image, command, extra
+    )
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
         task = made(**arguments).set_display_name(name)
-        place(task, image, cluster, kfp, False)
+        configure_task_pod(task, image, cluster, kfp, False)
         return task
 
     return step

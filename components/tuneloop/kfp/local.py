@@ -22,8 +22,8 @@ from kfp.local.io import IOStore
 from kfp.local.subprocess_task_handler import SubprocessTaskHandler
 
 
-def local(pipeline_root: str | Path, *, cache: bool = False) -> None:
-    """From now on, calling a pipeline or a component of this process runs it here, in subprocesses.
+def init_local_runner(pipeline_root: str | Path, *, cache: bool = False) -> None:
+    """Run pipelines and components that this process calls from now on here, in subprocesses.
 
     Args:
         pipeline_root: a directory for handles, previews and kfp's cache; artifacts themselves lie in the store.

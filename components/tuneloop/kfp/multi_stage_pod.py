@@ -16,7 +16,7 @@ from tuneloop.argo.multi_stage_pod import describe_loop
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.kfp.iterations import RESULTS
 from tuneloop.kfp.stage import TARGET
-from tuneloop.kfp.template import REQUIRED, Step, container, place
+from tuneloop.kfp.template import REQUIRED, Step, configure_task_pod, define_container_component
 from tuneloop.workflow.loop import Loop, StageSpec
 
 ABOUT = {
@@ -53,11 +53,13 @@ def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipeline
         **{name: (dsl.OutputPath(kind), REQUIRED) for name, kind in RESULTS.items()},
     }
     command = ["python3", "-m", "tuneloop.kfp.iterations"]
-    made = container("iterations", "Iterations of the loop.", signature, ABOUT, image, command, written)
+    made = define_container_component(
+        "iterations", "Iterations of the loop.", signature, ABOUT, image, command, written
+    )
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
         task = made(**arguments).set_display_name(name)
-        place(task, image, config.cluster, config.kfp, True)
+        configure_task_pod(task, image, config.cluster, config.kfp, True)
         return task
 
     return step

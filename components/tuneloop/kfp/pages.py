@@ -11,34 +11,34 @@ from typing import Any
 
 import tuneloop.stages
 from tuneloop.core.component import Component
-from tuneloop.core.program import flag
-from tuneloop.kfp.previews import markdown
+from tuneloop.core.program import to_kebab_case
+from tuneloop.kfp.previews import render_markdown_table
 
 
-def stages() -> Iterator[Component]:
-    """Every stage that ships with tuneloop, by name."""
+def load_stages() -> Iterator[Component]:
+    """Yield every stage that ships with tuneloop, by name."""
     for module in sorted(pkgutil.iter_modules(tuneloop.stages.__path__), key=lambda each: each.name):
         made = getattr(importlib.import_module(f"tuneloop.stages.{module.name}"), module.name)
         assert isinstance(made, Component), f"tuneloop.stages.{module.name} defines another stage than {module.name}"
         yield made
 
 
-def page(stage: Component) -> str:
-    """Markdown: what it does, what goes in and comes out, every parameter."""
+def render_stage_page(stage: Component) -> str:
+    """Render the Markdown page of a stage: what it does, its inputs, outputs and parameters."""
     from tuneloop.kfp.template import stage_component
 
     spec = stage_component(stage, "none", passed=stage.Params.model_fields).component_spec
     kinds = {name: _kind(each.type) for name, each in [*spec.inputs.items(), *spec.outputs.items()]}
     where = "an accelerator where there is one" if stage.accelerator else "a CPU"
     inputs = [
-        (f"`--{flag(name)}`", kinds[name], "required" if needed else "optional")
+        (f"`--{to_kebab_case(name)}`", kinds[name], "required" if needed else "optional")
         for name, needed in stage.inputs.items()
     ]
-    outputs = [(f"`--{flag(stage.output)}`", kinds[stage.output], "the URL where it is committed")]
+    outputs = [(f"`--{to_kebab_case(stage.output)}`", kinds[stage.output], "the URL where it is committed")]
     shown = [(f"`{name}`", kind, "shown by Kubeflow Pipelines") for name, kind in _shown(stage, spec, kinds)]
     results = [(f"`{name}`", kind.__name__, "result, for the workflow") for name, kind in stage.results.items()]
     parameters = [
-        (f"`--{flag(name)}`", kinds[name], _default(field), field.description or "")
+        (f"`--{to_kebab_case(name)}`", kinds[name], _default(field), field.description or "")
         for name, field in stage.Params.model_fields.items()
     ]
     parts = [
@@ -46,11 +46,11 @@ def page(stage: Component) -> str:
         inspect.getdoc(stage) or "",
         f"Image `{stage.image}`, on {where}: `python -m tuneloop.stages.{stage.name}`.",
         "## Inputs",
-        markdown(("flag", "artifact", ""), inputs) if inputs else "None.",
+        render_markdown_table(("flag", "artifact", ""), inputs) if inputs else "None.",
         "## Outputs",
-        markdown(("name", "kind", ""), [*outputs, *results, *shown]),
+        render_markdown_table(("name", "kind", ""), [*outputs, *results, *shown]),
         "## Parameters",
-        markdown(("flag", "type", "default", "meaning"), parameters),
+        render_markdown_table(("flag", "type", "default", "meaning"), parameters),
     ]
     return "\n\n".join(parts) + "\n"
 

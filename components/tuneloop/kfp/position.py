@@ -14,13 +14,13 @@ from typing import Any
 
 from tuneloop.core.artifacts import find_below
 from tuneloop.kfp.io import Task
-from tuneloop.kfp.stage import handle
+from tuneloop.kfp.stage import build_handle
 
 
-def position(
+def find_position(
     run: str, start: dict[str, Any], *, iteration: int, iterations: int, target_reward: float, stride: int = 1
 ) -> tuple[dict[str, Any], list[int]]:
-    """The policy that `iteration` starts from, and what is not done.
+    """Find the policy that `iteration` starts from, and the iterations that are left.
 
     Before and after the loop every reward is looked at, several at a time. A round of it looks only for where it
     stands: the rewards before the first round were below the target, or there would be no round.
@@ -44,7 +44,7 @@ def position(
         if not {"trainer", "scorer"} <= by_role.keys():
             return None
         name, update = by_role["trainer"]
-        return handle(f"{at}/{name}", update), by_role["scorer"][1].results["mean_reward"]
+        return build_handle(f"{at}/{name}", update), by_role["scorer"][1].results["mean_reward"]
 
     last = (iteration or iterations + 1) - 1
     done = bisect_left(range(1, last + 1), True, key=lambda i: made(i) is None)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     """Run as a program."""
     task = Task.read(argv[1])
     given = task.parameters
-    policy, todo = position(
+    policy, todo = find_position(
         given["run"],
         task.inputs["policy"],
         iteration=int(given["iteration"]),

@@ -21,8 +21,8 @@ POINTS = 200
 """Most points of a ROC curve: KFP keeps them in its metadata."""
 
 
-def page(task: Task, name: str, url: str, manifest: Manifest) -> None:
-    """Markdown: the reference, results, place and time, and the first rows of each table."""
+def write_artifact_page(task: Task, name: str, url: str, manifest: Manifest) -> None:
+    """Write a Markdown page: the reference, results, place and time, and the first rows of each table."""
     facts = {
         "reference": f"{url}@{manifest.digest}",
         **manifest.results,
@@ -31,31 +31,31 @@ def page(task: Task, name: str, url: str, manifest: Manifest) -> None:
         "device": manifest.provenance.get("device"),
         "image": manifest.provenance.get("image"),
     }
-    parts = [f"## {manifest.stage}", markdown(("", ""), facts.items())]
+    parts = [f"## {manifest.stage}", render_markdown_table(("", ""), facts.items())]
     for file in sorted(manifest.files):
         if file.endswith(".parquet"):
             rows = list(islice(_rows(url, manifest, file, COLUMNS), ROWS))
             shown = list(rows[0]) if rows else []
-            parts += [f"### {file}", markdown(shown, ([row[column] for column in shown] for row in rows))]
+            parts += [f"### {file}", render_markdown_table(shown, ([row[column] for column in shown] for row in rows))]
     task.write(name, "\n\n".join(parts) + "\n")
 
 
-def curves(task: Task, name: str, url: str, manifest: Manifest) -> None:
-    """HTML: one line chart for each quantity of ``metrics.jsonl`` over the optimizer steps."""
+def write_curves(task: Task, name: str, url: str, manifest: Manifest) -> None:
+    """Write an HTML page with one line chart per quantity of ``metrics.jsonl`` over the optimizer steps."""
     data = Store(url).get(f"{manifest.root}/metrics.jsonl") or b""
     rows = [json.loads(line) for line in data.splitlines()]
-    task.write(name, charts(rows, "step"))
+    task.write(name, render_charts(rows, "step"))
 
 
-def charts(rows: Sequence[Mapping[str, float]], over: str) -> str:
-    """An HTML page with a chart for each quantity of `rows` over the one named `over`."""
+def render_charts(rows: Sequence[Mapping[str, float]], over: str) -> str:
+    """Render an HTML page with a chart for each quantity of `rows` over the one named `over`."""
     names = dict.fromkeys(column for row in rows for column in row if column != over)
-    drawn = [chart(each, [(row[over], row[each]) for row in rows if each in row], over) for each in names]
+    drawn = [render_chart(each, [(row[over], row[each]) for row in rows if each in row], over) for each in names]
     style = "body{font:14px sans-serif}svg{width:420px;height:180px;margin:8px;background:#f7f7f7}"
     return f"<!doctype html><meta charset=utf-8><style>{style}</style>{''.join(drawn)}\n"
 
 
-def confidence(task: Task, name: str, url: str, manifest: Manifest) -> None:
+def write_confidence(task: Task, name: str, url: str, manifest: Manifest) -> None:
     """Metadata of ``ClassificationMetrics``: does the policy's own confidence tell right completions from wrong?
 
     A completion counts as right with full marks, and its confidence is the mean probability of its sampled tokens.
@@ -66,12 +66,12 @@ def confidence(task: Task, name: str, url: str, manifest: Manifest) -> None:
         if row["score"] is not None and row.get("logprobs")
     ]
     top = max((score for _, score in scored), default=0.0)
-    points = roc([(sure, score == top) for sure, score in scored])
+    points = compute_roc([(sure, score == top) for sure, score in scored])
     task.describe(name, {"confidenceMetrics": points} if points else {})
 
 
-def roc(judged: Sequence[tuple[float, bool]]) -> list[dict[str, float]]:
-    """Threshold, true positive rate (recall) and false positive rate of (confidence, right) pairs.
+def compute_roc(judged: Sequence[tuple[float, bool]]) -> list[dict[str, float]]:
+    """Compute threshold, true and false positive rate of (confidence, right) pairs.
 
     Empty where all are right or all are wrong: no curve is defined there. (Fawcett 2006, *An introduction to ROC
     analysis*, algorithm 1.)
@@ -90,14 +90,14 @@ def roc(judged: Sequence[tuple[float, bool]]) -> list[dict[str, float]]:
     return [{"confidenceThreshold": c, "recall": tpr, "falsePositiveRate": fpr} for c, tpr, fpr in kept]
 
 
-def markdown(head: Sequence[str], rows: Any) -> str:
-    """A table; a cell is cut after `WIDTH` characters."""
+def render_markdown_table(head: Sequence[str], rows: Any) -> str:
+    """Render a Markdown table; a cell is cut after `WIDTH` characters."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 
 
-def chart(title: str, points: Sequence[tuple[float, float]], over: str = "step") -> str:
-    """An SVG line through (x, y) points, its range in its title, the x being numbers of what `over` names."""
+def render_chart(title: str, points: Sequence[tuple[float, float]], over: str = "step") -> str:
+    """Render an SVG line through (x, y) points, its range in its title, the x being numbers of what `over` names."""
     xs, ys = [x for x, _ in points], [y for _, y in points]
     x0, y0, y1 = min(xs), min(ys), max(ys)
     across, up = (max(xs) - x0) or 1, (y1 - y0) or 1
@@ -110,9 +110,9 @@ def chart(title: str, points: Sequence[tuple[float, float]], over: str = "step")
 
 
 PREVIEWS: Mapping[str, Callable[[Task, str, str, Manifest], None]] = {
-    "preview": page,
-    "curves": curves,
-    "confidence": confidence,
+    "preview": write_artifact_page,
+    "curves": write_curves,
+    "confidence": write_confidence,
 }
 """Output artifact → what fills it."""
 

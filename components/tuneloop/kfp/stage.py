@@ -25,9 +25,9 @@ from typing import Any
 import xxhash
 
 from tuneloop.core import plugins
-from tuneloop.core.artifacts import Manifest, find, split_ref
+from tuneloop.core.artifacts import Manifest, find_manifest, split_ref
 from tuneloop.core.component import Component
-from tuneloop.core.program import flag
+from tuneloop.core.program import to_kebab_case
 from tuneloop.core.store import Store
 from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
@@ -44,57 +44,61 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--executor-input", required=True)
     parser.add_argument("--job", type=json.loads, help="nodes, processes, cluster and namespace of a JobSet to launch")
     given = parser.parse_args(argv)
-    stage: Component = plugins.load("stages", given.stage)
+    stage: Component = plugins.load_variant("stages", given.stage)
     task = Task.read(given.executor_input)
-    if (iteration := ended(task)) is not None:
-        skip(task, stage.output, {result(stage, name): kind for name, kind in stage.results.items()}, iteration)
+    if (iteration := find_last_iteration(task)) is not None:
+        report_skipped_stage(
+            task, stage.output, {get_result_name(stage, name): kind for name, kind in stage.results.items()}, iteration
+        )
         return 0
     url = task.parameters[URL]
 
     def run() -> int:
-        return (given.job and launch(stage, task, **given.job)) or stage.run(flags(stage, task))
+        return (given.job and launch_jobset(stage, task, **given.job)) or stage.run(build_stage_args(stage, task))
 
     if code := retry_in_process(run, lambda: " ".join(Store(f"{url}/resume").keys())):
         return code
     if int(os.environ.get("RANK", "0")) == 0:
-        manifest = find(url)
+        manifest = find_manifest(url)
         assert manifest is not None, "the stage has just committed it"
-        tell(stage, task, manifest)
+        report_commit(stage, task, manifest)
     return 0
 
 
-def launch(stage: Component, task: Task, *, nodes: int, processes: int, cluster: dict[str, Any], namespace: str) -> int:
+def launch_jobset(
+    stage: Component, task: Task, *, nodes: int, processes: int, cluster: dict[str, Any], namespace: str
+) -> int:
     """Run the stage as a JobSet and follow it to its end; its exit code. What is committed already starts nothing.
 
     The job is named after its output, so that a launcher that was evicted finds the job that it has started.
     """
-    from tuneloop.argo.jobset import jobset, pod_spec, ranks_env
+    from tuneloop.argo.jobset import build_jobset, pod_spec, ranks_env
     from tuneloop.cluster.launch import main as follow
     from tuneloop.workflow.settings import Cluster
 
-    if find(url := task.parameters[URL]) is not None:
+    if find_manifest(url := task.parameters[URL]) is not None:
         return 0
     wanted = Cluster(**cluster)
     name = f"{stage.template}-{xxhash.xxh3_64_hexdigest(url.encode())}"
     command = ["python", "-m", "tuneloop.training.torchrun", *stage.command()[1:]]
     env = ranks_env(name, nodes, processes)
-    pod = pod_spec(stage.image, stage.accelerator, command, flags(stage, task), wanted, env)
+    pod = pod_spec(stage.image, stage.accelerator, command, build_stage_args(stage, task), wanted, env)
     queue = wanted.queue_labels if stage.accelerator else {}
     labels = {"app.kubernetes.io/part-of": "tuneloop", "app.kubernetes.io/component": stage.image}
-    manifest = jobset(name, pod, nodes, labels=labels, queue=queue, stage=stage.template)
+    manifest = build_jobset(name, pod, nodes, labels=labels, queue=queue, stage=stage.template)
     return follow(["--namespace", namespace, "--manifest", json.dumps(manifest)])
 
 
-def flags(stage: Component, task: Task) -> list[str]:
-    """The command line of the stage's program."""
+def build_stage_args(stage: Component, task: Task) -> list[str]:
+    """Build the command line of the stage's program."""
     given: dict[str, Any] = {name: task.inputs[name]["ref"] for name in stage.inputs if name in task.inputs}
     given[stage.output] = task.parameters[URL]
     given |= {k: v for k, v in task.parameters.items() if k in stage.Params.model_fields and v is not None}
-    return [word for name, value in given.items() for word in (f"--{flag(name)}", text(value))]
+    return [word for name, value in given.items() for word in (f"--{to_kebab_case(name)}", encode_parameter(value))]
 
 
-def ended(task: Task) -> int | None:
-    """The iteration with which the loop ended, if this task belongs to a later one."""
+def find_last_iteration(task: Task) -> int | None:
+    """Return the iteration with which the loop ended, if this task belongs to a later one."""
     for handle in task.inputs.values():
         stopped = handle.get("stopped")
         if stopped is not None and ("ref" not in handle or stopped < task.parameters.get("iteration", 0)):
@@ -102,7 +106,7 @@ def ended(task: Task) -> int | None:
     return None
 
 
-def skip(task: Task, output: str, results: Mapping[str, type], iteration: int) -> None:
+def report_skipped_stage(task: Task, output: str, results: Mapping[str, type], iteration: int) -> None:
     """Tell KFP that nothing was done: no reference goes on, but for a policy, which stays what it was."""
     said = f"nothing was done here: the loop ended with iteration {iteration}"
     print(said, file=sys.stderr)
@@ -115,7 +119,7 @@ def skip(task: Task, output: str, results: Mapping[str, type], iteration: int) -
     task.finish()
 
 
-def tell(stage: Component, task: Task, manifest: Manifest) -> None:
+def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
     """Tell KFP what was committed."""
     url = split_ref(task.parameters[URL])[0]
     hand_over(task, stage.output, url, manifest, task.inputs.get("rewards", {}).get("mean_reward"))
@@ -124,7 +128,7 @@ def tell(stage: Component, task: Task, manifest: Manifest) -> None:
     for name, draw in previews.PREVIEWS.items():
         if name in task.outputs:
             draw(task, name, url, manifest)
-    task.results = {result(stage, name): value for name, value in manifest.results.items()}
+    task.results = {get_result_name(stage, name): value for name, value in manifest.results.items()}
     task.finish()
 
 
@@ -132,15 +136,15 @@ def hand_over(
     task: Task, output: str, url: str, manifest: Manifest, reward: float | None, iteration: int | None = None
 ) -> None:
     """Write the handle of the output, marked ``stopped`` if it is of the iteration whose `reward` ends the loop."""
-    made = handle(url, manifest)
+    made = build_handle(url, manifest)
     if reward is not None and reward >= task.parameters.get(TARGET, math.inf):
         made["stopped"] = int(iteration or task.parameters["iteration"])
     task.describe(output, made)
     task.write(output, manifest.model_dump_json(indent=1))
 
 
-def handle(url: str, manifest: Manifest) -> dict[str, Any]:
-    """What one task tells the next of an artifact."""
+def build_handle(url: str, manifest: Manifest) -> dict[str, Any]:
+    """Build what one task passes to the next about an artifact."""
     version = {"version": manifest.facts["version"]} if "version" in manifest.facts else {}
     return {
         "ref": f"{url}@{manifest.digest}",
@@ -151,12 +155,12 @@ def handle(url: str, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def result(stage: Component, name: str) -> str:
-    """The output parameter of a result: its name, or another where a parameter has it (KFP keeps one for both)."""
+def get_result_name(stage: Component, name: str) -> str:
+    """Return the output parameter of a result, renamed where a parameter has that name."""
     return f"{name}_result" if name in stage.Params.model_fields else name
 
 
-def text(value: Any) -> str:
+def encode_parameter(value: Any) -> str:
     value = _whole(value)
     return value if isinstance(value, str) else json.dumps(value)
 

@@ -22,7 +22,7 @@ from tuneloop.argo.pod_fields import STORE
 from tuneloop.config.kfp import Kfp
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
-from tuneloop.kfp.stage import TARGET, URL, result
+from tuneloop.kfp.stage import TARGET, URL, get_result_name
 from tuneloop.workflow.settings import Cluster
 
 TYPES = {"checkpoint": Model, "policy": Model, "reference": Model, "model": Model, "metrics": Metrics}
@@ -80,7 +80,7 @@ def stage_step(
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
         task = made(**fixed, **arguments).set_display_name(name)
         task.set_env_variable("TUNELOOP_NODE_NAME", name)
-        place(task, image, own, kfp, component.accelerator and not spread)
+        configure_task_pod(task, image, own, kfp, component.accelerator and not spread)
         return task
 
     return step
@@ -131,11 +131,11 @@ def _uncached(
 ) -> Step:
     """A program of ours that reads what the run has committed by now: never from KFP's cache."""
     image = cluster.images.format(image="base")
-    made = container(name, summary, signature, about, image, ["python3", "-m", f"tuneloop.kfp.{name}"])
+    made = define_container_component(name, summary, signature, about, image, ["python3", "-m", f"tuneloop.kfp.{name}"])
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
         task = made(**arguments).set_display_name(name).set_caching_options(False)
-        place(task, image, cluster, kfp, False)
+        configure_task_pod(task, image, cluster, kfp, False)
         return task
 
     return step
@@ -156,7 +156,7 @@ def stage_component(
     signature, about = stage_signature(component, {*passed})
     _, *start, module = component.command(processes)
     command = ["python3", *start, "tuneloop.kfp.stage", f"{module}:{component.name}"]
-    return container(component.name, component.summary, signature, about, image, command, extra)
+    return define_container_component(component.name, component.summary, signature, about, image, command, extra)
 
 
 def stage_signature(component: Component, passed: set[str]) -> tuple[dict[str, tuple[Any, Any]], dict[str, str]]:
@@ -170,13 +170,16 @@ def stage_signature(component: Component, passed: set[str]) -> tuple[dict[str, t
         **{name: _parameter(field) for name, field in fields.items()},
         **({TARGET: (Optional[float], None)} if ends_loop else {}),
         **{name: (Output[kind], REQUIRED) for name, kind in _artifacts(component).items()},
-        **{result(component, name): (dsl.OutputPath(kind), REQUIRED) for name, kind in component.results.items()},
+        **{
+            get_result_name(component, name): (dsl.OutputPath(kind), REQUIRED)
+            for name, kind in component.results.items()
+        },
     }
     about = {name: field.description or "" for name, field in fields.items()}
     return signature, {URL: "where the output is committed", TARGET: "rewards of this mean end the loop", **about}
 
 
-def container(
+def define_container_component(
     name: str,
     summary: str,
     signature: Mapping[str, tuple[Any, Any]],
@@ -185,7 +188,7 @@ def container(
     command: list[str],
     extra: Sequence[str] = (),
 ) -> Any:
-    """A container component whose program gets the executor input, and `extra`.
+    """Define a container component whose program gets the executor input, and `extra`.
 
     Its program starts with ``python3``: kfp.local puts its own interpreter there.
     """
@@ -204,8 +207,8 @@ def container(
     return dsl.container_component(program)
 
 
-def place(task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, accelerator: bool) -> None:
-    """What the task's pod asks for: resources, its queue, a way to its store, no rights.
+def configure_task_pod(task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, accelerator: bool) -> None:
+    """Set what the task's pod requests: resources, its queue, access to its store, no rights.
 
     Raises:
         UserError: it should share devices.

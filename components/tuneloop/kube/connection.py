@@ -52,7 +52,7 @@ class Connection:
         return sorted(found["items"], key=lambda item: str(item["metadata"]["creationTimestamp"]))
 
 
-def connect(namespace: str = NAMESPACE, context: str | None = None) -> Connection:
+def connect_to_cluster(namespace: str = NAMESPACE, context: str | None = None) -> Connection:
     """Connect as kubectl would: KUBECONFIG, else ``~/.kube/config``, else the pod's own account.
 
     Raises:

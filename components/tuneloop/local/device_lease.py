@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tuneloop.argo.lease_sidecar import sidecar
+from tuneloop.argo.lease_sidecar import find_lease_sidecar
 from tuneloop.core import fencing
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.pod_files import PodFilesystem
 from tuneloop.sharing.file import STORED
 from tuneloop.sharing.opening import open_turns
-from tuneloop.sharing.sidecar import arguments
+from tuneloop.sharing.sidecar import parse_arguments
 
 
 @contextlib.contextmanager
@@ -25,11 +25,11 @@ def hold_device_lease(
     Raises:
         Retryable: the run was stopped meanwhile, or the store is in trouble.
     """
-    container = sidecar(template)
+    container = find_lease_sidecar(template)
     if container is None:
         yield
         return
-    wanted = arguments(container["args"])
+    wanted = parse_arguments(container["args"])
     store = execution.parameters["store"]
     root = store if "://" in store else str(execution.cwd / store)
     options: Any = {"who": wanted.run, "policy": wanted.policy, "patience": wanted.patience}
@@ -37,7 +37,7 @@ def hold_device_lease(
     if turns.read().holder:
         execution.set_message(node, f"waits for its turn in group {wanted.group}")
     file = files.local_path(wanted.file)
-    with turns.acquire(stop=execution.stopping, told=lambda grant: fencing.write(file, grant)):
+    with turns.acquire(stop=execution.stopping, told=lambda grant: fencing.write_lease_grant(file, grant)):
         if node.message:
             execution.set_message(node, "")
         yield

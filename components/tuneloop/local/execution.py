@@ -21,7 +21,7 @@ from tuneloop.local.pod_files import PodFilesystem
 from tuneloop.local.processes import Launcher, Process, end_process
 from tuneloop.local.results import Call, Result, Scope
 from tuneloop.workflow import manifest
-from tuneloop.workflow.expression_values import text
+from tuneloop.workflow.expression_values import format_value
 
 OnNode = Callable[[Node], None]
 """Called with a copy of a node whenever its phase, message, progress or `daemoned` changes, one call at a time, in the
@@ -57,7 +57,9 @@ class Execution:
         metadata, spec = workflow.get("metadata", {}), workflow["spec"]
         defaults = spec.get("templateDefaults", {})
         self.name = str(metadata.get("name") or metadata.get("generateName", "run-").rstrip("-"))
-        self.templates = {template["name"]: manifest.merged(template, defaults) for template in spec["templates"]}
+        self.templates = {
+            template["name"]: manifest.merge_defaults(template, defaults) for template in spec["templates"]
+        }
         self.parameters, self.workdir, self.launcher = dict(parameters), workdir, launcher
         self.cwd, self.grace = cwd, grace
         self.began = time.time()
@@ -140,7 +142,7 @@ class Execution:
         scope = self._tags | self.published | {"workflow.duration": f"{time.time() - self.began:f}"}
         if self.status != "Running":
             failures = [_failure(node) for node in self.nodes.values() if node.phase in BROKEN]
-            scope["workflow.failures"] = json.dumps(text(failures))  # text within text, as Argo has it
+            scope["workflow.failures"] = json.dumps(format_value(failures))  # text within text, as Argo has it
         return scope | {"workflow.status": self.status}
 
     def publish_output(self, kind: str, name: str, value: Any) -> None:
@@ -300,9 +302,9 @@ def _workflow_tags(
         "workflow.uid": hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:32],
         "workflow.mainEntrypoint": str(spec.get("entrypoint", "")),
         "workflow.serviceAccountName": str(spec.get("serviceAccountName", "")),
-        "workflow.parameters": text([{"name": k, "value": v} for k, v in parameters.items()]),
+        "workflow.parameters": format_value([{"name": k, "value": v} for k, v in parameters.items()]),
         **{f"workflow.parameters.{key}": value for key, value in parameters.items()},
-        **{f"{kind}.{key}": text(value) for kind, values in own.items() for key, value in values.items()},
+        **{f"{kind}.{key}": format_value(value) for kind, values in own.items() for key, value in values.items()},
         **{f"{at}{suffix}": time.strftime("%Y-%m-%dT%H:%M:%SZ", created) for suffix in ("", ".RFC3339")},
         **{f"{at}.{letter}": time.strftime(f"%{letter}", created) for letter in "YmdHMSjyBbAapIZ"},
         f"{at}.s": str(int(began)),

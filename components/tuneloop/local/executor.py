@@ -19,12 +19,12 @@ from typing import Any
 from tuneloop.core.errors import UserError
 from tuneloop.local.execution import Execution, OnLog, OnNode
 from tuneloop.local.graph import run_template
-from tuneloop.local.journal import Node, Workflow, hold, outcome_code
+from tuneloop.local.journal import Node, Workflow, lock_workdir, outcome_code
 from tuneloop.local.processes import Launcher, base_environment
 from tuneloop.local.results import Call, Result
-from tuneloop.local.warm import Kind, serves, warmable
+from tuneloop.local.warm import Kind, is_server, is_stage
 from tuneloop.workflow import manifest
-from tuneloop.workflow.expression_values import text
+from tuneloop.workflow.expression_values import format_value
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Outcome:
     exit_code: int
 
 
-def execute(
+def execute_workflow(
     workflow: Mapping[str, Any],
     *,
     workdir: Path,
@@ -77,13 +77,13 @@ def execute(
         UserError: a field the executor has no meaning for, an unknown argument, a missing one: before anything runs.
     """
     spec = workflow.get("spec") or {}
-    manifest.check(spec)
+    manifest.check_workflow(spec)
     parameters = _parameters(spec, arguments or {}, strict=entrypoint is None)
     start = entrypoint or spec.get("entrypoint")
     if not start:
         raise UserError("spec.entrypoint", None, "is required: the template to start at")
     environment = base_environment(env or {})
-    with hold(workdir):
+    with lock_workdir(workdir):
         execution = Execution(
             workflow,
             parameters,
@@ -162,7 +162,7 @@ def _kinds(templates: Iterable[Mapping[str, Any]]) -> list[Kind]:
     """Return what the templates have for which a warm process pays."""
     containers = [template.get("container") or {} for template in templates]
     commands = [[*container.get("command", []), *container.get("args", [])] for container in containers]
-    kinds: dict[Kind, bool] = {"stages": any(map(warmable, commands)), "server": any(map(serves, commands))}
+    kinds: dict[Kind, bool] = {"stages": any(map(is_stage, commands)), "server": any(map(is_server, commands))}
     return [kind for kind, used in kinds.items() if used]
 
 
@@ -177,7 +177,7 @@ def _parameters(spec: Mapping[str, Any], given: Mapping[str, str], strict: bool)
         value = given.get(name, parameter.get("value", parameter.get("default")))
         if value is None:
             raise UserError(f"parameter {name}", None, "is required")
-        values[name] = text(value)
+        values[name] = format_value(value)
         if parameter.get("enum") and values[name] not in map(str, parameter["enum"]):
             raise UserError(f"parameter {name}", values[name], f"use one of {', '.join(map(str, parameter['enum']))}")
     return values

@@ -31,9 +31,9 @@ from tuneloop.local.results import (
 )
 from tuneloop.local.retries import run_attempts
 from tuneloop.workflow import expressions
-from tuneloop.workflow.expression_values import ExpressionError, text
-from tuneloop.workflow.expressions import substitute
-from tuneloop.workflow.manifest import depends
+from tuneloop.workflow.expression_values import ExpressionError, format_value
+from tuneloop.workflow.expressions import substitute_tags
+from tuneloop.workflow.manifest import parse_depends
 
 MAX_DEPTH = 100
 """The controller's maxAllowedStackDepth: what would be this deep is an error."""
@@ -62,7 +62,7 @@ def run_template(execution: Execution, call: Call) -> Result:
             return _omit_ended(execution, template, node, result)
 
         if retried:
-            strategy = substitute(template["retryStrategy"], scope)
+            strategy = substitute_tags(template["retryStrategy"], scope)
             result = run_attempts(execution, strategy, node, call, attempt)
         else:
             result = attempt(node, {})
@@ -86,7 +86,7 @@ def _attempt(
 ) -> Result:
     if "dag" in template or "steps" in template:
         return Graph(execution, template, node, call, scope, artifacts).run()
-    filled = substitute({k: v for k, v in template.items() if k != "retryStrategy"}, scope | {"pod.name": node.id})
+    filled = substitute_tags({k: v for k, v in template.items() if k != "retryStrategy"}, scope | {"pod.name": node.id})
     return run_pod(execution, filled, node, artifacts)
 
 
@@ -148,7 +148,7 @@ class Graph:
 
     def _dag(self) -> tuple[Result, Scope]:
         tasks = {task["name"]: task for task in self.template["dag"]["tasks"]}
-        logic = {name: depends(task, tasks) for name, task in tasks.items()}
+        logic = {name: parse_depends(task, tasks) for name, task in tasks.items()}
         leaves = [name for name in tasks if not any(name in names for names, _ in logic.values())]
         targets = (self.template["dag"].get("target") or "").split() or leaves
         wanted = {name for target in targets for name in (target, *find_ancestors(target, logic))}
@@ -198,7 +198,7 @@ class Graph:
                 started |= set(ready)
                 for name in ready:
                     names, condition = logic[name]
-                    if condition and not expressions.truth(condition, dependency_scope(names, results)):
+                    if condition and not expressions.evaluate_boolean(condition, dependency_scope(names, results)):
                         place = Place(self.node.name, self.node.id)
                         results[name] = self.skip(tasks[name], name, place, "Omitted", UNMET)
                     else:
@@ -271,9 +271,9 @@ class Graph:
         results: list[Result] = [Result("Omitted")] * len(many)
 
         def work(index: int, item: Any) -> None:
-            own = scope | {"item": text(item)}
+            own = scope | {"item": format_value(item)}
             if isinstance(item, dict):
-                own |= {f"item.{key}": text(value) for key, value in item.items()}
+                own |= {f"item.{key}": format_value(value) for key, value in item.items()}
             try:
                 results[index] = self.single(task, f"{task['name']}({index}:{values.label_item(item)})", inside, own)
             finally:
@@ -293,8 +293,8 @@ class Graph:
     def single(self, task: Mapping[str, Any], display: str, place: Place, scope: Scope) -> Result:
         """A task or step without items, or one item of it: its condition, its template."""
         try:
-            when = substitute(task.get("when", ""), scope)
-            if not expressions.condition(when):
+            when = substitute_tags(task.get("when", ""), scope)
+            if not expressions.evaluate_when(when):
                 return self.skip(task, display, place, "Skipped", f"when '{when}' evaluated false")
             parameters, artifacts = values.resolve_arguments(task.get("arguments") or {}, scope)
         except ExpressionError as error:

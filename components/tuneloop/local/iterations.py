@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tuneloop.core.component import find_component
-from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, UserError, failed, say
+from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, UserError, print_diagnostic, report_error
 from tuneloop.core.program import write_outputs
 from tuneloop.workflow.pod_loop import PodLoop, StageCall
 
@@ -94,7 +94,7 @@ class Iterations:
     def _call(self, step: StageCall, values: Mapping[str, str]) -> dict[str, str]:
         """Run a stage, and return its outputs as wires."""
         if self.stopped:
-            raise StageEnded(say(f"{INTERRUPTED}: iterations: stopped by a signal", EXIT_RETRY))
+            raise StageEnded(print_diagnostic(f"{INTERRUPTED}: iterations: stopped by a signal", EXIT_RETRY))
         wired = [word for name, wire in step.wires.items() for word in (f"--{name}", values[wire])]
         url = f"{self._run}/iterations/{values['iteration']}/{step.name}"
         started = time.monotonic()
@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         with pod.handle_signals():
             code, outputs = pod.run(dict(value.partition("=")[::2] for value in given.value))
     except UserError as error:
-        sys.exit(failed(error))
+        sys.exit(report_error(error))
     if not code:
         write_outputs(outputs)
     sys.exit(code)

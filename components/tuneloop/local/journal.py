@@ -90,7 +90,7 @@ class Workflow:
 
 @dataclass
 class State:
-    """A run as `read` found it.
+    """A run as `read_state` found it.
 
     Attributes:
         workflow: of the newest session.
@@ -106,7 +106,7 @@ class State:
     parts: list[str] = field(default_factory=list)
 
 
-def read(workdir: Path) -> State | None:
+def read_state(workdir: Path) -> State | None:
     """The state of the run in `workdir`; None when nothing was run there."""
     path = workdir / "nodes.jsonl"
     if not path.exists():
@@ -148,7 +148,7 @@ class Journal:
 
 
 @contextmanager
-def hold(workdir: Path) -> Iterator[None]:
+def lock_workdir(workdir: Path) -> Iterator[None]:
     """Keep other executors off `workdir`.
 
     Raises:
@@ -189,4 +189,4 @@ def _broke_the_run(node: Node, nodes: Mapping[str, Node]) -> bool:
     return node.phase in BROKEN and (node.parent not in nodes or _broke_the_run(nodes[node.parent], nodes))
 
 
-__all__ = ["BROKEN", "DONE", "Journal", "Node", "State", "Workflow", "hold", "outcome_code", "read"]
+__all__ = ["BROKEN", "DONE", "Journal", "Node", "State", "Workflow", "lock_workdir", "outcome_code", "read_state"]

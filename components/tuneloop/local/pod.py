@@ -14,14 +14,14 @@ from typing import Any
 
 from tuneloop.core.ends import describe_exit, name_signal
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, TERMINATION_LOG, Retryable, UserError, name_class
-from tuneloop.core.http import Unanswered, request
+from tuneloop.core.http import Unanswered, send_request
 from tuneloop.local.device_lease import hold_device_lease
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.pod_files import PodFilesystem
 from tuneloop.local.processes import Process, end_process
 from tuneloop.local.results import Result
-from tuneloop.workflow.manifest import seconds
+from tuneloop.workflow.manifest import parse_duration
 
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
 """Stages that import no torch: they do not wait for the warm process."""
@@ -133,7 +133,7 @@ def _expand(word: str, env: Mapping[str, str]) -> str:
 
 def _deadline(template: Mapping[str, Any]) -> float | None:
     limits = [template[key] for key in ("timeout", "activeDeadlineSeconds") if template.get(key)]
-    return min(map(seconds, limits)) if limits else None
+    return min(map(parse_duration, limits)) if limits else None
 
 
 def _grace(template: Mapping[str, Any], default: float) -> float:
@@ -174,7 +174,7 @@ def _ready(probe: Mapping[str, Any], container: Mapping[str, Any], cwd: Path, en
             address = f"127.0.0.1:{_port(get['port'], container)}/{str(get.get('path', '')).removeprefix('/')}"
             headers = {h["name"]: h["value"] for h in get.get("httpHeaders", [])}
             url = f"{str(get.get('scheme', 'http')).lower()}://{address}"
-            return request("GET", url, headers=headers, timeout_s=timeout_s)[0] < 400
+            return send_request("GET", url, headers=headers, timeout_s=timeout_s)[0] < 400
         if tcp := probe.get("tcpSocket"):
             socket.create_connection(("127.0.0.1", _port(tcp["port"], container)), timeout=timeout_s).close()
         if command := probe.get("exec"):

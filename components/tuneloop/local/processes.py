@@ -19,7 +19,7 @@ from typing import Any
 from tuneloop.core.errors import UserError
 from tuneloop.core.provenance import code_digest
 from tuneloop.local import spawn
-from tuneloop.local.warm import Kind, compatible, serves, warmable
+from tuneloop.local.warm import Kind, is_compatible, is_server, is_stage
 
 log = logging.getLogger("tuneloop.local")
 WARM = "TUNELOOP_WARM"
@@ -145,7 +145,7 @@ class ProcessServer:
             process.end(message["code"])
         elif "ready" in message:
             self.took = message["took"]
-            if not compatible(message.get("env", self.env), self.env):
+            if not is_compatible(message.get("env", self.env), self.env):
                 self.failure = f"that of {WARM} was started with other variables that take effect at import"
             elif "code" in message and message["code"] != [sys.executable, code_digest()]:
                 self.failure = f"that of {WARM} has other code, or another Python; start it again"
@@ -173,8 +173,8 @@ class Launcher:
     ) -> Process:
         """Start `argv`. `patient`: it would import the heavy libraries itself, so waiting for the warm process pays."""
         server = self._spawner
-        warm = self._warm.get("stages") if warmable(argv) else self._warm.get("server") if serves(argv) else None
-        if warm and compatible(warm.env, env) and self._ready(warm, patient):
+        warm = self._warm.get("stages") if is_stage(argv) else self._warm.get("server") if is_server(argv) else None
+        if warm and is_compatible(warm.env, env) and self._ready(warm, patient):
             server = warm
         if server is self._spawner and server.failure is not None:
             raise RuntimeError(f"the process that starts pods has ended ({server.failure}); run `tuneloop resume`")

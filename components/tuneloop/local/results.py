@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from tuneloop.core.ends import NO_EXIT_CODE
 from tuneloop.local.journal import BROKEN
-from tuneloop.workflow.expression_values import ExpressionError, text
+from tuneloop.workflow.expression_values import ExpressionError, format_value
 
 Scope = dict[str, Any]
 """Tag → value."""
@@ -91,7 +91,7 @@ def combine_items(results: Sequence[Result]) -> Result:
     sets = [r.parameters for r in good]
     names = sorted({name for values in sets for name in values})
     parameters = {name: _json_list([values[name] for values in sets if name in values]) for name in names}
-    everything = text([values for values in sets if values])
+    everything = format_value([values for values in sets if values])
     message = next((result.message for result in results if result.broken), "")
     return Result(phase, message, parameters, everything=everything, phases=tuple(r.phase for r in results))
 
@@ -99,7 +99,7 @@ def combine_items(results: Sequence[Result]) -> Result:
 def _json_list(values: Sequence[str]) -> str:
     """Lists and maps stay what they are if all are; else every value is text."""
     decoded = [_decoded(value) for value in values]
-    return text(decoded if all(isinstance(value, list | dict) for value in decoded) else list(values))
+    return format_value(decoded if all(isinstance(value, list | dict) for value in decoded) else list(values))
 
 
 def _decoded(value: str) -> Any:

@@ -17,7 +17,7 @@ from tuneloop.local.journal import Node
 from tuneloop.local.results import Call, Daemon, Result, Scope
 from tuneloop.workflow import expressions
 from tuneloop.workflow.expression_values import ExpressionError
-from tuneloop.workflow.manifest import seconds
+from tuneloop.workflow.manifest import parse_duration
 
 FIRST: Scope = {
     "lastRetry.exitCode": "0",
@@ -173,7 +173,7 @@ def _refusal(
     """Why there is no further attempt (None: there is), and the pause before it."""
     backoff = strategy.get("backoff") or {}
     pause = _pause(backoff, number)
-    if backoff.get("maxDuration") and elapsed + pause > seconds(backoff["maxDuration"]):
+    if backoff.get("maxDuration") and elapsed + pause > parse_duration(backoff["maxDuration"]):
         return "Backoff would exceed max duration limit", pause
     expression = strategy.get("expression")
     policy = strategy.get("retryPolicy") or ("Always" if expression else "OnFailure")
@@ -181,7 +181,7 @@ def _refusal(
         return "", pause
     if strategy.get("limit") is not None and number >= int(strategy["limit"]):
         return "No more retries left", pause
-    if expression and not expressions.truth(expression, last):
+    if expression and not expressions.evaluate_boolean(expression, last):
         return "", pause
     return None, pause
 
@@ -191,11 +191,11 @@ def _pause(backoff: Mapping[str, Any], number: int) -> float:
     overflow; at most ``cap``."""
     if not backoff.get("duration"):
         return 0.0
-    pause = int(seconds(backoff["duration"]) * 1e9)
+    pause = int(parse_duration(backoff["duration"]) * 1e9)
     if factor := int(backoff.get("factor") or 0):
         power = factor**number
         pause = _wrap(pause * (power if power < 1 << 63 else -1 << 63))
-    cap = int(seconds(backoff["cap"]) * 1e9) if backoff.get("cap") else pause
+    cap = int(parse_duration(backoff["cap"]) * 1e9) if backoff.get("cap") else pause
     return max(0, min(pause, cap)) / 1e9
 
 

@@ -30,7 +30,7 @@ LINUX = sys.platform == "linux"
 _libc = ctypes.CDLL(None) if LINUX else None
 
 
-def serve(channel: socket.socket) -> dict[str, Any] | None:
+def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
     """Start and watch processes until `channel` closes.
 
     Returns:
@@ -170,7 +170,7 @@ def _descendants(root: int) -> list[int]:
 
 def main() -> None:
     adopt_orphans()
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    request = serve_requests(socket.socket(fileno=int(sys.argv[1])))
     if request is None:
         end_all()
         return

@@ -10,8 +10,8 @@ from typing import Any
 
 from tuneloop.local.results import Result, Scope
 from tuneloop.workflow import expressions
-from tuneloop.workflow.expression_values import ExpressionError, text
-from tuneloop.workflow.expressions import substitute
+from tuneloop.workflow.expression_values import ExpressionError, format_value
+from tuneloop.workflow.expressions import substitute_tags
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def resolve_inputs(
         value = parameters.get(name, parameter.get("value", parameter.get("default")))
         if value is None:
             raise ExpressionError(f"inputs.parameters.{name} of template {template['name']} was not supplied")
-        values[name] = value if name in parameters else text(substitute(value, scope))
-        if parameter.get("enum") and values[name] not in map(text, parameter["enum"]):
+        values[name] = value if name in parameters else format_value(substitute_tags(value, scope))
+        if parameter.get("enum") and values[name] not in map(format_value, parameter["enum"]):
             raise ExpressionError(f"inputs.parameters.{name}: {values[name]!r} is not one of {parameter['enum']}")
     resolved: dict[str, Path | str] = {}
     for artifact in declared.get("artifacts", []):
@@ -51,14 +51,14 @@ def resolve_inputs(
         if name in artifacts:
             resolved[name] = artifacts[name]
         elif "raw" in artifact:
-            resolved[name] = substitute(artifact["raw"]["data"], scope | _prefixed("inputs.parameters", values))
+            resolved[name] = substitute_tags(artifact["raw"]["data"], scope | _prefixed("inputs.parameters", values))
         elif not artifact.get("optional"):
             raise ExpressionError(f"inputs.artifacts.{name} of template {template['name']} was not supplied")
     return Inputs(values, resolved, _prefixed("inputs.parameters", values) | _paths(template, values))
 
 
 def _paths(template: Mapping[str, Any], values: Mapping[str, str]) -> Scope:
-    scope: Scope = {"inputs.parameters": text([{"name": k, "value": v} for k, v in values.items()])}
+    scope: Scope = {"inputs.parameters": format_value([{"name": k, "value": v} for k, v in values.items()])}
     for side in ("inputs", "outputs"):
         for artifact in template.get(side, {}).get("artifacts", []):
             if "path" in artifact:
@@ -79,9 +79,11 @@ def resolve_arguments(given: Mapping[str, Any], scope: Scope) -> tuple[dict[str,
     for parameter in given.get("parameters", []):
         source = parameter.get("valueFrom") or {}
         if "expression" in source:
-            parameters[parameter["name"]] = text(expressions.evaluate(substitute(source["expression"], scope), scope))
+            parameters[parameter["name"]] = format_value(
+                expressions.evaluate_expression(substitute_tags(source["expression"], scope), scope)
+            )
         elif parameter.get("value") is not None:
-            parameters[parameter["name"]] = text(substitute(parameter["value"], scope))
+            parameters[parameter["name"]] = format_value(substitute_tags(parameter["value"], scope))
     artifacts: dict[str, Path | str] = {}
     for artifact in given.get("artifacts", []):
         value = _artifact(artifact, scope)
@@ -101,42 +103,44 @@ def _output(parameter: Mapping[str, Any], scope: Scope) -> str:
     source = parameter.get("valueFrom") or {}
     try:
         if "expression" not in source:
-            return text(substitute(source["parameter"] if "parameter" in source else parameter["value"], scope))
+            return format_value(
+                substitute_tags(source["parameter"] if "parameter" in source else parameter["value"], scope)
+            )
         # The controller knows inputs, tasks and global outputs in here, but no other workflow.…: tags, yes; names, no.
         known = {k: v for k, v in scope.items() if not k.startswith("workflow.") or k.startswith("workflow.outputs.")}
-        value = expressions.evaluate(substitute(source["expression"], scope), known)
+        value = expressions.evaluate_expression(substitute_tags(source["expression"], scope), known)
         if value is None:
             raise ExpressionError(f"output {parameter['name']}: {source['expression']!r} has no value (nil)")
-        return text(value)
+        return format_value(value)
     except (ExpressionError, KeyError):
         if "default" in source:
-            return text(source["default"])
+            return format_value(source["default"])
         raise
 
 
 def _artifact(artifact: Mapping[str, Any], scope: Scope) -> Path | str | None:
     """Return where an artifact lies, or its text; None for an optional one without source."""
     if "raw" in artifact:
-        return text(substitute(artifact["raw"]["data"], scope))
+        return format_value(substitute_tags(artifact["raw"]["data"], scope))
     if "fromExpression" in artifact:
-        value = expressions.evaluate(artifact["fromExpression"], scope)
+        value = expressions.evaluate_expression(artifact["fromExpression"], scope)
     else:
         tag = str(artifact.get("from", "")).strip().removeprefix("{{").removesuffix("}}").strip()
-        value = expressions.evaluate(tag[1:], scope) if tag.startswith("=") else scope.get(tag)
+        value = expressions.evaluate_expression(tag[1:], scope) if tag.startswith("=") else scope.get(tag)
     if value is None:
         if artifact.get("optional"):
             return None
         raise ExpressionError(f"artifact {artifact['name']}: unable to resolve {artifact.get('from', 'its source')}")
-    below = substitute(artifact.get("subPath", ""), scope)
+    below = substitute_tags(artifact.get("subPath", ""), scope)
     return Path(value) / below if below else value  # type: ignore[no-any-return]
 
 
 def list_items(task: Mapping[str, Any], scope: Scope) -> list[Any] | None:
     """Return what a task loops over; None if it does not."""
     if task.get("withItems") is not None:
-        return list(substitute(task["withItems"], scope))
+        return list(substitute_tags(task["withItems"], scope))
     if task.get("withParam"):
-        value = substitute(task["withParam"], scope)
+        value = substitute_tags(task["withParam"], scope)
         try:
             items = json.loads(value)
         except json.JSONDecodeError:
@@ -145,7 +149,9 @@ def list_items(task: Mapping[str, Any], scope: Scope) -> list[Any] | None:
             raise ExpressionError(f"withParam value could not be parsed as a JSON list: {value[:80]}")
         return items
     if task.get("withSequence"):
-        return _sequence({key: substitute(text(value), scope) for key, value in task["withSequence"].items()})
+        return _sequence(
+            {key: substitute_tags(format_value(value), scope) for key, value in task["withSequence"].items()}
+        )
     return None
 
 
@@ -166,7 +172,11 @@ def _sequence(given: Mapping[str, str]) -> list[Any]:
 
 def label_item(item: Any) -> str:
     """Return an item as it appears in a node's name."""
-    name = ",".join(sorted(f"{k}:{text(v)}" for k, v in item.items())) if isinstance(item, dict) else text(item)
+    name = (
+        ",".join(sorted(f"{k}:{format_value(v)}" for k, v in item.items()))
+        if isinstance(item, dict)
+        else format_value(item)
+    )
     return name.replace("(", "").replace(")", "")
 
 

@@ -39,7 +39,7 @@ from typing import Literal, NoReturn, cast
 from tuneloop.core.processor import find_answer
 from tuneloop.core.provenance import code_digest
 from tuneloop.inference.engines.vllm import quiet_vllm
-from tuneloop.local.spawn import adopt_orphans, die_with, end_all, serve
+from tuneloop.local.spawn import adopt_orphans, die_with, end_all, serve_requests
 
 Kind = Literal["stages", "server"]
 
@@ -100,13 +100,13 @@ READ_AT_START = ("PYTHON",)
 others than the warm process has can not be its fork."""
 
 
-def warmable(argv: Sequence[str]) -> bool:
+def is_stage(argv: Sequence[str]) -> bool:
     """Whether `argv` is one of tuneloop's stages in a single process: ``python -m tuneloop.stages.… …``."""
     package, _, _ = (name := _program(argv)).rpartition(".")
     return package == "stages" or name == "local.iterations"
 
 
-def serves(argv: Sequence[str]) -> bool:
+def is_server(argv: Sequence[str]) -> bool:
     """Whether `argv` is tuneloop's vLLM server."""
     return _program(argv) == "inference.server"
 
@@ -119,7 +119,7 @@ def _program(argv: Sequence[str]) -> str:
     return name if known and flag == "-m" and name != module else ""
 
 
-def compatible(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
+def is_compatible(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
     """Whether a process with environment `theirs` may be a fork of one started with `ours`."""
     prefixes = READ_AT_IMPORT + READ_AT_START
     names = {name for name in {*ours, *theirs} if name.startswith(prefixes)}
@@ -159,7 +159,7 @@ def main() -> None:
     channel.sendall(json.dumps(message).encode() + b"\n")
     die_with(None)
     adopt_orphans()
-    request = serve(channel)
+    request = serve_requests(channel)
     if request is None:
         end_all()
     else:

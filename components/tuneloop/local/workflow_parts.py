@@ -4,7 +4,7 @@ executor.
     outcome = execute_parts(workflow, workdir=Path("runs/a"), arguments={"run": "a", "store": "runs"})
 
 Each part is executed by itself, under the name it would have on a cluster; one work directory holds them all, and
-`tuneloop.local.journal.read` shows them as one run. A resumed run starts at the part that did not end well.
+`tuneloop.local.journal.read_state` shows them as one run. A resumed run starts at the part that did not end well.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuneloop.local.executor import Outcome, execute
-from tuneloop.local.journal import read
+from tuneloop.local.executor import Outcome, execute_workflow
+from tuneloop.local.journal import read_state
 from tuneloop.workflow.settings import LOCAL, NEXT
 
 
@@ -30,22 +30,22 @@ def execute_parts(
     """Run `workflow`, and those that it goes on in, to the end.
 
     Args:
-        workdir, arguments, env, options: as `tuneloop.local.executor.execute` takes them.
+        workdir, arguments, env, options: as `tuneloop.local.executor.execute_workflow` takes them.
 
     Returns:
         that of the last part.
 
     Raises:
-        UserError: as `execute`.
+        UserError: as `execute_workflow`.
     """
-    state = read(workdir)
+    state = read_state(workdir)
     done = list(state.parts) if state else []
     metadata = workflow.get("metadata", {})
     run = str(metadata.get("name") or metadata.get("generateName", "run-").rstrip("-"))
     while True:
         start = json.loads(done[-1]) if done else {"entrypoint": None, "arguments": {}}
         name = f"{run}-{len(done) + 1}" if done else run
-        outcome = execute(
+        outcome = execute_workflow(
             {**workflow, "metadata": {**metadata, "name": name}},
             workdir=workdir,
             arguments={**(arguments or {}), **start["arguments"]},

@@ -19,8 +19,8 @@ LOST = (
 )
 
 
-def possible(iterations: int, part: int) -> list[int]:
-    """The grains of a loop: 0, and how a workflow's `part` of it divides evenly, until one pod has all `iterations`."""
+def list_iterations_per_pod(iterations: int, part: int) -> list[int]:
+    """List the iterations per pod that divide a workflow's `part` of the loop evenly; 0 is one pod per stage."""
     found = [0]
     for pod in range(1, part + 1):
         if part % pod == 0:
@@ -30,10 +30,10 @@ def possible(iterations: int, part: int) -> list[int]:
     return found
 
 
-def compare(
+def compare_iterations_per_pod(
     chosen: int, grains: Sequence[int], loop: Mapping[str, Role], seconds: Mapping[str, float] | None
 ) -> Iterator[tuple[str, ...]]:
-    """Rows of a table: grain, seconds of overhead an iteration, accelerator seconds idle in it, what to know of it.
+    """Yield the rows of a table: choice, overhead per iteration, idle accelerator seconds, remarks.
 
     Args:
         chosen: iterations a pod; 0 is a pod a stage.
@@ -41,7 +41,7 @@ def compare(
         loop: stage of an iteration → its role.
         seconds: stage → how long it works in an iteration, of a recorded run.
     """
-    best = recommended(grains, loop, seconds)
+    best = recommend_iterations_per_pod(grains, loop, seconds)
     scorers = [stage for stage, role in loop.items() if role == "scorer"]
     some = max(pod for pod in grains if pod <= 10)
     for pod in sorted({0, 1, some, grains[-1], chosen, best if best is not None else chosen}):
@@ -49,19 +49,25 @@ def compare(
         marks = [mark for mark, holds in (("this plan", pod == chosen), ("recommended", pod == best)) if holds]
         idle = sum((seconds or {}).get(stage, 0.0) for stage in scorers)
         held = "0 s" if not pod else f"{' and '.join(scorers)}'s" if seconds is None else f"{idle:.1f} s"
-        yield name, f"{overhead(pod, len(loop)):.3g} s", held, ", ".join(marks)
+        yield name, f"{compute_overhead(pod, len(loop)):.3g} s", held, ", ".join(marks)
 
 
-def overhead(pod: int, stages: int) -> float:
-    """Seconds an iteration of so many `stages` in which no pod of the loop works, `pod` iterations a pod."""
+def compute_overhead(pod: int, stages: int) -> float:
+    """Compute the seconds per iteration in which no pod of the loop works, with `pod` iterations per pod."""
     return REQUEUE / pod if pod else REQUEUE * stages
 
 
-def recommended(grains: Sequence[int], loop: Mapping[str, Role], seconds: Mapping[str, float] | None) -> int | None:
+def recommend_iterations_per_pod(
+    grains: Sequence[int], loop: Mapping[str, Role], seconds: Mapping[str, float] | None
+) -> int | None:
     """The finest of `grains` that spends at most a tenth of its time between pods, else the coarsest; None where
     nothing was measured."""
     if not seconds:
         return None
     work = sum(seconds.get(stage, 0.0) for stage in loop)
-    fitting = (pod for pod in grains if overhead(pod, len(loop)) <= BEARABLE * (work + overhead(pod, len(loop))))
+    fitting = (
+        pod
+        for pod in grains
+        if compute_overhead(pod, len(loop)) <= BEARABLE * (work + compute_overhead(pod, len(loop)))
+    )
     return next(fitting, grains[-1])

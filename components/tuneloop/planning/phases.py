@@ -18,7 +18,7 @@ from tuneloop.core.component import Component, find_component
 from tuneloop.core.errors import UserError
 from tuneloop.local.journal import Node
 from tuneloop.runs.run_record import Entry, Run
-from tuneloop.sharing.plans import in_turn, overlapped
+from tuneloop.sharing.plans import in_turn, overlap_tasks
 from tuneloop.sharing.simulate import Task
 
 
@@ -27,8 +27,8 @@ def find_device(stage: Component | None) -> str:
     return role_of(stage.image) if stage and stage.accelerator else ""
 
 
-def recorded(run: Run) -> list[Task]:
-    """The stages of each whole iteration of `run`, in the order of the loop, as `tuneloop.sharing.plans` takes them.
+def read_recorded_tasks(run: Run) -> list[Task]:
+    """Read the stages of each whole iteration of `run`, in loop order, as `tuneloop.sharing.plans` takes them.
 
     Raises:
         UserError: it has fewer than two of them, or its times are not those of a run with devices of its own.
@@ -76,7 +76,7 @@ def _as_it_ran(tasks: list[Task], held: Mapping[tuple[str, int | None], tuple[fl
     first = {task.iteration: held[task.stage, task.iteration][0] for task in reversed(tasks)}
     ends = {task.iteration: held[task.stage, task.iteration][1] for task in tasks if task.role == "trainer"}
     ahead = any(first[following] < ends[iteration] for iteration, following in pairwise(ends))
-    return overlapped(tasks) if ahead else in_turn(tasks)
+    return overlap_tasks(tasks) if ahead else in_turn(tasks)
 
 
 def _held(entry: Entry, pods: Sequence[Node]) -> tuple[float, float]:

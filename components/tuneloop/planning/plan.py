@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo import colocation
 from tuneloop.argo.claims import TAKE
-from tuneloop.argo.memory_estimate import Model, asked, context_of, memory, model_of, whole
-from tuneloop.planning.granularity import LOST, REQUEUE, compare, possible
-from tuneloop.runs.summary import size
-from tuneloop.workflow.manifest import calls
-from tuneloop.workflow.pod_loop import unfold
+from tuneloop.argo.memory_estimate import (
+    Model,
+    compute_memory_request,
+    context_of,
+    estimate_memory_parts,
+    is_memory_estimate_complete,
+    model_of,
+)
+from tuneloop.planning.granularity import LOST, REQUEUE, compare_iterations_per_pod, list_iterations_per_pod
+from tuneloop.runs.summary import format_size
+from tuneloop.workflow.manifest import list_calls
+from tuneloop.workflow.pod_loop import expand_pod
 from tuneloop.workflow.rendered_stages import LOOP, Stage, read_loop, read_stage
 
 if TYPE_CHECKING:
@@ -24,8 +31,8 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
 
-def draw(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> RenderableType:
-    """The plan of a rendered workflow, for a terminal.
+def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> RenderableType:
+    """Render the plan of a rendered workflow for a terminal.
 
     Args:
         seconds: stage → how long it worked in an iteration of a recorded run.
@@ -33,14 +40,14 @@ def draw(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | 
     Raises:
         UserError: its model cannot be read, or runs that share a node do not fit there.
     """
-    colocation.check(workflow)
+    colocation.check_colocation(workflow)
     from rich import box
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
     from rich.tree import Tree
 
-    workflow, grain = unfold(workflow)
+    workflow, grain = expand_pod(workflow)
     templates = {template["name"]: template for template in workflow["spec"]["templates"]}
     pods = count_pods(workflow)
     stages = [read_stage(templates[template]) for template in pods]
@@ -57,19 +64,19 @@ def draw(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | 
     model, context = model_of(stages), context_of(stages)
     sums = []
     for stage in stages:
-        parts = memory(stage, model, context) if isinstance(model, Model) else []
-        complete = isinstance(model, Model) and parts and whole(stage, model, context)
+        parts = estimate_memory_parts(stage, model, context) if isinstance(model, Model) else []
+        complete = isinstance(model, Model) and parts and is_memory_estimate_complete(stage, model, context)
         known = "" if complete else " or more" if parts else " (not estimated)"
         needed = f"{stage.memory}{known}"
         count = f"{pods[stage.name]} in {-(-iterations // grain)}" if stage.name in shared else str(pods[stage.name])
         table.add_row(stage.name, stage.image, str(stage.accelerators or "cpu"), count, needed)
         if parts:
-            sums.append(f"  {stage.name}: " + " + ".join(f"{text} = {size(count)}" for text, count in parts))
-            sums[-1] += f"; with its programs {size(asked([stage], parts))}"
+            sums.append(f"  {stage.name}: " + " + ".join(f"{text} = {format_size(count)}" for text, count in parts))
+            sums[-1] += f"; with its programs {format_size(compute_memory_request([stage], parts))}"
     told = f"{model.name}: {model.parameters:,} parameters ({model.how})" if isinstance(model, Model) else model
-    lines = [f"work at most\n{_lines(work(stages, pods))}", f"memory of {told}", *sums]
-    lines += colocation.told(workflow, model.parameters if isinstance(model, Model) else None)
-    overlapped = any(call["name"] == "ahead" for template in templates.values() for call in calls(template))
+    lines = [f"work at most\n{_lines(estimate_work(stages, pods))}", f"memory of {told}", *sums]
+    lines += colocation.describe_colocation(workflow, model.parameters if isinstance(model, Model) else None)
+    overlapped = any(call["name"] == "ahead" for template in templates.values() for call in list_calls(template))
     spread = any(stage.nodes > 1 for stage in stages if stage.name in loop)
     if {*loop.values()} != {*LOOP} or overlapped or spread:  # one pod would run the stages in turn
         return Group(tree, table, Text("\n".join(lines)))
@@ -77,7 +84,9 @@ def draw(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | 
     headings = ("grain of the loop", "overhead an iteration", "accelerator idle", "")
     for heading in headings:
         grains.add_column(heading, no_wrap=True)
-    for row in compare(grain, possible(iterations, _parameter(workflow, "per-workflow")), loop, seconds):
+    for row in compare_iterations_per_pod(
+        grain, list_iterations_per_pod(iterations, _parameter(workflow, "per-workflow")), loop, seconds
+    ):
         grains.add_row(*row)
     told = (
         "as measured in the run given" if seconds else "--measured RUN recommends one, by the seconds that a run took"
@@ -102,8 +111,8 @@ def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:
     return +counts
 
 
-def work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Steps, completions and tokens of each stage, as far as its flags say."""
+def estimate_work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield the steps, completions and tokens of each stage, as far as its flags say."""
     for stage in stages:
         times, value = pods[stage.name], stage.number
         if stage.role == "sampler" and (n := value("n")) and (prompts := value("prompts_per_iteration")):
@@ -133,7 +142,7 @@ def _count(
     above: tuple[str, ...],
     counts: Counter[str],
 ) -> None:
-    tasks = calls(templates[name])
+    tasks = list_calls(templates[name])
     if not tasks:
         counts[name] += times
         return
@@ -165,7 +174,7 @@ def _fan_out(task: Mapping[str, Any]) -> int:
 def _grow(
     tree: Tree, workflow: Mapping[str, Any], templates: Mapping[str, Any], name: str, above: tuple[str, ...]
 ) -> None:
-    for task in calls(templates[name]):
+    for task in list_calls(templates[name]):
         target = task["template"]
         note = " (while its condition holds)" if "when" in task and target not in above and target != name else ""
         if target == name or target in above:

@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from tuneloop.rewards.sandbox import Ending, Limits, check_kernel, run
+from tuneloop.rewards.sandbox import Ending, Limits, check_kernel, run_program
 from tuneloop.rewards.scoring import Escape
 
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
@@ -66,14 +66,14 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float
     if limits.keys() != LIMITS.keys() or not all(isinstance(v, int | float) and v > 0 for v in limits.values()):
         return None
     end = time.monotonic() + limits["seconds"]
-    program = extract(completion)
+    program = extract_code(completion)
     passed, ended = 0, Counter[str]()
     for test in filter(None, tests):
         left = end - time.monotonic()
         if left <= 0:
             ended["timeout"] += 1
             continue
-        ending = run(
+        ending = run_program(
             program,
             test.stdin,
             test.call,
@@ -86,7 +86,7 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float
     return passed / len(tests), {reason: ended[reason] / len(tests) for reason in REASONS}
 
 
-def extract(completion: str) -> str:
+def extract_code(completion: str) -> str:
     """The program that a completion gives.
 
     >>> extract("Sure:\\n```python\\nprint(1)\\n```\\nThat is all.")

@@ -93,7 +93,7 @@ def find_reward(name: str) -> Reward:
         UserError: unknown, not importable, or not a reward.
     """
     try:
-        plugin = plugins.load("rewards", name)
+        plugin = plugins.load_variant("rewards", name)
     except ImportError as error:
         remedy = f"needs {error.name or error}; pip install 'tuneloop[rewards]'"
         raise UserError("rewards", name, remedy) from error

@@ -27,7 +27,7 @@ from typing import Any
 from tuneloop.core.store import Store
 from tuneloop.runs.run_record import Entry, Run
 from tuneloop.weights import live
-from tuneloop.weights.publication import published, record
+from tuneloop.weights.publication import read_publication, read_publications
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Delivery:
 NUMBERS = tuple(f.name for f in fields(Delivery) if f.type == "float | None")
 
 
-def deliveries(run: Run) -> list[Delivery]:
-    """Every version that was published, or brought to a fleet; what its last rollout or evaluation knew of it."""
-    records = published(_root(run))
+def list_deliveries(run: Run) -> list[Delivery]:
+    """List the delivery of every version that was published or brought to a fleet, as last measured."""
+    records = read_publications(_root(run))
     found = {version: Delivery(version, "published", **_sent(about)) for version, about in records.items()}
     for entry in run.with_role("sampler", "evaluator"):
         if one := _delivery(run, entry, records.get):
@@ -73,9 +73,9 @@ def deliveries(run: Run) -> list[Delivery]:
     return [found[version] for version in sorted(found)]
 
 
-def delivery(run: Run, entry: Entry) -> Delivery | None:
-    """What a rollout or evaluation knew of its version; None where that was neither published nor refitted."""
-    return _delivery(run, entry, functools.partial(record, _root(run)))
+def find_delivery(run: Run, entry: Entry) -> Delivery | None:
+    """Return the delivery of an entry's version; None if it was neither published nor refitted."""
+    return _delivery(run, entry, functools.partial(read_publication, _root(run)))
 
 
 def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] | None]) -> Delivery | None:
@@ -93,8 +93,8 @@ def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] |
     return Delivery(version, "pulled", **_sent(about), **_served(pulls, about["at"]), **seen)
 
 
-def numbers(one: Delivery) -> dict[str, float]:
-    """What is known of it that can be drawn, by name."""
+def get_measurements(one: Delivery) -> dict[str, float]:
+    """Return the known measurements of a delivery by name, for charts."""
     return {name: float(value) for name in NUMBERS if (value := getattr(one, name)) is not None}
 
 
@@ -115,7 +115,7 @@ def _sent(about: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pulls(root: str, version: int, entry: Entry, own: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     """What replicas recorded of this version before `entry` was done; else what the one that was asked said."""
-    before = [about for about in live.recorded(Store(root), version) if about["served_at"] <= entry.finished]
+    before = [about for about in live.read_pulls(Store(root), version) if about["served_at"] <= entry.finished]
     return [*before] or ([own] if own and own["version"] == version else [])
 
 

@@ -12,9 +12,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 import tuneloop
-from tuneloop.core.artifacts import canonical
+from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.errors import Corrupt, UserError
-from tuneloop.core.store import Conflict, Store, local_path, normalize
+from tuneloop.core.store import Conflict, Store, local_path, normalize_url
 
 ROOT = "runs"
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
@@ -35,7 +35,7 @@ class Record(BaseModel):
     tuneloop: str = tuneloop.__version__
 
 
-def directory(name: str, store: str) -> Path:
+def get_run_directory(name: str, store: str) -> Path:
     """Where the local state of a run lies."""
     return (local_path(store) or Path(ROOT).absolute()) / name
 
@@ -50,7 +50,7 @@ def create(record: Record, workflow: str, replaced: Record | None = None) -> Non
         UserError: the name cannot be used, or is taken by a run with another configuration or store.
     """
     check_name(record.run)
-    place = Store(str(directory(record.run, record.store)))
+    place = Store(str(get_run_directory(record.run, record.store)))
     if replaced:
         place.delete("run.json")
     place.put("config.yaml", yaml.safe_dump(record.config, sort_keys=False).encode())
@@ -72,19 +72,21 @@ def check_name(name: str, field: str = "--run") -> None:
 def read_record(name: str, store: str) -> Record | None:
     """The record of the run `name`, if it was started on this machine."""
     check_name(name)
-    data = Store(str(directory(name, store))).get("run.json")
+    data = Store(str(get_run_directory(name, store))).get("run.json")
     if data is None:
         return None
     try:
         return Record.model_validate_json(data)
     except ValueError as error:
-        raise Corrupt("run", f"{directory(name, store)}/run.json", "is not a run's record; restore it") from error
+        raise Corrupt(
+            "run", f"{get_run_directory(name, store)}/run.json", "is not a run's record; restore it"
+        ) from error
 
 
-def names(store: str = ROOT) -> list[str]:
+def list_runs(store: str = ROOT) -> list[str]:
     """All runs below `store`: those started on this machine, damaged ones too, and in an object store also what others
     have put there."""
-    here = {path.parent.name for path in directory("x", store).parent.glob("*/run.json")}
+    here = {path.parent.name for path in get_run_directory("x", store).parent.glob("*/run.json")}
     if local_path(store) is None:  # the state of such runs lies together, whatever their store
         here = {name for name in here if NAME.match(name) and _is_of(name, store)} | {*Store(store).parts()}
     return sorted(name for name in here if NAME.match(name))
@@ -95,26 +97,26 @@ def _is_of(name: str, store: str) -> bool:
         record = read_record(name, store)
     except Corrupt:
         return True
-    return record is not None and record.store == normalize(store)
+    return record is not None and record.store == normalize_url(store)
 
 
-def records(store: str = ROOT) -> list[Record]:
+def read_records(store: str = ROOT) -> list[Record]:
     """The records of these runs, oldest first.
 
     Raises:
         Corrupt: one is damaged.
     """
-    found = (read_record(name, store) for name in names(store))
+    found = (read_record(name, store) for name in list_runs(store))
     return sorted((record for record in found if record), key=lambda r: r.created)
 
 
-def differences(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") -> list[str]:
+def find_differences(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") -> list[str]:
     """The dotted keys in which two configurations differ."""
     found = []
     for key in sorted({*ours, *theirs}):
         a, b = ours.get(key), theirs.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += differences(a, b, f"{prefix}{key}.")
-        elif canonical(a) != canonical(b):
+            found += find_differences(a, b, f"{prefix}{key}.")
+        elif dump_canonical_json(a) != dump_canonical_json(b):
             found.append(prefix + key)
     return found

@@ -15,9 +15,16 @@ from typing import Any
 
 import yaml
 
-from tuneloop.runs.delivery import deliveries
+from tuneloop.runs.delivery import list_deliveries
 from tuneloop.runs.run_record import Curve, Entry, Run
-from tuneloop.runs.summary import clock, devices, how, iterations_line, reward_line, size
+from tuneloop.runs.summary import (
+    describe_score,
+    format_duration,
+    format_size,
+    iterations_line,
+    list_devices,
+    reward_line,
+)
 
 SAMPLES = 12
 FIRST = ("mean_reward", "kl", "entropy", "loss", "mean_length")
@@ -57,8 +64,8 @@ def _facts(run: Run) -> str:
         "state": "as its artifacts tell; its executor is elsewhere" if run.phase == "elsewhere" else run.phase,
         "mean reward": reward_line(run),
         "iterations": iterations_line(run),
-        "ran on": ", ".join(devices(run.entries)),
-        "work": f"{clock(seconds)} in stages" if run.entries else "no stage has committed anything yet",
+        "ran on": ", ".join(list_devices(run.entries)),
+        "work": f"{format_duration(seconds)} in stages" if run.entries else "no stage has committed anything yet",
         "started": created,
         "artifacts": run.url.removeprefix("file://"),
     }
@@ -141,7 +148,7 @@ def _samples(run: Run) -> str:
     head = ["prompt", before_after[0], "score", before_after[1], "score", "answer"]
     if first is last:
         rows, head = [[row[0], *row[3:]] for row in rows], [head[0], *head[3:]]
-    note = f"The first of the completions that the mean rewards are taken over: {how(run, last)}."
+    note = f"The first of the completions that the mean rewards are taken over: {describe_score(run, last)}."
     return f"<h2>Samples</h2><p>{_text(note)}</p>" + _table(head, rows, kind="samples")
 
 
@@ -161,7 +168,7 @@ def _provenance(run: Run) -> str:
                 str(provenance.get("device", "not stated")),
                 str(provenance.get("world_size", "")),
                 str(provenance.get("code", "")),
-                size(sum(f.size for f in entry.manifest.files.values())),
+                format_size(sum(f.size for f in entry.manifest.files.values())),
                 f"{entry.seconds:.1f}",
             ]
         )
@@ -187,7 +194,7 @@ def _efficiency(run: Run) -> str:
                 f"{speed:.4g}",
                 f"{median(each['flops_per_s'] for each in figures) / 1e12:.3g}",
                 f"{median(mfu):.1%}" if mfu else "the device's peak is not known",
-                size(max(each["peak_memory_bytes"] for each in figures)),
+                format_size(max(each["peak_memory_bytes"] for each in figures)),
                 f"{median(waits):.1%} of a step" if waits else "one process, or not measured",
             ]
         )
@@ -201,13 +208,15 @@ def _weights(run: Run) -> str:
         [
             f"{d.version}",
             d.way + (f" by {d.replicas}" if d.replicas else ""),
-            f"{d.encoding or 'full'}, {size(d.sent_bytes or 0)} of {size(d.full_bytes)}" if d.full_bytes else "",
+            f"{d.encoding or 'full'}, {format_size(d.sent_bytes or 0)} of {format_size(d.full_bytes)}"
+            if d.full_bytes
+            else "",
             "" if d.density is None else f"{d.density:.2%}",
             *map(_ms, (d.encode_s, d.publish_s, d.materialize_s, d.pause_s, d.converged_s, d.waited_s)),
             "" if d.behind is None else f"{d.behind:.2f}",
             d.proved,
         ]
-        for d in deliveries(run)
+        for d in list_deliveries(run)
     ]
     head = [
         *("version", "way", "sent", "elements changed", "encode ms", "publish ms", "materialize ms", "pause ms"),

@@ -36,8 +36,8 @@ class Leftover:
     size: int
 
 
-def leftovers(run: Run, *, keep: int | None = None, idle: float = 86400.0) -> list[Leftover]:
-    """What `collect` would delete, by key.
+def find_leftovers(run: Run, *, keep: int | None = None, idle: float = 86400.0) -> list[Leftover]:
+    """Find what `delete_leftovers` would delete, by key.
 
     Args:
         keep: checkpoints of the loop to keep, the newest; None: all. Others keep manifest and history, so that the run
@@ -67,8 +67,8 @@ def leftovers(run: Run, *, keep: int | None = None, idle: float = 86400.0) -> li
     return sorted([*dead, *(_old(run, keep, files) if keep else ())], key=lambda item: item.key)
 
 
-def collect(run: Run, items: list[Leftover]) -> None:
-    """Delete them."""
+def delete_leftovers(run: Run, items: list[Leftover]) -> None:
+    """Delete the leftovers of a run."""
     store = Store(run.url)
     for item in items:
         store.delete(item.key)

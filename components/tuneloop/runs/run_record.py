@@ -25,12 +25,12 @@ from typing import Any
 
 import xxhash
 
-from tuneloop.core.artifacts import MANIFEST, File, Manifest, Role, file_digest, parse, split_ref
+from tuneloop.core.artifacts import MANIFEST, File, Manifest, Role, file_digest, parse_manifest, split_ref
 from tuneloop.core.errors import Corrupt, UserError
-from tuneloop.core.store import Store, normalize
+from tuneloop.core.store import Store, normalize_url
 from tuneloop.local import journal
 from tuneloop.runs import records
-from tuneloop.runs.records import ROOT, Record, directory, names, read_record
+from tuneloop.runs.records import ROOT, Record, get_run_directory, list_runs, read_record
 
 PLACE = re.compile(r"^(?:iterations/(?P<iteration>\d+)/)?(?P<stage>[a-z0-9][a-z0-9_-]*)/manifest\.json$")
 SAID = ("step", "mean", "mean_reward")
@@ -123,9 +123,9 @@ class Run:
     """
 
     def __init__(self, name: str, store: str, record: Record | None = None) -> None:
-        self.name, self.store_url, self.record = name, normalize(store), record
+        self.name, self.store_url, self.record = name, normalize_url(store), record
         self.url = f"{self.store_url}/{name}"
-        self.directory = directory(name, store)
+        self.directory = get_run_directory(name, store)
         self._known: dict[str, Entry] = {}
         self.refresh()
 
@@ -143,7 +143,7 @@ class Run:
         record = read_record(name, at)
         found = cls(name, record.store if record else at, record)
         if record is None and not found.entries:
-            known = ", ".join(names(at)) or "none"
+            known = ", ".join(list_runs(at)) or "none"
             raise UserError("run", name, f"not found below {at}; known there: {known}; --store names another place")
         return found
 
@@ -164,7 +164,9 @@ class Run:
                 data = store.get(key)
                 assert data is not None
                 iteration = int(match["iteration"]) if match["iteration"] else None
-                self._known[place] = Entry(place, match["stage"], iteration, parse(f"{self.url}/{place}", data))
+                self._known[place] = Entry(
+                    place, match["stage"], iteration, parse_manifest(f"{self.url}/{place}", data)
+                )
         standing = [entry for entry in self._known.values() if f"{entry.key}/{MANIFEST}" in present]
         self.entries = sorted(standing, key=lambda e: (e.started, e.key))
 
@@ -180,7 +182,7 @@ class Run:
     @property
     def state(self) -> journal.State | None:
         """What the local executor says, now."""
-        return journal.read(self.directory) if self.directory.is_dir() else None
+        return journal.read_state(self.directory) if self.directory.is_dir() else None
 
     @property
     def phase(self) -> str:
@@ -339,7 +341,7 @@ class Checked:
         return self.found == self.want.digest
 
 
-def verify(run: Run, entry: Entry) -> Iterator[Checked]:
+def verify_artifact(run: Run, entry: Entry) -> Iterator[Checked]:
     """Hash every file of an artifact again, one at a time."""
     store = Store(run.url)
     there = set(store.keys(f"{entry.key}/{entry.manifest.root}"))

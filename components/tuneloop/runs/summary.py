@@ -8,16 +8,16 @@ from pathlib import Path
 from tuneloop.runs.run_record import Entry, Run, Score
 
 
-def clock(seconds: float) -> str:
-    """Seconds as ``3.2 s``, ``2 min 05 s`` or ``1 h 02 min``."""
+def format_duration(seconds: float) -> str:
+    """Format seconds as ``3.2 s``, ``2 min 05 s`` or ``1 h 02 min``."""
     if seconds < 60:
         return f"{max(seconds, 0):.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def size(count: float) -> str:
-    """Bytes as ``1.5 MB`` (powers of 1000)."""
+def format_size(count: float) -> str:
+    """Format bytes as ``1.5 MB`` (powers of 1000)."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -25,23 +25,23 @@ def size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def summarize(run: Run, report: Path | None = None, mlflow: str = "") -> str:
-    """What a run has come to, one aligned line a fact."""
+def summarize_run(run: Run, report: Path | None = None, mlflow: str = "") -> str:
+    """Summarize the results of a run, one aligned line per fact."""
     model = next((entry for entry in reversed(run.entries) if entry.manifest.kind == "model"), None)
     facts = {
         "mean reward": reward_line(run),
         "iterations": iterations_line(run),
         "seconds": "  ".join(f"{name} {seconds:.1f}" for name, seconds in _by_stage(run)),
-        "ran on": ", ".join(devices(run.entries)),
+        "ran on": ", ".join(list_devices(run.entries)),
         "model": f"{run.url}/{model.key}/{model.manifest.root}" if model else "",
         "report": str(report or (run.directory / "report.html" if (run.directory / "report.html").exists() else "")),
         "mlflow": mlflow,
     }
-    return aligned(facts)
+    return format_facts(facts)
 
 
-def aligned(facts: Mapping[str, str]) -> str:
-    """One line a fact that is known."""
+def format_facts(facts: Mapping[str, str]) -> str:
+    """Format facts as aligned lines, one per fact that is known."""
     return "\n".join(f"  {name:<12} {_plain(text)}" for name, text in facts.items() if text)
 
 
@@ -52,12 +52,13 @@ def reward_line(run: Run) -> str:
         return ""
     first, last = scores[0], scores[-1]
     if first is last:
-        return f"{first.value:.3f} ({how(run, first)}, policy version {first.version})"
-    return f"{first.value:.3f} → {last.value:.3f} ({how(run, last)}; policy version {first.version} → {last.version})"
+        return f"{first.value:.3f} ({describe_score(run, first)}, policy version {first.version})"
+    about = f"{describe_score(run, last)}; policy version {first.version} → {last.version}"
+    return f"{first.value:.3f} → {last.value:.3f} ({about})"
 
 
-def how(run: Run, score: Score) -> str:
-    """How a mean reward was obtained, with the number of completions it is the mean of."""
+def describe_score(run: Run, score: Score) -> str:
+    """Describe how a mean reward was obtained, with the number of its completions."""
     count = run.judged(score.entry)
     return f"{score.how}, {count} completions" if count else score.how
 
@@ -71,8 +72,8 @@ def iterations_line(run: Run) -> str:
     return f"{run.iteration}" + (f" of at most {most}" if most else "")
 
 
-def devices(entries: Iterable[Entry]) -> list[str]:
-    """Every device that the stages say they ran on."""
+def list_devices(entries: Iterable[Entry]) -> list[str]:
+    """List every device that the stages report to have run on."""
     return sorted({str(device) for e in entries if (device := e.manifest.provenance.get("device"))})
 
 

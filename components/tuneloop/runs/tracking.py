@@ -28,8 +28,8 @@ from ssl import SSLError
 from typing import Any
 from urllib.error import HTTPError
 
-from tuneloop.core.errors import UserError, say
-from tuneloop.runs.delivery import delivery, numbers
+from tuneloop.core.errors import UserError, print_diagnostic
+from tuneloop.runs.delivery import find_delivery, get_measurements
 from tuneloop.runs.run_record import Entry, Run
 
 URI = "sqlite:///mlflow.db"
@@ -46,7 +46,7 @@ EVERY = 2.0
 """Seconds between two looks of a mirror that follows a run."""
 
 
-def mirror(run: Run, *, follow: bool = False, going_on: Callable[[], bool] | None = None) -> str:
+def mirror_run(run: Run, *, follow: bool = False, going_on: Callable[[], bool] | None = None) -> str:
     """Mirror `run` and say where, in one line.
 
     Args:
@@ -58,9 +58,9 @@ def mirror(run: Run, *, follow: bool = False, going_on: Callable[[], bool] | Non
     """
     if importlib.util.find_spec("mlflow") is None:
         return MISSING
-    if trouble := away():
+    if trouble := probe_server():
         remedy = f"{trouble}: nothing was mirrored; once it answers, `tuneloop track {run.name}` mirrors all"
-        raise UserError("MLFLOW_TRACKING_URI", place(), remedy)
+        raise UserError("MLFLOW_TRACKING_URI", format_tracking_uri(), remedy)
     from mlflow.exceptions import MlflowException
 
     try:
@@ -72,17 +72,17 @@ def mirror(run: Run, *, follow: bool = False, going_on: Callable[[], bool] | Non
         return made.close()
     except MlflowException as error:
         text = " ".join(str(error).split())
-        raise UserError("MLFLOW_TRACKING_URI", place(), text) from error
+        raise UserError("MLFLOW_TRACKING_URI", format_tracking_uri(), text) from error
 
 
-def place() -> str:
-    """Where MLflow is, for people: without user and password."""
+def format_tracking_uri() -> str:
+    """Format the address of MLflow for people, without user and password."""
     return re.sub(r"(?<=://)[^/]*@", "", os.environ.get("MLFLOW_TRACKING_URI") or URI)
 
 
-def away() -> str:
-    """Why the server is not to be had, in a few words; empty where it answers, and where MLflow needs none."""
-    at = place()
+def probe_server() -> str:
+    """Return why the MLflow server is unavailable; empty if it answers or none is needed."""
+    at = format_tracking_uri()
     if not at.startswith(("http://", "https://")):
         return ""
     found = ["timed out"]
@@ -151,8 +151,8 @@ class Mirror:
                 values = {f"{stage}/{k}": float(v) for k, v in entry.manifest.scalars.items()}
                 values[f"seconds/{stage}"] = entry.seconds
                 self._log(self._child(entry), [Metric(k, v, at, entry.iteration) for k, v in values.items()])
-                if entry.manifest.role == "sampler" and (one := delivery(self.run, entry)):
-                    known = [Metric(f"weights/{k}", v, at, one.version) for k, v in numbers(one).items()]
+                if entry.manifest.role == "sampler" and (one := find_delivery(self.run, entry)):
+                    known = [Metric(f"weights/{k}", v, at, one.version) for k, v in get_measurements(one).items()]
                     self._log(self.parent, known)
                 self.mirrored.add(entry.key)
 
@@ -171,7 +171,8 @@ class Mirror:
             self.client.set_terminated(self.parent, STATUS.get(phase, "FINISHED"), int(ended * 1000))
         experiment = self.client.get_experiment(self.experiment).name
         children = f", {len(self.children)} iterations" if self.children else ""
-        return f"{place()}, experiment {experiment}, run {self.client.get_run(self.parent).info.run_name}{children}"
+        name = self.client.get_run(self.parent).info.run_name
+        return f"{format_tracking_uri()}, experiment {experiment}, run {name}{children}"
 
     def _experiment(self, name: str) -> str:
         found = self.client.get_experiment_by_name(name)
@@ -215,7 +216,7 @@ class Follower:
 
 
 @contextmanager
-def follower(run: Run, *, enabled: bool = True) -> Iterator[Follower]:
+def mirror_in_background(run: Run, *, enabled: bool = True) -> Iterator[Follower]:
     """Mirror `run` while the block runs, in another process: no stage waits for the import of MLflow."""
     told = Follower()
     if not enabled:
@@ -225,9 +226,9 @@ def follower(run: Run, *, enabled: bool = True) -> Iterator[Follower]:
         told.said = MISSING
         yield told
         return
-    if trouble := away():
-        told.said = f"not mirrored: {place()} {trouble}; `tuneloop track {run.name}` does it later"
-        say(f"MLflow: {place()} {trouble}: the run goes on without it", 0)
+    if trouble := probe_server():
+        told.said = f"not mirrored: {format_tracking_uri()} {trouble}; `tuneloop track {run.name}` does it later"
+        print_diagnostic(f"MLflow: {format_tracking_uri()} {trouble}: the run goes on without it", 0)
         yield told
         return
     log = run.directory / "mlflow.log"
@@ -252,10 +253,10 @@ def _closing(child: subprocess.Popen[str]) -> str:
         try:
             out, _ = child.communicate(timeout=ANSWERS)
         except subprocess.TimeoutExpired:
-            if trouble := away():
-                say(f"MLflow: {place()} {trouble}", 0)
+            if trouble := probe_server():
+                print_diagnostic(f"MLflow: {format_tracking_uri()} {trouble}", 0)
                 raise
-            say(f"MLflow: {place()} takes in the rest, {PATIENCE:g} s at most", 0)
+            print_diagnostic(f"MLflow: {format_tracking_uri()} takes in the rest, {PATIENCE:g} s at most", 0)
             out, _ = child.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         child.kill()
@@ -267,7 +268,7 @@ def _closing(child: subprocess.Popen[str]) -> str:
 def _follow(run: Run) -> str:
     """Mirror until standard input ends, which it does when the run's process ends, however it ends."""
     os.nice(10)
-    return mirror(run, going_on=lambda: not select.select([sys.stdin], [], [], EVERY)[0])
+    return mirror_run(run, going_on=lambda: not select.select([sys.stdin], [], [], EVERY)[0])
 
 
 def _running(run: Run) -> bool:

@@ -27,7 +27,7 @@ class Claim:
     runs: tuple[str, ...]
 
 
-def chosen(claims: Sequence[Claim], run: str, limit: int) -> str | None:
+def choose_claim(claims: Sequence[Claim], run: str, limit: int) -> str | None:
     """The claim on which `run` gets its seat: where it sits already, else the fullest that has room, the first by name
     among equals; None: another one is needed."""
     if seated := [claim.name for claim in claims if run in claim.runs]:
@@ -36,14 +36,14 @@ def chosen(claims: Sequence[Claim], run: str, limit: int) -> str | None:
     return min(room, key=lambda claim: (-len(claim.runs), claim.name)).name if room else None
 
 
-def free(stem: str, taken: Iterable[str]) -> str:
-    """The first of ``<stem>-1``, ``<stem>-2``, … that is not `taken`."""
+def find_free_name(stem: str, taken: Iterable[str]) -> str:
+    """Return the first of ``<stem>-1``, ``<stem>-2``, … that is not `taken`."""
     there = set(taken)
     return next(name for n in itertools.count(1) if (name := f"{stem}-{n}") not in there)
 
 
-def kept(runs: Iterable[str], active: Mapping[str, Sequence[Owner]]) -> tuple[list[str], list[Owner]]:
-    """The runs that keep their seats, and the workflows for whose sake they do.
+def filter_active_runs(runs: Iterable[str], active: Mapping[str, Sequence[Owner]]) -> tuple[list[str], list[Owner]]:
+    """Return the runs that keep their reservations, and the active workflows of these runs.
 
     Args:
         runs: that have a seat.

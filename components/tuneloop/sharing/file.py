@@ -38,8 +38,8 @@ class File:
         self.store.swap(KEY, seen, document.model_dump_json().encode())
 
 
-def release(url: str, run: str) -> None:
-    """Give back what a run that has ended left, held or waiting, in all groups below `url`."""
+def release_leases(url: str, run: str) -> None:
+    """Release the leases and requests that an ended run left in all groups below `url`."""
     for key in Store(url).keys(""):
         if key.endswith(f"/{KEY}"):
             group = key.removesuffix(f"/{KEY}")

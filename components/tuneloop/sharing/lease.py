@@ -48,12 +48,12 @@ class Lease:
     def read(self) -> tuple[Document, dict[str, Any] | None]:
         with self._faults():
             found = self.cluster.custom.get_namespaced_custom_object(*self._place, self.name, _request_timeout=10)
-            return document(found), found
+            return parse_lease(found), found
         return Document(), None
 
     def write(self, document: Document, seen: dict[str, Any] | None) -> None:
         api, place = self.cluster.custom, self._place
-        made = lease(document, self.name, self.group, seen)
+        made = build_lease(document, self.name, self.group, seen)
         with self._faults(write=True, seen=seen is not None):
             if seen is None:
                 api.create_namespaced_custom_object(*place, made, _request_timeout=10)
@@ -82,17 +82,17 @@ class Lease:
             raise Unavailable(str(error)) from error
 
 
-def groups(cluster: Connection) -> dict[str, Document]:
-    """What each group of the namespace knows, by its name."""
+def read_groups(cluster: Connection) -> dict[str, Document]:
+    """Read the document of each group of the namespace, by the group's name."""
     with translate_api_errors(cluster):
         found = cluster.list(*LEASES, selector=LABEL)
-    return {lease["metadata"]["labels"][LABEL]: document(lease) for lease in found}
+    return {lease["metadata"]["labels"][LABEL]: parse_lease(lease) for lease in found}
 
 
-def release(cluster: Connection, run: str) -> None:
-    """Give back what a run holds and waits for that is known to have ended: nobody waits for its silence."""
+def release_leases(cluster: Connection, run: str) -> None:
+    """Release the leases and requests of a run that is known to have ended, so that nobody waits for them to expire."""
     try:
-        known = groups(cluster)
+        known = read_groups(cluster)
     except UserError as error:
         if getattr(error.__cause__, "status", None) == 403:  # not this account's to end: others wait for `patience`
             return
@@ -102,8 +102,8 @@ def release(cluster: Connection, run: str) -> None:
             Turns(Lease(cluster, group), group, who=run).leave()
 
 
-def document(lease: dict[str, Any]) -> Document:
-    """What a Lease says; of one that has no turn yet, above which number the first one will be.
+def parse_lease(lease: dict[str, Any]) -> Document:
+    """Parse the document of a Lease; before the first device lease, with the number above which numbers begin.
 
     Raises:
         Corrupt: it is not one of ours.
@@ -117,8 +117,8 @@ def document(lease: dict[str, Any]) -> Document:
         raise Corrupt("turns", name, f"is no Lease of turns (annotation {ANNOTATION}); delete it") from error
 
 
-def lease(document: Document, name: str, group: str, seen: dict[str, Any] | None) -> dict[str, Any]:
-    """The Lease that says `document`, in the place of `seen`."""
+def build_lease(document: Document, name: str, group: str, seen: dict[str, Any] | None) -> dict[str, Any]:
+    """Build the Lease that holds `document`, to replace `seen`."""
     now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     before = (seen or {}).get("spec", {})
     held = document.holder.ticket if document.holder else None

@@ -51,8 +51,8 @@ class Colocation:
                 yield what, amount
 
 
-def resident(parameters: int, width: int = 4) -> tuple[int, int]:
-    """Bytes of a sleeping trainer in host memory: weights, and Adam's two moments, `width` bytes a number.
+def compute_trainer_memory(parameters: int, width: int = 4) -> tuple[int, int]:
+    """Compute the host memory of a sleeping trainer in bytes: weights, and Adam's two moments.
 
     Full fine-tuning of a model of 4.02 billion parameters at 2 bytes: 7.5 GiB and 15.0 GiB.
     """

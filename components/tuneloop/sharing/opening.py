@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tuneloop.core.errors import UserError
-from tuneloop.kube.connection import connect
+from tuneloop.kube.connection import connect_to_cluster
 from tuneloop.sharing.document import POLICIES, Policy
 from tuneloop.sharing.file import File
 from tuneloop.sharing.lease import Lease
@@ -28,6 +28,6 @@ def open_turns(url: str, *, who: str, policy: Policy = "fifo", patience: float =
         namespace, _, group = url.removeprefix("lease://").partition("/")
         if not namespace or not group or "/" in group:
             raise UserError("turns", url, "write lease://namespace/group")
-        return Turns(Lease(connect(namespace), group), group, who=who, policy=policy, patience=patience)
+        return Turns(Lease(connect_to_cluster(namespace), group), group, who=who, policy=policy, patience=patience)
     group = url.rstrip("/").rpartition("/")[2]
     return Turns(File(url), group, who=who, policy=policy, patience=patience)

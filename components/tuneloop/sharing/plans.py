@@ -14,7 +14,7 @@ from itertools import groupby
 
 from tuneloop.core.errors import UserError
 from tuneloop.sharing.document import POLICIES
-from tuneloop.sharing.simulate import Rules, Schedule, Task, percentile, simulate
+from tuneloop.sharing.simulate import Rules, Schedule, Task, compute_percentile, simulate_runs
 
 ALONE, OVERLAPPED, SERIAL = "alone", "asynchronous", "one-after-another"
 SHARED = tuple(f"shared-{policy}" for policy in POLICIES)
@@ -64,7 +64,7 @@ class Plan:
     @property
     def p95(self) -> float:
         """Of `steps`, seconds; nearest rank."""
-        return percentile(self.steps, 0.95)
+        return compute_percentile(self.steps, 0.95)
 
     @property
     def throughput(self) -> float:
@@ -82,8 +82,8 @@ def in_turn(tasks: Sequence[Task]) -> list[Task]:
     return [dataclasses.replace(task, after=(index - 1,) if index else ()) for index, task in enumerate(tasks)]
 
 
-def overlapped(tasks: Sequence[Task]) -> list[Task]:
-    """The loop with `loop.asynchronous`: batch k+1 beside the update on batch k, then both are waited for."""
+def overlap_tasks(tasks: Sequence[Task]) -> list[Task]:
+    """Order the loop as with `loop.asynchronous`: batch k+1 beside the update on batch k, then both are waited for."""
     ordered: list[Task] = []
 
     def chain(some: Sequence[Task], after: tuple[int, ...]) -> tuple[int, ...]:
@@ -106,10 +106,10 @@ def _split(tasks: list[Task]) -> tuple[list[Task], list[Task], list[Task]]:
     return tasks[:at], [tasks[at]], tasks[at + 1 :]
 
 
-def compare(
+def compare_plans(
     runs: Mapping[str, Sequence[Task]], accelerators: Mapping[str, int], together: bool, rules: Rules
 ) -> dict[str, Plan]:
-    """Every plan, by name; `alone` and `asynchronous` are of the first run.
+    """Return every plan by name; `alone` and `asynchronous` are of the first run.
 
     Args:
         runs: name → its tasks in the order of the loop, at least two iterations.
@@ -127,24 +127,24 @@ def compare(
         return Plan(name, len(of), iterations, both if apart else count, not apart, schedules)
 
     return {
-        ALONE: plan(ALONE, one, simulate({run: serial[run] for run in one})),
-        OVERLAPPED: plan(OVERLAPPED, one, simulate({run: overlapped(runs[run]) for run in one})),
-        SERIAL: plan(SERIAL, everyone, *(simulate({run: serial[run]}) for run in everyone)),
+        ALONE: plan(ALONE, one, simulate_runs({run: serial[run] for run in one})),
+        OVERLAPPED: plan(OVERLAPPED, one, simulate_runs({run: overlap_tasks(runs[run]) for run in one})),
+        SERIAL: plan(SERIAL, everyone, *(simulate_runs({run: serial[run]}) for run in everyone)),
         **{
-            name: plan(name, everyone, simulate(serial, dataclasses.replace(rules, policy=policy)))
+            name: plan(name, everyone, simulate_runs(serial, dataclasses.replace(rules, policy=policy)))
             for name, policy in zip(SHARED, POLICIES)
         },
     }
 
 
-def recommended(plans: Mapping[str, Plan]) -> str:
-    """The plan that makes most iterations a second with an accelerator; of almost equal ones, the simplest."""
+def recommend_plan(plans: Mapping[str, Plan]) -> str:
+    """Return the plan with the most iterations per second and accelerator; of almost equal ones, the simplest."""
     best = max(plan.throughput for plan in plans.values())
     return next(name for name in PLANS if plans[name].throughput * (1 + NOTABLE) >= best)
 
 
-def refuse(plans: Mapping[str, Plan], name: str, rules: Rules) -> None:
-    """Raise if the plan `name` loses time: only plans by turns can.
+def check_plan(plans: Mapping[str, Plan], name: str, rules: Rules) -> None:
+    """Refuse the plan `name` if it loses time, which only plans with device leases can.
 
     Raises:
         UserError: it does, and why.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tuneloop.core import fencing
-from tuneloop.core.errors import Retryable, UserError, failed
+from tuneloop.core.errors import Retryable, UserError, report_error
 from tuneloop.sharing.document import POLICIES
 from tuneloop.sharing.opening import open_turns
 from tuneloop.sharing.turns import Turns
@@ -28,8 +28,8 @@ from tuneloop.sharing.turns import Turns
 FLAGS = ("group", "run", "namespace", "file")
 
 
-def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags of the sidecar; the local executor reads them, too."""
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the flags of the sidecar, also for the local executor."""
     parser = argparse.ArgumentParser(prog="python -m tuneloop.sharing.sidecar", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for name in FLAGS:
@@ -41,19 +41,19 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run as a program; never returns."""
-    flags = arguments(sys.argv[1:] if argv is None else argv)
+    flags = parse_arguments(sys.argv[1:] if argv is None else argv)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
-        serve(f"lease://{flags.namespace}/{flags.group}", flags, stop)
+        serve_lease(f"lease://{flags.namespace}/{flags.group}", flags, stop)
     except (UserError, Retryable) as error:
-        sys.exit(0 if stop.is_set() else failed(error))
+        sys.exit(0 if stop.is_set() else report_error(error))
     sys.exit(0)
 
 
-def serve(url: str, flags: argparse.Namespace, stop: threading.Event) -> None:
-    """Have a turn of the group at `url`, or say in the file that there will be none, until `stop`.
+def serve_lease(url: str, flags: argparse.Namespace, stop: threading.Event) -> None:
+    """Hold a device lease of the group at `url` until `stop`, or write to the file why there will be none.
 
     Raises:
         Retryable: as `Turns.acquire`.
@@ -61,20 +61,20 @@ def serve(url: str, flags: argparse.Namespace, stop: threading.Event) -> None:
     """
     file = Path(flags.file)
     try:
-        hold(open_turns(url, who=flags.run, policy=flags.policy, patience=flags.patience), file, stop)
+        hold_lease(open_turns(url, who=flags.run, policy=flags.policy, patience=flags.patience), file, stop)
     except UserError as error:
         if stop.is_set() or file.exists():
             raise
         refusal = fencing.Grant(group=flags.group, number=0, ticket="", renewed=0, until=-1, refused=str(error))
-        fencing.write(file, refusal)
+        fencing.write_lease_grant(file, refusal)
         _say(str(error))
         stop.wait()
 
 
-def hold(turns: Turns, file: Path, stop: threading.Event) -> None:
-    """Have a turn, and say so in `file`, until `stop`. Raises as `Turns.acquire`."""
+def hold_lease(turns: Turns, file: Path, stop: threading.Event) -> None:
+    """Hold a device lease, and keep its grant in `file`, until `stop`. Raises as `Turns.acquire`."""
     if not file.exists():
-        with turns.acquire(stop=stop, told=lambda grant: fencing.write(file, grant)) as held:
+        with turns.acquire(stop=stop, told=lambda grant: fencing.write_lease_grant(file, grant)) as held:
             _say(f"turn {held.number} of group {turns.group}")
             stop.wait()
         return
@@ -82,11 +82,11 @@ def hold(turns: Turns, file: Path, stop: threading.Event) -> None:
     try:
         held = turns.resume(standing, stop)
     except Retryable as error:
-        fencing.write(file, standing.model_copy(update={"until": -1.0}))
+        fencing.write_lease_grant(file, standing.model_copy(update={"until": -1.0}))
         _say(str(error))
         stop.wait()
     else:
-        with held.renewing(lambda grant: fencing.write(file, grant)):
+        with held.renewing(lambda grant: fencing.write_lease_grant(file, grant)):
             _say(f"goes on with turn {held.number} of group {turns.group}")
             stop.wait()
     turns.quit(standing.ticket)  # now the stage has ended: what it held may be another's

@@ -96,8 +96,8 @@ class Schedule:
         return [after - before for each in ends.values() for before, after in pairwise(each)]
 
 
-def simulate(runs: Mapping[str, Sequence[Task]], rules: Rules | None = None) -> Schedule:
-    """Carry out `runs` (name → tasks), which all begin at 0.
+def simulate_runs(runs: Mapping[str, Sequence[Task]], rules: Rules | None = None) -> Schedule:
+    """Simulate `runs` (name → tasks), which all begin at 0.
 
     Those who ask at the same moment queue up in the order of their runs, then of their tasks.
     """
@@ -162,6 +162,6 @@ class _Simulation:
                     heapq.heappush(self.events, (now + task.lead, run, follower, False))
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of `values` that a `share` of them does not exceed (nearest rank)."""
+def compute_percentile(values: Sequence[float], share: float) -> float:
+    """Compute the smallest of `values` that a `share` of them does not exceed (nearest rank)."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from tuneloop.core.errors import Interrupted, Retryable, Unavailable, UserError
-from tuneloop.core.fencing import Grant, clock
+from tuneloop.core.fencing import Grant, read_clock
 from tuneloop.core.store import Conflict
 from tuneloop.sharing.document import Document, Policy, Refused
 
@@ -129,24 +129,24 @@ class Turns:
 
     def wait(self, ticket: str, timeout: float | None, stop: threading.Event) -> Held:
         """Queue up as `ticket` until its turn has come; the seat is the caller's to give back. Raises as `acquire`."""
-        silence, started, beaten = Silence(), clock(), clock()
+        silence, started, beaten = Silence(), read_clock(), read_clock()
         document = self.change(lambda now: self.agreed(now).ask(ticket, self.who, time.time()))
         while True:
             with contextlib.suppress(Retryable):  # an API server that is away: those who wait go on waiting
-                before = clock()
+                before = read_clock()
                 document = self.read()
                 if document.holder and document.holder.ticket == ticket:  # taken before; the answer was lost
                     return Held(self, ticket, document.number, before).beat()
-                number = self._take(ticket, document, silence.look(document, clock()) - {ticket})
+                number = self._take(ticket, document, silence.look(document, read_clock()) - {ticket})
                 if number is not None:
                     return Held(self, ticket, number, before)
                 if document.seat(ticket) is None or before - beaten > self.patience / 3:
                     self.change(lambda now: now.ask(ticket, self.who, time.time()).beat(ticket))
                     beaten = before
-            if timeout is not None and clock() - started > timeout:
+            if timeout is not None and read_clock() - started > timeout:
                 holder = document.holder.who if document.holder else "nobody"
                 raise Unavailable(f"turns: {self.group}: no turn within {timeout:g} s; {holder} has it")
-            if stop.wait(pause(self.patience)):
+            if stop.wait(compute_poll_interval(self.patience)):
                 raise Interrupted(f"turns: {self.group}: stopped while waiting")
 
     def _take(self, ticket: str, seen: Document, silent: set[str]) -> int | None:
@@ -168,7 +168,7 @@ class Turns:
             try:
                 return held.beat()
             except Retryable:
-                if held.lost.is_set() or stop.wait(pause(self.patience)):
+                if held.lost.is_set() or stop.wait(compute_poll_interval(self.patience)):
                     raise
 
     def quit(self, ticket: str) -> None:
@@ -198,8 +198,8 @@ class Turns:
         return document
 
 
-def pause(patience: float) -> float:
-    """Seconds between two looks of one who waits."""
+def compute_poll_interval(patience: float) -> float:
+    """Compute the seconds between two polls of a waiter."""
     return min(1.0, patience / 10)
 
 
@@ -235,7 +235,7 @@ class Held:
         Raises:
             Retryable: it was lost.
         """
-        if self.lost.is_set() or clock() >= self.grant.until:
+        if self.lost.is_set() or read_clock() >= self.grant.until:
             self.lost.set()
             raise Unavailable(f"turn {self.number} of group {self.turns.group} was lost")
 
@@ -246,7 +246,7 @@ class Held:
             Retryable: it was lost, or the place is in trouble.
         """
         self.check()
-        before = clock()
+        before = read_clock()
 
         def mine(document: Document) -> Document:
             if document.holder is None or (document.holder.ticket, document.number) != (self.ticket, self.number):

@@ -19,7 +19,7 @@ from tuneloop.core.component import UNTRACKED, Results, Stage, component, from_v
 from tuneloop.core.errors import UserError
 from tuneloop.core.progress import Progress
 from tuneloop.data import Example, Splits
-from tuneloop.data.tables import Examine, Preparation, Writer, examine, ray_data, tables
+from tuneloop.data.tables import Examine, Preparation, Writer, build_tables, examine_answers, ray_data
 from tuneloop.rewards.scoring import find_reward, full_marks, parse_spec
 
 Split = Literal["train", "eval", "sft", "preference", "preference_eval"]
@@ -51,7 +51,7 @@ SCHEMAS: dict[Split, pa.Schema] = {
 def source_digest(params: Any) -> dict[str, str]:
     """What tells the files that a source reads from others of the same name; nothing where it reads none."""
     try:
-        digest = getattr(plugins.load("data", params.source), "digest", None)
+        digest = getattr(plugins.load_variant("data", params.source), "digest", None)
     except (ImportError, UserError):  # the stage says so, if it runs
         return {}
     found = digest(params.source_args) if digest else None
@@ -65,8 +65,8 @@ def _find(source: str, arguments: Mapping[str, Any], prefix: str) -> Callable[..
         UserError: it does not, or needs another one; with `prefix` and the argument's name as the field.
         ImportError: a package that it needs is not installed.
     """
-    load: Callable[..., Splits] = plugins.load("data", source, "load")
-    for name, parameter in plugins.parameters(source, load, arguments, first=2, prefix=prefix).items():
+    load: Callable[..., Splits] = plugins.load_variant("data", source, "load")
+    for name, parameter in plugins.check_variant_args(source, load, arguments, first=2, prefix=prefix).items():
         if parameter.default is parameter.empty and name not in arguments:
             raise UserError(f"{prefix}{name}", None, f"is required by {source}")
     return load
@@ -75,7 +75,7 @@ def _find(source: str, arguments: Mapping[str, Any], prefix: str) -> Callable[..
 def _fitting(arguments: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
     """Refuses arguments before anything runs, where the source ships with tuneloop and what it needs is installed."""
     source = info.data.get("source")  # None: refused already
-    if source in plugins.shipped("data"):
+    if source in plugins.list_shipped_variants("data"):
         with suppress(ImportError):
             load = _find(source, arguments, "")
             try:
@@ -91,7 +91,7 @@ def data_prep(
     *,
     source: Annotated[
         str,
-        plugins.variant("data"),
+        plugins.validate_variant("data"),
         Field(description="digits, functions, reasoning_gym, jsonl, huggingface, or a dotted path"),
     ] = "digits",
     source_args: Annotated[
@@ -105,7 +105,7 @@ def data_prep(
     preference: Annotated[int, Field(ge=0, description="pairs of a chosen and a rejected completion")] = 0,
     preference_eval: Annotated[int, Field(ge=0, description="held-out pairs")] = 0,
     rewards: Annotated[
-        dict[Annotated[str, plugins.variant("rewards")], float], Field(description="reward → weight")
+        dict[Annotated[str, plugins.validate_variant("rewards")], float], Field(description="reward → weight")
     ] = {"exact": 1.0},  # noqa: B006
     reward_args: Annotated[dict[str, Any], Field(description="reward → what it finds in metadata")] = {},  # noqa: B006
     chat: Annotated[bool, Field(description="make plain prompts the user's message of a chat")] = False,
@@ -146,7 +146,9 @@ def data_prep(
     with stage.timed("prepare"), ray_data() if preparation == "ray" else nullcontext(here) as mapped:
         for name, number in wanted.items():
             rows = _rows(streams.get(name, splits.train), name, number, seen, spec, reward_args, chat, system)
-            examined = mapped(tables(rows), functools.partial(examine, rewards=judges, timeout_s=timeout_s))
+            examined = mapped(
+                build_tables(rows), functools.partial(examine_answers, rewards=judges, timeout_s=timeout_s)
+            )
             _write_split(stage, name, examined, tally, bar)
             _check_count(source, name, number, tally.rows.get(name, 0))
     tally.check()

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.formats.rollouts import told
+from tuneloop.formats.rollouts import build_reward_inputs
 from tuneloop.inference.generate import (
     CanaryTolerance,
     Endpoint,
@@ -20,8 +20,8 @@ from tuneloop.inference.generate import (
     MaxTokens,
     Prompts,
     TimeoutS,
-    generate,
-    identity,
+    generate_completions,
+    input_identity,
     open_engine,
 )
 from tuneloop.inference.multi_turn import EnvironmentArgs, EnvironmentName, KeepReasoning, MaxTurns, Play
@@ -45,7 +45,7 @@ SAMPLES = pa.schema(
     accelerator=True,
     role="evaluator",
     results={"mean_reward": float},
-    identity=identity,
+    identity=input_identity,
 )
 def evaluate(
     stage: Stage,
@@ -84,10 +84,10 @@ def evaluate(
     job = Job(rows, groups, 1, temperature, max_tokens, play)
     served = open_engine(engine, endpoint, engine_args, timeout_s)
     try:
-        tokenizer, _, completions = generate(stage, policy, job, served, canary_tolerance)
+        tokenizer, _, completions = generate_completions(stage, policy, job, served, canary_tolerance)
     finally:
         served.close()
-    heard = [told(tokenizer, row, group[0]) for row, group in zip(rows, completions)]
+    heard = [build_reward_inputs(tokenizer, row, group[0]) for row, group in zip(rows, completions)]
     judged = [{**row, "reward_spec": row["reward"], **said} for row, said in zip(rows, heard)]
     with stage.timed("score"):
         outcomes = score_all(judged, timeout_s=reward_timeout_s, progress=lambda _: stage.check_stop())

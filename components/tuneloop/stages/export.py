@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tuneloop.core.artifacts import Artifact, Manifest, scan
+from tuneloop.core.artifacts import Artifact, Manifest, hash_files
 from tuneloop.core.component import UNTRACKED, Input, Results, Stage, component
 from tuneloop.core.errors import UserError
 
@@ -64,7 +64,7 @@ def copy_out(model: Path, target: Path) -> None:
         UserError: it holds something else, or can not be written.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        if target.is_dir() and scan(target) == scan(model):
+        if target.is_dir() and hash_files(target) == hash_files(model):
             return
         raise UserError("export.directory", str(target), "exists and holds something else; choose another")
     try:

@@ -37,7 +37,7 @@ def model_reward(
     """
     from tuneloop.training.scorer import Scorer
 
-    table = read(rollouts)
+    table = read_rollouts(rollouts)
     sequences = [a + b for a, b in zip(table["prompt_ids"].to_pylist(), table["completion_ids"].to_pylist())]
     ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)
     with stage.timed("load"):
@@ -58,8 +58,8 @@ def model_reward(
     return {"mean_reward": mean}
 
 
-def read(rollouts: Artifact) -> pa.Table:
-    """Rollouts, scored or not.
+def read_rollouts(rollouts: Artifact) -> pa.Table:
+    """Read rollouts, scored or not.
 
     Raises:
         UserError: there are none.
@@ -95,7 +95,7 @@ def _score(stage: Stage, model: Any, sequences: list[list[int]], limit: int) -> 
     lengths = [len(ids) for ids in sequences]
     found: dict[int, list[float]] = {}
     with model.frozen():
-        for micro in batching.plan(lengths, limit, model.ranks.world, model.packed)[model.ranks.rank]:
+        for micro in batching.plan_micro_batches(lengths, limit, model.ranks.world, model.packed)[model.ranks.rank]:
             checkpoint.check_stop(stage, model)
             found |= {i: [v] for i, v in zip(micro, model.scores([sequences[i] for i in micro]).tolist())}
     merged = model.ranks.merge(found)

@@ -16,7 +16,7 @@ from tuneloop.training import checkpoint, epochs
 from tuneloop.training.options import TrainerOptions
 from tuneloop.training.policy_gradient import Objective
 from tuneloop.training.resident import RESIDENT
-from tuneloop.training.samples import Sample, check_sampling, floats, read_samples
+from tuneloop.training.samples import Sample, check_sampling, read_samples, to_float32
 from tuneloop.weights.publication import Weights, publish_checkpoint
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def policy_update(
     iteration: Annotated[int, Field(ge=0, description="of the loop; part of every random stream's name")] = 0,
     algorithm: Annotated[
         str,
-        plugins.variant("algorithms"),
+        plugins.validate_variant("algorithms"),
         epochs.algorithm_of("PolicyGradient"),
         Field(description="grpo, dr_grpo, dapo, gspo, cispo, rloo, …, or pkg.mod:attr"),
     ] = "grpo",
@@ -128,7 +128,7 @@ def policy_update(
             learner.score(trainer, [sample for sample in samples if sample.used], "old")
     losses = take_steps(stage, trainer, learner, samples, options.updates_per_batch, watch=iteration <= 1)
     _report(stage, samples, iteration, len(losses))
-    version = checkpoint.write(stage, trainer, policy, options.saved_dtype)
+    version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype)
     RESIDENT.keep(trainer, stage, options)
     return {"loss": sum(losses) / len(losses) if losses else 0.0, "version": version}
 
@@ -200,7 +200,7 @@ def give_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> Non
     import torch
 
     from tuneloop.algorithms._objective import Completions
-    from tuneloop.algorithms._terms import divergence
+    from tuneloop.algorithms._terms import estimate_kl
 
     targets = torch.tensor([s.document.target_count for s in samples])
     kl = None
@@ -210,7 +210,7 @@ def give_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> Non
             torch.tensor([v for s, zeros in zip(samples, nothing) for v in getattr(s, name) or zeros])
             for name in ("old", "reference")
         )
-        kl = divergence(old, reference, algorithm.kl_estimator)
+        kl = estimate_kl(old, reference, algorithm.kl_estimator)
     values = algorithm.advantages(
         Completions(
             rewards=torch.tensor([0.0 if s.score is None else s.score for s in samples]),
@@ -222,7 +222,7 @@ def give_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> Non
         )
     )
     for sample, part in zip(samples, values.split(targets.tolist())):
-        sample.advantages = floats(part.tolist())
+        sample.advantages = to_float32(part.tolist())
         teaches = bool(part.any()) or bool(algorithm.beta and algorithm.kl_in == "loss")
         taken = sample.score is not None and not (algorithm.mask_truncated_completions and sample.truncated)
         sample.counted = taken and (teaches or not algorithm.dynamic_sampling)
@@ -250,10 +250,10 @@ def reference_policy(reference: Artifact, trainer: Trainer, options: PolicyUpdat
     """The reference, for scoring: another model, or the trainer's own without adapters, where they are all that parts
     the two."""
     from tuneloop.training.fsdp.policy import Policy
-    from tuneloop.training.lora import disabled
+    from tuneloop.training.lora import disable_adapters
 
     if trainer.lora and trainer.base.manifest.digest == reference.manifest.digest:
-        with disabled(trainer.model):
+        with disable_adapters(trainer.model):
             yield trainer
         return
     policy = Policy(checkpoint.model_dir(reference), trainer.ranks, **{**options.model_options, "lora": None})

@@ -16,7 +16,16 @@ from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.options import PairOptions
-from tuneloop.training.pairs import Mismatched, Pairs, Split, check_fits, plan, read_pairs, score, sums
+from tuneloop.training.pairs import (
+    Mismatched,
+    Pairs,
+    Split,
+    check_fits,
+    plan_pairs,
+    read_pairs,
+    score_documents,
+    sum_logprobs,
+)
 from tuneloop.weights.publication import Weights, publish_checkpoint
 
 if TYPE_CHECKING:
@@ -43,7 +52,7 @@ def preference(
     *,
     algorithm: Annotated[
         str,
-        plugins.variant("algorithms"),
+        plugins.validate_variant("algorithms"),
         epochs.algorithm_of("Preference"),
         Field(description="dpo, ipo, kto, or pkg.mod:attr"),
     ] = "dpo",
@@ -78,15 +87,15 @@ def preference(
         check_fits([pairs, held_out], trainer, options.max_length)
     stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
     with stage.timed("evaluate"):
-        before = accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
+        before = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
     learner = Learner(stage, trainer, objective, pairs, reference, options.per_device_train_batch_size)
     batch = options.per_device_train_batch_size * options.gradient_accumulation_steps * ranks.world
-    loss = epochs.train(stage, trainer, len(pairs), batch, options.max_steps, options.save_steps, learner.step)
+    loss = epochs.train_epochs(stage, trainer, len(pairs), batch, options.max_steps, options.save_steps, learner.step)
     with stage.timed("evaluate"):
-        after = accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
+        after = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
     stage.facts.update(accuracy_before=before, reference=logprobs.manifest.facts["digest"])
     stage.log(f"accuracy {before:.3f} → {after:.3f} on {len(held_out)} pairs")
-    version = checkpoint.write(stage, trainer, policy, options.saved_dtype)
+    version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype)
     return {"loss": loss, "accuracy": after, "version": version}
 
 
@@ -109,9 +118,9 @@ def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: boo
     return {name: found[name].to_numpy() for name in found.column_names if name not in ("id", "tokens")}
 
 
-def accuracy(stage: Stage, trainer: Trainer, pairs: Pairs, limit: int) -> float:
-    """The share of pairs whose chosen completion is likelier than the rejected one."""
-    found = score(stage, trainer, pairs.documents, limit)
+def compute_accuracy(stage: Stage, trainer: Trainer, pairs: Pairs, limit: int) -> float:
+    """Compute the share of pairs whose chosen completion is likelier than the rejected one."""
+    found = score_documents(stage, trainer, pairs.documents, limit)
     return sum(chosen > rejected for chosen, rejected in zip(found[0::2], found[1::2])) / len(pairs)
 
 
@@ -141,10 +150,10 @@ class Learner:
         divergence = self._divergence(chosen)
         torch.manual_seed(self.stage.seed("dropout", self.trainer.step, self.stage.rank))
         totals: dict[str, float] = {}
-        for micro in self.trainer.accumulate(plan(self.trainer, picked, self.limit)):
+        for micro in self.trainer.accumulate(plan_pairs(self.trainer, picked, self.limit)):
             pairs = [picked[i] for i in micro]
             documents = [document for pair in pairs for document in pair.documents()]
-            found = sums(self.trainer, documents)
+            found = sum_logprobs(self.trainer, documents)
             known = [self.reference[side][chosen[i]] for i in micro for side in ("chosen", "rejected")]
             judged = Judged(
                 found - found.new_tensor(known),
@@ -167,7 +176,7 @@ class Learner:
         if not self.others:
             return 0.0
         documents = [self.others[place] for i in chosen for place in (2 * i, 2 * i + 1)]
-        found = score(None, self.trainer, documents, 2 * self.limit)
+        found = score_documents(None, self.trainer, documents, 2 * self.limit)
         known = [self.reference[side][i] for i in chosen for side in ("chosen_kl", "rejected_kl")]
         return max(0.0, sum(a - b for a, b in zip(found, known)) / len(known))
 

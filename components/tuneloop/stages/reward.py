@@ -28,7 +28,7 @@ def reward(
     rollouts: Input,
     *,
     reward_weights: Annotated[
-        dict[Annotated[str, plugins.variant("rewards")], float] | None,
+        dict[Annotated[str, plugins.validate_variant("rewards")], float] | None,
         Field(description="reward → weight; default: each row's own"),
     ] = None,
     timeout_s: Annotated[float, Field(gt=0, description="seconds that one call of a reward may take")] = 5.0,
@@ -70,7 +70,7 @@ def reward(
         outcomes = [replace(o, score=escape_score) if o.outcome == "escape" else o for o in outcomes]
     _check_budget(outcomes, error_budget)
     _write(path, outcomes, stage.out / "rewards.parquet")
-    facts = summarize(rows, outcomes)
+    facts = summarize_rewards(rows, outcomes)
     stage.facts.update({**rollouts.manifest.facts, "reward": facts})
     numbers = {k: float(facts[k]) for k in ("mean", "std", "solved", "zero_variance")}
     stage.metric(int(rollouts.manifest.facts.get("version", 0)), **numbers)
@@ -91,7 +91,7 @@ def _write(rollouts: Path, outcomes: Sequence[Outcome], scored: Path) -> None:
             out.write_batch(pa.record_batch([*batch.columns, *arrays], schema=out.schema))
 
 
-def summarize(rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def summarize_rewards(rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What `reward` says of its output; rows without a score count in `outcomes` alone. One must have a score."""
     scores: list[float] = []
     solved: list[bool] = []

@@ -11,7 +11,7 @@ from pydantic import Field
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.options import PairOptions
-from tuneloop.training.pairs import Pair, check_fits, plan, read_pairs
+from tuneloop.training.pairs import Pair, check_fits, plan_pairs, read_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,9 +54,9 @@ def reward_model(
         return measures, sum(pair.length for pair in picked)
 
     batch = options.per_device_train_batch_size * options.gradient_accumulation_steps * ranks.world
-    loss = epochs.train(stage, trainer, len(pairs), batch, options.max_steps, options.save_steps, step)
+    loss = epochs.train_epochs(stage, trainer, len(pairs), batch, options.max_steps, options.save_steps, step)
     with stage.timed("evaluate"):
-        right = accuracy(stage, trainer, held_out, options.per_device_train_batch_size)
+        right = compute_accuracy(stage, trainer, held_out, options.per_device_train_batch_size)
     with stage.timed("save"):
         source, target = checkpoint.model_dir(policy), stage.out / "model"
         if stage.leader:
@@ -75,7 +75,7 @@ def train_step(
 
     torch.manual_seed(stage.seed("dropout", trainer.step, stage.rank))
     totals = torch.zeros(3, dtype=torch.float64)
-    for micro in trainer.accumulate(plan(trainer, pairs, limit)):
+    for micro in trainer.accumulate(plan_pairs(trainer, pairs, limit)):
         chosen, rejected = _scores(trainer, [pairs[i] for i in micro])
         loss = bradley_terry(chosen, rejected, center).sum() / len(pairs)
         loss.backward()
@@ -95,11 +95,11 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, center: float) -> Tensor:
     return center * (chosen + rejected).square() - logsigmoid(chosen - rejected)
 
 
-def accuracy(stage: Stage, scorer: Scorer, pairs: Sequence[Pair], limit: int) -> float:
-    """The share of pairs whose chosen completion scores above the rejected one."""
+def compute_accuracy(stage: Stage, scorer: Scorer, pairs: Sequence[Pair], limit: int) -> float:
+    """Compute the share of pairs whose chosen completion scores above the rejected one."""
     right = 0.0
     with scorer.frozen():
-        for micro in plan(scorer, pairs, limit):
+        for micro in plan_pairs(scorer, pairs, limit):
             checkpoint.check_stop(stage, scorer)
             chosen, rejected = _scores(scorer, [pairs[i] for i in micro])
             right += float((chosen > rejected).sum())

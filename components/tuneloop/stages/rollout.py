@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from tuneloop.core.component import Input, Results, Stage, component
-from tuneloop.core.seeds import derive
+from tuneloop.core.seeds import derive_seed
 from tuneloop.formats import rollouts
 from tuneloop.inference.generate import (
     CanaryTolerance,
@@ -21,8 +21,8 @@ from tuneloop.inference.generate import (
     MaxTokens,
     Prompts,
     TimeoutS,
-    generate,
-    identity,
+    generate_completions,
+    input_identity,
     open_engine,
 )
 from tuneloop.inference.multi_turn import EnvironmentArgs, EnvironmentName, KeepReasoning, MaxTurns, Play
@@ -46,7 +46,7 @@ def _uncut(off: float) -> AfterValidator:
     accelerator=True,
     role="sampler",
     results={"completions": int, "mean_length": float},
-    identity=identity,
+    identity=input_identity,
 )
 def rollout(
     stage: Stage,
@@ -83,17 +83,17 @@ def rollout(
         StaleWeights: the engine serves other weights.
     """
     train = Prompts(prompts, "train")
-    chosen = train.rows(batch(len(train), prompts_per_iteration, seed, iteration))
+    chosen = train.rows(select_prompt_indices(len(train), prompts_per_iteration, seed, iteration))
     groups = [f"i{iteration:06d}-p{p:05d}" for p in range(len(chosen))]
     play = Play.of(environment, environment_args, max_turns, keep_reasoning)
     job = Job(chosen, groups, n, temperature, max_tokens, play)
     served = open_engine(engine, endpoint, engine_args, timeout_s)
     try:
-        tokenizer, requests, completions = generate(stage, policy, job, served, canary_tolerance)
+        tokenizer, requests, completions = generate_completions(stage, policy, job, served, canary_tolerance)
     finally:
         served.close()
     rows = (rollouts.make_rows(tokenizer, *each) for each in zip(chosen, requests, completions))
-    rollouts.write(stage.out, itertools.chain.from_iterable(rows))
+    rollouts.write_rollouts(stage.out, itertools.chain.from_iterable(rows))
     made = [said for group in completions for said in group]
     mean = sum(len(said.ids) for said in made) / len(made)
     cut = sum(said.finish_reason == "length" for said in made) / len(made)
@@ -101,8 +101,8 @@ def rollout(
     return {"completions": len(made), "mean_length": mean}
 
 
-def batch(total: int, size: int, seed: int, iteration: int) -> list[int]:
-    """Indices of the prompts of an iteration: its slice of one permutation of `total` after another, epoch by epoch.
+def select_prompt_indices(total: int, size: int, seed: int, iteration: int) -> list[int]:
+    """Select the indices of an iteration's prompts: its slice of one permutation of `total` per epoch.
 
     >>> sorted(batch(6, 3, 0, 0) + batch(6, 3, 0, 1))
     [0, 1, 2, 3, 4, 5]
@@ -113,7 +113,7 @@ def batch(total: int, size: int, seed: int, iteration: int) -> list[int]:
         epoch, position = divmod(place, total)
         if epoch not in orders:
             orders[epoch] = array("q", range(total))
-            random.Random(derive(seed, "prompts", epoch)).shuffle(orders[epoch])
+            random.Random(derive_seed(seed, "prompts", epoch)).shuffle(orders[epoch])
         indices.append(orders[epoch][position])
     return indices
 

@@ -83,8 +83,8 @@ def sft(
         measures = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "targets": targets}
         return measures, sum(len(document.ids) for document in picked)
 
-    loss = epochs.train(stage, trainer, len(documents), batch, options.max_steps, options.save_steps, step)
-    version = checkpoint.write(stage, trainer, policy, options.saved_dtype)
+    loss = epochs.train_epochs(stage, trainer, len(documents), batch, options.max_steps, options.save_steps, step)
+    version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype)
     return {"loss": loss, "version": version}
 
 

@@ -37,7 +37,7 @@ class Batch:
     labels: Tensor
 
 
-def plan(lengths: Sequence[int], limit: int, world: int, packed: bool) -> list[list[list[int]]]:
+def plan_micro_batches(lengths: Sequence[int], limit: int, world: int, packed: bool) -> list[list[list[int]]]:
     """Deal documents to ranks: rank → micro-batches → indices into `lengths`.
 
     Every rank gets equally many micro-batches, as the collectives of a sharded model demand; some may be empty. Those
@@ -54,20 +54,20 @@ def plan(lengths: Sequence[int], limit: int, world: int, packed: bool) -> list[l
         count = math.ceil(len(order) / limit)
         micro = [order[start::count] for start in range(count)]
     else:
-        micro = cut(order, lengths, limit)
+        micro = cut_into_rectangles(order, lengths, limit)
     if world > 1:
-        micro.sort(key=lambda batch: size(batch, lengths, packed))
+        micro.sort(key=lambda batch: count_batch_tokens(batch, lengths, packed))
     micro = [[] for _ in range(-len(micro) % world)] + micro
     return [micro[rank::world] for rank in range(world)]
 
 
-def size(batch: Sequence[int], lengths: Sequence[int], packed: bool) -> int:
-    """Tokens of a micro-batch, with padding where there is some."""
+def count_batch_tokens(batch: Sequence[int], lengths: Sequence[int], packed: bool) -> int:
+    """Count the tokens of a micro-batch, with padding where there is some."""
     own = [lengths[i] for i in batch]
     return sum(own) if packed else len(own) * max(own, default=0)
 
 
-def cut(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
+def cut_into_rectangles(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
     """Cut documents sorted by length into rectangles, at the least cost.
 
     A rectangle costs its area, padding included, and `FORWARD_COST`. The best cut of the first k documents follows
@@ -86,8 +86,8 @@ def cut(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[i
     return pieces[::-1]
 
 
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing: rows of indices whose lengths sum to at most `capacity` (arXiv 2404.10830)."""
+def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Pack documents into rows of at most `capacity` tokens by best-fit decreasing (arXiv 2404.10830)."""
     rows: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -101,13 +101,13 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def collate(documents: Sequence[Document], device: torch.device, capacity: int | None = None) -> Batch:
+def collate_documents(documents: Sequence[Document], device: torch.device, capacity: int | None = None) -> Batch:
     """Lay documents out, one a row, or packed into rows of at most `capacity` tokens.
 
     No document gives a batch of one token and no target: what an idle rank runs to keep step with the others.
     """
     lengths = [len(document.ids) for document in documents]
-    rows = [[i] for i in range(len(documents))] if capacity is None else pack(lengths, capacity)
+    rows = [[i] for i in range(len(documents))] if capacity is None else pack_documents(lengths, capacity)
     width = max((sum(lengths[i] for i in row) for row in rows), default=1)
     ids = [[0] * width for _ in rows] or [[0]]
     positions = [[0] * width for _ in rows] or [[0]]  # 0, 0, … in what is left of a row: each pad stands alone

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.core.artifacts import Artifact, canonical
+from tuneloop.core.artifacts import Artifact, dump_canonical_json
 from tuneloop.core.component import Stage
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import canary_ids, canary_logprobs
@@ -96,7 +96,9 @@ def lora_base(policy: Artifact) -> Artifact:
         raise UserError("lora", url, remedy) from error
 
 
-def write(stage: Stage, trainer: Trainer, policy: Artifact, save_dtype: str, version: int | None = None) -> int:
+def write_checkpoint(
+    stage: Stage, trainer: Trainer, policy: Artifact, save_dtype: str, version: int | None = None
+) -> int:
     """Write all of a checkpoint but its metrics to ``stage.out``; called by all ranks.
 
     Args:
@@ -120,7 +122,7 @@ def write(stage: Stage, trainer: Trainer, policy: Artifact, save_dtype: str, ver
             if trainer.lora:
                 state |= {"lora": trainer.lora.model_dump(mode="json"), "base": trainer.base.manifest.digest}
                 stage.facts["base"] = trainer.base.url
-            (stage.out / "trainer" / "state.json").write_text(canonical(state))
+            (stage.out / "trainer" / "state.json").write_text(dump_canonical_json(state))
     if stage.leader:
         with stage.timed("canary"):
             ids = _canary_ids(policy, trainer.vocab_size)

@@ -43,7 +43,7 @@ def _file(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank:05d}.safetensors"
 
 
-def save(tensors: dict[str, Tensor], directory: Path) -> None:
+def save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
     """Write `tensors`, sharded or whole; called by all ranks with the same names."""
     if dist.is_initialized():
         dcp.save(tensors, storage_writer=_Writer(directory))
@@ -52,7 +52,7 @@ def save(tensors: dict[str, Tensor], directory: Path) -> None:
         save_file(tensors, _file(directory, 0))
 
 
-def load(tensors: dict[str, Tensor], directory: Path) -> None:
+def load_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
     """Fill `tensors` in place, from whatever number of ranks wrote them; called by all ranks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group is what no_dist says

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import AfterValidator, ValidationError, ValidationInfo
 
 from tuneloop.core import plugins
-from tuneloop.core.artifacts import Artifact, canonical
+from tuneloop.core.artifacts import Artifact, dump_canonical_json
 from tuneloop.core.component import Stage, from_validation
 from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint
@@ -51,7 +51,7 @@ def find_algorithm(name: str, kind: Kind) -> Any:
         UserError: unknown, or of another kind.
     """
     module, remedy = KINDS[kind]
-    found = plugins.load("algorithms", name, "Algorithm")
+    found = plugins.load_variant("algorithms", name, "Algorithm")
     if not (isinstance(found, type) and issubclass(found, getattr(importlib.import_module(module), kind))):
         raise UserError("algorithm", name, remedy)
     return found
@@ -79,7 +79,7 @@ def algorithm_of(kind: Kind) -> AfterValidator:
     anything runs. What else there is may be installed only where the stage runs."""
 
     def check(name: str) -> str:
-        if name in plugins.shipped("algorithms"):
+        if name in plugins.list_shipped_variants("algorithms"):
             try:
                 find_algorithm(name, kind)
             except UserError as error:
@@ -94,7 +94,7 @@ def options_of(kind: Kind) -> AfterValidator:
 
     def check(options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         name = info.data.get("algorithm")  # None: refused already
-        if name in plugins.shipped("algorithms"):
+        if name in plugins.list_shipped_variants("algorithms"):
             open_algorithm(name, options, kind, "")
         return options
 
@@ -127,8 +127,10 @@ def new_trainer(
     return trainer
 
 
-def train(stage: Stage, trainer: Any, count: int, batch: int, max_steps: int, save_steps: int, step: Step) -> float:
-    """Steps up to `max_steps`, from where an earlier attempt stopped; the last loss.
+def train_epochs(
+    stage: Stage, trainer: Any, count: int, batch: int, max_steps: int, save_steps: int, step: Step
+) -> float:
+    """Train up to `max_steps`, from where an earlier attempt stopped, and return the last loss.
 
     Examples come in epochs, each in a random order that is a function of (seed, epoch): resuming must know the step
     and the batch alone. A resumed run keeps the batch it began with, whatever its number of processes: steps stay the
@@ -153,7 +155,7 @@ def train(stage: Stage, trainer: Any, count: int, batch: int, max_steps: int, sa
     with stage.timed("train"):
         while trainer.step < max_steps:
             with trainer.watched() if trainer.step == second else nullcontext():
-                measures, tokens = step(draw(stage, count, trainer.step * batch, batch))
+                measures, tokens = step(draw_indices(stage, count, trainer.step * batch, batch))
             (stop,) = trainer.ranks.max([float(stage.stopping)])  # together, or one rank waits for another for ever
             stage.metric(trainer.step, **measures)
             loss, seen = measures["loss"], seen + tokens
@@ -169,8 +171,8 @@ def train(stage: Stage, trainer: Any, count: int, batch: int, max_steps: int, sa
     return loss
 
 
-def draw(stage: Stage, count: int, start: int, batch: int) -> list[int]:
-    """Places `start` … `start + batch - 1` of the endless stream of epochs over `count` examples."""
+def draw_indices(stage: Stage, count: int, start: int, batch: int) -> list[int]:
+    """Draw the indices `start` … `start + batch - 1` of the endless stream of epochs over `count` examples."""
     chosen: list[int] = []
     while len(chosen) < batch:
         epoch, offset = divmod(start + len(chosen), count)
@@ -225,5 +227,5 @@ def _write_resume(stage: Stage, trainer: Any, batch: int, path: Path) -> None:
     trainer.save(path / "trainer")
     if stage.leader:
         about = {"step": trainer.step, "world_size": trainer.ranks.world, "batch": batch}
-        (path / "trainer" / "state.json").write_text(canonical(about))
+        (path / "trainer" / "state.json").write_text(dump_canonical_json(about))
         (path / "metrics.jsonl").write_bytes((stage.out / "metrics.jsonl").read_bytes())

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.errors import Retryable, UserError, failed
-from tuneloop.formats.chat import rewrite
+from tuneloop.core.errors import Retryable, UserError, report_error
+from tuneloop.formats.chat import rewrite_chats
 
 
-def fetch(source: str, into: Path, *, messages: bool = False) -> None:
+def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
     """Copy `source` to the directory `into`, under a temporary name first; what an earlier call put there goes.
 
     Raises:
@@ -48,7 +48,7 @@ def fetch(source: str, into: Path, *, messages: bool = False) -> None:
             staged.mkdir(parents=True)
             shutil.copyfile(path, staged / path.name)
         for file in staged.glob("*.parquet") if messages else ():
-            rewrite(file)
+            rewrite_chats(file)
         mark.write_text("")  # from here on `into` is ours, and nothing whole
         shutil.rmtree(into, ignore_errors=True)
         staged.rename(into)
@@ -67,9 +67,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         if not given.source:
             raise UserError("storageUri", given.source, "is required: the reference of an artifact")
-        fetch(given.source, given.into, messages=given.messages)
+        fetch_artifact(given.source, given.into, messages=given.messages)
     except (UserError, Retryable) as error:
-        return failed(error)
+        return report_error(error)
     print(f"fetch: {given.source} is at {given.into}", flush=True)
     return 0
 

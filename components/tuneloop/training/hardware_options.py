@@ -10,8 +10,10 @@ from typing import Any
 from tuneloop.core.errors import UserError
 
 
-def check(device: str, world: int, cpu_offload: bool, torch_compile: bool, use_liger_kernel: bool) -> None:
-    """Whether what the options need is here.
+def check_hardware_options(
+    device: str, world: int, cpu_offload: bool, torch_compile: bool, use_liger_kernel: bool
+) -> None:
+    """Check that the device and the packages that the options need are there.
 
     Args:
         device: ``cpu`` or ``cuda``.

@@ -58,13 +58,13 @@ class Lora(BaseModel):
                 raise UserError("lora.target_modules", targets, "leave embeddings and the output layer out")
 
 
-def plain(name: str) -> str:
-    """What a parameter is called in the model without adapters."""
+def get_base_parameter_name(name: str) -> str:
+    """Return the name of a parameter in the model without adapters."""
     return name.replace(BASE, ".")
 
 
-def merged(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The state of the model that `model` with its adapters amounts to, whole or sharded, in the dtype of the sum."""
+def merge_adapters(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the state of `model` with its adapters merged, whole or sharded, in the dtype of the sum."""
     import torch
     from peft.tuners.lora import LoraLayer
 
@@ -75,12 +75,12 @@ def merged(model: Any) -> Iterator[tuple[str, Tensor]]:
             with torch.no_grad():
                 value = value.float() + layers[owner].get_delta_weight("default")
         if ADAPTER not in name:
-            yield plain(name), value
+            yield get_base_parameter_name(name), value
 
 
 @contextmanager
-def disabled(model: Any) -> Iterator[None]:
-    """The model without its adapters.
+def disable_adapters(model: Any) -> Iterator[None]:
+    """Disable the adapters of `model` while the block runs.
 
     They are scaled by 0. peft's own switch takes the gradient off them, and FSDP, which looks once, would find a model
     with nothing to train.

@@ -50,11 +50,11 @@ class Pair:
 
     def documents(self) -> list[Document]:
         """The chosen and the rejected one."""
-        return [follow(self.prompt, self.chosen), follow(self.prompt, self.rejected)]
+        return [build_document(self.prompt, self.chosen), build_document(self.prompt, self.rejected)]
 
 
-def follow(prompt: list[int], completion: list[int]) -> Document:
-    """A document whose completion is the target."""
+def build_document(prompt: list[int], completion: list[int]) -> Document:
+    """Build a document whose completion is the target."""
     from tuneloop.formats.token_files import Document
 
     return Document(prompt + completion, [False] * len(prompt) + [True] * len(completion))
@@ -109,7 +109,7 @@ class Mismatched(Places["Document"]):
     def at(self, place: int) -> Document:
         i, side = divmod(place, 2)
         other = self._pairs[i - 1]
-        return follow(self._pairs[i].prompt, other.rejected if side else other.chosen)
+        return build_document(self._pairs[i].prompt, other.rejected if side else other.chosen)
 
 
 def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> Pairs:
@@ -146,16 +146,16 @@ def check_fits(pairs: Iterable[Pairs], policy: Policy, max_length: int) -> None:
         epochs.check_fits({name: [document]}, policy, max_length)
 
 
-def plan(policy: Policy, pairs: Sequence[Pair], limit: int) -> list[list[int]]:
-    """This rank's micro-batches of whole pairs, as indices."""
+def plan_pairs(policy: Policy, pairs: Sequence[Pair], limit: int) -> list[list[int]]:
+    """Plan this rank's micro-batches of whole pairs, as indices."""
     from tuneloop.training import batching
 
     lengths = [pair.length for pair in pairs]
-    return batching.plan(lengths, limit, policy.ranks.world, policy.packed)[policy.ranks.rank]
+    return batching.plan_micro_batches(lengths, limit, policy.ranks.world, policy.packed)[policy.ranks.rank]
 
 
-def sums(policy: Policy, documents: Sequence[Document]) -> Tensor:
-    """Float32 ``[documents]``: the log-probability of each one's targets, all together; one forward pass."""
+def sum_logprobs(policy: Policy, documents: Sequence[Document]) -> Tensor:
+    """Sum the log-probabilities of each document's targets in one forward pass: float32 ``[documents]``."""
     import torch
 
     values, _ = policy.logprobs(documents)
@@ -164,8 +164,8 @@ def sums(policy: Policy, documents: Sequence[Document]) -> Tensor:
     return torch.zeros(len(documents), device=values.device).index_add(0, owner, values)
 
 
-def score(stage: Stage | None, policy: Policy, documents: Sequence[Document], limit: int) -> array[float]:
-    """`sums` of any number of documents, at most `limit` at once, on every rank.
+def score_documents(stage: Stage | None, policy: Policy, documents: Sequence[Document], limit: int) -> array[float]:
+    """Compute `sum_logprobs` of any number of documents, at most `limit` at once, on every rank.
 
     Args:
         stage: left on SIGTERM; None: in an optimizer step, which ends first, so that a resume point can follow.
@@ -178,7 +178,7 @@ def score(stage: Stage | None, policy: Policy, documents: Sequence[Document], li
             for micro in policy.plan(part, limit):
                 if stage is not None:
                     checkpoint.check_stop(stage, policy)
-                found |= {i: [v] for i, v in zip(micro, sums(policy, [part[i] for i in micro]).tolist())}
+                found |= {i: [v] for i, v in zip(micro, sum_logprobs(policy, [part[i] for i in micro]).tolist())}
         merged = policy.ranks.merge(found)
         scores.extend(merged[i][0] for i in range(len(part)))
     return scores

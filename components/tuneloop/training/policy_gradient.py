@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tuneloop.core.component import Stage
 from tuneloop.training import checkpoint
-from tuneloop.training.samples import Sample, floats
+from tuneloop.training.samples import Sample, to_float32
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ class Objective:
                 parts = values.split([samples[i].document.target_count for i in micro])
                 found |= {i: part.tolist() for i, part in zip(micro, parts)}
         for i, logprobs in policy.ranks.merge(found).items():
-            setattr(samples[i], name, floats(logprobs))
+            setattr(samples[i], name, to_float32(logprobs))
 
     def step(self, trainer: Trainer, batch: Sequence[Sample]) -> float:
         """One optimizer step on a mini-batch; its loss. Measures go to the stage's metrics."""

@@ -47,15 +47,15 @@ class Sample:
     truncated: bool
     age: int
     engine: array[float]
-    advantages: array[float] = field(default_factory=lambda: floats(()))
+    advantages: array[float] = field(default_factory=lambda: to_float32(()))
     counted: bool = False
     used: bool = False
-    old: array[float] = field(default_factory=lambda: floats(()))
-    reference: array[float] = field(default_factory=lambda: floats(()))
+    old: array[float] = field(default_factory=lambda: to_float32(()))
+    reference: array[float] = field(default_factory=lambda: to_float32(()))
 
 
-def floats(values: Sequence[float]) -> array[float]:
-    """float32: as tensors have them."""
+def to_float32(values: Sequence[float]) -> array[float]:
+    """Convert values to float32, as tensors have them."""
     return array("f", values)
 
 

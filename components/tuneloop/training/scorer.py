@@ -53,7 +53,7 @@ class Scorer(Policy):
 
     def load_masters(self, directory: Path) -> None:
         """Those of a language model; they have no such head."""
-        distributed_checkpoint.load(
+        distributed_checkpoint.load_tensors(
             {name: value for name, value in self.masters().items() if name != "model.score.weight"}, directory
         )
 

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 
-from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, INTERRUPTED, UNAVAILABLE, say
+from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, INTERRUPTED, UNAVAILABLE, print_diagnostic
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,13 +30,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         run(parse_args(list(argv)))
     except SignalException as error:  # the ranks have ended by now
-        return say(f"{INTERRUPTED}: torchrun: {signal.Signals(error.sigval).name}", EXIT_RETRY)
+        return print_diagnostic(f"{INTERRUPTED}: torchrun: {signal.Signals(error.sigval).name}", EXIT_RETRY)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         print(f"torchrun: ranks ended with {codes}", file=sys.stderr, flush=True)
         return exit_code(codes.values())
     except (DistError, RendezvousError) as error:
-        return say(f"{UNAVAILABLE}: torchrun: another node is not there: {error}", EXIT_RETRY)
+        return print_diagnostic(f"{UNAVAILABLE}: torchrun: another node is not there: {error}", EXIT_RETRY)
     return 0
 
 

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 
 @contextmanager
-def watched(found: dict[str, float]) -> Iterator[None]:
-    """Sets ``communication_s``, in which some collective of this rank was under way, and ``step_s``, of the whole."""
+def measure_collectives(found: dict[str, float]) -> Iterator[None]:
+    """Set ``communication_s``, the time in collectives of this rank, and ``step_s``, that of the whole block."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it calls a machine without a GPU an error
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=activities) as seen:
@@ -26,11 +26,11 @@ def watched(found: dict[str, float]) -> Iterator[None]:
         for event in seen.events() or ()
         if event.name.startswith("gloo:") or ("nccl" in event.name.lower() and event.device_type == DeviceType.CUDA)
     ]
-    found |= {"communication_s": covered(spans) / 1e6, "step_s": elapsed}
+    found |= {"communication_s": compute_union_length(spans) / 1e6, "step_s": elapsed}
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals: collectives overlap."""
+def compute_union_length(spans: Iterable[tuple[float, float]]) -> float:
+    """Compute the length of the union of intervals, as collectives overlap."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

@@ -4,12 +4,31 @@ The trainer calls `publish`, a replica `materialize`; `docs/weights.md` is the p
 either side can be replaced.
 """
 
-from tuneloop.weights.inspect import Difference, Listed, Verified, diff, gc, ls, verify
-from tuneloop.weights.materialize import Materialized, materialize
+from tuneloop.weights.inspect import (
+    Difference,
+    Listed,
+    Verified,
+    delete_unused_versions,
+    diff_versions,
+    list_versions,
+    verify_version,
+)
+from tuneloop.weights.materialize import Materialized, materialize_version
 from tuneloop.weights.pointer import PointerConflict, PointerRewind
-from tuneloop.weights.publish import Published, publish
+from tuneloop.weights.publish import Published, publish_version
 
 __all__ = [
-    "Difference", "Listed", "Materialized", "PointerConflict", "PointerRewind", "Published", "Verified",
-    "diff", "gc", "ls", "materialize", "publish", "verify",
+    "Difference",
+    "Listed",
+    "Materialized",
+    "PointerConflict",
+    "PointerRewind",
+    "Published",
+    "Verified",
+    "delete_unused_versions",
+    "diff_versions",
+    "list_versions",
+    "materialize_version",
+    "publish_version",
+    "verify_version",
 ]  # fmt: skip

@@ -45,8 +45,8 @@ class Delta:
     new: str
 
 
-def encode(old: Bytes, new: Bytes, width: int, encoding: Encoding) -> Delta:
-    """The delta from `old` to `new` and the xxh3-128 of both, in one pass.
+def encode_delta(old: Bytes, new: Bytes, width: int, encoding: Encoding) -> Delta:
+    """Encode the delta from `old` to `new`, and hash both by xxh3-128, in one pass.
 
     Args:
         old, new: flat uint8 of the same length, which is a multiple of `width`.
@@ -71,7 +71,7 @@ def _sink(encoding: Encoding, size: int, width: int) -> _Gaps | _Xor | _Overwrit
     return _Xor(size, width) if encoding == "xor" else _Overwrite()
 
 
-def apply(old: Bytes, new: Bytes, payload: Bytes, width: int, encoding: Encoding) -> str:
+def apply_delta(old: Bytes, new: Bytes, payload: Bytes, width: int, encoding: Encoding) -> str:
     """Write to `new` what the delta makes of `old`, and return its xxh3-128, in one pass.
 
     Args:
@@ -135,7 +135,7 @@ class _Gaps:
         self.width, self.parts = width, [struct.pack("<II", width, BLOCK // width)]
 
     def add(self, old: Bytes, new: Bytes) -> int:
-        positions, values = changed(old, new, self.width)
+        positions, values = find_changed_elements(old, new, self.width)
         if not len(positions):
             self.parts.append(b"\0\0\0\0")
             return 0
@@ -148,8 +148,8 @@ class _Gaps:
         return b"".join(self.parts)
 
 
-def changed(old: Bytes, new: Bytes, width: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Positions of the elements that differ, and what they differ in.
+def find_changed_elements(old: Bytes, new: Bytes, width: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Find the positions of the elements that differ, and the bits in which they do.
 
     Eight comparisons at a time first: looking for those that are not all equal, and into these, is two times faster
     than looking for true bools among all.

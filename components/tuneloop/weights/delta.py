@@ -20,7 +20,7 @@ import xxhash
 
 from tuneloop.core.errors import Corrupt
 from tuneloop.weights import codec
-from tuneloop.weights.layout import Blame, Bytes, Checkpoint, blamed, encode_header, read_header
+from tuneloop.weights.layout import Blame, Bytes, Checkpoint, build_blame, encode_header, read_header
 
 MEND = "restore it from a copy, or publish the next version in full"
 
@@ -48,7 +48,9 @@ class Written:
     fits: bool
 
 
-def write(old: Checkpoint, new: Checkpoint, path: Path, encoding: codec.Encoding, limit: int, threads: int) -> Written:
+def write_delta(
+    old: Checkpoint, new: Checkpoint, path: Path, encoding: codec.Encoding, limit: int, threads: int
+) -> Written:
     """Write the delta between two checkpoints of the same layout to `path`: a safetensors file of U8 payloads by name.
 
     ``__metadata__`` holds the xxh3-128 of each changed tensor's new state. Tensors that did not change are absent.
@@ -58,7 +60,7 @@ def write(old: Checkpoint, new: Checkpoint, path: Path, encoding: codec.Encoding
     """
 
     def encode(name: str) -> codec.Delta:
-        return codec.encode(old.view(name), new.view(name), new.tensors[name].width, encoding)
+        return codec.encode_delta(old.view(name), new.view(name), new.tensors[name].width, encoding)
 
     digest = "0" * 32
     widest = {n: {"dtype": "U8", "shape": [2 * new.size], "data_offsets": [2 * new.size] * 2} for n in new.tensors}
@@ -113,7 +115,7 @@ class DeltaFile:
         expected: Mapping[str, str],
         blame: Blame | None = None,
     ) -> None:
-        self.encoding, self.blame = encoding, blame or blamed(path, MEND)
+        self.encoding, self.blame = encoding, blame or build_blame(path, MEND)
         header = read_header(path, blame=self.blame)
         self.stated = stated = header.metadata
         if not set(names) == set(header.tensors) == set(stated) or any(expected.get(n) != stated[n] for n in stated):
@@ -122,7 +124,7 @@ class DeltaFile:
         self.payloads: dict[str, Bytes] = {name: content[t.start : t.end] for name, t in header.tensors.items()}
 
 
-def patch(
+def patch_checkpoint(
     target: Checkpoint,
     deltas: list[DeltaFile],
     expected: Mapping[str, str],
@@ -146,21 +148,21 @@ def patch(
         data, blame = target.view(name), target.blame(target.tensors[name].file)
         touching = [delta for delta in deltas if name in delta.payloads]
         if not touching:
-            compare([(name, xxhash.xxh3_128_hexdigest(data.data))], expected, blame)
+            check_checksums([(name, xxhash.xxh3_128_hexdigest(data.data))], expected, blame)
             return
         made = _buffer(len(data))  # written back as a whole: storing through the map would cost a page fault a page
         for delta in touching:
             try:
-                digest = codec.apply(data, made, delta.payloads[name], target.tensors[name].width, delta.encoding)
+                digest = codec.apply_delta(data, made, delta.payloads[name], target.tensors[name].width, delta.encoding)
                 wrong = f"makes xxh3-128 {digest}, published was {delta.stated[name]}"
             except Corrupt as error:
                 digest, wrong = "", error.remedy
             if digest != delta.stated[name]:
                 if start is not None:
-                    compare([(name, xxhash.xxh3_128_hexdigest(target.view(name).data))], start, blame)
+                    check_checksums([(name, xxhash.xxh3_128_hexdigest(target.view(name).data))], start, blame)
                 raise delta.blame(f"its {name} {wrong}")
             data = made
-        compare([(name, digest)], expected, touching[-1].blame)
+        check_checksums([(name, digest)], expected, touching[-1].blame)
         target.write(name, made)
 
     for _ in in_order(update, target.tensors, threads):
@@ -178,7 +180,7 @@ def _buffer(size: int) -> Bytes:
     return buffer
 
 
-def compare(found: Iterable[tuple[str, str]], expected: Mapping[str, str], blame: Blame) -> None:
+def check_checksums(found: Iterable[tuple[str, str]], expected: Mapping[str, str], blame: Blame) -> None:
     """Check tensor checksums.
 
     Raises:
@@ -189,8 +191,8 @@ def compare(found: Iterable[tuple[str, str]], expected: Mapping[str, str], blame
             raise blame(f"its {name} has xxh3-128 {digest}, published was {expected.get(name)}")
 
 
-def checksums(checkpoint: Checkpoint, threads: int) -> dict[str, str]:
-    """xxh3-128 of every tensor's bytes."""
+def compute_checksums(checkpoint: Checkpoint, threads: int) -> dict[str, str]:
+    """Compute the xxh3-128 of every tensor's bytes."""
     return dict(
         in_order(lambda name: xxhash.xxh3_128_hexdigest(checkpoint.view(name).data), checkpoint.tensors, threads)
     )

@@ -13,8 +13,8 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 from tuneloop.weights import codec, delta, live
 from tuneloop.weights.layout import Checkpoint
-from tuneloop.weights.materialize import check, materialize
-from tuneloop.weights.versions import INDEX, Chain, directory
+from tuneloop.weights.materialize import check_directory, materialize_version
+from tuneloop.weights.versions import INDEX, Chain, get_version_directory
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Listed:
     latest: bool
 
 
-def ls(root: str | Store) -> list[Listed]:
-    """All complete versions, oldest first."""
+def list_versions(root: str | Store) -> list[Listed]:
+    """List all complete versions, oldest first."""
     chain = Chain(root)
     listed = []
     for version in chain.versions:
@@ -50,7 +50,7 @@ class Verified:
     tensors: int
 
 
-def verify(root: str | Store, version: int | None = None, held: Path | str | None = None) -> Verified:
+def verify_version(root: str | Store, version: int | None = None, held: Path | str | None = None) -> Verified:
     """Prove that a version (None: the latest) can be assembled, or that the directory `held` is that version.
 
     Raises:
@@ -60,10 +60,10 @@ def verify(root: str | Store, version: int | None = None, held: Path | str | Non
     chain = Chain(root)
     entry = chain.entry(chain.target(version))
     if held is not None:
-        return Verified(entry.version, check(Path(held), entry, delta.thread_count()))
+        return Verified(entry.version, check_directory(Path(held), entry, delta.thread_count()))
     with tempfile.TemporaryDirectory(prefix="tuneloop-weights-") as scratch:
-        materialize(chain.store, entry.version, f"{scratch}/model")
-        return Verified(entry.version, check(Path(scratch) / "model", entry, delta.thread_count()))
+        materialize_version(chain.store, entry.version, f"{scratch}/model")
+        return Verified(entry.version, check_directory(Path(scratch) / "model", entry, delta.thread_count()))
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Difference:
     same: int
 
 
-def diff(root: str | Store, first: int, second: int) -> Difference:
+def diff_versions(root: str | Store, first: int, second: int) -> Difference:
     """Compare two versions: names by their checksums, densities by their bytes.
 
     A tensor whose dtype or shape differs counts as changed everywhere (density 1).
@@ -87,7 +87,7 @@ def diff(root: str | Store, first: int, second: int) -> Difference:
     with tempfile.TemporaryDirectory(prefix="tuneloop-weights-") as scratch:
         if names:
             for version in (first, second):
-                materialize(chain.store, version, f"{scratch}/{version}")
+                materialize_version(chain.store, version, f"{scratch}/{version}")
             old, new = (Checkpoint(Path(scratch) / str(v)) for v in (first, second))
             densities = {n: _density(old, new, n) for n in names}
     return Difference(
@@ -106,8 +106,10 @@ def _density(old: Checkpoint, new: Checkpoint, name: str) -> float:
     return float(np.mean(old.view(name).view(kind) != new.view(name).view(kind)))
 
 
-def gc(root: str | Store, keep: int = 1, pinned: Collection[int] = (), *, delete: bool = True) -> list[int]:
-    """Drop versions; returns those dropped, or with `delete` false those that would be.
+def delete_unused_versions(
+    root: str | Store, keep: int = 1, pinned: Collection[int] = (), *, delete: bool = True
+) -> list[int]:
+    """Delete versions; return those deleted, or with `delete` false those that would be.
 
     What stays: the latest, the `keep` newest, those in `pinned`, those that replicas say they serve (`live`), and every
     version that one of them is assembled from. Leftovers of crashed publications below the latest go too;
@@ -122,7 +124,7 @@ def gc(root: str | Store, keep: int = 1, pinned: Collection[int] = (), *, delete
     if chain.latest is None:
         return []
     needed: set[int] = set()
-    served = set(live.versions(chain.store).values()) & set(chain.versions)
+    served = set(live.list_served_versions(chain.store).values()) & set(chain.versions)
     for version in {*chain.versions[-keep:], chain.latest, *pinned, *served}:
         for _, entry in chain.steps(chain.target(version)):
             needed.add(entry.version)
@@ -132,8 +134,12 @@ def gc(root: str | Store, keep: int = 1, pinned: Collection[int] = (), *, delete
     if not delete:
         return dropped
     for version in dropped:
-        chain.store.delete(f"{directory(version)}/{INDEX}")  # first: without it the version is gone as a whole
-    whole = {directory(v) for v in needed} | {directory(v) for v in chain.versions if v >= chain.latest}
+        chain.store.delete(
+            f"{get_version_directory(version)}/{INDEX}"
+        )  # first: without it the version is gone as a whole
+    whole = {get_version_directory(v) for v in needed} | {
+        get_version_directory(v) for v in chain.versions if v >= chain.latest
+    }
     for place in sorted({key.partition("/")[0] for key in chain.keys}):
         number = place.removeprefix("weight_v")
         if place not in whole and number != place and number.isdigit() and int(number) < chain.latest:

@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tuneloop.core.errors import Corrupt, UserError
-from tuneloop.core.store import inside, opened
+from tuneloop.core.store import is_contained_path, open_for_reading
 
 Bytes = NDArray[np.uint8]
 
@@ -50,8 +50,8 @@ Blame = Callable[[str], Corrupt]
 """What is wrong with a file → the error that names the file and says what to do."""
 
 
-def blamed(where: object, mend: str = _MEND) -> Blame:
-    """The errors of a file that a user knows as `where`."""
+def build_blame(where: object, mend: str = _MEND) -> Blame:
+    """Build a function that makes the errors of a file that a user knows as `where`."""
     return lambda wrong: Corrupt("weights", str(where), f"{wrong}; {mend}")
 
 
@@ -70,8 +70,8 @@ def read_header(path: Path, name: str = "", blame: Blame | None = None) -> Heade
     Raises:
         Corrupt: it is not a safetensors file.
     """
-    blame = blame or blamed(path)
-    with opened(path) as file:
+    blame = blame or build_blame(path)
+    with open_for_reading(path) as file:
         size = file.read(8)
         length = int.from_bytes(size, "little")
         if len(size) < 8 or length > path.stat().st_size - 8:
@@ -119,7 +119,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path, *, writable: bool = False, blame: Callable[[str], Blame] | None = None) -> None:
         self.directory = Path(directory)
-        self.blame = blame or (lambda file: blamed(self.directory / file))
+        self.blame = blame or (lambda file: build_blame(self.directory / file))
         self.tensors: dict[str, Tensor] = {}
         self.headers: dict[str, str] = {}
         found = [p for p in visible_files(self.directory) if p.suffix == ".safetensors"]
@@ -148,10 +148,10 @@ class Checkpoint:
     def write(self, name: str, data: Bytes) -> None:
         """Replace the bytes of a tensor in its file."""
         tensor = self.tensors[name]
-        fill(self.directory / tensor.file, tensor.start, data)
+        write_bytes_at(self.directory / tensor.file, tensor.start, data)
 
 
-def fill(path: Path, start: int, data: Bytes) -> None:
+def write_bytes_at(path: Path, start: int, data: Bytes) -> None:
     """Write `data` into a file that exists, from the byte `start` on; others may write other bytes meanwhile."""
     with path.open("r+b", buffering=0) as file:
         file.seek(start)
@@ -166,7 +166,9 @@ def visible_files(directory: Path) -> list[Path]:
     return sorted(p for p in paths if not any(part.startswith(".") for part in p.relative_to(directory).parts))
 
 
-def create(path: Path, entries: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> None:
+def preallocate_safetensors(
+    path: Path, entries: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]
+) -> None:
     """Preallocate a safetensors file, all zeros, byte-compatible with the library's own.
 
     Several processes can then `fill` in what each holds (an FSDP shard of dimension 0 is a byte range): no rank gathers
@@ -201,5 +203,5 @@ def file_names(names: Iterable[str]) -> None:
         Corrupt: an absolute name, or one with an empty, hidden or parent part.
     """
     for name in names:
-        if not inside(name) or any(part.startswith(".") for part in name.split("/")):
+        if not is_contained_path(name) or any(part.startswith(".") for part in name.split("/")):
             raise Corrupt("weights", name, "is no name for a file of a model directory; publish the version again")

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tuneloop.core.artifacts import canonical
+from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.store import Store
 
 PLACE = "live"
@@ -27,34 +27,34 @@ EXPIRY_S = 600.0
 """Ten misses: a store's clock and ours may differ by minutes."""
 
 
-def announce(root: Store, replica: str, version: int) -> None:
-    """Say that `replica` serves `version`, from now until `RENEW_S` from now.
+def announce_version(root: Store, replica: str, version: int) -> None:
+    """Announce that `replica` serves `version`, from now until `RENEW_S` from now.
 
     Raises:
         UserError, Retryable: the store can not be written to.
     """
-    root.put(f"{PLACE}/{replica}.json", canonical({"version": version}).encode())
+    root.put(f"{PLACE}/{replica}.json", dump_canonical_json({"version": version}).encode())
 
 
-def withdraw(root: Store, replica: str) -> None:
-    """`replica` has ended."""
+def withdraw_replica(root: Store, replica: str) -> None:
+    """Withdraw the announcement of a replica that has ended."""
     root.delete(f"{PLACE}/{replica}.json")
 
 
-def versions(root: Store) -> dict[str, int]:
-    """Replica → version, of those that live."""
+def list_served_versions(root: Store) -> dict[str, int]:
+    """Return replica → version, of the replicas that live."""
     since = time.time() - EXPIRY_S
     found = {key: root.get(key) for key, (_, at) in root.stat().items() if key.startswith(f"{PLACE}/") and at > since}
     names = {key: key.removeprefix(f"{PLACE}/").removesuffix(".json") for key in found}
     return {names[key]: int(json.loads(data)["version"]) for key, data in found.items() if data}
 
 
-def record(root: Store, replica: str, about: Mapping[str, Any]) -> None:
-    """Keep what a pull of ``about["version"]`` by `replica` took. Raises as `announce`."""
-    root.put(f"{RECORDS}/{about['version']:06d}/{replica}.json", canonical(about).encode())
+def record_pull(root: Store, replica: str, about: Mapping[str, Any]) -> None:
+    """Record what a pull of ``about["version"]`` by `replica` took. Raises as `announce`."""
+    root.put(f"{RECORDS}/{about['version']:06d}/{replica}.json", dump_canonical_json(about).encode())
 
 
-def recorded(root: Store, version: int) -> list[dict[str, Any]]:
-    """What pulls of `version` took, of each replica that recorded it."""
+def read_pulls(root: Store, version: int) -> list[dict[str, Any]]:
+    """Read what the pulls of `version` took, of each replica that recorded one."""
     found = (root.get(key) for key in root.keys(f"{RECORDS}/{version:06d}"))
     return [json.loads(data) for data in found if data]

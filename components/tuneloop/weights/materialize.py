@@ -18,7 +18,7 @@ from tuneloop.core.artifacts import file_digest
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
 from tuneloop.weights import delta, versions
-from tuneloop.weights.layout import Blame, Checkpoint, blamed, visible_files
+from tuneloop.weights.layout import Blame, Checkpoint, build_blame, visible_files
 from tuneloop.weights.versions import Chain, Entry
 
 _AGAIN = "materialize it again"
@@ -63,7 +63,7 @@ class Materialized:
     timings: dict[str, float] = field(default_factory=dict)
 
 
-def materialize(
+def materialize_version(
     root: str | Store, version: int | None, directory: Path | str, *, threads: int | None = None
 ) -> Materialized:
     """Make `directory` hold `version` (None: the latest) as published below `root`, byte for byte.
@@ -83,7 +83,7 @@ def materialize(
     directory = Path(directory)
     threads = threads or delta.thread_count()
     target = chain.target(version)  # before a directory is made for it
-    with locked(directory):
+    with lock_directory(directory):
         held = _held(directory, chain, target, threads)
         plan = _plan(chain, target, held)
         if held == target:
@@ -130,7 +130,7 @@ def _plan(chain: Chain, target: int, held: int | None) -> _Plan:
             break
         steps.append(step)
     if restore is None:
-        where = f"{chain.store.url}/{versions.directory(target)}"
+        where = f"{chain.store.url}/{versions.get_version_directory(target)}"
         raise Corrupt("weights", where, "builds on a version that is gone, and no full version is left below it")
     return restore
 
@@ -144,7 +144,7 @@ def _result(plan: _Plan, timings: dict[str, float]) -> Materialized:
     full = plan.full.version if plan.full else None
     return Materialized(
         plan.target.version,
-        versions.reference(plan.target),
+        versions.get_version_reference(plan.target),
         plan.held,
         full,
         done,
@@ -162,18 +162,18 @@ def _open_delta(store: Store, step: Entry, incoming: Path) -> delta.DeltaFile | 
     if len(names) != 1:
         raise Corrupt("weights", step.place, "has several delta files, which this reader does not write or read")
     key = f"{step.place}/{names.pop()}"
-    path = fetch(store, key, incoming / f"{step.version}.safetensors")
-    blame = blamed(f"{store.url}/{key}", delta.MEND)
+    path = fetch_file(store, key, incoming / f"{step.version}.safetensors")
+    blame = build_blame(f"{store.url}/{key}", delta.MEND)
     return delta.DeltaFile(path, encoding, step.index.weight_map, step.index.tuneloop.checksums, blame)
 
 
-def fetch(store: Store, key: str, path: Path, *, copy: bool = False) -> Path:
-    """A local file with the bytes of `key`: the stored file itself where the store is local and no copy is wanted."""
+def fetch_file(store: Store, key: str, path: Path, *, copy: bool = False) -> Path:
+    """Return a local file with the bytes of `key`, downloaded if the store is remote or a copy is wanted."""
     if store.root is None or copy:
         store.download(key, path)
         return path
     if not (store.root / key).is_file():
-        raise blamed(f"{store.url}/{key}", delta.MEND)("is missing although its index is there")
+        raise build_blame(f"{store.url}/{key}", delta.MEND)("is missing although its index is there")
     return store.root / key
 
 
@@ -181,7 +181,7 @@ def _fetch_full(store: Store, full: Entry, directory: Path) -> None:
     for name, file in full.index.tuneloop.files.items():
         if file.stored is None:
             raise Corrupt("weights", f"{store.url}/{full.place}", f"is a full version that does not store {name}")
-        fetch(store, f"{full.place}/{file.stored}", directory / name, copy=True)
+        fetch_file(store, f"{full.place}/{file.stored}", directory / name, copy=True)
 
 
 def _assemble(chain: Chain, plan: _Plan, deltas: list[delta.DeltaFile | None], directory: Path, threads: int) -> None:
@@ -200,7 +200,7 @@ def _assemble(chain: Chain, plan: _Plan, deltas: list[delta.DeltaFile | None], d
     if not plan.full:
         (directory / MARKER).unlink()  # from here on the directory holds nothing until it is proved again
     start = (plan.full or chain.entry(plan.held or 0)).index.tuneloop.checksums
-    delta.patch(model, given, index.checksums, threads, start=start)
+    delta.patch_checkpoint(model, given, index.checksums, threads, start=start)
     for name, path in others.items():
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, work / name)
@@ -219,9 +219,9 @@ def _assemble(chain: Chain, plan: _Plan, deltas: list[delta.DeltaFile | None], d
 def _origin(store: Store, plan: _Plan, directory: Path) -> Callable[[str], Blame]:
     """Where the plan's first state of a file comes from: the full version's stored file, or the directory's own."""
     if plan.full is None:
-        return lambda name: blamed(directory / name, _AGAIN)
+        return lambda name: build_blame(directory / name, _AGAIN)
     place, files = f"{store.url}/{plan.full.place}", plan.full.index.tuneloop.files
-    return lambda name: blamed(f"{place}/{files[name].stored if name in files else name}", delta.MEND)
+    return lambda name: build_blame(f"{place}/{files[name].stored if name in files else name}", delta.MEND)
 
 
 def _fetch_others(store: Store, plan: _Plan, incoming: Path, blame: Callable[[str], Blame]) -> dict[str, Path]:
@@ -234,11 +234,11 @@ def _fetch_others(store: Store, plan: _Plan, incoming: Path, blame: Callable[[st
     }
     wanted = plan.target.index.tuneloop.files
     work = incoming / "model" if plan.full else incoming.parent
-    found = {n: fetch(store, key, incoming / "others" / n, copy=True) for n, key in newest.items() if n in wanted}
+    found = {n: fetch_file(store, key, incoming / "others" / n, copy=True) for n, key in newest.items() if n in wanted}
     for name, file in wanted.items():
         path = found.get(name, work / name)
         if file.header is None and (not path.is_file() or file_digest(path) != file.digest):
-            of = blamed(f"{store.url}/{newest[name]}", delta.MEND) if name in found else blame(name)
+            of = build_blame(f"{store.url}/{newest[name]}", delta.MEND) if name in found else blame(name)
             raise of(f"is not the file that was published ({file.digest})")
     return found
 
@@ -265,13 +265,13 @@ def _held(directory: Path, chain: Chain, target: int, threads: int) -> int | Non
     entry = chain.entry(marker.version)
     try:
         if marker.boot != _boot() or marker.version == target:  # else the deltas' checks prove every tensor
-            check(directory, entry, threads)
+            check_directory(directory, entry, threads)
         return marker.version if _same_files(Checkpoint(directory), entry) else None
     except UserError:
         return None
 
 
-def check(directory: Path, entry: Entry, threads: int) -> int:
+def check_directory(directory: Path, entry: Entry, threads: int) -> int:
     """Compare a directory with a version, every tensor and every file.
 
     Returns the number of tensors.
@@ -282,9 +282,9 @@ def check(directory: Path, entry: Entry, threads: int) -> int:
     model = Checkpoint(directory)
     if not _same_files(model, entry):
         where = f"version {entry.version}"
-        raise blamed(directory, _AGAIN)(f"has other tensors, configuration or tokenizer than {where}")
-    found = delta.checksums(model, threads).items()
-    delta.compare(found, entry.index.tuneloop.checksums, blamed(directory, _AGAIN))
+        raise build_blame(directory, _AGAIN)(f"has other tensors, configuration or tokenizer than {where}")
+    found = delta.compute_checksums(model, threads).items()
+    delta.check_checksums(found, entry.index.tuneloop.checksums, build_blame(directory, _AGAIN))
     return len(model.tensors)
 
 
@@ -295,8 +295,8 @@ def _same_files(model: Checkpoint, entry: Entry) -> bool:
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold the directory for this process; the kernel lets go when the process dies.
+def lock_directory(directory: Path) -> Iterator[None]:
+    """Lock the directory for this process; the kernel releases it when the process dies.
 
     Raises:
         UserError: it holds files that `materialize` did not put there, or can not be written.

@@ -31,8 +31,8 @@ class Latest(BaseModel):
     ref: str = Field(description="``<directory>@xxh3-128:<digest of its index>``")
 
 
-def read(root: str | Store) -> Latest | None:
-    """The pointer below `root` (a URL, or a Store on it), or None before the first publication."""
+def read_pointer(root: str | Store) -> Latest | None:
+    """Read the pointer below `root` (a URL, or a Store on it); None before the first publication."""
     store = root if isinstance(root, Store) else Store(root)
     data = store.get(KEY)
     return None if data is None else _parse(store, data)
@@ -45,8 +45,8 @@ def _parse(store: Store, data: bytes) -> Latest:
         raise Corrupt("weights", f"{store.url}/{KEY}", "is no pointer; restore it from a copy") from error
 
 
-def advance(root: str | Store, latest: Latest) -> bool:
-    """Move the pointer below `root` to `latest`; False if it says so already.
+def advance_pointer(root: str | Store, latest: Latest) -> bool:
+    """Advance the pointer below `root` to `latest`; return False if it is there already.
 
     Raises:
         PointerRewind: it stands at a newer version.
@@ -63,7 +63,7 @@ def advance(root: str | Store, latest: Latest) -> bool:
             raise PointerRewind("weights", latest.version, f"{store.url} is at version {now.version} already")
         if now is not None and now.version == latest.version:
             raise PointerConflict("weights", latest.ref, f"version {now.version} of {store.url} is {now.ref}")
-        fencing.check()
+        fencing.check_lease()
         try:
             store.swap(KEY, data, latest.model_dump_json().encode())
             return True

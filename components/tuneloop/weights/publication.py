@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from tuneloop.core.artifacts import Artifact, canonical, file_digest
+from tuneloop.core.artifacts import Artifact, dump_canonical_json, file_digest
 from tuneloop.core.component import UNTRACKED
 from tuneloop.core.errors import Corrupt
 from tuneloop.core.store import Store, local_path
@@ -48,7 +48,7 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
     root = getattr(stage.params, "weights", None)
     if root is None:
         return
-    from tuneloop.weights import publish
+    from tuneloop.weights import publish_version
     from tuneloop.weights.versions import Chain
 
     version = int(manifest.facts["version"])
@@ -61,21 +61,21 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
     with tempfile.TemporaryDirectory(prefix="tuneloop-publish-") as scratch:
         model = _model(Artifact(stage.out_url), Path(scratch))
         base_version, base = _base(manifest)
-        done = publish(root, version, model, base=base, base_version=base_version, source=manifest.digest)
+        done = publish_version(root, version, model, base=base, base_version=base_version, source=manifest.digest)
     if version not in chain.versions:
         _record(chain.store, done, began)
         stage.log(_line(done))
 
 
-def published(root: str) -> dict[int, dict[str, Any]]:
-    """What publishing each version below `root` took, by version; see `Published`, and ``at``, when it was done."""
+def read_publications(root: str) -> dict[int, dict[str, Any]]:
+    """Read version → what publishing it below `root` took; see `Published`, and ``at``, when it was done."""
     store = Store(root)
     records = (json.loads(store.get(key) or b"{}") for key in store.keys(RECORDS))
     return {about["version"]: about for about in records if about}
 
 
-def record(root: str, version: int) -> dict[str, Any] | None:
-    """The same of one version; None where nobody recorded it."""
+def read_publication(root: str, version: int) -> dict[str, Any] | None:
+    """Read what publishing one version took; None if it was not recorded."""
     found = Store(root).get(f"{RECORDS}/{version:06d}.json")
     return None if found is None else dict(json.loads(found))
 
@@ -124,7 +124,7 @@ def _base(manifest: Manifest) -> tuple[int | None, Path | None]:
 
 def _record(store: Store, done: Published, began: float) -> None:
     about = {**dataclasses.asdict(done), "began": began, "at": time.time()}
-    store.put(f"{RECORDS}/{done.version:06d}.json", canonical(about).encode())
+    store.put(f"{RECORDS}/{done.version:06d}.json", dump_canonical_json(about).encode())
 
 
 def _line(done: Published) -> str:

@@ -14,7 +14,7 @@ from tuneloop.core.errors import Corrupt
 from tuneloop.core.store import Conflict, Store
 from tuneloop.weights import codec, delta, pointer, versions
 from tuneloop.weights.layout import Checkpoint
-from tuneloop.weights.materialize import materialize
+from tuneloop.weights.materialize import materialize_version
 from tuneloop.weights.pointer import PointerConflict, PointerRewind
 from tuneloop.weights.versions import INDEX, Chain, Entry, Extra, File, Index, Metadata
 
@@ -59,7 +59,7 @@ class Published:
     timings: dict[str, float] = field(default_factory=dict)
 
 
-def publish(
+def publish_version(
     root: str | Store,
     version: int,
     directory: Path | str,
@@ -128,7 +128,7 @@ class _Attempt:
     ) -> None:
         self.chain, self.version, self.threads, self.scratch, self.source = chain, version, threads, scratch, source
         self.new = Checkpoint(directory)
-        self.place = versions.directory(version)
+        self.place = versions.get_version_directory(version)
         self.timings: dict[str, float] = {}
         self.checksums: dict[str, str] | None = None
         self.full: Index | None = None
@@ -141,7 +141,7 @@ class _Attempt:
         clock = time.perf_counter()
         if base is None:
             base = self.scratch / "base"
-            materialize(self.chain.store, standing.version, base, threads=self.threads)
+            materialize_version(self.chain.store, standing.version, base, threads=self.threads)
         old = Checkpoint(Path(base))
         self.timings["base"] = time.perf_counter() - clock
         clock = time.perf_counter()
@@ -150,7 +150,7 @@ class _Attempt:
             raise _not_the_base(base, standing)
         if old.headers != self.new.headers:  # names, dtypes, shapes or files differ: only a full version can say that
             return
-        done = delta.write(old, self.new, self.delta_path, encoding, self.new.size, self.threads)
+        done = delta.write_delta(old, self.new, self.delta_path, encoding, self.new.size, self.threads)
         self.checksums = done.new
         self.timings["encode"] = time.perf_counter() - clock
         if done.old != before.checksums:
@@ -188,7 +188,7 @@ class _Attempt:
     def describe_full(self) -> None:
         """The index of the version in full."""
         if self.checksums is None:
-            self.checksums = delta.checksums(self.new, self.threads)
+            self.checksums = delta.compute_checksums(self.new, self.threads)
         files = self._files(self.checksums)
         stored = {name: file.stored for name, file in files.items()}
         self.full = Index(
@@ -278,8 +278,8 @@ class _Attempt:
         for key in store.keys(self.place):
             if key not in kept and not key.rpartition("/")[2].startswith("."):  # hidden: somebody is writing it
                 store.delete(key)
-        ref = versions.reference(entry)
-        pointer.advance(store, pointer.Latest(version=self.version, ref=ref))
+        ref = versions.get_version_reference(entry)
+        pointer.advance_pointer(store, pointer.Latest(version=self.version, ref=ref))
         return Published(
             version=self.version,
             ref=ref,

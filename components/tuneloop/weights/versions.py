@@ -127,7 +127,7 @@ class Entry:
         file_names(self.index.tuneloop.files)
         file_names(f.stored for f in self.index.tuneloop.files.values() if f.stored)
         file_names(self.index.weight_map.values())
-        if directory(self.version) != place.partition("/")[0]:
+        if get_version_directory(self.version) != place.partition("/")[0]:
             raise Corrupt("weights", f"{store.url}/{place}", f"says that it is version {self.version}")
         if (self.index.encoding is None) != (self.index.base is None) or (self.index.base or -1) >= self.version:
             raise Corrupt("weights", f"{store.url}/{place}", f"cannot be a delta on version {self.index.base}")
@@ -138,7 +138,7 @@ class Entry:
         return {f"{self.place}/{name}" for name in (INDEX, *stored, *self.index.weight_map.values())}
 
 
-def directory(version: int) -> str:
+def get_version_directory(version: int) -> str:
     return f"weight_v{version:06d}"
 
 
@@ -151,21 +151,23 @@ class Chain:
 
     def __init__(self, root: str | Store) -> None:
         self.store = root if isinstance(root, Store) else Store(root)
-        self.pointed = pointer.read(self.store)  # before the listing, which then has what it names
+        self.pointed = pointer.read_pointer(self.store)  # before the listing, which then has what it names
         self.keys = self.store.keys()
         found = (_DIRECTORY.fullmatch(key) for key in self.keys)
-        self.versions = sorted(int(match[2]) for match in found if match and match[1] == directory(int(match[2])))
+        self.versions = sorted(
+            int(match[2]) for match in found if match and match[1] == get_version_directory(int(match[2]))
+        )
         self.entry = functools.cache(self._entry)
 
     def _entry(self, version: int) -> Entry:
-        return Entry(self.store, directory(version))
+        return Entry(self.store, get_version_directory(version))
 
     @functools.cached_property
     def latest(self) -> int | None:
         """The version that the pointer names, checked to be the one it was moved to."""
         if self.pointed is None:
             return None
-        if self.pointed.ref != reference(self.entry(self.pointed.version)):
+        if self.pointed.ref != get_version_reference(self.entry(self.pointed.version)):
             raise Corrupt("weights", f"{self.store.url}/{pointer.KEY}", f"names {self.pointed.ref}, which is not there")
         return self.pointed.version
 
@@ -218,6 +220,6 @@ def delta_place(place: str, full: Index) -> str:
     return f"{place}/delta.{(full.tuneloop.delta_index or '')[:12]}"
 
 
-def reference(entry: Entry) -> str:
-    """What the pointer says of a version: relative, so that a root can be moved as a whole."""
+def get_version_reference(entry: Entry) -> str:
+    """Return the pointer's reference to a version: relative, so that a root can be moved as a whole."""
     return f"{entry.place}@{DIGEST}:{entry.digest}"

@@ -14,7 +14,7 @@ class ExpressionError(ValueError):
     """A tag or expression that cannot be resolved; the message names it."""
 
 
-def text(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as Argo writes it into a parameter: JSON, without quotes around a string."""
     return value if isinstance(value, str) else format_json(value)
 
@@ -32,7 +32,7 @@ def format_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def unquote(word: str) -> str:
+def parse_string_literal(word: str) -> str:
     """Return the text of a string literal."""
     if word[0] == "`":
         return word[1:-1]
@@ -52,7 +52,7 @@ def get_member(value: Any, key: Any) -> Any:
         if -len(value) <= key < len(value):
             return value[key]
         raise ExpressionError(f"index {key} is out of range of {len(value)} items")
-    raise ExpressionError(f"cannot take {key!r} of {text(value)}")
+    raise ExpressionError(f"cannot take {key!r} of {format_value(value)}")
 
 
 def is_number(value: Any) -> bool:

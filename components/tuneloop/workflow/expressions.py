@@ -21,20 +21,20 @@ from tuneloop.workflow.expression_values import (
     ExpressionError,
     apply_operator,
     format_json,
+    format_value,
     get_member,
+    parse_string_literal,
     require_number,
-    text,
     to_float,
     to_int,
-    unquote,
 )
 
 TAG = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
 Scope = Mapping[str, Any]
 
 
-def substitute(value: Any, scope: Scope) -> Any:
-    """`value` with every tag in every string of it (also in nested lists and maps) replaced by its text.
+def substitute_tags(value: Any, scope: Scope) -> Any:
+    """Replace every tag in every string of `value`, also in nested lists and maps, by its text.
 
     Raises:
         ExpressionError: a tag that `scope` does not hold, a faulty expression, an expression without value.
@@ -42,21 +42,21 @@ def substitute(value: Any, scope: Scope) -> Any:
     if isinstance(value, str):
         return TAG.sub(lambda match: _resolve(match[1], scope), value)
     if isinstance(value, list):
-        return [substitute(item, scope) for item in value]
+        return [substitute_tags(item, scope) for item in value]
     if isinstance(value, dict):
-        return {key: substitute(item, scope) for key, item in value.items()}
+        return {key: substitute_tags(item, scope) for key, item in value.items()}
     return value
 
 
-def evaluate(expression: str, scope: Scope) -> Any:
-    """The value of an expr-lang `expression` (without braces); strings, numbers, booleans, lists, dicts or None."""
+def evaluate_expression(expression: str, scope: Scope) -> Any:
+    """Evaluate an expr-lang `expression` (without braces) to a string, number, boolean, list, dict or None."""
     try:
         return _Parser(_tokens(expression), _nest(scope)).whole()
     except ExpressionError as error:
         raise ExpressionError(f"{expression!r}: {error}") from None
 
 
-def parse(expression: str) -> None:
+def check_expression(expression: str) -> None:
     """Check an expression's grammar and the functions it calls, without knowing any names.
 
     Raises:
@@ -70,16 +70,16 @@ def parse(expression: str) -> None:
         raise ExpressionError(f"{expression!r}: {error}") from None
 
 
-def truth(expression: str, scope: Scope) -> bool:
-    """An expression that must be a boolean, as in ``retryStrategy.expression`` and hooks."""
-    value = evaluate(expression, scope)
+def evaluate_boolean(expression: str, scope: Scope) -> bool:
+    """Evaluate an expression that must be a boolean, as in ``retryStrategy.expression`` and hooks."""
+    value = evaluate_expression(expression, scope)
     if not isinstance(value, bool):
-        raise ExpressionError(f"{expression!r} is {text(value)}, not true or false")
+        raise ExpressionError(f"{expression!r} is {format_value(value)}, not true or false")
     return value
 
 
-def condition(when: str) -> bool:
-    """Whether an already substituted ``when`` holds; an empty one does."""
+def evaluate_when(when: str) -> bool:
+    """Evaluate an already substituted ``when``; an empty one holds."""
     if not when.strip():
         return True
     try:
@@ -88,16 +88,16 @@ def condition(when: str) -> bool:
         hint = "quote both sides if a value may hold spaces, hyphens or nothing"
         raise ExpressionError(f"invalid 'when' expression {when!r}: {error} ({hint})") from None
     if not isinstance(value, bool):
-        raise ExpressionError(f"'when' expression {when!r} is {text(value)}, not true or false")
+        raise ExpressionError(f"'when' expression {when!r} is {format_value(value)}, not true or false")
     return value
 
 
 def _resolve(tag: str, scope: Scope) -> str:
     if tag.lstrip().startswith("="):
-        value = evaluate(tag.lstrip()[1:].strip(), scope)
+        value = evaluate_expression(tag.lstrip()[1:].strip(), scope)
         if value is None:
             raise ExpressionError(f"{{{{{tag}}}}} has no value (nil)")
-        return text(value)
+        return format_value(value)
     value = scope.get(tag.strip())
     if not isinstance(value, str):
         raise ExpressionError(f"failed to resolve {{{{{tag.strip()}}}}}")
@@ -243,7 +243,7 @@ class _Parser:
         if not self.live:
             return False
         if not isinstance(value, bool):
-            raise ExpressionError(f"{op!r} needs true or false, got {text(value)}")
+            raise ExpressionError(f"{op!r} needs true or false, got {format_value(value)}")
         return value
 
     def unary(self) -> Any:
@@ -293,7 +293,7 @@ class _Parser:
             plain = word.replace("_", "")
             return int(plain) if plain.isdigit() else float(plain)
         if kind == "string":
-            return unquote(word)
+            return parse_string_literal(word)
         if kind == "name":
             return self.name(word)
         if word == "(":
@@ -352,7 +352,7 @@ class _Parser:
             kind, key = self.tokens[self.at]
             self.at += 1
             self.need(":")
-            values[unquote(key) if kind == "string" else key] = self.ternary()
+            values[parse_string_literal(key) if kind == "string" else key] = self.ternary()
             if self.take(",") is None and self.tokens[self.at][1] != "}":
                 raise self.refuse()
         return values
@@ -363,7 +363,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "int": to_int,
     "asFloat": to_float,
     "float": to_float,
-    "string": text,
+    "string": format_value,
     "toJson": format_json,
     "toJSON": format_json,
     "fromJSON": json.loads,

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
-from tuneloop.core.program import flag
+from tuneloop.core.program import to_kebab_case
 
 
 class StageSpec:
@@ -71,7 +71,7 @@ class Loop:
         known = {*self.inputs}
         for step in self.steps:
             self._check(f"loop.steps.{step.name}", step.wires.values(), known)
-            known |= {f"{step.name}.{flag(name)}" for name in (step.component.output, *step.component.results)}
+            known |= {f"{step.name}.{to_kebab_case(name)}" for name in (step.component.output, *step.component.results)}
         for step in (self.check, *self.finish):
             self._check(f"loop.{step.name}", step.wires.values(), {*self.inputs})
         self._check("loop.carry", self.carry.values(), known)

@@ -127,7 +127,7 @@ FIELD_PATHS = (
 """What ``env.valueFrom.fieldRef`` may name."""
 
 
-def check(spec: Mapping[str, Any]) -> None:
+def check_workflow(spec: Mapping[str, Any]) -> None:
     """Refuse a workflow spec that the local executor does not support, or whose graphs cannot run.
 
     Raises:
@@ -151,7 +151,7 @@ def check(spec: Mapping[str, Any]) -> None:
         if len(kinds) != 1:
             raise UserError(f"templates.{template['name']}", kinds, f"needs one of {', '.join(KINDS)}")
         _check_pod(template)
-        for task in calls(template):
+        for task in list_calls(template):
             if task.get("template") not in names:
                 field = f"templates.{template['name']}.{task['name']}.template"
                 raise UserError(field, task.get("template"), "no such template")
@@ -159,8 +159,8 @@ def check(spec: Mapping[str, Any]) -> None:
             _check_order(template)
 
 
-def calls(template: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The tasks of a DAG, or the steps of every group, in the order they are written; of a leaf none."""
+def list_calls(template: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """List the tasks of a DAG, or the steps of every group, in the order they are written; none of a leaf."""
     return template.get("dag", {}).get("tasks") or [step for group in template.get("steps", ()) for step in group]
 
 
@@ -169,8 +169,8 @@ def effective_spec(workflow: Mapping[str, Any]) -> dict[str, Any]:
     return {**(workflow.get("status", {}).get("storedWorkflowTemplateSpec") or {}), **workflow["spec"]}
 
 
-def applied(template: Mapping[str, Any]) -> dict[str, Any]:
-    """The object that a resource template applies; empty for any other template."""
+def parse_applied_object(template: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse the object that a resource template applies; empty for any other template."""
     found: dict[str, Any] = yaml.safe_load(template["resource"]["manifest"]) if "resource" in template else {}
     return found
 
@@ -183,7 +183,7 @@ def labels_of(found: Mapping[str, Any]) -> Mapping[str, str]:
 
 def _check_order(template: Mapping[str, Any]) -> None:
     tasks = {task["name"]: task for task in template["dag"]["tasks"]}
-    waiting = {name: set(depends(task, tasks)[0]) for name, task in tasks.items()}
+    waiting = {name: set(parse_depends(task, tasks)[0]) for name, task in tasks.items()}
     while waiting:
         ready = {name for name, names in waiting.items() if not names & waiting.keys()}
         if not ready:
@@ -239,14 +239,14 @@ def _unknown(value: Any, fields: Any, path: str) -> Iterator[str]:
             yield from _unknown(item, known, f"{path}.{key}")
 
 
-def merged(template: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`template` with what it leaves out taken from ``templateDefaults``."""
+def merge_defaults(template: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `template` with what it leaves out taken from ``templateDefaults``."""
     result = dict(template)
     for key, value in defaults.items():
         if key in KINDS and key not in template:
             continue
         if isinstance(value, dict) and isinstance(result.get(key, {}), dict):
-            result[key] = merged(result.get(key, {}), value)
+            result[key] = merge_defaults(result.get(key, {}), value)
         else:
             result.setdefault(key, value)
     return result
@@ -255,8 +255,8 @@ def merged(template: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
 _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def seconds(duration: str | int | float) -> float:
-    """Argo's durations: ``30`` or ``"30"`` (seconds), ``"1m30s"``, ``"2h"``, ``"500ms"``."""
+def parse_duration(duration: str | int | float) -> float:
+    """Parse a duration of Argo into seconds: ``30`` or ``"30"``, ``"1m30s"``, ``"2h"``, ``"500ms"``."""
     text = str(duration).strip()
     if re.fullmatch(r"\d+(\.\d+)?", text):
         return float(text)
@@ -269,7 +269,7 @@ RESULTS = ("Succeeded", "Failed", "Errored", "Skipped", "Omitted", "Daemoned", "
 _DEPENDENCY = re.compile(r"([a-zA-Z0-9][-a-zA-Z0-9]*?)\.([A-Z][a-zA-Z]+)|([a-zA-Z0-9][-a-zA-Z0-9]*)")
 
 
-def depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], str]:
+def parse_depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], str]:
     """The tasks that `task` waits for, and the condition on their results, as an expression over
     ``<task, hyphens as underscores>.<result>``; empty without dependencies.
 

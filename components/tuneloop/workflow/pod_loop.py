@@ -46,7 +46,7 @@ def find_pod(workflow: Mapping[str, Any]) -> dict[str, Any] | None:
     return next((template for template, command in started if PROGRAM in command), None)
 
 
-def unfold(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+def expand_pod(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """Return the workflow with a graph of the stages in place of the pod that runs them, for those who read it.
 
     The second value says how many iterations the pod runs; 0: each stage has a pod, and the workflow is as it was.

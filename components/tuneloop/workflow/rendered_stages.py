@@ -10,7 +10,7 @@ from typing import Any
 
 from tuneloop.core.artifacts import Role
 from tuneloop.core.component import Component, find_component
-from tuneloop.workflow.manifest import applied, calls
+from tuneloop.workflow.manifest import list_calls, parse_applied_object
 
 SERVER = "tuneloop.inference.server"
 LOOP: tuple[Role, ...] = ("sampler", "scorer", "trainer")
@@ -72,7 +72,7 @@ class Stage:
 
 def read_stage(template: Mapping[str, Any]) -> Stage:
     """What a leaf template says of its stage."""
-    job = applied(template)
+    job = parse_applied_object(template)
     body, group = container_of(template, job), group_of(job)
     words = [*body.get("command", ()), *body.get("args", ())]
     flags: dict[str, str] = {}
@@ -99,7 +99,7 @@ def read_loop(workflow: Mapping[str, Any]) -> dict[str, Role]:
     A loop is a template that calls itself.
     """
     templates = {template["name"]: template for template in workflow["spec"].get("templates") or ()}
-    called = {name: [call["template"] for call in calls(template)] for name, template in templates.items()}
+    called = {name: [call["template"] for call in list_calls(template)] for name, template in templates.items()}
     wanted, seen = [name for name, others in called.items() if name in others], set[str]()
     found: dict[str, Role] = {}
     while wanted:

@@ -32,7 +32,7 @@ def tokens(logprobs, old, advantages, sequence=None, **more):
 
 
 def every():
-    found = [plugins.load("algorithms", name, "Algorithm") for name in plugins.names("algorithms")]
+    found = [plugins.load_variant("algorithms", name, "Algorithm") for name in plugins.list_variants("algorithms")]
     return [algorithm for algorithm in found if issubclass(algorithm, PolicyGradient)]
 
 
@@ -173,7 +173,9 @@ def test_corrections_of_the_engine(mode, weights):
 
 
 def test_a_hopeless_engine_gives_a_finite_weight():
-    weight, raw = _terms.importance(torch.tensor([89.0, -500.0]), torch.tensor([0, 0]), "token_truncate", None, 2.0)
+    weight, raw = _terms.compute_importance_weights(
+        torch.tensor([89.0, -500.0]), torch.tensor([0, 0]), "token_truncate", None, 2.0
+    )
     assert weight.tolist() == pytest.approx([2.0, math.exp(-20)])
     assert raw.isfinite().all()
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuneloop.local.executor import Outcome, execute
+from tuneloop.local.executor import Outcome, execute_workflow
 from tuneloop.local.journal import Node
 
 Template = dict[str, Any]
@@ -46,7 +46,7 @@ def workflow(*templates: Template, parameters: Mapping[str, str] | None = None, 
 
 def run(workdir: Path, *templates: Template, options: Mapping[str, Any] | None = None, **spec: Any) -> Outcome:
     """Execute a workflow of `templates`, without a warm process."""
-    return execute(workflow(*templates, **spec), workdir=workdir, warm=False, **(options or {}))
+    return execute_workflow(workflow(*templates, **spec), workdir=workdir, warm=False, **(options or {}))
 
 
 def named(outcome: Outcome) -> dict[str, Node]:

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from hera.workflows import DAG
 
-from tuneloop.argo.claim_steps import entries
-from tuneloop.argo.claims import misplaced
+from tuneloop.argo.claim_steps import list_entry_templates
+from tuneloop.argo.claims import find_placement_errors
 from tuneloop.argo.jobset import pod_spec
-from tuneloop.argo.lint import lint
-from tuneloop.argo.template import stage_template, workflow
-from tuneloop.cluster.run_workflows import as_template, prepare
-from tuneloop.cluster.schedule import looking
-from tuneloop.config.loading import find
+from tuneloop.argo.lint import lint_workflow
+from tuneloop.argo.template import define_workflow, stage_template
+from tuneloop.cluster.run_workflows import as_template, prepare_workflow
+from tuneloop.cluster.schedule import build_data_check_spec
+from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
 from tuneloop.local.workflow_parts import execute_parts
-from tuneloop.planning.plan import draw
+from tuneloop.planning.plan import render_plan
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.workflow.settings import QUEUE_LABEL, Cluster, Share
 
@@ -26,7 +26,7 @@ SHARED = ("cluster.share.group=demo", "cluster.share.device_class=gpu.example.co
 
 
 def grpo(*sets: str) -> dict[str, Any]:
-    pipeline = find("grpo")
+    pipeline = find_pipeline("grpo")
     return pipeline.build(pipeline.configure(sets=[*SHARED, *sets]))
 
 
@@ -41,8 +41,8 @@ def claim_of(made: dict[str, Any], name: str) -> dict[str, str]:
 
 def test_every_part_of_a_long_run_takes_its_seats_first_and_gives_them_back() -> None:
     made = grpo("cluster.share.roles=apart")
-    assert entries(made) == ["main", "continued"]
-    for name in entries(made):
+    assert list_entry_templates(made) == ["main", "continued"]
+    for name in list_entry_templates(made):
         first, *others = template(made, name)["dag"]["tasks"]
         assert first == {"name": "claim", "template": "take-claim"}
         assert all(task["depends"] for task in others)
@@ -85,19 +85,19 @@ def test_trainers_and_samplers_want_different_nodes() -> None:
 )
 def test_a_placement_of_ones_own_is_refused(at: str, field: str, value: Any) -> None:
     made = grpo("cluster.share.roles=apart")
-    assert lint(made) == [] and lint(as_template(made, "grpo")) == []
+    assert lint_workflow(made) == [] and lint_workflow(as_template(made, "grpo")) == []
     (template(made, at) if at else made["spec"])[field] = value
-    (problem,) = lint(made)
+    (problem,) = lint_workflow(made)
     assert str(problem).startswith(f"templates.{at}." if at else "spec.") and "leave it out" in str(problem)
 
 
 def test_a_workflow_that_would_take_no_seat_is_refused() -> None:
     cluster = Cluster(share=Share(group="demo", device_class="gpu.example.com"))
-    with workflow("forgotten") as built:
-        stage = stage_template(find("grpo").module.rollout, {}, cluster=cluster)
+    with define_workflow("forgotten") as built:
+        stage = stage_template(find_pipeline("grpo").module.rollout, {}, cluster=cluster)
         with DAG(name="main"):
             stage(name="rollout", arguments={"policy": "p", "prompts": "q", "rollouts": "r"})
-    (fault,) = misplaced(built.to_dict())
+    (fault,) = find_placement_errors(built.to_dict())
     assert "give workflow() the cluster" in str(fault)
 
 
@@ -109,12 +109,12 @@ def test_what_cannot_share_says_so() -> None:
     with pytest.raises(UserError, match=r"set one of them"):
         grpo("cluster.gpus=1")
     with pytest.raises(UserError, match=r"set device_class"):
-        find("grpo").configure(sets=["cluster.share.group=demo", "cluster.share.count=2"])
+        find_pipeline("grpo").configure(sets=["cluster.share.group=demo", "cluster.share.count=2"])
 
 
 def test_a_schedule_only_looks_and_holds_no_seat() -> None:
-    made = prepare(grpo(), run="nightly", store="s3://a/b")
-    spec = looking(made, "nightly")
+    made = prepare_workflow(grpo(), run="nightly", store="s3://a/b")
+    spec = build_data_check_spec(made, "nightly")
     assert "onExit" not in spec and "take-claim" not in {each["name"] for each in spec["templates"]}
     assert "depends" not in spec["templates"][-1]["dag"]["tasks"][0]
 
@@ -123,9 +123,9 @@ def test_requests_are_small_limits_big_and_what_cannot_fit_is_refused() -> None:
     made = grpo("cluster.share.request=512Mi", "cluster.share.node_memory=12Gi")
     resources = template(made, "policy-update")["container"]["resources"]
     assert (resources["requests"]["memory"], resources["limits"]["memory"]) == ("512Mi", "2304Mi")
-    draw("grpo", made)
+    render_plan("grpo", made)
     with pytest.raises(UserError, match=r"'12 GiB': 2 runs request 2 × \(2.25 GiB \+ 4.25 GiB server\) \+ 4 GiB"):
-        draw("grpo", grpo("cluster.share.node_memory=12Gi"))
+        render_plan("grpo", grpo("cluster.share.node_memory=12Gi"))
     assert "memory" in pod_spec("trainer", True, [], [], Cluster())["containers"][0]["resources"]["requests"]
 
 
@@ -135,7 +135,7 @@ def test_one_machine_has_no_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     cluster = Cluster(share=Share(group="demo", device_class="gpu.example.com"))
     using = copy.copy(data_prep)
     using.accelerator = True
-    with workflow("shared", cluster=cluster) as built:
+    with define_workflow("shared", cluster=cluster) as built:
         stage = stage_template(using, {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0}, cluster=cluster)
         with DAG(name="main"):
             stage(name="data-prep", arguments={"prompts": "{{workflow.parameters.store}}/shared/data-prep"})

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.unit.argo.api import kubeconfig, serving
-from tuneloop.cli import invoke
+from tuneloop.cli import run_cli
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.preflight import notices
-from tuneloop.cluster.run_workflows import workflows
-from tuneloop.config.loading import find
+from tuneloop.cluster.preflight import list_notices
+from tuneloop.cluster.run_workflows import find_workflows
+from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
 from tuneloop.workflow.settings import RUN_LABEL
 
@@ -25,31 +25,31 @@ def test_workflows_of_one_second_follow_their_numbers() -> None:
 
     found = [made("demo-10", 5), made("demo-2", 5), made("demo", 1), made("demo-11", 5)]
     cluster: Any = SimpleNamespace(list=lambda *_, **__: found, namespace="n", context="c")
-    assert [w["metadata"]["name"] for w in workflows(cluster, "demo")] == ["demo", "demo-2", "demo-10", "demo-11"]
+    assert [w["metadata"]["name"] for w in find_workflows(cluster, "demo")] == ["demo", "demo-2", "demo-10", "demo-11"]
 
 
 def prepared(pipeline: str = "grpo", *settings: str, store: str = "s3://b/runs") -> dict[str, Any]:
-    found = find(pipeline)
-    return run_workflows.prepare(found.build(found.configure(None, settings)), run="demo", store=store)
+    found = find_pipeline(pipeline)
+    return run_workflows.prepare_workflow(found.build(found.configure(None, settings)), run="demo", store=store)
 
 
 def test_a_run_goes_on_as_what_it_was_submitted_as() -> None:
     mended = prepared("grpo", "update.learning_rate=0.001")
     with serving() as (server, cluster):
-        assert argo.create(cluster, prepared(), "demo") == "demo"
+        assert argo.create_workflow(cluster, prepared(), "demo") == "demo"
         live = server.objects["workflows", "demo"]
         live["status"] = {"phase": "Failed"}
         for other, what in ((prepared("sft_then_grpo"), "pipeline"), (prepared(store="s3://b/others"), "store")):
             with pytest.raises(UserError, match=f"--run: 'demo': exists with another {what}; submit it as it was"):
-                argo.create(cluster, other, "demo")
-        assert argo.create(cluster, mended, "demo") == "demo-2", "nothing was made yet that it may not fit"
+                argo.create_workflow(cluster, other, "demo")
+        assert argo.create_workflow(cluster, mended, "demo") == "demo-2", "nothing was made yet that it may not fit"
         del server.objects["workflows", "demo-2"]
         node = {"id": "n", "name": "demo.main.update", "type": "Pod", "templateName": "policy-update"}
         live["status"]["nodes"] = {"n": {**node, "phase": "Succeeded"}}
         with pytest.raises(UserError, match=r"exists with another policy-update\.learning-rate; submit it as it was"):
-            argo.create(cluster, mended, "demo")
+            argo.create_workflow(cluster, mended, "demo")
         larger = prepared("grpo", "cluster.memory=64Gi", "cluster.images=there/{image}", store="s3://b/runs/")
-        assert argo.create(cluster, larger, "demo") == "demo-2", "what pods ask for may change"
+        assert argo.create_workflow(cluster, larger, "demo") == "demo-2", "what pods ask for may change"
 
 
 def test_addresses_and_processes_of_a_run_may_change() -> None:
@@ -57,17 +57,22 @@ def test_addresses_and_processes_of_a_run_may_change() -> None:
         return prepared("grpo", "engine.name=endpoint", f"engine.fleet={fleet}", *settings)
 
     live = {**of_fleet("http://a:1", "nodes=2"), "status": {"phase": "Succeeded"}}
-    assert argo.after(of_fleet("http://b:1", "nodes=2", "rollout.timeout_s=9", "processes=2"), [live], "demo")[1] == 2
+    assert (
+        argo.prepare_resumption(
+            of_fleet("http://b:1", "nodes=2", "rollout.timeout_s=9", "processes=2"), [live], "demo"
+        )[1]
+        == 2
+    )
     with pytest.raises(UserError, match=r"exists with another rollout\.max-tokens;"):
-        argo.after(of_fleet("http://b:1", "nodes=2", "rollout.max_tokens=3"), [live], "demo")
+        argo.prepare_resumption(of_fleet("http://b:1", "nodes=2", "rollout.max_tokens=3"), [live], "demo")
 
 
 def test_stages_that_share_a_pod_may_change_their_images_and_not_their_settings() -> None:
     coarse = ("loop.iterations_per_pod=10", "loop.per_workflow=10")
     live = {**prepared("grpo", *coarse), "status": {"phase": "Succeeded"}}
-    assert argo.after(prepared("grpo", *coarse, "cluster.images=there/{image}"), [live], "demo")[1] == 2
+    assert argo.prepare_resumption(prepared("grpo", *coarse, "cluster.images=there/{image}"), [live], "demo")[1] == 2
     with pytest.raises(UserError, match=r"exists with another policy-update\.learning-rate;"):
-        argo.after(prepared("grpo", *coarse, "update.learning_rate=0.001"), [live], "demo")
+        argo.prepare_resumption(prepared("grpo", *coarse, "update.learning_rate=0.001"), [live], "demo")
 
 
 def test_a_run_that_was_submitted_from_a_template_is_of_its_pipeline() -> None:
@@ -76,9 +81,9 @@ def test_a_run_that_was_submitted_from_a_template_is_of_its_pipeline() -> None:
     spec = {"workflowTemplateRef": {"name": "grpo"}, "entrypoint": "main", "arguments": {"parameters": parameters}}
     live = {"metadata": {"name": "demo", "labels": {RUN_LABEL: "demo"}}, "spec": spec}
     live["status"] = {"phase": "Failed", "storedWorkflowTemplateSpec": template}
-    assert argo.after(prepared(), [live], "demo")[1] == 2
+    assert argo.prepare_resumption(prepared(), [live], "demo")[1] == 2
     with pytest.raises(UserError, match="exists with another pipeline"):
-        argo.after(prepared("sft_then_grpo"), [live], "demo")
+        argo.prepare_resumption(prepared("sft_then_grpo"), [live], "demo")
 
 
 def test_code_of_the_user_s_own_is_said_with_the_images_that_need_it(
@@ -89,12 +94,12 @@ def test_code_of_the_user_s_own_is_said_with_the_images_that_need_it(
     monkeypatch.syspath_prepend(tmp_path)
     own = ("data.source=my_data:load", 'reward.reward_weights={"my_rewards:score": 1}')
     there = "(docs/cluster.md, Your own code)"
-    assert notices(prepared("grpo", *own)) == [
+    assert list_notices(prepared("grpo", *own)) == [
         f"my_data:load, my_rewards:score: has to be in image tuneloop/base:dev {there}"
     ]
-    in_a_pod = notices(prepared("grpo", *own, "loop.iterations_per_pod=10"))
+    in_a_pod = list_notices(prepared("grpo", *own, "loop.iterations_per_pod=10"))
     assert f"my_rewards:score: has to be in image tuneloop/rollout:dev {there}" in in_a_pod
-    assert not notices(prepared())
+    assert not list_notices(prepared())
 
 
 def ended(phase: str, **stages: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +126,7 @@ def test_submit_wait_says_how_the_attempt_ended_and_what_the_run_has_come_to(
         before = {"mean-reward": "0.125"}
         server.becomes = ended("Failed", evaluate_before=before, rollout={"code": 2})
         server.add_pod("demo.rollout", "2026-01-01T00:00:00Z", "error: prompts: None: too few\nError: exit status 2\n")
-        assert invoke(submit) == 2
+        assert run_cli(submit) == 2
         said = capsys.readouterr()
         assert "\ndemo: failed: main failed, exit code 2 (" in said.out
         assert "  mean reward  0.125 (evaluate-before)\n" in said.out
@@ -130,10 +135,10 @@ def test_submit_wait_says_how_the_attempt_ended_and_what_the_run_has_come_to(
         )
         assert "submit it again under this name: it goes on where it ended" in said.err
 
-        assert invoke(["cluster", "status", "demo"]) == 0
+        assert run_cli(["cluster", "status", "demo"]) == 0
         shown = capsys.readouterr().out
         assert re.search(r"^evaluate-before +Succeeded +1 .* mean-reward 0\.125$", shown, re.M), shown
-        assert invoke(["status", "demo", "--to", "argo", "--json"]) == 0
+        assert run_cli(["status", "demo", "--to", "argo", "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert (told["run"], told["phase"], told["message"]) == ("demo", "Failed", "main failed")
         assert [(each["stage"], each["phase"], each["results"]) for each in told["stages"]] == [
@@ -144,7 +149,7 @@ def test_submit_wait_says_how_the_attempt_ended_and_what_the_run_has_come_to(
         after, exported = {"mean-reward": "0.75"}, {"model": "s3://b/runs/demo/export@xxh3-128:0"}
         server.becomes = ended("Succeeded", evaluate_before=before, evaluate_after=after, export=exported)
         server.add_pod("demo-2.export", "2026-01-01T00:02:00Z", "export: done\n")
-        assert invoke(submit) == 0
+        assert run_cli(submit) == 0
         said = capsys.readouterr()
         assert "export | export: done\n" in said.out and "too few" not in said.out, "of the first attempt"
         assert "\ndemo: succeeded (" in said.out and not said.err

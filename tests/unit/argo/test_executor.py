@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.unit.argo.making import Template, dag, given, named, run, shell, task, workflow
-from tuneloop.config.loading import find
+from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
 from tuneloop.local import journal
-from tuneloop.local.executor import execute
+from tuneloop.local.executor import execute_workflow
 from tuneloop.local.journal import Node
 
 ECHO = shell("echo", "printf '%s' '{{inputs.parameters.x}}' > /tmp/out/y", inputs=("x",), outputs=("y",))
@@ -79,7 +79,7 @@ def test_entrypoint_and_its_inputs_can_be_chosen(tmp_path: Path) -> None:
     document = workflow(ECHO, dag(task("t", "missing-argument"), name="other"), OK, dag(task("x", "ok")))
     document["spec"]["templates"][1]["dag"]["tasks"] = [task("t", "echo", arguments=given(x="{{inputs.parameters.p}}"))]
     document["spec"]["templates"][1]["inputs"] = {"parameters": [{"name": "p"}]}
-    outcome = execute(document, workdir=tmp_path, warm=False, entrypoint="other", arguments={"p": "v"})
+    outcome = execute_workflow(document, workdir=tmp_path, warm=False, entrypoint="other", arguments={"p": "v"})
     assert named(outcome)["t"].outputs == {"y": "v"}
 
 
@@ -367,7 +367,7 @@ def test_state_can_be_read_while_it_runs_and_after(tmp_path: Path) -> None:
 
     def on_node(node: Node) -> None:
         if node.progress and not seen:
-            now = journal.read(tmp_path)
+            now = journal.read_state(tmp_path)
             assert now is not None
             seen.append(now)
             (tmp_path / "seen").touch()
@@ -378,7 +378,7 @@ def test_state_can_be_read_while_it_runs_and_after(tmp_path: Path) -> None:
     assert seen[0].alive
     assert seen[0].workflow.phase == "Running"
     assert {node.progress for node in seen[0].nodes.values() if node.type == "Pod"} == {"1/4"}
-    after = journal.read(tmp_path)
+    after = journal.read_state(tmp_path)
     assert after is not None
     assert not after.alive
     assert after.nodes == outcome.nodes
@@ -391,7 +391,7 @@ def test_a_second_session_starts_anew_and_keeps_the_logs(tmp_path: Path) -> None
     assert run(tmp_path, *templates, parameters={"code": "3"}).exit_code == 1
     outcome = run(tmp_path, *templates, parameters={"code": "0"})
     assert outcome.exit_code == 0
-    now = journal.read(tmp_path)
+    now = journal.read_state(tmp_path)
     assert now is not None
     assert [node.phase for node in now.nodes.values()] == ["Succeeded", "Succeeded"]
     assert (tmp_path / named(outcome)["t"].log).read_text() == "once\nonce\n"
@@ -411,13 +411,13 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_one_executor_a_directory(tmp_path: Path) -> None:
-    with journal.hold(tmp_path), pytest.raises(UserError, match="is running already"):
+    with journal.lock_workdir(tmp_path), pytest.raises(UserError, match="is running already"):
         run(tmp_path, OK, dag(task("t", "ok")))
 
 
 def test_a_server_is_reached_from_this_machine_alone(tmp_path: Path) -> None:
     """It takes orders from whoever reaches it."""
-    pipeline = find("grpo")
+    pipeline = find_pipeline("grpo")
     made = pipeline.build(pipeline.configure(None, ["engine.name=vllm"]))
     template = next(t for t in made["spec"]["templates"] if t.get("daemon"))
     serve = template["container"]

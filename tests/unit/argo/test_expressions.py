@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from tuneloop.workflow.expression_values import ExpressionError, text
-from tuneloop.workflow.expressions import condition, evaluate, substitute
+from tuneloop.workflow.expression_values import ExpressionError, format_value
+from tuneloop.workflow.expressions import evaluate_expression, evaluate_when, substitute_tags
 
 SCOPE = {
     "inputs.parameters.iteration": "3",
@@ -50,8 +50,8 @@ SCOPE = {
     ],
 )
 def test_value(expression: str, value: Any) -> None:
-    assert evaluate(expression, SCOPE) == value
-    assert type(evaluate(expression, SCOPE)) is type(value)
+    assert evaluate_expression(expression, SCOPE) == value
+    assert type(evaluate_expression(expression, SCOPE)) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_value(expression: str, value: Any) -> None:
 )
 def test_refused(expression: str, told: str) -> None:
     with pytest.raises(ExpressionError, match=told.replace("(", r"\(")) as caught:
-        evaluate(expression, SCOPE)
+        evaluate_expression(expression, SCOPE)
     assert expression in str(caught.value)
 
 
@@ -101,7 +101,7 @@ def test_refused(expression: str, told: str) -> None:
     ],
 )
 def test_text_is_what_go_writes(value: Any, written: str) -> None:
-    assert text(value) == written
+    assert format_value(value) == written
 
 
 def test_tags_in_nested_values() -> None:
@@ -109,18 +109,18 @@ def test_tags_in_nested_values() -> None:
         "args": ["--n={{ inputs.parameters.iteration }}", 3],
         "next": "{{=asInt(inputs.parameters.iteration) + 1}}",
     }
-    assert substitute(value, SCOPE) == {"args": ["--n=3", 3], "next": "4"}
+    assert substitute_tags(value, SCOPE) == {"args": ["--n=3", 3], "next": "4"}
 
 
 @pytest.mark.parametrize("tag", ["{{tasks.other.outputs.parameters.x}}", "{{=tasks.next.outputs}}", "{{inputs}}"])
 def test_tags_without_value_are_errors(tag: str) -> None:
     with pytest.raises(ExpressionError):
-        substitute(tag, SCOPE)
+        substitute_tags(tag, SCOPE)
 
 
 def test_an_artifact_is_no_text() -> None:
     with pytest.raises(ExpressionError, match="failed to resolve"):
-        substitute("{{x}}", {"x": object()})
+        substitute_tags("{{x}}", {"x": object()})
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,10 @@ def test_an_artifact_is_no_text() -> None:
     ],
 )
 def test_when(when: str, holds: bool) -> None:
-    assert condition(when) is holds
+    assert evaluate_when(when) is holds
 
 
 @pytest.mark.parametrize("when", ["a-b == c", "== x", "two words == x", "3", "'3' > 2", "{{=x}}"])
 def test_faulty_when(when: str) -> None:
     with pytest.raises(ExpressionError, match="'when' expression"):
-        condition(when)
+        evaluate_when(when)

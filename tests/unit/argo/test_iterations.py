@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import LIMIT_S, until
-from tuneloop.config.loading import find
-from tuneloop.workflow.pod_loop import PROGRAM, PodLoop, StageCall, find_pod, unfold
+from tuneloop.config.loading import find_pipeline
+from tuneloop.workflow.pod_loop import PROGRAM, PodLoop, StageCall, expand_pod, find_pod
 
 COARSE = ["engine.name=transformers", "loop.iterations_per_pod=10"]
 
 
 @pytest.fixture(scope="module")
 def workflow() -> dict:
-    found = find("grpo")
+    found = find_pipeline("grpo")
     return found.module.build_argo(found.configure(None, COARSE)).to_dict()
 
 
 def test_the_steps_of_a_pod_have_the_flags_of_pods_of_their_own(workflow: dict) -> None:
-    found = find("grpo")
+    found = find_pipeline("grpo")
     fine = found.module.build_argo(found.configure(None, COARSE[:1])).to_dict()
     alone = {template["name"]: template for template in fine["spec"]["templates"]}
     words = find_pod(workflow)["container"]["args"]
@@ -38,7 +38,7 @@ def test_the_steps_of_a_pod_have_the_flags_of_pods_of_their_own(workflow: dict) 
 def test_who_reads_a_workflow_sees_the_stages_of_its_pods(workflow: dict) -> None:
     names = {t["name"] for t in workflow["spec"]["templates"]}
     assert "iterations" in names and not names & {"rollout", "reward", "policy-update"}
-    unfolded, per_pod = unfold(workflow)
+    unfolded, per_pod = expand_pod(workflow)
     assert per_pod == 10 and find_pod(unfolded) is None
     templates = {t["name"]: t for t in unfolded["spec"]["templates"]}
     assert [task["template"] for task in templates["iterations"]["dag"]["tasks"]] == [

@@ -7,25 +7,25 @@ from typing import Any
 import pytest
 import yaml
 
-from tuneloop.argo.lint import lint
-from tuneloop.cluster.preflight import requests
-from tuneloop.cluster.run_workflows import prepare, queued
-from tuneloop.cluster.schedule import schedule
-from tuneloop.config.loading import find
+from tuneloop.argo.lint import lint_workflow
+from tuneloop.cluster.preflight import compute_pod_requests
+from tuneloop.cluster.run_workflows import find_queued_templates, prepare_workflow
+from tuneloop.cluster.schedule import apply_schedule
+from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow import manifest
 
 
 def rendered(*sets: str) -> dict[str, Any]:
-    pipeline = find("sft_then_grpo")
+    pipeline = find_pipeline("sft_then_grpo")
     made: dict[str, Any] = pipeline.build(pipeline.configure(sets=list(sets)))
     return made
 
 
 def test_the_stages_that_train_become_jobsets() -> None:
     made = rendered("nodes=3", "processes=2", "cluster.gpus=2", "cluster.priority=tuneloop-low")
-    assert not lint(made)
+    assert not lint_workflow(made)
     templates = {t["name"]: t for t in made["spec"]["templates"]}
     names = set()
     for stage in ("sft", "policy-update"):
@@ -54,19 +54,23 @@ def test_the_stages_that_train_become_jobsets() -> None:
 def test_one_machine_refuses_them_by_name() -> None:
     made = rendered("nodes=2")["spec"]
     with pytest.raises(UserError, match=r"-job\.resource.*say nodes=1"):
-        manifest.check(made)
+        manifest.check_workflow(made)
 
 
 def test_a_priority_given_at_submission_reaches_the_jobs() -> None:
-    made = prepare(rendered("nodes=2"), run="demo", store="s3://b", priority="tuneloop-high")
-    labels = queued(made)
+    made = prepare_workflow(rendered("nodes=2"), run="demo", store="s3://b", priority="tuneloop-high")
+    labels = find_queued_templates(made)
     assert {"sft-job", "policy-update-job"} <= labels.keys()
     assert {each["kueue.x-k8s.io/priority-class"] for each in labels.values()} == {"tuneloop-high"}
 
 
 def test_a_job_asks_for_what_all_its_pods_ask_for() -> None:
     templates = {t["name"]: t for t in rendered("nodes=3", "cluster.memory=1Gi", "cluster.gpus=8")["spec"]["templates"]}
-    assert requests(templates["sft-job"]) == {"cpu": Decimal("1.5"), "memory": 3 * 2**30, "nvidia.com/gpu": 24}
+    assert compute_pod_requests(templates["sft-job"]) == {
+        "cpu": Decimal("1.5"),
+        "memory": 3 * 2**30,
+        "nvidia.com/gpu": 24,
+    }
 
 
 @pytest.mark.parametrize(
@@ -80,9 +84,9 @@ def test_a_run_whose_pods_could_have_no_name_is_refused(run: str, says: str) -> 
     """By the rule of JobSet's webhook, which counts the five characters that tell attempts apart."""
     sets = ("loop.iterations=1000", "nodes=3")
     with pytest.raises(UserError, match=f"^--run: '{run}': .*{says}"):
-        prepare(rendered(*sets), run=run, store="s3://b")
-    prepare(rendered(*sets), run=f"a{'0' * 25}", store="s3://b")
-    prepare(rendered("loop.iterations=1000"), run=run, store="s3://b")
+        prepare_workflow(rendered(*sets), run=run, store="s3://b")
+    prepare_workflow(rendered(*sets), run=f"a{'0' * 25}", store="s3://b")
+    prepare_workflow(rendered("loop.iterations=1000"), run=run, store="s3://b")
 
 
 def test_a_schedule_leaves_room_for_the_names_of_its_runs() -> None:
@@ -91,6 +95,6 @@ def test_a_schedule_leaves_room_for_the_names_of_its_runs() -> None:
     about = {"store": "s3://b", "cron": "@daily"}
     made = rendered("loop.iterations=1000", "nodes=3")
     with pytest.raises(UserError, match="take a name at least 1 characters shorter"):
-        schedule(nowhere, made, name=f"a{'0' * 17}", **about)
+        apply_schedule(nowhere, made, name=f"a{'0' * 17}", **about)
     with pytest.raises(AttributeError, match="read_namespace"):
-        schedule(nowhere, made, name=f"a{'0' * 16}", **about)
+        apply_schedule(nowhere, made, name=f"a{'0' * 16}", **about)

@@ -10,9 +10,9 @@ import pytest
 
 from tests.unit.argo.api import Answering, connected, kubeconfig
 from tuneloop.cluster import continue_run, reservations, schedule
-from tuneloop.cluster.launch import launch
-from tuneloop.cluster.run_workflows import workflows
-from tuneloop.cluster.schedule import unschedule
+from tuneloop.cluster.launch import launch_job
+from tuneloop.cluster.run_workflows import find_workflows
+from tuneloop.cluster.schedule import delete_schedule
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.api_errors import retry_until_available
 from tuneloop.kube.connection import IN_CLUSTER, Connection
@@ -90,8 +90,8 @@ def serve() -> Iterator[Any]:
 def test_a_job_that_has_failed_is_replaced(serve: Any) -> None:
     server = Jobs("Failed", "Complete")
     cluster = serve(server)
-    assert launch(cluster, JOB, poll=0.01) == 1
-    assert launch(cluster, JOB, poll=0.01) == 0
+    assert launch_job(cluster, JOB, poll=0.01) == 1
+    assert launch_job(cluster, JOB, poll=0.01) == 0
     assert server.made == 2
 
 
@@ -99,8 +99,8 @@ def test_a_job_that_is_under_way_is_followed(serve: Any) -> None:
     server = Jobs("Complete", looks=3)
     cluster = serve(server)
     server.made, server.job = 1, {**JOB, "looks": 0}
-    assert launch(cluster, JOB, poll=0.01) == 0
-    assert launch(cluster, JOB, poll=0.01) == 0, "and one that has succeeded is left"
+    assert launch_job(cluster, JOB, poll=0.01) == 0
+    assert launch_job(cluster, JOB, poll=0.01) == 0, "and one that has succeeded is left"
     assert server.made == 1
 
 
@@ -108,7 +108,7 @@ def test_a_job_that_is_being_deleted_is_waited_for_and_made_anew(serve: Any) -> 
     server = Jobs("Complete", "Complete")
     cluster = serve(server)
     server.made, server.job, server.leaving = 1, {**JOB, "looks": 0}, True
-    assert launch(cluster, JOB, poll=0.01) == 0
+    assert launch_job(cluster, JOB, poll=0.01) == 0
     assert server.made == 2
 
 
@@ -116,7 +116,7 @@ def test_a_server_in_trouble_does_not_end_what_follows(serve: Any) -> None:
     server = Jobs("Complete", looks=3)
     cluster = serve(server)
     server.faults = 1
-    assert launch(cluster, JOB, poll=0.01) == 0
+    assert launch_job(cluster, JOB, poll=0.01) == 0
     assert (server.made, server.faults) == (1, 0)
 
 
@@ -133,7 +133,7 @@ def test_patience_ends() -> None:
 
 
 @pytest.mark.parametrize(("context", "kind"), [(IN_CLUSTER, Retryable), ("mine", UserError)])
-@pytest.mark.parametrize("ask", [workflows, unschedule])
+@pytest.mark.parametrize("ask", [find_workflows, delete_schedule])
 def test_a_server_that_is_away(ask: Callable[[Connection, str], Any], context: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="does not answer"):
         ask(connected("http://127.0.0.1:1", context), "demo")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.unit.argo.making import dag, given, shell, task, workflow
-from tuneloop.argo.lint import lint
-from tuneloop.config.loading import find, known
+from tuneloop.argo.lint import lint_workflow
+from tuneloop.config.loading import find_pipeline, list_pipelines
 
 
 def clean() -> dict[str, Any]:
@@ -35,13 +35,13 @@ def update(where: dict[str, Any], **more: Any) -> None:
 
 
 def test_a_clean_workflow() -> None:
-    assert lint(clean()) == []
+    assert lint_workflow(clean()) == []
 
 
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", list_pipelines())
 def test_our_own_pipelines(name: str) -> None:
-    pipeline = find(name)
-    assert [str(problem) for problem in lint(pipeline.build(pipeline.configure()))] == []
+    pipeline = find_pipeline(name)
+    assert [str(problem) for problem in lint_workflow(pipeline.build(pipeline.configure()))] == []
 
 
 RULES: list[tuple[Change, str, str]] = [
@@ -158,5 +158,5 @@ RULES: list[tuple[Change, str, str]] = [
 def test_rule(change: Change, field: str, remedy: str) -> None:
     document = copy.deepcopy(clean())
     change(document["spec"], *document["spec"]["templates"])
-    problems = [str(problem) for problem in lint(document)]
+    problems = [str(problem) for problem in lint_workflow(document)]
     assert any(field in problem and remedy in problem for problem in problems), problems

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit import toy
 from tuneloop.argo.pipeline import build_workflow
-from tuneloop.config.loading import find
+from tuneloop.config.loading import find_pipeline
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.errors import UserError
 from tuneloop.workflow.loop import Graph, Loop, StageSpec, Step
@@ -68,7 +68,7 @@ def test_a_task_depends_on_those_whose_outputs_it_takes_and_on_no_other() -> Non
 
 
 def test_a_published_version_has_the_same_address_in_every_template() -> None:
-    grpo = find("grpo")
+    grpo = find_pipeline("grpo")
     templates = {t["name"]: t for t in grpo.build(grpo.configure(sets=["engine.pull=true"]))["spec"]["templates"]}
     for name in ("base-model", "policy-update", "serve"):
         words = templates[name]["container"]["args"]

@@ -7,15 +7,15 @@ from typing import Any
 import yaml
 
 from tests.unit.test_plan import PUBLISHED
-from tuneloop.cluster.preflight import quantity
-from tuneloop.config.loading import find
+from tuneloop.cluster.preflight import parse_resource_quantity
+from tuneloop.config.loading import find_pipeline
 
 GIB = 2**30
 
 
 def memory(*sets: str) -> dict[str, tuple[float, float | None]]:
     """Template → GiB that its container requests, and its limit; of a JobSet, each of its pods."""
-    pipeline = find("sft_then_grpo")
+    pipeline = find_pipeline("sft_then_grpo")
     found = {}
     for template in pipeline.build(pipeline.configure(sets=sets))["spec"]["templates"]:
         container: dict[str, Any] = template.get("container", {})
@@ -24,8 +24,8 @@ def memory(*sets: str) -> dict[str, tuple[float, float | None]]:
             (container,) = pod["template"]["spec"]["containers"]
         if container:
             limit = container["resources"].get("limits", {}).get("memory")
-            asked = float(quantity(container["resources"]["requests"]["memory"]) / GIB)
-            found[template["name"]] = (asked, float(quantity(limit) / GIB) if limit else None)
+            asked = float(parse_resource_quantity(container["resources"]["requests"]["memory"]) / GIB)
+            found[template["name"]] = (asked, float(parse_resource_quantity(limit) / GIB) if limit else None)
     return found
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.argo_loop import build
-from tuneloop.cluster.continue_run import following
-from tuneloop.config.loading import find
-from tuneloop.local.executor import Outcome, execute
-from tuneloop.local.journal import Node, read
+from tuneloop.cluster.continue_run import build_next_workflow
+from tuneloop.config.loading import find_pipeline
+from tuneloop.local.executor import Outcome, execute_workflow
+from tuneloop.local.journal import Node, read_state
 from tuneloop.local.workflow_parts import execute_parts
 from tuneloop.runs.run_record import Run
 from tuneloop.workflow.settings import LOCAL
@@ -30,7 +30,7 @@ def stages(nodes: dict[str, Node]) -> list[Node]:
 
 def test_parts_are_one_run(tmp_path: Path) -> None:
     assert run(tmp_path, 7, 3).phase == "Succeeded"
-    found = read(tmp_path)
+    found = read_state(tmp_path)
     assert found is not None
     assert [json.loads(part)["arguments"] for part in found.parts] == [
         {"iteration": "4", "told": "3"},
@@ -44,7 +44,7 @@ def test_a_resumed_run_starts_at_the_part_that_failed(tmp_path: Path) -> None:
     fails_once = f"[ $0 != 5 ] || [ -e {tmp_path}/again ] || {{ touch {tmp_path}/again; exit 1; }}; "
     assert run(tmp_path / "x", 7, 3, fails_once).phase == "Failed"
     assert run(tmp_path / "x", 7, 3, fails_once).phase == "Succeeded"
-    found = read(tmp_path / "x")
+    found = read_state(tmp_path / "x")
     assert found is not None
     assert [node.outputs["told"] for node in stages(found.nodes)] == ["1", "2", "3", "4", "5", "6", "7"]
     text = (tmp_path / "x" / "nodes.jsonl").read_text()
@@ -54,11 +54,11 @@ def test_a_resumed_run_starts_at_the_part_that_failed(tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_between_two_parts_goes_on(tmp_path: Path) -> None:
     given = {"run": "x", "store": "memory://"}
-    assert execute(build(4, 2), workdir=tmp_path / "x", arguments=given, env={LOCAL: "1"}).phase == "Succeeded"
+    assert execute_workflow(build(4, 2), workdir=tmp_path / "x", arguments=given, env={LOCAL: "1"}).phase == "Succeeded"
     assert Run("x", str(tmp_path)).phase == "interrupted"
     assert run(tmp_path / "x", 4, 2).phase == "Succeeded"
     assert Run("x", str(tmp_path)).phase == "succeeded"
-    found = read(tmp_path / "x")
+    found = read_state(tmp_path / "x")
     assert found is not None
     assert [node.outputs["told"] for node in stages(found.nodes)] == ["1", "2", "3", "4"]
 
@@ -68,7 +68,7 @@ def test_a_thousand_iterations_in_parts_of_bounded_size(tmp_path: Path) -> None:
     outcome = run(tmp_path, 1000, 50)
     assert outcome.phase == "Succeeded"
     assert len(outcome.nodes) < 200  # of the last part
-    found = read(tmp_path)
+    found = read_state(tmp_path)
     assert found is not None and len(found.parts) == 19
     assert [int(node.outputs["told"]) for node in stages(found.nodes)] == list(range(1, 1001))
 
@@ -77,7 +77,7 @@ def test_the_following_workflow_is_the_same_but_for_where_it_starts() -> None:
     labels = {"tuneloop.dev/run": "x", "workflows.argoproj.io/phase": "Running"}
     before = {"apiVersion": "argoproj.io/v1alpha1", **build(7, 3)}
     before["metadata"] = {"name": "x-2", "uid": "1", "resourceVersion": "9", "labels": labels}
-    after = following(before, "main", {"iteration": "7"})
+    after = build_next_workflow(before, "main", {"iteration": "7"})
     assert after["metadata"] == {"labels": {"tuneloop.dev/run": "x"}, "annotations": {"tuneloop.dev/continues": "x-2"}}
     assert after["spec"]["templates"] == before["spec"]["templates"]
     given = {p["name"]: p["value"] for p in after["spec"]["arguments"]["parameters"]}
@@ -86,7 +86,7 @@ def test_the_following_workflow_is_the_same_but_for_where_it_starts() -> None:
 
 def test_every_workflow_of_a_loop_starts_a_server_of_its_own() -> None:
     """It boots with the policy that the workflow goes on from, and is what its part of the loop asks."""
-    grpo = find("grpo")
+    grpo = find_pipeline("grpo")
     templates = {t["name"]: t for t in grpo.build(grpo.configure(sets=["loop.per_workflow=1"]))["spec"]["templates"]}
     for name, policy in (
         ("main", "{{tasks.base-model.outputs.parameters.checkpoint}}"),

@@ -20,7 +20,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.local import journal
 from tuneloop.local.executor import _kinds
 from tuneloop.local.processes import WARM, Launcher, Process, base_environment
-from tuneloop.local.warm import compatible, serves, warmable
+from tuneloop.local.warm import is_compatible, is_server, is_stage
 
 OK = shell("ok", "true")
 ROOT = Path(__file__).parents[3]
@@ -216,9 +216,10 @@ def executor(tmp_path: Path, document: dict[str, Any]) -> Iterator[subprocess.Po
     (tmp_path / "w.json").write_text(json.dumps(document))
     code = f"""
         import json, pathlib, sys
-        from tuneloop.local.executor import execute
+        from tuneloop.local.executor import execute_workflow
         document = json.load(open({str(tmp_path / "w.json")!r}))
-        sys.exit(execute(document, workdir=pathlib.Path({str(tmp_path / "run")!r}), warm=False, grace=60).exit_code)
+        place = pathlib.Path({str(tmp_path / "run")!r})
+        sys.exit(execute_workflow(document, workdir=place, warm=False, grace=60).exit_code)
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
     try:
@@ -246,7 +247,7 @@ def test_a_killed_executor_leaves_no_processes(tmp_path: Path) -> None:
         started = pids(tmp_path)
         process.kill()
         until(lambda: all(map(gone, started)))
-    now = journal.read(tmp_path / "run")
+    now = journal.read_state(tmp_path / "run")
     assert now is not None
     assert (now.workflow.phase, now.alive) == ("Running", False)
 
@@ -258,7 +259,7 @@ def test_signals_end_the_pods_in_grace(tmp_path: Path, number: signal.Signals, c
         process.send_signal(number)
         assert process.wait(LIMIT_S) == code
         until(lambda: all(map(gone, started)))
-    now = journal.read(tmp_path / "run")
+    now = journal.read_state(tmp_path / "run")
     assert now is not None
     assert (now.workflow.phase, now.workflow.message) == ("Failed", f"stopped by {number.name}")
     (pod,) = [node for node in now.nodes.values() if node.type == "Pod"]
@@ -312,7 +313,7 @@ def begin(launcher: Launcher, tmp_path: Path, name: str) -> tuple[Process, int]:
 
 def test_runs_share_a_warm_process(tmp_path: Path, shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets a fork of its own, which ends all that it started when the run ends; the others go on."""
-    monkeypatch.setattr("tuneloop.local.processes.warmable", lambda argv: True)
+    monkeypatch.setattr("tuneloop.local.processes.is_stage", lambda argv: True)
     one, two = (Launcher(base_environment({WARM: shared}), warm=["stages"]) for _ in range(2))
     first, mine = begin(one, tmp_path, "one")
     second, theirs = begin(two, tmp_path, "two")
@@ -326,7 +327,7 @@ def test_runs_share_a_warm_process(tmp_path: Path, shared: str, monkeypatch: pyt
 def test_a_shared_warm_process_of_another_environment_is_not_used(
     tmp_path: Path, shared: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tuneloop.local.processes.warmable", lambda argv: True)
+    monkeypatch.setattr("tuneloop.local.processes.is_stage", lambda argv: True)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     launcher = Launcher(base_environment({WARM: shared}), warm=["stages"])
     process, _ = begin(launcher, tmp_path, "one")
@@ -356,13 +357,13 @@ def test_a_shared_warm_process_that_is_not_there_is_named(tmp_path: Path) -> Non
     ],
 )
 def test_which_commands_can_be_forks_of_which_process(argv: list[str], kinds: list[str]) -> None:
-    assert [kind for kind, can in (("stages", warmable(argv)), ("server", serves(argv))) if can] == kinds
+    assert [kind for kind, can in (("stages", is_stage(argv)), ("server", is_server(argv))) if can] == kinds
     container = {"image": "none", "command": argv[:3], "args": argv[3:]}
     assert _kinds([{"name": "other", "dag": {"tasks": []}}, {"name": "it", "container": container}]) == kinds
 
 
 def test_environments_that_take_effect_at_import_must_agree() -> None:
-    assert compatible({"OMP_NUM_THREADS": "2", "A": "1"}, {"OMP_NUM_THREADS": "2", "A": "2"})
-    assert not compatible({"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "1"})
-    assert not compatible({}, {"HF_HOME": "/cache"})
-    assert not compatible({"VLLM_CPU_KVCACHE_SPACE": "4"}, {"VLLM_CPU_KVCACHE_SPACE": "8"})
+    assert is_compatible({"OMP_NUM_THREADS": "2", "A": "1"}, {"OMP_NUM_THREADS": "2", "A": "2"})
+    assert not is_compatible({"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "1"})
+    assert not is_compatible({}, {"HF_HOME": "/cache"})
+    assert not is_compatible({"VLLM_CPU_KVCACHE_SPACE": "4"}, {"VLLM_CPU_KVCACHE_SPACE": "8"})

@@ -5,8 +5,16 @@ import pytest
 from benchmarks.argo_loop import build
 from tests.unit.argo.api import serving
 from tuneloop.cluster import run_workflows
-from tuneloop.cluster.schedule import CRON, LABEL, check_cron, check_timezone, looking, schedule, unschedule
-from tuneloop.config.loading import find
+from tuneloop.cluster.schedule import (
+    CRON,
+    LABEL,
+    apply_schedule,
+    build_data_check_spec,
+    check_cron,
+    check_timezone,
+    delete_schedule,
+)
+from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
 from tuneloop.workflow.settings import RUN_LABEL
 
@@ -36,9 +44,9 @@ def test_no_times(text: str, told: str) -> None:
 
 
 def test_looking_makes_the_prompts_of_the_pipeline_and_keeps_none() -> None:
-    pipeline = find("grpo")
-    made = run_workflows.prepare(pipeline.build(pipeline.configure()), run="nightly", store="s3://b/runs")
-    spec = looking(made, "nightly")
+    pipeline = find_pipeline("grpo")
+    made = run_workflows.prepare_workflow(pipeline.build(pipeline.configure()), run="nightly", store="s3://b/runs")
+    spec = build_data_check_spec(made, "nightly")
     data, start, main = spec["templates"]
     assert data == next(t for t in made["spec"]["templates"] if t["name"] == "data-prep")
     assert start["serviceAccountName"] == "tuneloop-continue" and start["container"]["image"] == "tuneloop/base:dev"
@@ -49,9 +57,9 @@ def test_looking_makes_the_prompts_of_the_pipeline_and_keeps_none() -> None:
 
 
 def test_a_pipeline_without_data_has_nothing_to_look_at() -> None:
-    made = run_workflows.prepare(build(2, 1), run="nightly", store="s3://b/runs")
+    made = run_workflows.prepare_workflow(build(2, 1), run="nightly", store="s3://b/runs")
     with pytest.raises(UserError, match="has no stage data_prep"):
-        looking(made, "nightly")
+        build_data_check_spec(made, "nightly")
 
 
 @pytest.mark.parametrize("zone", ["Mars/X", "Europe", "../UTC", "europe prague"])
@@ -64,27 +72,27 @@ def test_no_time_zones(zone: str) -> None:
 @pytest.mark.parametrize("name", ["Rev_N", "n" * 32])
 def test_what_is_wrong_with_a_name_is_said_of_the_option_that_gave_it(name: str) -> None:
     with serving() as (_, cluster), pytest.raises(UserError, match=r"^--name: "):
-        schedule(cluster, {}, name=name, store="s3://b/runs", cron="@daily")
+        apply_schedule(cluster, {}, name=name, store="s3://b/runs", cron="@daily")
 
 
 @pytest.mark.parametrize("plural", ["cronworkflows", "workflowtemplates"])
 def test_an_object_that_no_schedule_made_is_neither_deleted_nor_replaced(plural: str) -> None:
-    pipeline = find("grpo")
+    pipeline = find_pipeline("grpo")
     made = pipeline.build(pipeline.configure())
     with serving() as (server, cluster):
-        schedule(cluster, made, name="nightly", store="s3://b/runs", cron="@daily", timezone="UTC")
-        schedule(cluster, made, name="nightly", store="s3://b/runs", cron="@hourly", timezone="UTC")
+        apply_schedule(cluster, made, name="nightly", store="s3://b/runs", cron="@daily", timezone="UTC")
+        apply_schedule(cluster, made, name="nightly", store="s3://b/runs", cron="@hourly", timezone="UTC")
         assert cluster.get(*CRON, "nightly")["spec"]["schedules"] == ["@hourly"]
-        unschedule(cluster, "nightly")
+        delete_schedule(cluster, "nightly")
         assert not server.objects
         with pytest.raises(UserError, match="is none of namespace"):
-            unschedule(cluster, "nightly")
+            delete_schedule(cluster, "nightly")
         for labels in ({}, {LABEL: "another"}):
             theirs = {"metadata": {"name": "nightly", "labels": labels}, "spec": {}}
             server.objects = {(plural, "nightly"): theirs}
             for ask in (
-                lambda: unschedule(cluster, "nightly"),
-                lambda: schedule(cluster, made, name="nightly", store="s3://b/runs", cron="@daily"),
+                lambda: delete_schedule(cluster, "nightly"),
+                lambda: apply_schedule(cluster, made, name="nightly", store="s3://b/runs", cron="@daily"),
             ):
                 with pytest.raises(UserError, match="that no schedule made; choose another name"):
                     ask()

@@ -7,8 +7,8 @@ import pytest
 
 from tests.unit.argo.making import dag, run, shell, task, workflow
 from tuneloop.core.errors import UserError
-from tuneloop.local.executor import execute
-from tuneloop.workflow.manifest import merged, seconds
+from tuneloop.local.executor import execute_workflow
+from tuneloop.workflow.manifest import merge_defaults, parse_duration
 
 OK = shell("ok", "true")
 MAIN = dag(task("t", "ok"))
@@ -117,7 +117,7 @@ def test_arguments(tmp_path: Path, parameters: list[Any], arguments: dict[str, s
     document = workflow(OK, MAIN)
     document["spec"]["arguments"] = {"parameters": parameters}
     with pytest.raises(UserError) as caught:
-        execute(document, workdir=tmp_path / "run", arguments=arguments, warm=False)
+        execute_workflow(document, workdir=tmp_path / "run", arguments=arguments, warm=False)
     assert str(caught.value) == told
 
 
@@ -131,7 +131,7 @@ def test_entrypoint_and_exit_handler_must_exist(tmp_path: Path) -> None:
 def test_template_defaults_fill_what_is_left_out() -> None:
     template = {"name": "a", "container": {"image": "i"}, "retryStrategy": {"limit": 1}}
     defaults = {"retryStrategy": {"limit": 2, "retryPolicy": "Always"}, "timeout": "1m", "dag": {"tasks": []}}
-    assert merged(template, defaults) == {
+    assert merge_defaults(template, defaults) == {
         "name": "a",
         "container": {"image": "i"},
         "retryStrategy": {"limit": 1, "retryPolicy": "Always"},
@@ -143,9 +143,9 @@ def test_template_defaults_fill_what_is_left_out() -> None:
     ("text", "value"), [("30", 30), (30, 30), ("1m30s", 90), ("2h", 7200), ("250ms", 0.25), ("1.5h", 5400)]
 )
 def test_durations(text: str | int, value: float) -> None:
-    assert seconds(text) == value
+    assert parse_duration(text) == value
 
 
 def test_a_faulty_duration() -> None:
     with pytest.raises(UserError, match="write seconds, or units"):
-        seconds("soon")
+        parse_duration("soon")

@@ -10,9 +10,9 @@ from hera.workflows import DAG, Container, Parameter
 
 from tuneloop.argo.lease_sidecar import take_turns
 from tuneloop.argo.pod_fields import pod_fields
-from tuneloop.argo.template import stage_template, workflow
+from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.core.errors import UserError
-from tuneloop.local.executor import execute
+from tuneloop.local.executor import execute_workflow
 from tuneloop.sharing.opening import open_turns
 from tuneloop.stages.rollout import rollout
 from tuneloop.workflow.settings import Cluster, Share
@@ -23,7 +23,7 @@ SHARED = Cluster(share=Share(group="g", patience=10))
 def build(tasks: int) -> dict[str, Any]:
     """Tasks at once, each of which writes when it began, what turn it had, and when it ended."""
     script = 'cp "$TUNELOOP_TURN" $0.turn; date +%s.%N > $0.begin; sleep 0.1; date +%s.%N > $0.end'
-    with workflow("turns") as built:
+    with define_workflow("turns") as built:
         stage = Container(
             name="stage",
             inputs=[Parameter(name="to")],
@@ -41,7 +41,7 @@ def build(tasks: int) -> dict[str, Any]:
 
 def test_stages_of_a_run_take_turns_here(tmp_path: Path) -> None:
     """Without any cluster: all begin at once, none overlap, each knows its number, and nothing is held at the end."""
-    outcome = execute(build(4), workdir=tmp_path / "work", arguments={"run": "a", "store": str(tmp_path)})
+    outcome = execute_workflow(build(4), workdir=tmp_path / "work", arguments={"run": "a", "store": str(tmp_path)})
     assert outcome.phase == "Succeeded", outcome.message
     times = sorted(tuple(float((tmp_path / f"{i}.{what}").read_text()) for what in ("begin", "end")) for i in range(4))
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
@@ -53,20 +53,20 @@ def test_a_stage_waits_for_another_run_and_stops_waiting(tmp_path: Path) -> None
     with open_turns(f"{tmp_path}/.turns/g", who="other", patience=60).acquire() as held:
         made = build(1)
         made["spec"]["activeDeadlineSeconds"] = 1
-        outcome = execute(made, workdir=tmp_path / "work", arguments={"run": "a", "store": str(tmp_path)})
+        outcome = execute_workflow(made, workdir=tmp_path / "work", arguments={"run": "a", "store": str(tmp_path)})
         assert outcome.phase == "Failed"
         assert not (tmp_path / "0.begin").exists()
         told = (tmp_path / "work" / "nodes.jsonl").read_text()
         assert "waits for its turn in group g" in told
         assert held.beat() and held.turns.read().waiting == ()
         held.turns.change(lambda document: document.model_copy(update={"patience": 19}))
-        outcome = execute(build(1), workdir=tmp_path / "work", arguments={"run": "a", "store": str(tmp_path)})
+        outcome = execute_workflow(build(1), workdir=tmp_path / "work", arguments={"run": "a", "store": str(tmp_path)})
         assert outcome.exit_code == 2 and "the runs of group g say 19.0" in outcome.message
 
 
 def test_the_sidecar_alone_has_a_token() -> None:
     """It starts first, with rights of its own; the stage's container mounts what it says, and no token."""
-    with workflow("x") as built:
+    with define_workflow("x") as built:
         stage_template(rollout, {}, dynamic=["iteration"], cluster=SHARED)
     [template] = built.to_dict()["spec"]["templates"]
     [turn] = template["initContainers"]
@@ -83,4 +83,4 @@ def test_other_init_containers_are_refused_here(tmp_path: Path) -> None:
     made = build(1)
     made["spec"]["templates"][0]["initContainers"][0]["command"] = ["sh"]
     with pytest.raises(UserError, match="initContainers: 'turn': is not supported by the local executor"):
-        execute(made, workdir=tmp_path, arguments={"run": "a", "store": str(tmp_path)})
+        execute_workflow(made, workdir=tmp_path, arguments={"run": "a", "store": str(tmp_path)})

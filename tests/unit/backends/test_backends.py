@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tuneloop.argo.trainjob import as_job, as_jobset, as_rayjob, prepare_rayjob, run_here, trainjob
+from tuneloop.argo.trainjob import as_job, as_jobset, as_rayjob, as_trainjob, prepare_rayjob, run_here
 from tuneloop.core.errors import UserError
-from tuneloop.training.backends import LLMBackend, backend, register, registered
+from tuneloop.training.backends import LLMBackend, list_backends, load_backend, register_backend
 from tuneloop.training.backends.native import Native
 from tuneloop.training.backends.torchtune import Torchtune
 from tuneloop.training.backends.trl import Trl, score
@@ -39,12 +39,12 @@ class Echo(LLMBackend):
 def test_built_in_and_registered_ones_are_found_and_duplicates_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert {"native", "trl", "torchtune"} <= registered().keys()
-    assert backend("trl") is Trl
+    assert {"native", "trl", "torchtune"} <= list_backends().keys()
+    assert load_backend("trl") is Trl
     with pytest.raises(UserError, match=r"is tuneloop\.training\.backends\.trl\.Trl already"):
-        register("trl")(Echo)
+        register_backend("trl")(Echo)
     with pytest.raises(UserError, match="known: native, torchtune, trl"):
-        backend("nothing")
+        load_backend("nothing")
     # a third party's package, installed
     (tmp_path / "theirs.py").write_text("from tuneloop.training.backends.trl import Trl\nclass Theirs(Trl): ...\n")
     info = tmp_path / "theirs-1.dist-info"
@@ -53,11 +53,11 @@ def test_built_in_and_registered_ones_are_found_and_duplicates_refused(
     entry = info / "entry_points.txt"
     entry.write_text("[tuneloop.backends]\ntheirs = theirs:Theirs\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert backend("theirs").__qualname__ == "Theirs"
-    assert backend("theirs:Theirs").__qualname__ == "Theirs"
+    assert load_backend("theirs").__qualname__ == "Theirs"
+    assert load_backend("theirs:Theirs").__qualname__ == "Theirs"
     entry.write_text("[tuneloop.backends]\nnative = theirs:Theirs\n")
     with pytest.raises(UserError, match="already"):
-        registered()
+        list_backends()
 
 
 def test_trl_argv() -> None:
@@ -158,12 +158,12 @@ def test_refused_before_anything_starts(made: LLMBackend, told: str) -> None:
     with pytest.raises(UserError, match=told):
         made.validate()
     with pytest.raises(UserError, match=told):
-        trainjob(made, "job", Cluster())
+        as_trainjob(made, "job", Cluster())
 
 
 def test_one_command_in_every_form(capfd: pytest.CaptureFixture[str]) -> None:
     made = Echo(processes=2, args={"a": 1})
-    job = trainjob(made, "tune", Cluster(queue="q"), dataset="s3://b/d#x", run="demo")
+    job = as_trainjob(made, "tune", Cluster(queue="q"), dataset="s3://b/d#x", run="demo")
     trainer = job["spec"]["trainer"]
     assert (trainer["command"], trainer["args"]) == (made.to_command(), ["a=1"])
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (1, 2)

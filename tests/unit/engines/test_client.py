@@ -20,7 +20,7 @@ from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.inference.engines import Remote, Sampling
 from tuneloop.inference.engines._client import LOSSES, Client, Lost
-from tuneloop.inference.multi_turn import Play, play
+from tuneloop.inference.multi_turn import Play, play_episodes
 from tuneloop.stages.rollout import rollout
 
 REQUESTS = [Request("a", [1, 2], [0]), Request("b", [3], [1])]
@@ -385,7 +385,9 @@ def test_episodes_go_on_where_the_server_died(policy: Artifact) -> None:
             client = Client(endpoint, 60.0, patience_s=LIMIT_S)
             client.load(policy)
             sampling = Sampling(1.0, 4, ())
-            played.append(play(how, client, rows, BATCH, sampling, words, lambda _, turn: turn, lambda _: None))
+            played.append(
+                play_episodes(how, client, rows, BATCH, sampling, words, lambda _, turn: turn, lambda _: None)
+            )
     assert played[0] == played[1]
     assert [len(each) for each in about.asked] == [5 + 10, 3], "five requests of two episodes, then a request each"
 

@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from tests.making import checkpoint_artifact
 from tests.waiting import LIMIT_S, until
 from tuneloop import weights
-from tuneloop.inference.engines._follow import Follower, prove
+from tuneloop.inference.engines._follow import Follower, prove_weights
 from tuneloop.inference.engines._loop import EngineLoop
 from tuneloop.inference.engines.vllm import Vllm
 
 
 def test_whatever_goes_wrong_is_told_and_tried_again(tmp_path: Path) -> None:
     model = checkpoint_artifact(tmp_path / "policy", "qwen3").path / "model"
-    weights.publish(str(tmp_path / "weights"), 1, model)
+    weights.publish_version(str(tmp_path / "weights"), 1, model)
     (tmp_path / "taken").write_text("a file where the directory should be")
     follower = Follower(EngineLoop(Vllm({})), str(tmp_path / "weights"), tmp_path / "taken", poll_s=0.01)
     follower.start()
@@ -57,12 +57,12 @@ def test_what_can_not_be_read_back_is_not_served(tmp_path: Path) -> None:
     engine = SimpleNamespace(engine=SimpleNamespace(collective_rpc=lambda work, args: [work(worker, *args)]))
     path = tmp_path / "model.safetensors"
     save_file(files, path)
-    assert prove(engine, tmp_path).identical == 2  # type: ignore[arg-type]
+    assert prove_weights(engine, tmp_path).identical == 2  # type: ignore[arg-type]
     files["wrong.weight"][1, 2] += 1
     save_file(files, path)
     with pytest.raises(RuntimeError, match=r"1 of 2 tensors differ, wrong\.weight among them"):
-        prove(engine, tmp_path)  # type: ignore[arg-type]
+        prove_weights(engine, tmp_path)  # type: ignore[arg-type]
     files["wrong.weight"][1, 2] -= 1
     save_file({"right.weight": files["right.weight"], "experts.weight": files["wrong.weight"]}, path)
     with pytest.raises(RuntimeError, match=r"1 of 2 tensors can not be read back from this engine, experts\.weight"):
-        prove(engine, tmp_path)  # type: ignore[arg-type]
+        prove_weights(engine, tmp_path)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tuneloop.config.loading import find
+from tuneloop.config.loading import find_pipeline
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
 from tuneloop.inference.engines import vllm
@@ -22,7 +22,7 @@ sys.exit(str(heavy) if (heavy := {"torch", "transformers", "vllm"} & sys.modules
 
 
 def test_options_are_looked_at_without_what_the_engines_run_on() -> None:
-    assert {"endpoint", "transformers", "vllm"} <= set(plugins.shipped("engines"))
+    assert {"endpoint", "transformers", "vllm"} <= set(plugins.list_shipped_variants("engines"))
     done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -52,7 +52,7 @@ def test_options_are_looked_at_without_what_the_engines_run_on() -> None:
 )
 def test_what_rollouts_can_not_do_is_refused_before_anything_runs(sets: tuple[str, ...], field: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as refused:
-        find("sft_then_grpo").configure(sets=sets)
+        find_pipeline("sft_then_grpo").configure(sets=sets)
     assert refused.value.field == field
 
 

@@ -10,9 +10,17 @@ import pytest
 import yaml
 from kubernetes.client import ApiException
 
-from tuneloop.cli import invoke
+from tuneloop.cli import run_cli
 from tuneloop.core.errors import UserError
-from tuneloop.inference.fleet.graph import PLURAL, _own, drift, frontend_gate, operator_gate, pods_gate, render
+from tuneloop.inference.fleet.graph import (
+    PLURAL,
+    _own,
+    find_drift,
+    frontend_gate,
+    operator_gate,
+    pods_gate,
+    render_graph,
+)
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.settings import RUN_LABEL
 
@@ -42,7 +50,7 @@ ALPHA = {
 
 def test_a_manifest_is_changed_where_it_is_told_to_and_nowhere_else() -> None:
     documents = list(yaml.safe_load_all(BETA))
-    made = render(
+    made = render_graph(
         documents,
         name="mine",
         namespace="ns",
@@ -55,13 +63,13 @@ def test_a_manifest_is_changed_where_it_is_told_to_and_nowhere_else() -> None:
     assert frontend["podTemplate"] == {"spec": {"containers": [{"name": "main", "image": "default:2"}]}}
     assert worker == {**documents[1]["spec"]["components"][1], "replicas": 3}, "its account and image stay"
     assert documents == list(yaml.safe_load_all(BETA))
-    assert drift(documents[1]["spec"], made["spec"], "spec") == []
-    assert drift(made["spec"], documents[1]["spec"], "spec") == [
+    assert find_drift(documents[1]["spec"], made["spec"], "spec") == []
+    assert find_drift(made["spec"], documents[1]["spec"], "spec") == [
         "spec.components[0].podTemplate.spec.containers",
         "spec.components[1].replicas",
         "spec.env",
     ]
-    older = render([ALPHA], image="default:2", sets=["spec.services.Worker.replicas=2"])
+    older = render_graph([ALPHA], image="default:2", sets=["spec.services.Worker.replicas=2"])
     assert older["spec"]["services"]["Worker"] == {
         "replicas": 2,
         "extraPodSpec": {"mainContainer": {"command": ["serve"], "image": "default:2"}},
@@ -81,7 +89,7 @@ def test_a_manifest_is_changed_where_it_is_told_to_and_nowhere_else() -> None:
 )
 def test_a_manifest_that_can_not_be_meant(documents: list[Any], sets: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        render(documents, sets=sets)
+        render_graph(documents, sets=sets)
 
 
 @pytest.mark.parametrize(
@@ -154,9 +162,9 @@ def test_submitting_with_a_graph_sets_the_engine(tmp_path: Path, capsys: pytest.
     path = tmp_path / "graph.yaml"
     path.write_text(BETA)
     line = ["submit", "grpo", "--run", "demo", "--store", "s3://b/p", "--fleet", str(path)]
-    assert invoke([*line, "--set", "engine.rollout_endpoint_url=http://a"]) == 2
+    assert run_cli([*line, "--set", "engine.rollout_endpoint_url=http://a"]) == 2
     assert "a graph's name says its URL: set fleet or rollout_endpoint_url" in capsys.readouterr().err
-    assert invoke([*line, "--server", "http://argo"]) == 2
+    assert run_cli([*line, "--server", "http://argo"]) == 2
     assert "--fleet" in capsys.readouterr().err
     path.write_text("a: [")
-    assert invoke(line) == 2 and "is not YAML" in capsys.readouterr().err
+    assert run_cli(line) == 2 and "is not YAML" in capsys.readouterr().err

@@ -10,10 +10,10 @@ import pytest
 
 from tests.making import checkpoint_artifact
 from tests.unit.fleet.crew import Crew
-from tuneloop.cli import invoke
+from tuneloop.cli import run_cli
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.inference.fleet import Worker, dns, dynamo, open_fleet, urls
-from tuneloop.inference.fleet.refit import Target, refit, target
+from tuneloop.inference.fleet.refit import Target, make_target, refit_fleet
 
 NEW = Target("7@xxh3-128:0123", "/store/v7/model")
 CHANGED = [
@@ -46,7 +46,7 @@ class Listed:
 
 def test_each_worker_is_paused_updated_flushed_resumed_and_asked(crew: Crew) -> None:
     members = [crew.hire("a"), crew.hire("b")]
-    done = refit(Listed(crew), NEW)
+    done = refit_fleet(Listed(crew), NEW)
     assert (done.passes, set(done.workers)) == (2, {"backend/a", "backend/b"})
     assert done.urls == [crew.url("a"), crew.url("b")]
     assert all(m.calls == CHANGED and m.version == NEW.label and not m.paused for m in members)
@@ -56,19 +56,19 @@ def test_each_worker_is_paused_updated_flushed_resumed_and_asked(crew: Crew) -> 
 def test_who_has_the_version_is_left_alone_but_never_paused(crew: Crew) -> None:
     """A refit that was killed leaves a worker paused; the next one resumes it."""
     member = crew.hire("a")
-    refit(Listed(crew), NEW)
+    refit_fleet(Listed(crew), NEW)
     member.calls.clear()
     member.paused = True
-    assert refit(Listed(crew), NEW).workers == {"backend/a": 0.0}
+    assert refit_fleet(Listed(crew), NEW).workers == {"backend/a": 0.0}
     assert not member.paused and member.calls == ["get_weight_version", "resume_generation"]
-    refit(Listed(crew), NEW, force=True)
+    refit_fleet(Listed(crew), NEW, force=True)
     assert "update_weights_from_disk" in member.calls
 
 
 def test_a_fleet_that_grows_and_shrinks_meanwhile(crew: Crew) -> None:
     crew.hire("a").on_update = lambda: crew.hire("late")
     crew.hire("b")
-    done = refit(Listed(crew, [lambda: None, lambda: crew.fire("b")]), NEW)
+    done = refit_fleet(Listed(crew, [lambda: None, lambda: crew.fire("b")]), NEW)
     assert set(done.workers) == {"backend/a", "backend/late"} and done.passes == 3
     assert crew.members["late"].version == NEW.label
 
@@ -76,7 +76,7 @@ def test_a_fleet_that_grows_and_shrinks_meanwhile(crew: Crew) -> None:
 def test_a_fleet_that_does_not_come_to_rest(crew: Crew) -> None:
     fleet = Listed(crew, [lambda: crew.hire(f"w{len(crew.members)}")] * 9)  # type: ignore[list-item]
     with pytest.raises(Retryable, match="5 looks found 5 workers, and others still"):
-        refit(fleet, NEW)
+        refit_fleet(fleet, NEW)
     assert len(fleet.looks) == 4
 
 
@@ -84,17 +84,17 @@ def test_a_fleet_that_does_not_come_to_rest(crew: Crew) -> None:
 def test_a_worker_that_fails_is_resumed_and_told_of(crew: Crew, fault: str) -> None:
     bad, good = crew.hire("bad", fault), crew.hire("good")
     with pytest.raises(Retryable, match=f"worker backend/bad at http.*: {fault}: answers 200: .*failed"):
-        refit(Listed(crew), NEW)
+        refit_fleet(Listed(crew), NEW)
     assert bad.calls[-1] == "resume_generation" and not bad.paused
     assert good.version == NEW.label and not good.paused
     bad.fault = ""
-    assert refit(Listed(crew), NEW).workers["backend/good"] == 0.0
+    assert refit_fleet(Listed(crew), NEW).workers["backend/good"] == 0.0
 
 
 def test_a_worker_that_says_done_and_is_not(crew: Crew) -> None:
     crew.hire("a", "forgets")
     with pytest.raises(Retryable, match="serves nothing after an update to 7@"):
-        refit(Listed(crew), NEW)
+        refit_fleet(Listed(crew), NEW)
 
 
 def test_a_worker_that_is_gone_counts_no_more_one_that_is_only_silent_does(crew: Crew) -> None:
@@ -102,13 +102,13 @@ def test_a_worker_that_is_gone_counts_no_more_one_that_is_only_silent_does(crew:
     crew.hire("b")
     crew.lose("b")
     with pytest.raises(Retryable, match=r"worker backend/b at .*ConnectionRefused"):
-        refit(Listed(crew), NEW, timeout_s=20)
-    assert set(refit(Listed(crew, [lambda: None, lambda: crew.fire("b")]), NEW).workers) == {"backend/a"}
+        refit_fleet(Listed(crew), NEW, timeout_s=20)
+    assert set(refit_fleet(Listed(crew, [lambda: None, lambda: crew.fire("b")]), NEW).workers) == {"backend/a"}
 
 
 def test_no_worker(crew: Crew) -> None:
     with pytest.raises(Retryable, match="1 looks found no worker"):
-        refit(Listed(crew), NEW, passes=1)
+        refit_fleet(Listed(crew), NEW, passes=1)
 
 
 def test_command(crew: Crew, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,10 +116,10 @@ def test_command(crew: Crew, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for name in ("a", "b"):
         crew.hire(name)
     fleet = ",".join(crew.url(name) for name in crew.servers)
-    assert invoke(["fleet", "status", fleet]) == 1, "nobody serves anything"
-    assert invoke(["fleet", "refit", fleet, policy.ref]) == 0
+    assert run_cli(["fleet", "status", fleet]) == 1, "nobody serves anything"
+    assert run_cli(["fleet", "refit", fleet, policy.ref]) == 0
     assert "2 workers have it, 2 got it now, paused for" in capsys.readouterr().out
-    assert invoke(["fleet", "status", fleet]) == 0
+    assert run_cli(["fleet", "status", fleet]) == 0
     assert capsys.readouterr().out.count(f"7@{policy.manifest.digest}") == 2
 
 
@@ -173,6 +173,6 @@ def test_a_frontend_that_says_something_else(crew: Crew) -> None:
 
 def test_what_workers_are_told(tmp_path: Path) -> None:
     policy = checkpoint_artifact(tmp_path / "policy", version=7)
-    told = target(policy)
+    told = make_target(policy)
     assert told.label == f"7@{policy.manifest.digest}"
     assert Path(told.model) == policy.path / "model"

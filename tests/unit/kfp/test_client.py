@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 
-from tuneloop.cli import invoke
+from tuneloop.cli import run_cli
 from tuneloop.core.errors import UserError
 from tuneloop.kfp import client
 
@@ -140,7 +140,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
 
 def test_a_run_from_submission_to_its_end(backend: Backend, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["submit", "sft", "--to", "kfp", "--run", "demo", "--store", "s3://b/runs", "--pipeline-root", "s3://b/kfp"]
-    assert invoke(line) == 0
+    assert run_cli(line) == 0
     (run,) = backend.runs
     assert run["runtime_config"] == {
         "parameters": {"run": "demo", "store": "s3://b/runs"},
@@ -150,33 +150,33 @@ def test_a_run_from_submission_to_its_end(backend: Backend, capsys: pytest.Captu
     assert executors["exec-sft"]["container"]["image"] == "tuneloop/trainer:dev"
     assert "exec-sft" in run["pipeline_spec"]["platform_spec"]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
 
-    assert invoke(line) == 2
+    assert run_cli(line) == 2
     assert "is under way as r1" in capsys.readouterr().err
-    assert invoke(["status", "demo", "--to=kfp"]) == 0
+    assert run_cli(["status", "demo", "--to=kfp"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^ *sft +SUCCEEDED +5$", shown, re.M)
     assert re.search(r"^ *evaluate-after +RUNNING", shown, re.M), "as the pipeline calls it"
     assert not any(word in shown for word in ("driver", "executor", "onExit", "sft-x7"))
-    assert invoke(["status", "demo", "--to=kfp", "--json"]) == 0
+    assert run_cli(["status", "demo", "--to=kfp", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["run"], told["id"]) == ("demo", "r1")
     assert {"task": "sft", "phase": "SUCCEEDED", "seconds": 5.0, "message": ""} in told["tasks"]
-    assert invoke(["kfp", "logs", "demo"]) == 0
+    assert run_cli(["kfp", "logs", "demo"]) == 0
     assert capsys.readouterr().out == "sft | sft: step 1\nsft | sft: step 2\n"  # export's pod is gone
-    assert invoke(["kfp", "stop", "demo"]) == 0
+    assert run_cli(["kfp", "stop", "demo"]) == 0
     assert backend.runs[0]["state"] == "CANCELED"
-    assert invoke(line) == 0, "resumes"
-    assert client.find(client.connect(backend.url), "demo").run_id == "r2"
+    assert run_cli(line) == 0, "resumes"
+    assert client.find_run(client.connect_to_kfp(backend.url), "demo").run_id == "r2"
 
 
 def test_schedule(backend: Backend) -> None:
     line = ["schedule", "sft", "--to", "kfp", "--name", "nightly", "--store", "s3://b/runs", "--cron", "30 2 * * 1-5"]
-    assert invoke(line) == 0
+    assert run_cli(line) == 0
     (made,) = backend.recurring
     assert made["trigger"] == {"cron_schedule": {"cron": "0 30 2 * * 1-5"}}
     assert (made["max_concurrency"], made["no_catchup"], made["mode"]) == (1, True, "ENABLE")
     assert made["runtime_config"]["parameters"]["run"] == "nightly-[[ScheduledTime]]"
-    assert invoke(["kfp", "unschedule", "nightly"]) == 0
+    assert run_cli(["kfp", "unschedule", "nightly"]) == 0
     assert backend.recurring == []
 
 
@@ -188,10 +188,10 @@ def test_what_is_refused(backend: Backend, monkeypatch: pytest.MonkeyPatch, caps
         (["kfp", "unschedule", "nobody"], "no recurring run of that name"),
         (["submit", "sft", "--to", "airflow"], "argo or kfp"),
     ):
-        assert invoke(line) == 2
+        assert run_cli(line) == 2
         assert told in capsys.readouterr().err
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", "http://127.0.0.1:1")
-    assert invoke(["kfp", "status", "demo"]) == 2
+    assert run_cli(["kfp", "status", "demo"]) == 2
     assert "does not answer" in capsys.readouterr().err
 
 
@@ -199,7 +199,7 @@ def test_a_cluster_without_the_backend_is_asked_once_and_said_in_a_line(
     backend: Backend, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     backend.missing = True
-    assert invoke(["kfp", "status", "demo"]) == 2
+    assert run_cli(["kfp", "status", "demo"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: kfp: ") and told.count("\n") == 1
     assert 'has no Kubeflow Pipelines (services "ml-pipeline" not found); --endpoint or' in told

@@ -10,7 +10,7 @@ import pytest
 from tests.waiting import free_port
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER
 from tuneloop.kfp import iterations
-from tuneloop.kfp.iterations import ServerEnded, serve
+from tuneloop.kfp.iterations import ServerEnded, run_server
 from tuneloop.local.iterations import Iterations
 from tuneloop.workflow.pod_loop import PodLoop
 
@@ -24,7 +24,7 @@ def test_the_mistake_of_a_server_ends_the_task_with_its_exit_code(tmp_path: Path
     server = {"port": free_port(), "engine_args": {}, "pull": False}
     with (
         pytest.raises(ServerEnded) as ended,
-        serve(server, str(tmp_path), {"policy": f"{tmp_path}/nowhere"}, pod),
+        run_server(server, str(tmp_path), {"policy": f"{tmp_path}/nowhere"}, pod),
     ):
         pytest.fail("there is no such policy")
     assert ended.value.code == EXIT_USER

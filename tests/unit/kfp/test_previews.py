@@ -25,7 +25,7 @@ def area(points: list[dict[str, float]]) -> float:
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=60))
 def test_roc_area_is_the_share_of_pairs_in_order(judged: list[tuple[int, bool]]) -> None:
     """The area is the Mann-Whitney statistic: of all (right, wrong) pairs, those with the right one surer."""
-    points = previews.roc([(sure / 10, good) for sure, good in judged])
+    points = previews.compute_roc([(sure / 10, good) for sure, good in judged])
     pairs = [(a, b) for a, good in judged if good for b, bad in judged if not bad]
     if not pairs:
         assert points == []
@@ -35,20 +35,20 @@ def test_roc_area_is_the_share_of_pairs_in_order(judged: list[tuple[int, bool]])
 
 
 def test_a_long_roc_is_thinned_and_ends_at_one() -> None:
-    points = previews.roc([(i / 5000, i % 3 == 0) for i in range(5000)])
+    points = previews.compute_roc([(i / 5000, i % 3 == 0) for i in range(5000)])
     assert len(points) <= previews.POINTS + 2
     assert (points[0]["recall"], points[-1]["recall"], points[-1]["falsePositiveRate"]) == (0.0, 1.0, 1.0)
 
 
 def test_a_chart_of_one_point_and_of_a_line() -> None:
-    assert 'points="20.0,160.0"' in previews.chart("loss", [(3, 0.5)])
-    drawn = previews.chart("a<b", [(0, 0.0), (1, 1.0)])
+    assert 'points="20.0,160.0"' in previews.render_chart("loss", [(3, 0.5)])
+    drawn = previews.render_chart("a<b", [(0, 0.0), (1, 1.0)])
     assert 'points="20.0,160.0 400.0,40.0"' in drawn
     assert "a&lt;b" in drawn
 
 
 def test_a_table_keeps_its_shape_whatever_is_in_it() -> None:
-    text = previews.markdown(("a", "b"), [("x|y\nz", "<script>"), ("w" * 500, None)])
+    text = previews.render_markdown_table(("a", "b"), [("x|y\nz", "<script>"), ("w" * 500, None)])
     lines = text.splitlines()
     assert len(lines) == 4
     assert all(len(re.findall(r"(?<!\\)\|", line)) == 3 for line in lines)
@@ -67,6 +67,8 @@ def test_a_preview_reads_the_first_rows_alone(tmp_path: Path) -> None:
     data[4 << 20 : -(1 << 20)] = bytes(len(data) - (5 << 20))
     path.write_bytes(data)
     outputs = {"artifacts": {"preview": {"artifacts": [{"uri": str(tmp_path / "preview")}]}}, "outputFile": "x"}
-    previews.page(Task.read(json.dumps({"outputs": outputs})), "preview", f"file://{tmp_path}/rewards", manifest)
+    previews.write_artifact_page(
+        Task.read(json.dumps({"outputs": outputs})), "preview", f"file://{tmp_path}/rewards", manifest
+    )
     shown = (tmp_path / "preview").read_text()
     assert "| id | answer |" in shown and f"| id-7 | {rows[7]['answer'][:100]}" in shown and "id-8" not in shown

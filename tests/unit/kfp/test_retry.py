@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tuneloop.core.attempts import BUDGET
-from tuneloop.core.errors import EXIT_RETRY, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE, say
+from tuneloop.core.errors import EXIT_RETRY, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE, print_diagnostic
 from tuneloop.kfp.retry import retry_in_process
 
 
@@ -19,7 +19,7 @@ class Program:
     def run(self) -> int:
         self.runs += 1
         end = self.ends.pop(0)
-        return end if isinstance(end, int) else say(f"{end}: because", EXIT_RETRY)
+        return end if isinstance(end, int) else print_diagnostic(f"{end}: because", EXIT_RETRY)
 
     def start(self) -> int:
         return retry_in_process(self.run, lambda: str(self.runs) if self.moves else "", pause_s=0.0)

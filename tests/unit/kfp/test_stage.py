@@ -12,9 +12,9 @@ from google.protobuf import json_format
 from kfp.pipeline_spec import pipeline_spec_pb2
 
 from tests.unit import toy
-from tuneloop.core.artifacts import Artifact, find
+from tuneloop.core.artifacts import Artifact, find_manifest
 from tuneloop.kfp import io, stage
-from tuneloop.kfp.position import position
+from tuneloop.kfp.position import find_position
 
 
 class Launcher:
@@ -88,7 +88,7 @@ def test_a_stage_tells_what_it_committed(launcher: Launcher, tmp_path: Path) -> 
 def test_a_failed_stage_says_nothing(launcher: Launcher, tmp_path: Path) -> None:
     assert launcher.start("sft", "sft", skill=9) == 2
     assert not (tmp_path / "kfp/sft/executor_output.json").exists()
-    assert find(f"{launcher.run}/sft") is None
+    assert find_manifest(f"{launcher.run}/sft") is None
 
 
 def test_the_loop_ends_at_its_target(launcher: Launcher) -> None:
@@ -99,35 +99,35 @@ def test_the_loop_ends_at_its_target(launcher: Launcher) -> None:
     assert ["stopped" in each for each in made] == [False, True, True, True]
     assert [each.get("stopped") for each in made[1:]] == [2, 2, 2]
     assert {each["ref"] for each in made[1:]} == {Artifact(f"{launcher.run}/iterations/2/policy-update").ref}
-    assert find(f"{launcher.run}/iterations/3/rollout") is None
+    assert find_manifest(f"{launcher.run}/iterations/3/rollout") is None
     assert "ref" not in launcher.handle("iterations/3/rollout", "rollouts")
     assert launcher.start("evaluate", "evaluate-after", {"policy": policy}) == 0
-    assert find(f"{launcher.run}/evaluate-after") is not None, "the last policy is evaluated"
+    assert find_manifest(f"{launcher.run}/evaluate-after") is not None, "the last policy is evaluated"
 
 
 def test_position_is_read_from_what_is_committed(launcher: Launcher, tmp_path: Path) -> None:
     launcher.start("sft", "sft", skill=0)
     start = launcher.handle("sft", "checkpoint")
     asked: Any = {"iterations": 5, "target_reward": 2.0}
-    assert position(launcher.run, start, iteration=0, **asked) == (start, [1, 2, 3, 4, 5])
+    assert find_position(launcher.run, start, iteration=0, **asked) == (start, [1, 2, 3, 4, 5])
     policy = start
     for i in (1, 2):
         policy = launcher.iteration(i, policy, target=2.0)
     launcher.start("rollout", "iterations/3/rollout", {"policy": policy}, iteration=3)
-    found, todo = position(launcher.run, start, iteration=0, **asked)
+    found, todo = find_position(launcher.run, start, iteration=0, **asked)
     assert (found["ref"], todo) == (policy["ref"], [3, 4, 5])
-    assert position(launcher.run, start, iteration=1, **asked)[0] == start
-    assert position(launcher.run, start, iteration=3, **asked)[0]["ref"] == policy["ref"]
-    assert position(launcher.run, start, iteration=0, stride=2, **asked)[1] == [3, 5], (
+    assert find_position(launcher.run, start, iteration=1, **asked)[0] == start
+    assert find_position(launcher.run, start, iteration=3, **asked)[0]["ref"] == policy["ref"]
+    assert find_position(launcher.run, start, iteration=0, stride=2, **asked)[1] == [3, 5], (
         "the round of 3 and 4 is not done"
     )
-    assert position(launcher.run, start, iteration=0, stride=3, **asked)[1] == [1, 4]
-    ended, todo = position(launcher.run, start, iteration=0, iterations=5, target_reward=0.5)
+    assert find_position(launcher.run, start, iteration=0, stride=3, **asked)[1] == [1, 4]
+    ended, todo = find_position(launcher.run, start, iteration=0, iterations=5, target_reward=0.5)
     assert (ended["ref"], ended["stopped"], todo) == (policy["ref"], 2, []), "skill 1 has earned 0.5"
-    late, _ = position(launcher.run, start, iteration=5, iterations=5, target_reward=0.5)
+    late, _ = find_position(launcher.run, start, iteration=5, iterations=5, target_reward=0.5)
     assert late == ended, "a round after the end finds the end"
     shutil.rmtree(tmp_path / "run/iterations/1/policy-update")
-    assert position(launcher.run, start, iteration=0, **asked)[1] == [1, 2, 3, 4, 5], "what is lost is made again"
+    assert find_position(launcher.run, start, iteration=0, **asked)[1] == [1, 2, 3, 4, 5], "what is lost is made again"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_position_is_read_from_what_is_committed(launcher: Launcher, tmp_path: P
     ],
 )
 def test_where_the_launcher_keeps_an_artifact(artifact: dict[str, str], path: str) -> None:
-    assert io.local(artifact) == Path(path)
+    assert io.get_local_path(artifact) == Path(path)
 
 
 def test_what_runs_in_a_stage_needs_no_kfp() -> None:

@@ -135,7 +135,7 @@ def test_the_environment_is_empty_and_nothing_is_inherited(monkeypatch: pytest.M
     read, write = os.pipe()
     os.set_inheritable(write, True)
     program = f"import os\nprint(b'never' in b''.join(os.environb.values()), flush=True)\nos.write({write}, b'x')"
-    ending = sandbox.run(program, "", None, LIMITS)
+    ending = sandbox.run_program(program, "", None, LIMITS)
     os.close(read), os.close(write)
     assert (ending.kind, ending.stdout) == ("error", "False\n")
 
@@ -156,7 +156,7 @@ def test_the_kernel_guards_where_nobody_watches(
     (tmp_path / "token").write_text("never")
     without(monkeypatch, tmp_path, "        watch(notes, readable)", "")
     program = f"import ctypes\nprint(ctypes.CDLL(None).{call}({str(tmp_path / 'token').encode()!r}, 0))"
-    ending = sandbox.run(program, "", None, LIMITS)
+    ending = sandbox.run_program(program, "", None, LIMITS)
     assert (ending.kind, ending.stdout) == end
 
 
@@ -170,7 +170,7 @@ def test_a_program_that_can_not_be_shut_in_is_not_run(tmp_path: Path, monkeypatc
     )
     ran = tmp_path / "ran"
     with pytest.raises(OSError, match=r"could not be shut in and was not run: refused: .*not implemented"):
-        sandbox.run(f"open('{ran}', 'w')", "", None, LIMITS)
+        sandbox.run_program(f"open('{ran}', 'w')", "", None, LIMITS)
     assert not ran.exists()
 
 

@@ -2,7 +2,17 @@ import pytest
 
 from tests.unit.sharing.test_simulate import loop
 from tuneloop.core.errors import UserError
-from tuneloop.sharing.plans import ALONE, GROUP, OVERLAPPED, PLANS, SERIAL, SHARED, compare, recommended, refuse
+from tuneloop.sharing.plans import (
+    ALONE,
+    GROUP,
+    OVERLAPPED,
+    PLANS,
+    SERIAL,
+    SHARED,
+    check_plan,
+    compare_plans,
+    recommend_plan,
+)
 from tuneloop.sharing.simulate import Rules
 
 BOTH = {"trainer": 2, "sampler": 1}
@@ -10,7 +20,7 @@ BOTH = {"trainer": 2, "sampler": 1}
 
 def test_what_each_plan_comes_to() -> None:
     """By hand: two runs of 4 iterations, 3 s sampling, 2 s without a device, 1 s training."""
-    plans = compare({name: loop(3, 2, 1, 4) for name in "ab"}, BOTH, False, Rules(GROUP))
+    plans = compare_plans({name: loop(3, 2, 1, 4) for name in "ab"}, BOTH, False, Rules(GROUP))
     assert list(plans) == list(PLANS)
     assert [plan.total for plan in plans.values()] == [24, 21, 48, 33, 33]
     assert [plan.mean for plan in plans.values()] == [6, 5, 6, 46 / 6, 46 / 6], "8 each, 6 once b has no company"
@@ -22,11 +32,11 @@ def test_what_each_plan_comes_to() -> None:
     assert plans[SERIAL].idle("sampler") == 0.5
     assert plans[SHARED[0]].idle("sampler") == pytest.approx(1 - 24 / 33)
     assert plans[SHARED[0]].throughput == 8 / 33 / 3
-    assert recommended(plans) == SHARED[0], "fifo, where lrs is no better"
+    assert recommend_plan(plans) == SHARED[0], "fifo, where lrs is no better"
 
 
 def test_devices_that_serve_both_roles_count_once() -> None:
-    plans = compare({name: loop(3, 2, 1, 4) for name in "ab"}, BOTH, True, Rules(GROUP))
+    plans = compare_plans({name: loop(3, 2, 1, 4) for name in "ab"}, BOTH, True, Rules(GROUP))
     assert {name: plan.accelerators for name, plan in plans.items()} == {**dict.fromkeys(PLANS, 2), OVERLAPPED: 3}
     assert plans[ALONE].idle("trainer") == plans[ALONE].idle("sampler") == pytest.approx(1 / 3)
     assert plans[OVERLAPPED].idle("trainer") == pytest.approx(1 - 4 / 21)
@@ -35,15 +45,15 @@ def test_devices_that_serve_both_roles_count_once() -> None:
 def test_a_plan_that_loses_time_is_refused_and_why() -> None:
     """What a published swap of an 8B trainer costs, against phases of 4 s."""
     rules = Rules(GROUP, swap=10.83)
-    plans = compare({name: loop(4, 2, 4, 5) for name in "ab"}, BOTH, True, rules)
+    plans = compare_plans({name: loop(4, 2, 4, 5) for name in "ab"}, BOTH, True, rules)
     for name in SHARED:
         with pytest.raises(UserError) as refused:
-            refuse(plans, name, rules)
+            check_plan(plans, name, rules)
         assert str(refused.value).startswith(f"--plan: '{name}': loses time: ")
         assert "100.0 s one after another" in str(refused.value) and "10.83 s to swap" in str(refused.value)
     for name in (ALONE, OVERLAPPED, SERIAL):
-        refuse(plans, name, rules)
-    assert recommended(plans) == ALONE
-    long = compare({name: loop(400, 200, 400, 5) for name in "ab"}, BOTH, True, rules)
-    refuse(long, SHARED[0], rules)
-    assert recommended(long) == SHARED[0], "the same swap is bearable where phases are long"
+        check_plan(plans, name, rules)
+    assert recommend_plan(plans) == ALONE
+    long = compare_plans({name: loop(400, 200, 400, 5) for name in "ab"}, BOTH, True, rules)
+    check_plan(long, SHARED[0], rules)
+    assert recommend_plan(long) == SHARED[0], "the same swap is bearable where phases are long"

@@ -18,13 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.unit import toy
 from tests.waiting import LIMIT_S, until
 from tuneloop.core import fencing
-from tuneloop.core.artifacts import Draft, find
+from tuneloop.core.artifacts import Draft, find_manifest
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 from tuneloop.core.store import Conflict
 from tuneloop.sharing.document import Document, Refused
 from tuneloop.sharing.file import File
 from tuneloop.sharing.opening import open_turns
-from tuneloop.sharing.sidecar import arguments, hold, serve
+from tuneloop.sharing.sidecar import hold_lease, parse_arguments, serve_lease
 from tuneloop.sharing.turns import SAFE, Silence, Turns
 from tuneloop.weights import pointer
 
@@ -194,25 +194,25 @@ def test_a_frozen_stage_commits_nothing(tmp_path: Path, watched: str) -> None:
         os.kill(first.pid, signal.SIGCONT)
         _, said = first.communicate("go on\n", timeout=LIMIT_S)
         assert first.returncode == EXIT_RETRY and "turn 1 of group group was lost" in said
-        assert find(str(tmp_path / "out")) is None
+        assert find_manifest(str(tmp_path / "out")) is None
         document = held.turns.read()
         assert document.number == 2 and document.holder and document.holder.who == "second"  # undisturbed
 
 
 def test_what_needs_the_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an artifact nor the pointer to the newest weights is written by who is late; with a turn, it is named."""
-    now = fencing.clock()
+    now = fencing.read_clock()
     grant = fencing.Grant(group="g", number=7, ticket="a.1", renewed=now - 9, until=now - 1)
-    fencing.write(tmp_path / "turn.json", grant)
+    fencing.write_lease_grant(tmp_path / "turn.json", grant)
     monkeypatch.setenv(fencing.VARIABLE, str(tmp_path / "turn.json"))
     with pytest.raises(Retryable, match=r"turn 7 of group g was lost \d+\.\d s ago"):
         toy.sft(out=f"{tmp_path}/sft")
     with pytest.raises(Retryable, match="turn 7"):  # asked last of all, right before it would stand
         Draft(f"{tmp_path}/sft").commit(stage="sft")
     with pytest.raises(Retryable, match="turn 7"):
-        pointer.advance(f"{tmp_path}/weights", pointer.Latest(version=1, ref="x"))
-    assert find(f"{tmp_path}/sft") is None and pointer.read(f"{tmp_path}/weights") is None
-    fencing.write(tmp_path / "turn.json", grant.model_copy(update={"until": now + 600}))
+        pointer.advance_pointer(f"{tmp_path}/weights", pointer.Latest(version=1, ref="x"))
+    assert find_manifest(f"{tmp_path}/sft") is None and pointer.read_pointer(f"{tmp_path}/weights") is None
+    fencing.write_lease_grant(tmp_path / "turn.json", grant.model_copy(update={"until": now + 600}))
     assert toy.sft(out=f"{tmp_path}/sft").provenance["turn"] == {"group": "g", "number": 7, "ticket": "a.1"}
     (tmp_path / "turn.json").unlink()
     with pytest.raises(Retryable, match="who holds it has ended"):
@@ -272,9 +272,9 @@ def test_a_sidecar_that_is_started_again_goes_on(tmp_path: Path, patience: float
     place, file, stop = Failing(str(tmp_path)), tmp_path / "turn.json", threading.Event()
     turns = Turns(place, "g", who="a", patience=patience)
     held = turns.wait("a.1", LIMIT_S, threading.Event())  # the sidecar before, killed: nobody has given its seat back
-    fencing.write(file, held.grant)
+    fencing.write_lease_grant(file, held.grant)
     place.reads = reads
-    sidecar = threading.Thread(target=hold, args=(turns, file, stop), daemon=True)
+    sidecar = threading.Thread(target=hold_lease, args=(turns, file, stop), daemon=True)
     sidecar.start()
 
     def grant() -> fencing.Grant:
@@ -291,11 +291,11 @@ def test_a_sidecar_that_is_started_again_goes_on(tmp_path: Path, patience: float
 
 def test_a_sidecar_whose_turn_is_another_s_asks_for_none(tmp_path: Path) -> None:
     turns, file, stop = open_turns(str(tmp_path), who="a", patience=30), tmp_path / "turn.json", threading.Event()
-    fencing.write(file, turns.wait("a.1", LIMIT_S, threading.Event()).grant)
+    fencing.write_lease_grant(file, turns.wait("a.1", LIMIT_S, threading.Event()).grant)
     turns.leave()
     stop.set()
     with open_turns(str(tmp_path), who="b", patience=30).acquire(timeout=LIMIT_S) as held:
-        hold(turns, file, stop)
+        hold_lease(turns, file, stop)
         assert fencing.Grant.model_validate_json(file.read_bytes()).until < 0
         assert held.beat() and held.turns.read().waiting == ()
 
@@ -305,15 +305,15 @@ def test_a_run_that_its_group_refuses_ends_with_2(
 ) -> None:
     """The sidecar says why in the file, which lets the stage start, and stays: it would be started again for ever."""
     file, stop = tmp_path / "turn.json", threading.Event()
-    flags = arguments(["--group=g", "--run=b", "--namespace=n", f"--file={file}", "--patience=20"])
+    flags = parse_arguments(["--group=g", "--run=b", "--namespace=n", f"--file={file}", "--patience=20"])
     with open_turns(f"{tmp_path}/g", who="a", patience=30).acquire() as held:
-        sidecar = threading.Thread(target=serve, args=(f"{tmp_path}/g", flags, stop), daemon=True)
+        sidecar = threading.Thread(target=serve_lease, args=(f"{tmp_path}/g", flags, stop), daemon=True)
         sidecar.start()
         until(file.exists)
         monkeypatch.setenv(fencing.VARIABLE, str(file))
         assert toy.sft.run(["--checkpoint", f"{tmp_path}/sft"]) == EXIT_USER
         line = "error: turn: 'g': cluster.share.patience: 20.0: the runs of group g say 30.0: say the same, or"
-        assert line in capfd.readouterr().err and find(f"{tmp_path}/sft") is None
+        assert line in capfd.readouterr().err and find_manifest(f"{tmp_path}/sft") is None
         assert sidecar.is_alive() and held.turns.read().waiting == ()
         stop.set()
         sidecar.join()

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuneloop.formats.token_files import Document
-from tuneloop.training.batching import FORWARD_COST, collate, cut, pack, plan, size
+from tuneloop.training.batching import (
+    FORWARD_COST,
+    collate_documents,
+    count_batch_tokens,
+    cut_into_rectangles,
+    pack_documents,
+    plan_micro_batches,
+)
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=24)
 CPU = torch.device("cpu")
@@ -18,7 +25,7 @@ def document(length: int, first: int) -> Document:
 
 @given(LENGTHS, st.integers(1, 8), st.integers(1, 4), st.booleans())
 def test_every_document_is_dealt_once(lengths, limit, world, packed):
-    ranks = plan(lengths, limit, world, packed)
+    ranks = plan_micro_batches(lengths, limit, world, packed)
     assert len(ranks) == world
     assert len({len(micro) for micro in ranks}) == 1  # collectives need equal counts
     flat = [i for micro in ranks for batch in micro for i in batch]
@@ -29,7 +36,8 @@ def test_every_document_is_dealt_once(lengths, limit, world, packed):
 @given(LENGTHS, st.integers(1, 8), st.integers(2, 4), st.booleans())
 def test_ranks_wait_for_one_another_no_longer_than_the_largest_micro_batch(lengths, limit, world, packed):
     side_by_side = [
-        [size(batch, lengths, packed) for batch in batches] for batches in zip(*plan(lengths, limit, world, packed))
+        [count_batch_tokens(batch, lengths, packed) for batch in batches]
+        for batches in zip(*plan_micro_batches(lengths, limit, world, packed))
     ]
     waited = sum(max(sizes) - min(sizes) for sizes in side_by_side)
     assert waited <= max(max(sizes) for sizes in side_by_side)
@@ -49,12 +57,12 @@ def test_the_cut_is_the_cheapest(lengths, limit):
             if all(len(piece) <= limit for piece in pieces):
                 yield cost(pieces)
 
-    assert cost(cut(order, lengths, limit)) == min(ways())
+    assert cost(cut_into_rectangles(order, lengths, limit)) == min(ways())
 
 
 @given(LENGTHS)
 def test_packed_rows_hold_everything_within_capacity(lengths):
-    rows = pack(lengths, 64)
+    rows = pack_documents(lengths, 64)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in row) <= 64 for row in rows)
     assert len(rows) <= 2 * sum(lengths) / 64 + 1  # no two rows could share one
@@ -63,7 +71,7 @@ def test_packed_rows_hold_everything_within_capacity(lengths):
 @given(LENGTHS, st.booleans())
 def test_each_index_stands_before_its_label(lengths, packed):
     documents = [document(length, 100 * i + 1) for i, length in enumerate(lengths)]
-    batch = collate(documents, CPU, 64 if packed else None)
+    batch = collate_documents(documents, CPU, 64 if packed else None)
     wanted = [token for d in documents for token, target in zip(d.ids, d.targets) if target]
     assert batch.labels.tolist() == wanted
     flat = batch.input_ids.flatten()
@@ -77,6 +85,6 @@ def test_each_index_stands_before_its_label(lengths, packed):
 
 
 def test_no_documents_still_make_a_pass():
-    batch = collate([], CPU)
+    batch = collate_documents([], CPU)
     assert batch.input_ids.shape == (1, 1)
     assert len(batch.index) == len(batch.labels) == 0

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.making import tiny_model
-from tuneloop.core.artifacts import scan
+from tuneloop.core.artifacts import hash_files
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document
 from tuneloop.training import options
@@ -94,12 +94,12 @@ def test_saving_and_loading_changes_nothing(model, documents, tmp_path):
     two = Trainer(model, Ranks("cpu"), ADAM)
     two.load(tmp_path / "a", one.step)
     two.save(tmp_path / "b")
-    assert scan(tmp_path / "a") == scan(tmp_path / "b")  # byte for byte, .metadata too
+    assert hash_files(tmp_path / "a") == hash_files(tmp_path / "b")  # byte for byte, .metadata too
     for trainer in (one, two):
         train(trainer, documents, 2)
     one.save(tmp_path / "c")
     two.save(tmp_path / "d")
-    assert scan(tmp_path / "c") == scan(tmp_path / "d") != scan(tmp_path / "a")
+    assert hash_files(tmp_path / "c") == hash_files(tmp_path / "d") != hash_files(tmp_path / "a")
 
 
 def test_the_step_is_adamw_with_clipping(model, documents):

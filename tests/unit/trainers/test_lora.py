@@ -10,14 +10,14 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.unit.trainers.test_fsdp import ADAM
-from tuneloop.argo.memory_estimate import adapters, shape_of, whole
-from tuneloop.core.artifacts import scan
+from tuneloop.argo.memory_estimate import count_adapter_parameters, is_memory_estimate_complete, shape_of
+from tuneloop.core.artifacts import hash_files
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document
 from tuneloop.training.fsdp.policy import Policy
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.fsdp.trainer import Trainer
-from tuneloop.training.lora import Lora, disabled
+from tuneloop.training.lora import Lora, disable_adapters
 from tuneloop.training.scorer import ScoreTrainer
 from tuneloop.workflow.rendered_stages import Stage
 
@@ -67,7 +67,7 @@ def test_the_export_says_what_the_adapters_say(model, documents, tmp_path, about
     )
     torch.testing.assert_close(merged, found, rtol=near, atol=near)
     assert (before - found).abs().max() > 0.2
-    with disabled(trainer.model):
+    with disable_adapters(trainer.model):
         torch.testing.assert_close(logprobs(trainer, documents), before, rtol=near, atol=near)
     assert logprobs(trainer, documents).equal(found)
 
@@ -90,9 +90,11 @@ def test_adapters_are_as_many_as_the_plan_counts(model, documents):
     shape = shape_of("m", json.loads((model / "config.json").read_text()), model)
     for options, targets in (({"r": 3}, "all-linear"), ({"r": 4, "target_modules": ["q_proj", "down_proj"]}, "two")):
         stage = Stage("sft", "tuneloop.stages.sft", {"lora": json.dumps(options)}, "", 0, 1)
-        assert adapters(stage, shape) == trained(model, documents, 0, lora=Lora(**options)).count(), targets
+        assert count_adapter_parameters(stage, shape) == trained(model, documents, 0, lora=Lora(**options)).count(), (
+            targets
+        )
     unknown = Stage("sft", "tuneloop.stages.sft", {"lora": '{"target_modules": ".*_proj"}'}, "", 0, 1)
-    assert adapters(unknown, shape) is None and not whole(unknown, shape, 64)
+    assert count_adapter_parameters(unknown, shape) is None and not is_memory_estimate_complete(unknown, shape, 64)
 
 
 def test_saved_and_loaded_goes_on_the_same(model, documents, tmp_path):
@@ -104,7 +106,7 @@ def test_saved_and_loaded_goes_on_the_same(model, documents, tmp_path):
     for trainer, name in ((one, "b"), (two, "c")):
         step(trainer, documents, 2)
         trainer.save(tmp_path / name)
-    assert scan(tmp_path / "b") == scan(tmp_path / "c") != scan(tmp_path / "a")
+    assert hash_files(tmp_path / "b") == hash_files(tmp_path / "c") != hash_files(tmp_path / "a")
 
 
 def test_a_reward_model_trains_its_head_and_adapters(model, documents, tmp_path):

@@ -20,7 +20,14 @@ from safetensors.numpy import save_file
 from tests.unit.weights.exports import content, model, save, update
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
-from tuneloop.weights import gc, layout, ls, materialize, publish, verify
+from tuneloop.weights import (
+    delete_unused_versions,
+    layout,
+    list_versions,
+    materialize_version,
+    publish_version,
+    verify_version,
+)
 
 
 def foreign_read(root: Path, version: int) -> dict[str, bytes]:
@@ -96,18 +103,18 @@ def test_a_foreign_reader_reads_every_encoding(tmp_path: Path, encoding: str, ti
     rng, root = np.random.default_rng(0), tmp_path / "weights"
     state = model(rng, tied=tied)
     for version in range(4):
-        publish(str(root), version, save(tmp_path / f"export{version}", state), encoding=encoding)  # type: ignore[arg-type]
+        publish_version(str(root), version, save(tmp_path / f"export{version}", state), encoding=encoding)  # type: ignore[arg-type]
         assert foreign_read(root, version) == {name: bytes(data) for name, (_, _, data) in state.items()}
         state = update(rng, state, 0.03)
-    assert [entry.encoding for entry in ls(str(root))] == [None, *[encoding] * 3]
+    assert [entry.encoding for entry in list_versions(str(root))] == [None, *[encoding] * 3]
 
 
 def test_a_full_version_is_loadable_where_it_lies(tmp_path: Path) -> None:
     """Sharded, by the weight map alone, as transformers does it; and deltas open as safetensors."""
     rng, root = np.random.default_rng(1), tmp_path / "weights"
     state = model(rng)
-    publish(str(root), 0, save(tmp_path / "a", state, shards=3))
-    publish(str(root), 1, save(tmp_path / "b", update(rng, state, 0.1), shards=3))
+    publish_version(str(root), 0, save(tmp_path / "a", state, shards=3))
+    publish_version(str(root), 1, save(tmp_path / "b", update(rng, state, 0.1), shards=3))
     weight_map = json.loads((root / "weight_v000000/model.safetensors.index.json").read_bytes())["weight_map"]
     assert set(weight_map) == set(state) and len(set(weight_map.values())) == 3
     with safe_open(root / "weight_v000000" / weight_map["step"], "numpy") as file:
@@ -137,7 +144,7 @@ def test_ranks_fill_one_file_that_equals_a_full_export(tmp_path: Path) -> None:
     }
     kinds = {"float32": "F32", "float16": "F16", "int64": "I64", "uint8": "U8"}
     entries = {name: (kinds[str(t.dtype)], t.shape, t.nbytes) for name, t in tensors.items()}
-    layout.create(tmp_path / "model.safetensors", entries, {"format": "pt"})
+    layout.preallocate_safetensors(tmp_path / "model.safetensors", entries, {"format": "pt"})
     ranks = [Process(target=_fill, args=(tmp_path, rank, 3, tensors)) for rank in range(3)]
     for rank in ranks:
         rank.start()
@@ -154,26 +161,26 @@ def test_an_object_store_takes_the_same_protocol(tmp_path: Path) -> None:
     state = model(rng)
     for version in range(5):
         export = save(tmp_path / f"export{version}", state, config=f"{version}")
-        publish(store, version, export)
-        materialize(store, None, tmp_path / "replica")
+        publish_version(store, version, export)
+        materialize_version(store, None, tmp_path / "replica")
         assert content(tmp_path / "replica") == content(export)
         state = update(rng, state, 0.02)
-    assert gc(store, keep=1) == []
-    assert verify(store).tensors == len(state)
+    assert delete_unused_versions(store, keep=1) == []
+    assert verify_version(store).tensors == len(state)
     store.delete("weight_v000002/" + next(k for k in store.keys("weight_v000002") if "model-" in k).split("/")[1])
     with pytest.raises(Corrupt, match="is missing"):
-        materialize(store, 3, tmp_path / "late")
+        materialize_version(store, 3, tmp_path / "late")
 
 
 def test_no_model_no_service(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no \.safetensors file"):
-        publish(str(tmp_path / "weights"), 0, tmp_path)
+        publish_version(str(tmp_path / "weights"), 0, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
     with pytest.raises(Corrupt, match="cut short"):
-        publish(str(tmp_path / "weights"), 0, tmp_path)
+        publish_version(str(tmp_path / "weights"), 0, tmp_path)
     for version, said in ((None, "'latest'"), (7, "7")):
         with pytest.raises(UserError, match=rf"^weights version: {said}: is not in file://.*/weights; publish it"):
-            materialize(str(tmp_path / "weights"), version, tmp_path / "replica")
+            materialize_version(str(tmp_path / "weights"), version, tmp_path / "replica")
     assert not (tmp_path / "replica").exists()
 
 

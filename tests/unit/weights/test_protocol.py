@@ -19,11 +19,22 @@ from hypothesis import strategies as st
 
 from tests.unit.weights.exports import Crash, Crashing, Model, content, model, save, update
 from tests.waiting import LIMIT_S
-from tuneloop.cli import invoke
+from tuneloop.cli import run_cli
 from tuneloop.core.artifacts import file_digest
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
-from tuneloop.weights import PointerConflict, PointerRewind, diff, gc, live, ls, materialize, pointer, publish, verify
+from tuneloop.weights import (
+    PointerConflict,
+    PointerRewind,
+    delete_unused_versions,
+    diff_versions,
+    list_versions,
+    live,
+    materialize_version,
+    pointer,
+    publish_version,
+    verify_version,
+)
 from tuneloop.weights.versions import Chain
 
 Case = tuple[str, int, int]
@@ -62,22 +73,22 @@ class World:
         version = self.export(seed, choice)
         encoding = ("gap8-xor", "xor", "overwrite", None)[choice % 4]
         if crash_at is not None:
-            before = pointer.read(self.root)
+            before = pointer.read_pointer(self.root)
             try:
-                publish(Crashing(self.root, crash_at), version, self.exports[version], encoding=encoding)  # type: ignore[arg-type]
+                publish_version(Crashing(self.root, crash_at), version, self.exports[version], encoding=encoding)  # type: ignore[arg-type]
             except Crash:
-                assert pointer.read(self.root) == before, "the old version is served"
+                assert pointer.read_pointer(self.root) == before, "the old version is served"
                 if before is not None and not self.damaged:
-                    verify(self.root)
+                    verify_version(self.root)
         at_hand = self.exports[version - 1] if version and seed % 2 else None
         bound = (3.0, 0.5, 0.0)[seed % 3]
-        publish(self.root, version, self.exports[version], base=at_hand, encoding=encoding, restore_bound=bound)  # type: ignore[arg-type]
+        publish_version(self.root, version, self.exports[version], base=at_hand, encoding=encoding, restore_bound=bound)  # type: ignore[arg-type]
 
     def pull(self, seed: int, choice: int) -> None:
         replica = self.place / f"replica{choice % 2}"
-        listed = [entry.version for entry in ls(self.root)]
+        listed = [entry.version for entry in list_versions(self.root)]
         version = listed[seed % len(listed)]
-        done = materialize(self.root, version, replica)
+        done = materialize_version(self.root, version, replica)
         assert done.version == version
         assert content(replica) == content(self.exports[version])
 
@@ -95,7 +106,7 @@ class World:
         elif kind == "crash":
             self.publish(seed, choice, crash_at=choice)
         elif kind == "again" and self.exports:
-            publish(self.root, len(self.exports) - 1, self.exports[-1])
+            publish_version(self.root, len(self.exports) - 1, self.exports[-1])
         elif kind == "pull" and self.exports:
             self.pull(seed, choice)
         elif kind == "flip store":
@@ -104,11 +115,11 @@ class World:
         elif kind == "flip replica":
             self.flip(list((self.place / f"replica{choice % 2}").rglob("*")), seed)
         elif kind == "gc" and self.exports:
-            pinned = [entry.version for entry in ls(self.root)][:1]
-            gc(self.root, keep=1 + choice % 2, pinned=pinned)
+            pinned = [entry.version for entry in list_versions(self.root)][:1]
+            delete_unused_versions(self.root, keep=1 + choice % 2, pinned=pinned)
             if not self.damaged:
                 for version in {*pinned, len(self.exports) - 1}:
-                    verify(self.root, version)
+                    verify_version(self.root, version)
 
 
 @settings(max_examples=25, deadline=None)
@@ -139,23 +150,23 @@ def test_crash_before_every_operation(tmp_path: Path, anchor: bool) -> None:
     root = f"file://{tmp_path}/weights"
     kinds = []
     for version, export in enumerate(exports):
-        before = pointer.read(root)
+        before = pointer.read_pointer(root)
         for at in range(100):
             try:
-                publish(Crashing(root, at), version, export)
+                publish_version(Crashing(root, at), version, export)
                 break
             except Crash:
-                assert pointer.read(root) == before
+                assert pointer.read_pointer(root) == before
                 if before is not None:
-                    assert verify(root).version == version - 1
+                    assert verify_version(root).version == version - 1
         assert 2 < at < 100, "each operation was the last before a crash"
-        published = ls(root)[-1]
+        published = list_versions(root)[-1]
         kinds.append((published.encoding is None, published.base_version))
         names = {p.name for p in (tmp_path / "weights" / f"weight_v{version:06d}").rglob("*")}
         assert not [n for n in names if n.endswith(".part")], "leftovers are gone"
-        materialize(root, None, tmp_path / "replica")
+        materialize_version(root, None, tmp_path / "replica")
         assert content(tmp_path / "replica") == content(export)
-    assert verify(root).tensors == len(states[0])
+    assert verify_version(root).tensors == len(states[0])
     assert not anchor or any(full for full, _ in kinds[1:])
 
 
@@ -163,36 +174,39 @@ def test_a_restarted_trainer_continues_the_chain(tmp_path: Path) -> None:
     rng, root = np.random.default_rng(1), f"file://{tmp_path}/weights"
     first = model(rng)
     second = update(rng, first, 0.01)
-    publish(root, 0, save(tmp_path / "a", first))
-    without_base = publish(root, 1, save(tmp_path / "b", second))
+    publish_version(root, 0, save(tmp_path / "a", first))
+    without_base = publish_version(root, 1, save(tmp_path / "b", second))
     assert (without_base.base_version, without_base.full) == (0, False)
-    with_base = publish(f"{root}2", 0, tmp_path / "a"), publish(f"{root}2", 1, tmp_path / "b", base=tmp_path / "a")
+    with_base = (
+        publish_version(f"{root}2", 0, tmp_path / "a"),
+        publish_version(f"{root}2", 1, tmp_path / "b", base=tmp_path / "a"),
+    )
     assert with_base[1].ref == without_base.ref, "the same bytes, wherever the base came from"
     with pytest.raises(Corrupt, match="leave `base` out"):
-        publish(root, 2, tmp_path / "a", base=tmp_path / "a")
+        publish_version(root, 2, tmp_path / "a", base=tmp_path / "a")
 
 
 def test_versions_are_immutable_and_move_forward(tmp_path: Path) -> None:
     rng, root = np.random.default_rng(2), f"file://{tmp_path}/weights"
     first = model(rng)
     a, b = save(tmp_path / "a", first), save(tmp_path / "b", update(rng, first, 0.1))
-    publish(root, 3, a)
-    again = publish(root, 3, a)
+    publish_version(root, 3, a)
+    again = publish_version(root, 3, a)
     assert again.sent_bytes == 0
     with pytest.raises(PointerConflict, match="holds other weights"):
-        publish(root, 3, b)
+        publish_version(root, 3, b)
     with pytest.raises(PointerRewind, match="at version 3 already"):
-        publish(root, 2, b)
+        publish_version(root, 2, b)
     with pytest.raises(UserError, match="is not in"):
-        materialize(root, 2, tmp_path / "replica")
-    assert verify(root, 3, a).tensors == len(first)
+        materialize_version(root, 2, tmp_path / "replica")
+    assert verify_version(root, 3, a).tensors == len(first)
     with pytest.raises(Corrupt):
-        verify(root, 3, b)
+        verify_version(root, 3, b)
 
 
 def _publish(root: str, export: Path, outcome: multiprocessing.Queue[str]) -> None:
     try:
-        publish(root, 1, export)
+        publish_version(root, 1, export)
         outcome.put("published")
     except PointerConflict:
         outcome.put("refused")
@@ -204,7 +218,7 @@ def test_two_rival_publishers_leave_one_whole_version(tmp_path: Path) -> None:
     for attempt in range(4):
         root = f"file://{tmp_path}/weights{attempt}"
         base = save(tmp_path / f"base{attempt}", first)
-        publish(root, 0, base)
+        publish_version(root, 0, base)
         exports = [save(tmp_path / f"rival{attempt}{i}", update(rng, first, 0.05)) for i in range(2)]
         outcome: multiprocessing.Queue[str] = multiprocessing.Queue()
         rivals = [multiprocessing.Process(target=_publish, args=(root, export, outcome)) for export in exports]
@@ -213,7 +227,7 @@ def test_two_rival_publishers_leave_one_whole_version(tmp_path: Path) -> None:
         assert sorted(outcome.get(timeout=LIMIT_S) for _ in rivals) == ["published", "refused"]
         for rival in rivals:
             rival.join(LIMIT_S)
-        materialize(root, None, tmp_path / f"replica{attempt}")
+        materialize_version(root, None, tmp_path / f"replica{attempt}")
         assert content(tmp_path / f"replica{attempt}") in [content(export) for export in exports]
 
 
@@ -223,14 +237,14 @@ def test_anchors_bound_the_chain_and_replicas_pass_them_by_delta(tmp_path: Path)
     replica = tmp_path / "replica"
     for version in range(20):
         export = save(tmp_path / f"export{version}", state)
-        published = publish(root, version, export)
-        step = materialize(root, version, replica)
+        published = publish_version(root, version, export)
+        step = materialize_version(root, version, replica)
         assert content(replica) == content(export)
         assert version == 0 or step.full is None, "a replica that keeps up reads deltas only"
-        fresh = materialize(root, version, tmp_path / f"fresh{version}")
+        fresh = materialize_version(root, version, tmp_path / f"fresh{version}")
         assert fresh.read_bytes < 4.5 * published.full_bytes
         state = update(rng, state, 0.02)
-    anchors = [entry.version for entry in ls(root) if entry.encoding is None]
+    anchors = [entry.version for entry in list_versions(root) if entry.encoding is None]
     assert len(anchors) > 1 and all(Chain(root).entry(a).index.tuneloop.delta_index for a in anchors[1:])
 
 
@@ -239,8 +253,8 @@ def test_how_soon_the_next_anchor_comes_is_a_setting(tmp_path: Path, bound: floa
     """The export stays as it is, so that a delta has no bytes and costs the 0.1 of applying it."""
     export, root = save(tmp_path / "export", model(np.random.default_rng(9))), f"file://{tmp_path}/weights"
     for version in range(6):
-        publish(root, version, export, restore_bound=bound)
-    assert [entry.version for entry in ls(root) if entry.encoding is None] == anchors
+        publish_version(root, version, export, restore_bound=bound)
+    assert [entry.version for entry in list_versions(root) if entry.encoding is None] == anchors
 
 
 def test_gc_keeps_what_is_needed_and_drops_the_rest(tmp_path: Path) -> None:
@@ -249,38 +263,38 @@ def test_gc_keeps_what_is_needed_and_drops_the_rest(tmp_path: Path) -> None:
     exports = []
     for version in range(14):
         exports.append(save(tmp_path / f"export{version}", state))
-        publish(root, version, exports[-1], encoding=None if version in (4, 9) else "gap8-xor")
+        publish_version(root, version, exports[-1], encoding=None if version in (4, 9) else "gap8-xor")
         state = update(rng, state, 0.001)
     Store(root).put("weight_v000002/leftover", b"")
     Store(root).put("weight_v000099/being-written", b"")
     for replica, version in (("serves", 5), ("died", 3), ("ended", 2), ("elsewhere", 77)):
-        live.announce(Store(root), replica, version)
-    live.withdraw(Store(root), "ended")
+        live.announce_version(Store(root), replica, version)
+    live.withdraw_replica(Store(root), "ended")
     os.utime(tmp_path / "weights" / "live" / "died.json", (0, time.time() - live.EXPIRY_S - 1))
-    assert live.versions(Store(root)) == {"serves": 5, "elsewhere": 77}
+    assert live.list_served_versions(Store(root)) == {"serves": 5, "elsewhere": 77}
     standing = Store(root).keys("")
-    listed = gc(root, keep=2, pinned=[9], delete=False)
+    listed = delete_unused_versions(root, keep=2, pinned=[9], delete=False)
     assert Store(root).keys("") == standing
-    dropped = gc(root, keep=2, pinned=[9])
+    dropped = delete_unused_versions(root, keep=2, pinned=[9])
     assert dropped == listed and dropped == [0, 1, 2, 3, 6, 7, 8]
-    assert [entry.version for entry in ls(root)] == [4, 5, 9, 10, 11, 12, 13]
+    assert [entry.version for entry in list_versions(root)] == [4, 5, 9, 10, 11, 12, 13]
     left = {key.partition("/")[0] for key in Store(root).keys("")}
     assert "weight_v000002" not in left and "weight_v000099" in left
     for version in (5, 12, 13):
-        materialize(root, version, tmp_path / "replica")
+        materialize_version(root, version, tmp_path / "replica")
         assert content(tmp_path / "replica") == content(exports[version])
     with pytest.raises(UserError, match="keep"):
-        gc(root, keep=0)
+        delete_unused_versions(root, keep=0)
 
 
 def test_the_command_drops_only_when_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, export = f"{tmp_path}/weights", save(tmp_path / "export", model(np.random.default_rng(5)))
     for version in range(3):
-        publish(root, version, export, encoding=None)
+        publish_version(root, version, export, encoding=None)
     for options, said, left in (([], "to drop: 1, and", [0, 1, 2]), (["--delete"], "dropped: 1\n", [0, 2])):
-        assert invoke(["weights", "gc", root, "--pin", "0", *options]) == 0
+        assert run_cli(["weights", "gc", root, "--pin", "0", *options]) == 0
         assert capsys.readouterr().out.startswith(said)
-        assert [entry.version for entry in ls(root)] == left
+        assert [entry.version for entry in list_versions(root)] == left
 
 
 def test_diff_names_what_changed(tmp_path: Path) -> None:
@@ -290,10 +304,10 @@ def test_diff_names_what_changed(tmp_path: Path) -> None:
     second["layer.0.scale"][2][0] ^= 1
     third = model(rng, tied=False)
     for version, state in enumerate((first, second, third)):
-        publish(root, version, save(tmp_path / f"export{version}", state))
-    assert diff(root, 0, 1).changed == {"layer.0.scale": pytest.approx(1 / 33)}
-    assert diff(root, 1, 2).added == ["lm_head"]
-    assert diff(root, 1, 1).same == len(first)
+        publish_version(root, version, save(tmp_path / f"export{version}", state))
+    assert diff_versions(root, 0, 1).changed == {"layer.0.scale": pytest.approx(1 / 33)}
+    assert diff_versions(root, 1, 2).added == ["lm_head"]
+    assert diff_versions(root, 1, 1).same == len(first)
 
 
 def test_damage_in_place_poisons_until_restored(tmp_path: Path) -> None:
@@ -304,17 +318,17 @@ def test_damage_in_place_poisons_until_restored(tmp_path: Path) -> None:
         states.append(update(rng, states[-1], 0.05))
     exports = [save(tmp_path / f"export{i}", s) for i, s in enumerate(states)]
     for version, export in enumerate(exports):
-        publish(root, version, export, encoding="overwrite" if version == 1 else "gap8-xor")
+        publish_version(root, version, export, encoding="overwrite" if version == 1 else "gap8-xor")
     replica = tmp_path / "replica"
-    materialize(root, 0, replica)
+    materialize_version(root, 0, replica)
     (path,) = (tmp_path / "weights/weight_v000001").glob("model-*.safetensors")
     whole = path.read_bytes()
     path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
     for _ in range(2):
         with pytest.raises(Corrupt):
-            materialize(root, 2, replica)
+            materialize_version(root, 2, replica)
     path.write_bytes(whole)
-    assert materialize(root, 2, replica).full == 0
+    assert materialize_version(root, 2, replica).full == 0
     assert content(replica) == content(exports[2])
 
 
@@ -327,7 +341,7 @@ def test_damage_is_said_of_the_stored_file(tmp_path: Path, version: int, at: int
     store = Store("memory:///weights" if remote else root)
     state: Model = {f"w{i}": ("BF16", (64, 64), bytearray(rng.bytes(1 << 13))) for i in range(3)}
     for number in range(3):
-        publish(store, number, save(tmp_path / f"export{number}", state))
+        publish_version(store, number, save(tmp_path / f"export{number}", state))
         state = update(rng, {**state}, 0.05)
     (key,) = (k for k in store.keys(f"weight_v{version:06d}") if k.endswith(".safetensors"))
     whole = store.get(key) or b""
@@ -336,25 +350,27 @@ def test_damage_is_said_of_the_stored_file(tmp_path: Path, version: int, at: int
     store.put(key, bytes(damaged))
     for number in (version, 2):
         with pytest.raises(Corrupt) as refusal:
-            verify(store, number)
+            verify_version(store, number)
         assert refusal.value.value == f"{store.url}/{key}"
         assert "; restore it from a copy, or publish the next version in full" in str(refusal.value)
     store.put(key, whole)
-    assert verify(store, 2).tensors == 3
+    assert verify_version(store, 2).tensors == 3
 
 
 def test_versions_above_a_damaged_one_only_say_which_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng, root = np.random.default_rng(7), f"{tmp_path}/weights"
     state = model(rng)
     for version in range(5):
-        publish(root, version, save(tmp_path / f"export{version}", state), encoding=None if version == 4 else "xor")
+        publish_version(
+            root, version, save(tmp_path / f"export{version}", state), encoding=None if version == 4 else "xor"
+        )
         state = update(rng, state, 0.05)
     (path,) = (tmp_path / "weights/weight_v000001").glob("model-*.safetensors")
     path.write_bytes(path.read_bytes()[:-1])
     for command in ("ls", "verify"):
-        assert invoke(["weights", command, f"{root}/none"]) == 2
+        assert run_cli(["weights", command, f"{root}/none"]) == 2
         assert "has no versions; publish some, or correct the URL" in capsys.readouterr().err
-    assert invoke(["weights", "verify", root]) == 2
+    assert run_cli(["weights", "verify", root]) == 2
     said = capsys.readouterr()
     assert [line.split(":")[0] for line in said.out.splitlines()] == [f"published version {n}" for n in (0, 4)]
     first, *above = said.err.splitlines()
@@ -367,52 +383,52 @@ def test_a_replica_that_is_damaged_is_blamed_itself(tmp_path: Path) -> None:
     first = model(rng)
     second = update(rng, first, 0.5)
     for version, state in enumerate((first, second)):
-        publish(root, version, save(tmp_path / f"export{version}", state))
-    materialize(root, 0, replica)
+        publish_version(root, version, save(tmp_path / f"export{version}", state))
+    materialize_version(root, 0, replica)
     data = bytearray((replica / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (replica / "model.safetensors").write_bytes(data)
     with pytest.raises(Corrupt, match=r"/replica/model.safetensors': its .*; materialize it again"):
-        materialize(root, 1, replica)
-    assert materialize(root, 1, replica).full == 0
+        materialize_version(root, 1, replica)
+    assert materialize_version(root, 1, replica).full == 0
 
 
 def test_lineage_is_checked_before_a_byte_changes(tmp_path: Path) -> None:
     rng, root, other = np.random.default_rng(8), f"file://{tmp_path}/weights", f"file://{tmp_path}/other"
     first = model(rng)
     for where in (root, other):
-        publish(where, 0, save(tmp_path / f"{where[-5:]}0", first))
-        publish(where, 1, save(tmp_path / f"{where[-5:]}1", update(rng, first, 0.05)))
-        publish(where, 2, save(tmp_path / f"{where[-5:]}2", update(rng, first, 0.05)))
+        publish_version(where, 0, save(tmp_path / f"{where[-5:]}0", first))
+        publish_version(where, 1, save(tmp_path / f"{where[-5:]}1", update(rng, first, 0.05)))
+        publish_version(where, 2, save(tmp_path / f"{where[-5:]}2", update(rng, first, 0.05)))
     replica = tmp_path / "replica"
-    materialize(root, 1, replica)
+    materialize_version(root, 1, replica)
     held = content(replica)
     for key in Store(root).keys("weight_v000002"):
         Store(root).delete(key)
     for key in Store(other).keys("weight_v000002"):  # a delta on another run's version 1
         Store(root).put(key, Store(other).get(key) or b"")
     with pytest.raises(Corrupt, match="is not the base"):
-        materialize(root, 2, replica)
+        materialize_version(root, 2, replica)
     assert content(replica) == held
 
 
 def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     root = f"file://{tmp_path}/weights"
     export = save(tmp_path / "export", model(np.random.default_rng(9)))
-    publish(root, 0, export)
+    publish_version(root, 0, export)
     before = content(export)
     with pytest.raises(UserError, match="choose another"):
-        materialize(root, 0, export)
+        materialize_version(root, 0, export)
     assert content(export) == before
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/below"])
 def test_a_directory_that_cannot_be_is_one_line(tmp_path: Path, place: str) -> None:
     root = f"file://{tmp_path}/weights"
-    publish(root, 0, save(tmp_path / "export", model(np.random.default_rng(9))))
+    publish_version(root, 0, save(tmp_path / "export", model(np.random.default_rng(9))))
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UserError, match=rf"^directory: '.*{place}': .*; choose one that can be written$"):
-        materialize(root, 0, tmp_path / place)
+        materialize_version(root, 0, tmp_path / place)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -421,15 +437,15 @@ def test_files_that_may_not_be_read_are_one_line() -> None:
     rng = np.random.default_rng(9)
     with tempfile.TemporaryDirectory() as place:  # pytest's own are below a directory of root's alone
         first, root = model(rng), f"file://{place}/weights"
-        publish(root, 0, save(Path(place, "a"), first))
-        publish(root, 1, save(Path(place, "b"), update(rng, first, 0.05)))
+        publish_version(root, 0, save(Path(place, "a"), first))
+        publish_version(root, 1, save(Path(place, "b"), update(rng, first, 0.05)))
         Path(place).chmod(0o755)
-        assert verify(root).version == 1
+        assert verify_version(root).version == 1
         for version, pattern in ((1, "model-*"), (0, "model.*.safetensors")):
             (path,) = Path(place, "weights", f"weight_v{version:06d}").glob(pattern)
             path.chmod(0)
             with unprivileged(), pytest.raises(UserError, match=rf"{path.name}.*; grant access$"):
-                verify(root, version)
+                verify_version(root, version)
             with unprivileged(), pytest.raises(UserError, match=rf"{path.name}.*; grant access$"):
                 file_digest(path)
 
@@ -450,7 +466,7 @@ def unprivileged() -> Iterator[None]:
 def _pull_for_ever(root: str, replica: Path) -> None:
     while True:
         for version in (1, 2, 0, 2):
-            materialize(root, version, replica)
+            materialize_version(root, version, replica)
 
 
 def test_killed_readers_leave_nothing_wrong(tmp_path: Path) -> None:
@@ -460,7 +476,7 @@ def test_killed_readers_leave_nothing_wrong(tmp_path: Path) -> None:
     exports = []
     for version in range(3):
         exports.append(save(tmp_path / f"export{version}", state))
-        publish(root, version, exports[-1])
+        publish_version(root, version, exports[-1])
         state = update(rng, state, 0.02)
     for attempt in range(6):
         readers = [multiprocessing.Process(target=_pull_for_ever, args=(root, replica)) for _ in range(2)]
@@ -471,13 +487,13 @@ def test_killed_readers_leave_nothing_wrong(tmp_path: Path) -> None:
             assert reader.pid is not None and reader.is_alive()
             os.kill(reader.pid, signal.SIGKILL)
             reader.join()
-        materialize(root, attempt % 3, replica)
+        materialize_version(root, attempt % 3, replica)
         assert content(replica) == content(exports[attempt % 3])
 
 
 def _continue(root: str, exports: list[Path]) -> None:
     for version, export in enumerate(exports[1:], 1):
-        publish(root, version, export)
+        publish_version(root, version, export)
 
 
 def test_a_replica_follows_while_the_trainer_publishes(tmp_path: Path) -> None:
@@ -487,12 +503,12 @@ def test_a_replica_follows_while_the_trainer_publishes(tmp_path: Path) -> None:
     for _ in range(12):
         states.append(update(rng, states[-1], 0.01))
     exports = [save(tmp_path / f"export{i}", s) for i, s in enumerate(states)]
-    publish(root, 0, exports[0])
+    publish_version(root, 0, exports[0])
     trainer = multiprocessing.Process(target=_continue, args=(root, exports))
     trainer.start()
     seen = [0]
     while seen[-1] < len(exports) - 1:
-        done = materialize(root, None, replica)
+        done = materialize_version(root, None, replica)
         assert done.version >= seen[-1]
         assert content(replica) == content(exports[done.version])
         seen.append(done.version)

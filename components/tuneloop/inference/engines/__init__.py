@@ -86,5 +86,5 @@ def check_args(name: str, args: Mapping[str, Any], prefix: str) -> None:
     Raises:
         UserError: with `prefix` and the argument's name as the field.
     """
-    if name in plugins.shipped("engines"):
-        plugins.load("engines", name, "check")(args, prefix)
+    if name in plugins.list_shipped_variants("engines"):
+        plugins.load_variant("engines", name, "check")(args, prefix)

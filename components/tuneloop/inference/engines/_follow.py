@@ -24,7 +24,7 @@ from tuneloop.core.store import Store
 from tuneloop.inference.engines._loop import EngineLoop, Mode, Refused
 from tuneloop.inference.engines._readback import Readback, read_back
 from tuneloop.inference.engines.vllm import Vllm
-from tuneloop.weights import Materialized, live, materialize, pointer
+from tuneloop.weights import Materialized, live, materialize_version, pointer
 from tuneloop.weights.materialize import MARKER
 from tuneloop.weights.versions import Chain
 
@@ -83,7 +83,7 @@ class Follower(threading.Thread):
         self.wake()
         if self._said[0] >= 0:
             with suppress(UserError, Retryable):  # a lease that stays runs out
-                live.withdraw(self.store, self._name)
+                live.withdraw_replica(self.store, self._name)
 
     def reach(self, version: int, digest: str, *, force: bool = False) -> None:
         """Serve `version`, published from the checkpoint `digest`, before returning.
@@ -108,7 +108,7 @@ class Follower(threading.Thread):
             return comparison.result()  # type: ignore[no-any-return]
 
     def _look(self) -> None:
-        latest = pointer.read(self.store)
+        latest = pointer.read_pointer(self.store)
         with self._one:  # in a change at hand the engine is neither here nor there
             lost = self.loop.trouble and not self.loop.broken and not self.loop.asleep
             if latest is not None and (latest.ref != self._seen or lost):
@@ -122,7 +122,7 @@ class Follower(threading.Thread):
             return
         self._said = version, now
         try:
-            live.announce(self.store, self._name, version)
+            live.announce_version(self.store, self._name, version)
         except (UserError, Retryable) as error:
             remedy = f"pin version {version} where versions are dropped (tuneloop weights gc --pin)"
             print(f"serve: can not say what it serves ({error}); {remedy}", file=sys.stderr, flush=True)
@@ -131,14 +131,18 @@ class Follower(threading.Thread):
         with self._one:
             if force:
                 (self.directory / MARKER).unlink(missing_ok=True)  # from a full version, whatever is held
-            done = materialize(self.store, version, self.directory)
+            done = materialize_version(self.store, version, self.directory)
             digest = done.source or done.ref
             if (self.loop.engine.version, self.loop.engine.digest) == (version, digest) and not force:
                 return  # a step that changed nothing gives another version the same digest
             self.pulled = {}
             comparisons: list[Readback] = []
             change = self.loop.change(
-                self.directory, version, digest, self.mode, lambda e: comparisons.append(prove(e, self.directory))
+                self.directory,
+                version,
+                digest,
+                self.mode,
+                lambda e: comparisons.append(prove_weights(e, self.directory)),
             )
             try:
                 took = change.result()
@@ -151,7 +155,7 @@ class Follower(threading.Thread):
     def _record(self) -> None:
         """For people and reports (`tuneloop.runs.delivery`): a store that refuses is passed over."""
         with suppress(UserError, Retryable):
-            live.record(self.store, self._name, self.pulled)
+            live.record_pull(self.store, self._name, self.pulled)
 
     def converged_s(self) -> float | None:
         """Seconds from the publication of the version last pulled until it was served; None where nobody said when."""
@@ -159,7 +163,7 @@ class Follower(threading.Thread):
         return None if record is None else max(0.0, self.pulled["served_at"] - json.loads(record)["at"])
 
 
-def prove(engine: Vllm, model: Path) -> Readback:
+def prove_weights(engine: Vllm, model: Path) -> Readback:
     """What the engine holds is what lies in `model`: every tensor of it, or nothing is served.
 
     Raises:

@@ -43,13 +43,13 @@ def read_back(engine: Any, model: Path, every: int = 1) -> Readback:
     Args:
         every: of packed layers, look at one column in so many.
     """
-    ranks = engine.collective_rpc(compare, args=(str(model), every))
+    ranks = engine.collective_rpc(compare_tensors, args=(str(model), every))
     different = sorted(name for name in ranks[0] if any(rank[name] is False for rank in ranks))
     unread = sorted({name for name in ranks[0] if any(rank[name] is None for rank in ranks)} - {*different})
     return Readback(len(ranks[0]), len(ranks[0]) - len(different) - len(unread), different, unread)
 
 
-def compare(worker: Any, model: str, every: int) -> dict[str, bool | None]:
+def compare_tensors(worker: Any, model: str, every: int) -> dict[str, bool | None]:
     """Tensor name → whether this worker holds its part of it; None where it can not be read. Runs in vLLM's worker."""
     from safetensors import safe_open
 

@@ -27,11 +27,11 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import from_validation
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Response, Unanswered, open_response
-from tuneloop.core.seeds import derive
+from tuneloop.core.seeds import derive_seed
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Engine, Sampling
 from tuneloop.inference.fleet import Fleet, open_fleet
-from tuneloop.inference.fleet.refit import Refitted, refit, target
+from tuneloop.inference.fleet.refit import Refitted, make_target, refit_fleet
 
 Result = TypeVar("Result")
 LATER = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -147,14 +147,14 @@ class Endpoint:
         self.context, self.max_staleness = options.max_model_len, options.max_staleness
         self.version, self.digest = -1, ""
         self.requests = self.retries = 0
-        self._hook = plugins.load("engines", options.hook) if options.hook else None
+        self._hook = plugins.load_variant("engines", options.hook) if options.hook else None
         self._turns = itertools.count()
         self._stopping = threading.Event()
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
         """Requests demand this version from now on; a fleet that does not pull is brought to it."""
         if self.fleet:
-            self.refitted = refit(self.fleet, target(policy), timeout_s=self.timeout_s, force=force)
+            self.refitted = refit_fleet(self.fleet, make_target(policy), timeout_s=self.timeout_s, force=force)
             self.urls = self._given or self.refitted.urls
         self.version, self.digest = policy.manifest.facts["version"], policy.manifest.digest
 
@@ -362,7 +362,7 @@ def _ended(part: Partial, sampling: Sampling) -> str:
 
 def _seed(part: Partial) -> int:
     """Of the request that goes on from what is there: the stream of the first would repeat itself."""
-    return derive(part.seed, "continue", len(part.ids)) if part.ids else part.seed
+    return derive_seed(part.seed, "continue", len(part.ids)) if part.ids else part.seed
 
 
 def _lines(response: Response) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Fleets of rollout workers that are brought to each version from outside, because they pull nothing by themselves.
 
 The seam is one question: `Fleet.discover` says which workers there are now. Everything else is the same for all:
-`refit.refit` asks, brings each worker to a version, and asks again until nobody is new. A backend is one file, found by
+`refit_fleet` asks, brings each worker to a version, and asks again until nobody is new. A backend is one file, found by
 the scheme of the URL that names a fleet:
 
 =============================  =========================================================================================
@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 
 from tuneloop.core import plugins
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.http import Unanswered, request
+from tuneloop.core.http import Unanswered, send_request
 
 ROUTES = (
     "get_weight_version",
@@ -76,7 +76,9 @@ class Worker:
             Retryable: the worker refuses or fails.
         """
         try:
-            status, content = request("POST", f"{self.url.rstrip('/')}/engine/{route}", body=body, timeout_s=timeout_s)
+            status, content = send_request(
+                "POST", f"{self.url.rstrip('/')}/engine/{route}", body=body, timeout_s=timeout_s
+            )
         except Unanswered as error:
             raise Unreachable(f"worker {self}: {route}: {error}") from error
         text = content.decode(errors="replace")
@@ -125,18 +127,18 @@ def open_fleet(url: str) -> Fleet:
     """
     scheme, address, _ = url.partition("://")
     opened = None
-    if address and (name := URLS.get(scheme, scheme)) in plugins.names("fleet"):
+    if address and (name := URLS.get(scheme, scheme)) in plugins.list_variants("fleet"):
         opened = _opener(name)
     if opened is None:
         remedy = "must be a URL: http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace"
-        known = sorted({*URLS, *filter(_opener, plugins.names("fleet"))} - {*URLS.values()})
+        known = sorted({*URLS, *filter(_opener, plugins.list_variants("fleet"))} - {*URLS.values()})
         raise UserError("fleet", url, f"{remedy}; schemes: {', '.join(known)}")
     return opened(url)
 
 
 def _opener(name: str) -> Callable[[str], Fleet] | None:
     """What opens a fleet of the backend `name`; None for a module of this package that is no backend."""
-    found = plugins.load("fleet", name)
+    found = plugins.load_variant("fleet", name)
     opener: Callable[[str], Fleet] | None = getattr(found, "open_fleet", None) if inspect.ismodule(found) else found
     return opener
 
@@ -149,7 +151,7 @@ def port_of(url: str) -> int | None:
         return 0
 
 
-def named(url: str) -> tuple[str, str, int | None]:
+def parse_service_url(url: str) -> tuple[str, str, int | None]:
     """Name, namespace and port of ``scheme://name.namespace:port``.
 
     Raises:

@@ -12,8 +12,8 @@ import os
 from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.http import Unanswered, request
-from tuneloop.inference.fleet import ROUTES, Fleet, Worker, named
+from tuneloop.core.http import Unanswered, send_request
+from tuneloop.inference.fleet import ROUTES, Fleet, Worker, parse_service_url
 
 FRONTEND_PORT = 8000
 RL_PORT = 8001
@@ -46,7 +46,7 @@ class Dynamo:
     def discover(self) -> list[Worker]:
         url = f"http://{self.host}:{RL_PORT}/v1/rl/workers"
         try:
-            answer = json.loads(request("GET", url, timeout_s=30)[1])
+            answer = json.loads(send_request("GET", url, timeout_s=30)[1])
         except (Unanswered, ValueError) as error:
             remedy = "does its frontend run with DYN_ENABLE_RL=true and DYN_RL_PORT=8001?"
             raise Retryable(f"{url}: {error}; {remedy}") from error
@@ -79,4 +79,4 @@ def read_workers(answer: dict[str, Any]) -> list[Worker]:
 
 def open_fleet(url: str) -> Fleet:
     """The fleet of ``dynamo://name.namespace``."""
-    return Dynamo(*named(url))
+    return Dynamo(*parse_service_url(url))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.http import Unanswered, request
+from tuneloop.core.http import Unanswered, send_request
 from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
 from tuneloop.kube.api_errors import read_api_message, translate_api_errors
 from tuneloop.kube.connection import IN_CLUSTER, WORKFLOWS, Connection
@@ -41,7 +41,7 @@ class Gate:
     why: str
 
 
-def render(
+def render_graph(
     documents: Iterable[Object | None],
     *,
     name: str | None = None,
@@ -112,7 +112,7 @@ def _containers(graph: dict[str, Any]) -> list[dict[str, Any]]:
     return main_containers
 
 
-def served(cluster: Connection) -> str:
+def find_api_version(cluster: Connection) -> str:
     """The newest version of the API that the cluster has. Where the account may not ask (403), it counts as there.
 
     Raises:
@@ -135,11 +135,11 @@ def served(cluster: Connection) -> str:
     raise UserError("cluster", cluster.context, f"has no {KIND} ({PLURAL}.{GROUP}); install Dynamo's operator first")
 
 
-def find(cluster: Connection, name: str, version: str | None = None) -> dict[str, Any] | None:
+def find_graph(cluster: Connection, name: str, version: str | None = None) -> dict[str, Any] | None:
     """The graph as it is now, in the newest or a given version of the API, or None."""
     from kubernetes.client import ApiException
 
-    version = version or served(cluster)
+    version = version or find_api_version(cluster)
     with translate_api_errors(cluster):
         try:
             return cluster.get(GROUP, version, PLURAL, name)
@@ -185,7 +185,7 @@ def bring_up(
         if started is not None:
             _delete(cluster, *WORKFLOWS, started)
         if created:
-            down(cluster, name)
+            delete_graph(cluster, name)
             tell(f"{name}: taken down again")
         raise
 
@@ -193,17 +193,17 @@ def bring_up(
 def _ensure(cluster: Connection, graph: Object, recreate: bool, tell: Callable[[str], object]) -> bool:
     """Create the graph unless it stands; whether it did."""
     name, (group, _, version) = str(graph["metadata"]["name"]), str(graph["apiVersion"]).partition("/")
-    served(cluster)
-    live = find(cluster, name, version)
+    find_api_version(cluster)
+    live = find_graph(cluster, name, version)
     if live is not None and live["metadata"].get("deletionTimestamp"):
         _gone(cluster, name)
         live = None
     if live is not None:
-        changed = drift(graph.get("spec", {}), live.get("spec", {}), "spec")
+        changed = find_drift(graph.get("spec", {}), live.get("spec", {}), "spec")
         if not (changed and recreate):
             tell(f"{name}: stands already" + (f", and differs: {', '.join(changed)}" if changed else ""))
             return False
-        down(cluster, name)
+        delete_graph(cluster, name)
         _gone(cluster, name)
     with translate_api_errors(cluster):
         cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, PLURAL, graph)
@@ -211,20 +211,20 @@ def _ensure(cluster: Connection, graph: Object, recreate: bool, tell: Callable[[
     return True
 
 
-def drift(wanted: Any, live: Any, at: str) -> list[str]:
+def find_drift(wanted: Any, live: Any, at: str) -> list[str]:
     """Paths at which `live` lacks or changes what is `wanted`; what it has beyond that is the operator's."""
     if isinstance(wanted, Mapping):
         fields = live if isinstance(live, Mapping) else {}
-        return [path for key in wanted for path in drift(wanted[key], fields.get(key), f"{at}.{key}")]
+        return [path for key in wanted for path in find_drift(wanted[key], fields.get(key), f"{at}.{key}")]
     if isinstance(wanted, list) and isinstance(live, list) and len(wanted) == len(live):
-        return [path for i, item in enumerate(wanted) for path in drift(item, live[i], f"{at}[{i}]")]
+        return [path for i, item in enumerate(wanted) for path in find_drift(item, live[i], f"{at}[{i}]")]
     return [] if wanted == live else [at]
 
 
 def _wait(cluster: Connection, name: str, timeout: float, poll: float, tell: Callable[[str], object]) -> None:
     deadline, reported = time.monotonic() + timeout, ""
     while True:
-        conditions = gates(cluster, name)
+        conditions = read_gates(cluster, name)
         shut = "; ".join(f"{gate.name}: {gate.why}" for gate in conditions if not gate.open)
         if not shut:
             break
@@ -240,17 +240,17 @@ def _wait(cluster: Connection, name: str, timeout: float, poll: float, tell: Cal
 
 
 def _condition(cluster: Connection, name: str) -> str:
-    conditions = ((find(cluster, name) or {}).get("status") or {}).get("conditions") or ()
+    conditions = ((find_graph(cluster, name) or {}).get("status") or {}).get("conditions") or ()
     return "; ".join(c["message"] for c in conditions if c.get("status") == "False" and c.get("message")) or "failed"
 
 
-def gates(cluster: Connection, name: str, port: int = FRONTEND_PORT) -> list[Gate]:
+def read_gates(cluster: Connection, name: str, port: int = FRONTEND_PORT) -> list[Gate]:
     """The three gates of a graph as they are now.
 
     Raises:
         UserError: there is no such graph.
     """
-    graph = find(cluster, name)
+    graph = find_graph(cluster, name)
     if graph is None:
         raise UserError("graph", name, f"is not in namespace {cluster.namespace} of {cluster.context}")
     with translate_api_errors(cluster):
@@ -284,7 +284,7 @@ def _probe(cluster: Connection, service: str, port: int) -> tuple[int, str]:
     if cluster.context == IN_CLUSTER:
         try:
             url = f"http://{service}.{cluster.namespace}:{port}/health"
-            return request("GET", url, timeout_s=10)[0], ""
+            return send_request("GET", url, timeout_s=10)[0], ""
         except Unanswered as error:
             return 0, str(error)
     from kubernetes.client import ApiException
@@ -324,7 +324,7 @@ def _own(cluster: Connection, graph: Object, workflow: str, tell: Callable[[str]
         "blockOwnerDeletion": False,
     }
     while True:
-        live = find(cluster, name)
+        live = find_graph(cluster, name)
         if live is None:
             raise Retryable(f"{name}: was deleted while its run was started")
         if run is None or live["metadata"].get("labels", {}).get(RUN_LABEL) != run:
@@ -343,7 +343,7 @@ def _refer(cluster: Connection, metadata: Object, reference: Object) -> bool:
     with translate_api_errors(cluster):
         try:
             cluster.custom.patch_namespaced_custom_object(
-                GROUP, served(cluster), cluster.namespace, PLURAL, metadata["name"], {"metadata": patch}
+                GROUP, find_api_version(cluster), cluster.namespace, PLURAL, metadata["name"], {"metadata": patch}
             )
             return True
         except ApiException as error:
@@ -352,9 +352,9 @@ def _refer(cluster: Connection, metadata: Object, reference: Object) -> bool:
             raise
 
 
-def down(cluster: Connection, name: str) -> bool:
+def delete_graph(cluster: Connection, name: str) -> bool:
     """Delete a graph, and with it what its operator made; whether there was one."""
-    return _delete(cluster, GROUP, served(cluster), PLURAL, name)
+    return _delete(cluster, GROUP, find_api_version(cluster), PLURAL, name)
 
 
 def _delete(cluster: Connection, group: str, version: str, plural: str, name: str) -> bool:
@@ -374,7 +374,7 @@ def _delete(cluster: Connection, group: str, version: str, plural: str, name: st
 
 def _gone(cluster: Connection, name: str, timeout: float = 120.0) -> None:
     deadline = time.monotonic() + timeout
-    while find(cluster, name) is not None:
+    while find_graph(cluster, name) is not None:
         if time.monotonic() > deadline:
             raise Retryable(f"{name}: is still being deleted after {timeout:g} s")
         time.sleep(0.5)

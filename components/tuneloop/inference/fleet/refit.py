@@ -53,7 +53,7 @@ class Refitted:
     seconds: float = 0.0
 
 
-def target(policy: Artifact) -> Target:
+def make_target(policy: Artifact) -> Target:
     """A checkpoint as workers are told of it: by its directory where the store is a volume, else by its reference."""
     version, digest = policy.manifest.facts["version"], policy.manifest.digest
     local = local_path(policy.url)
@@ -61,7 +61,7 @@ def target(policy: Artifact) -> Target:
     return Target(f"{version}@{digest}", model)
 
 
-def refit(
+def refit_fleet(
     fleet: Fleet, wanted: Target, *, passes: int = PASSES, timeout_s: float = 600.0, force: bool = False
 ) -> Refitted:
     """Bring all workers to `wanted`.

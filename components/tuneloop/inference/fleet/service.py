@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from tuneloop.core.errors import UserError
-from tuneloop.inference.fleet import Fleet, Worker, named
+from tuneloop.inference.fleet import Fleet, Worker, parse_service_url
 from tuneloop.kube.api_errors import translate_api_errors
-from tuneloop.kube.connection import connect
+from tuneloop.kube.connection import connect_to_cluster
 
 SLICES = ("discovery.k8s.io", "v1", "endpointslices")
 
@@ -26,7 +26,7 @@ class Service:
         self.name, self.namespace, self.port = name, namespace, port
 
     def discover(self) -> list[Worker]:
-        cluster = connect(self.namespace)
+        cluster = connect_to_cluster(self.namespace)
         with translate_api_errors(cluster):
             slices = cluster.list(*SLICES, selector=f"kubernetes.io/service-name={self.name}")
         if not slices:
@@ -49,4 +49,4 @@ class Service:
 
 def open_fleet(url: str) -> Fleet:
     """The fleet of ``service://name.namespace:port``."""
-    return Service(*named(url))
+    return Service(*parse_service_url(url))

@@ -92,7 +92,7 @@ def check_kernel(field: str, value: str) -> None:
         raise UserError(field, value, f"can not shut programs in: {remedy}; use another node")
 
 
-def run(program: str, stdin: str, call: str | None, limits: Limits) -> Ending:
+def run_program(program: str, stdin: str, call: str | None, limits: Limits) -> Ending:
     """Run `program` (Python) shut in.
 
     Args:

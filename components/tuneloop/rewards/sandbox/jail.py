@@ -50,7 +50,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 
 
-def limit(seconds: int, memory: int) -> None:
+def limit_resources(seconds: int, memory: int) -> None:
     """Resource limits; `seconds` of processor time, `memory` in bytes of address space."""
     for what, most in (
         (resource.RLIMIT_CPU, seconds),
@@ -62,7 +62,7 @@ def limit(seconds: int, memory: int) -> None:
         resource.setrlimit(what, (most, most))
 
 
-def landlock(readable: list[str]) -> None:
+def restrict_paths(readable: list[str]) -> None:
     """Allow reading below `readable` and nothing else of the file system (linux/landlock.h).
 
     Raises:
@@ -81,7 +81,7 @@ def landlock(readable: list[str]) -> None:
     os.close(rules)
 
 
-def seccomp() -> None:
+def restrict_calls() -> None:
     """Install the filter (linux/seccomp.h, linux/filter.h): `ALLOWED`, and some calls by what they ask for."""
     kill, deny, absent, allow = 0x80000000, 0x00050001, 0x00050026, 0x7FFF0000
     load, equal, greater, some, give = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -115,7 +115,7 @@ def seccomp() -> None:
     _call(SECCOMP, 1, 1, struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))  # for all threads: there is one
 
 
-def watch(notes: int, readable: list[str]) -> None:
+def watch_audit(notes: int, readable: list[str]) -> None:
     """Write what the program tries at the doors, and end it where it opens what is not its own."""
     die, realpath, write, descriptor = libc.syscall, os.path.realpath, os.write, int
 
@@ -152,17 +152,17 @@ def shut_in(options: dict[str, Any]) -> None:
     try:
         libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: dies with who judges it
         libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-        limit(options["seconds"], options["memory"])
-        landlock(readable)
-        seccomp()
-        watch(notes, readable)  # last: what comes before uses ctypes, which the program may not
+        limit_resources(options["seconds"], options["memory"])
+        restrict_paths(readable)
+        restrict_calls()
+        watch_audit(notes, readable)  # last: what comes before uses ctypes, which the program may not
     except (OSError, ValueError, MemoryError) as error:
         os.write(notes, f"refused: {error!r}".encode())
         os._exit(FAILED)
     os.write(notes, b"ready")
 
 
-def execute(program: str, call: str | None, notes: int) -> int:
+def execute_program(program: str, call: str | None, notes: int) -> int:
     """Run the program, then the call, whose value goes to the notes; the exit code."""
     try:
         space = {"__name__": "__main__"}
@@ -187,4 +187,4 @@ if __name__ == "__main__":
     with os.fdopen(about["source"]) as given:
         source = json.load(given)
     shut_in(about)
-    os._exit(execute(source["program"], source["call"], about["notes"]))
+    os._exit(execute_program(source["program"], source["call"], about["notes"]))

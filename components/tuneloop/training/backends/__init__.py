@@ -2,7 +2,7 @@
 
 A backend is one file here, or an entry point in the group ``tuneloop.backends``::
 
-    @register("mine")
+    @register_backend("mine")
     @dataclass(frozen=True, kw_only=True)
     class Mine(LLMBackend): ...
 
@@ -74,8 +74,8 @@ class LLMBackend(ABC):
 Backend = TypeVar("Backend", bound=type[LLMBackend])
 
 
-def register(name: str) -> Callable[[Backend], Backend]:
-    """Make a backend known under `name`.
+def register_backend(name: str) -> Callable[[Backend], Backend]:
+    """Register a backend under `name`.
 
     Raises:
         UserError: another one is known by it.
@@ -91,20 +91,20 @@ def register(name: str) -> Callable[[Backend], Backend]:
     return add
 
 
-def backend(name: str) -> type[LLMBackend]:
-    """The backend known as `name`, or at a dotted path ``package.module:Class``.
+def load_backend(name: str) -> type[LLMBackend]:
+    """Load the backend registered as `name`, or at a dotted path ``package.module:Class``.
 
     Raises:
         UserError: there is none, or two have one name.
     """
     if ":" in name:
-        found: type[LLMBackend] = plugins.load("backends", name)
+        found: type[LLMBackend] = plugins.load_variant("backends", name)
         return found
-    return registered()[name] if name in registered() else plugins.load("backends", name)
+    return list_backends()[name] if name in list_backends() else plugins.load_variant("backends", name)
 
 
-def registered() -> Mapping[str, type[LLMBackend]]:
-    """All backends by name: those that ship with tuneloop, and those of entry points.
+def list_backends() -> Mapping[str, type[LLMBackend]]:
+    """Return all backends by name: those that ship with tuneloop, and those of entry points.
 
     Raises:
         UserError: two have one name.
@@ -115,12 +115,12 @@ def registered() -> Mapping[str, type[LLMBackend]]:
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     for entry in entry_points(group="tuneloop.backends"):
-        register(entry.name)(entry.load())
+        register_backend(entry.name)(entry.load())
     return dict(sorted(_known.items()))
 
 
-def flags(args: Mapping[str, Any]) -> list[str]:
-    """``{"a_b": 1, "c": [1, 2]}`` → ``["--a_b", "1", "--c", "1", "2"]``, as transformers' HfArgumentParser reads it."""
+def build_flags(args: Mapping[str, Any]) -> list[str]:
+    """Build flags as HfArgumentParser reads them: ``{"a_b": 1, "c": [1, 2]}`` → ``["--a_b", "1", "--c", "1", "2"]``."""
     words: list[str] = []
     for name, value in args.items():
         if value is None:

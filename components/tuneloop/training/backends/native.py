@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
-from tuneloop.training.backends import LLMBackend, register, stage_flags
+from tuneloop.training.backends import LLMBackend, register_backend, stage_flags
 
 if TYPE_CHECKING:
     from tuneloop.core.component import Component
 
 
-@register("native")
+@register_backend("native")
 @dataclass(frozen=True, kw_only=True)
 class Native(LLMBackend):
     """A stage under torchrun, with FSDP2.
@@ -35,7 +35,7 @@ class Native(LLMBackend):
         return stage_flags({**self.args, "expected_world_size": self.nodes * self.processes})
 
     def validate(self) -> None:
-        component: Component = plugins.load("stages", f"tuneloop.stages.{self.stage}:{self.stage}")
+        component: Component = plugins.load_variant("stages", f"tuneloop.stages.{self.stage}:{self.stage}")
         if "expected_world_size" not in component.Params.model_fields:
             raise UserError("stage", self.stage, "is none that trains, as sft does")
         self.require(*(name for name, required in component.inputs.items() if required), component.output)

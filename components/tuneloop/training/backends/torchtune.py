@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tuneloop.core.errors import UserError
-from tuneloop.training.backends import LLMBackend, _word, register
+from tuneloop.training.backends import LLMBackend, _word, register_backend
 
 RUNTIMES = ("llama3_2/1B", "llama3_2/3B", "llama3_3/70B", "qwen2_5/1.5B")
 """Configurations that the Trainer takes; the one of 70B alone on several nodes."""
 LORA, QUANTIZED, DORA = "model.lora_attn_modules", "model.quantize_base", "model.use_dora"
 
 
-@register("torchtune")
+@register_backend("torchtune")
 @dataclass(frozen=True, kw_only=True)
 class Torchtune(LLMBackend):
     """``tune run``, which is torchrun.

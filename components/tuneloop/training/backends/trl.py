@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from tuneloop.core.errors import UserError
 from tuneloop.rewards.scoring import score_all
-from tuneloop.training.backends import LLMBackend, flags, register
+from tuneloop.training.backends import LLMBackend, build_flags, register_backend
 
 TRAINERS = {"sft": (), "dpo": (), "kto": (), "grpo": ("reward_funcs",)}
 """Trainer → options it needs beside those that all do."""
@@ -33,7 +33,7 @@ COLUMNS = {
 """Reward function → the columns that it reads."""
 
 
-@register("trl")
+@register_backend("trl")
 @dataclass(frozen=True, kw_only=True)
 class Trl(LLMBackend):
     """A TRL script under torchrun.
@@ -61,7 +61,7 @@ class Trl(LLMBackend):
         ]
 
     def to_args(self) -> list[str]:
-        return flags(self.args)
+        return build_flags(self.args)
 
     def validate(self) -> None:
         if self.trainer not in TRAINERS:

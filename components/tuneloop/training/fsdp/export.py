@@ -26,7 +26,9 @@ FILE_SIZE = "50GB"
 """At most so much in a file: the default of `save_pretrained`."""
 
 
-def write(model: Any, state: Iterable[tuple[str, Tensor]], dtype: torch.dtype, target: Path, ranks: Ranks) -> bool:
+def write_sharded_model(
+    model: Any, state: Iterable[tuple[str, Tensor]], dtype: torch.dtype, target: Path, ranks: Ranks
+) -> bool:
     """Write `model` with floating parameters in `dtype`; called by all ranks.
 
     Args:
@@ -48,7 +50,7 @@ def write(model: Any, state: Iterable[tuple[str, Tensor]], dtype: torch.dtype, t
         plan.open()
     for name, value in state:
         if name in plan.wanted:
-            part, row = _own_rows(value, ranks) if shared else (whole(value), 0)
+            part, row = _own_rows(value, ranks) if shared else (gather_tensor(value), 0)
             if ranks.rank == 0 or (shared and isinstance(value, DTensor)):
                 plan.fill(name, part, row)
     ranks.barrier()
@@ -65,7 +67,7 @@ def _own_rows(value: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
     return local, first
 
 
-def whole(value: Tensor) -> Tensor:
+def gather_tensor(value: Tensor) -> Tensor:
     """A sharded tensor gathered on every rank; any other as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -113,7 +115,7 @@ class _Plan:
         for file, names in self.split.filename_to_tensors.items():
             tensors = {name: self.wanted[name] for name in names}
             entries = {n: (_DTYPES[v.dtype], tuple(v.shape), v.numel() * v.element_size()) for n, v in tensors.items()}
-            layout.create(self.target / file, entries, {"format": "pt"})
+            layout.preallocate_safetensors(self.target / file, entries, {"format": "pt"})
 
     def is_laid_out(self) -> bool:
         """Whether this rank sees what the first one made."""
@@ -129,7 +131,7 @@ class _Plan:
         want = self.wanted[name]
         width = want[:1].numel() * want.element_size() if want.ndim else want.element_size()
         data = part.detach().to("cpu", want.dtype).contiguous().flatten().view(torch.uint8).numpy()
-        layout.fill(self.files[name], self.places[name].start + row * width, data)
+        layout.write_bytes_at(self.files[name], self.places[name].start + row * width, data)
 
 
 _DTYPES = {

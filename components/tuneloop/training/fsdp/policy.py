@@ -18,14 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document
 from tuneloop.training import distributed_checkpoint, hardware_options, lora
-from tuneloop.training.batching import Batch, collate, plan
+from tuneloop.training.batching import Batch, collate_documents, plan_micro_batches
 from tuneloop.training.fsdp import export
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.lora import Lora
 from tuneloop.training.options import LOGITS, Dtype, Packing
 
 
-def predict(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def compute_logprobs(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Float32 ``[targets]`` each: log-probability of each label, with gradient, and the entropy, without."""
     logits = logits.float() / temperature
     norm = logits.logsumexp(-1)
@@ -75,7 +75,9 @@ class Policy:
         torch_compile: bool = False,
         use_liger_kernel: bool = False,
     ) -> None:
-        hardware_options.check(ranks.device.type, ranks.world, cpu_offload, torch_compile, use_liger_kernel)
+        hardware_options.check_hardware_options(
+            ranks.device.type, ranks.world, cpu_offload, torch_compile, use_liger_kernel
+        )
         self.ranks, self.dtype, self.lora, self._liger = ranks, getattr(torch, dtype), lora, use_liger_kernel
         cuda = ranks.device.type == "cuda"
         flash = cuda and importlib.util.find_spec("flash_attn") is not None
@@ -144,7 +146,9 @@ class Policy:
 
     def plan(self, documents: Sequence[Document], limit: int) -> list[list[int]]:
         """This rank's micro-batches of `documents`, at most `limit` in each, as indices; see `_batch.plan`."""
-        return plan([len(d.ids) for d in documents], limit, self.ranks.world, self.packed)[self.ranks.rank]
+        return plan_micro_batches([len(d.ids) for d in documents], limit, self.ranks.world, self.packed)[
+            self.ranks.rank
+        ]
 
     def logprobs(self, documents: Sequence[Document], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """One forward pass.
@@ -155,7 +159,7 @@ class Policy:
         """
         batch = self.collate(documents)
         if self._scaled:  # something follows the output layer
-            return predict(self._logits(batch), batch.labels, temperature)
+            return compute_logprobs(self._logits(batch), batch.labels, temperature)
         self._predict = batch.labels, temperature
         try:
             found = self._logits(batch)
@@ -170,7 +174,7 @@ class Policy:
         """
 
         def chunk(hidden: Tensor, labels: Tensor, temperature: float) -> Tensor:
-            return torch.stack(predict(forward(hidden), labels, temperature), -1)
+            return torch.stack(compute_logprobs(forward(hidden), labels, temperature), -1)
 
         def chunked(hidden: Tensor) -> Tensor:
             if self._predict is None:
@@ -187,7 +191,7 @@ class Policy:
 
     def collate(self, documents: Sequence[Document]) -> Batch:
         """The documents in this policy's layout."""
-        return collate(documents, self.ranks.device, self.max_length if self.packed else None)
+        return collate_documents(documents, self.ranks.device, self.max_length if self.packed else None)
 
     def _logits(self, batch: Batch) -> Tensor:
         single = self.ranks.mesh is None
@@ -213,16 +217,20 @@ class Policy:
     def masters(self) -> dict[str, Tensor]:
         """The parameters of the model by name, adapters left out; tied ones once."""
         named = self.model.named_parameters()
-        return {f"model.{lora.plain(name)}": value.detach() for name, value in named if lora.ADAPTER not in name}
+        return {
+            f"model.{lora.get_base_parameter_name(name)}": value.detach()
+            for name, value in named
+            if lora.ADAPTER not in name
+        }
 
     def load_masters(self, directory: Path) -> None:
         """Take the parameters that `Trainer.save` wrote."""
-        distributed_checkpoint.load(self.masters(), directory)
+        distributed_checkpoint.load_tensors(self.masters(), directory)
 
     def whole_state(self) -> dict[str, Tensor]:
         """The model's own state, adapters merged in, gathered on the first rank; called by all."""
         if self.lora:
-            gathered = ((name, export.whole(value)) for name, value in lora.merged(self.model))
+            gathered = ((name, export.gather_tensor(value)) for name, value in lora.merge_adapters(self.model))
             return {name: value.cpu() for name, value in gathered if self.ranks.rank == 0}
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return get_model_state_dict(self.model, options=whole) if self.ranks.mesh else self.model.state_dict()
@@ -237,8 +245,8 @@ class Policy:
         """
         kind = getattr(torch, dtype)
         if self.ranks.mesh is not None:
-            state = lora.merged(self.model) if self.lora else self.model.state_dict().items()
-            if export.write(self.model, state, kind, target, self.ranks):
+            state = lora.merge_adapters(self.model) if self.lora else self.model.state_dict().items()
+            if export.write_sharded_model(self.model, state, kind, target, self.ranks):
                 return open_model(target, kind, "sdpa") if self.ranks.rank == 0 else None
         weights = self.whole_state()
         if self.ranks.rank != 0:

@@ -67,7 +67,7 @@ class Trainer(Policy):
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Measure for `efficiency` what part of a step goes by in collectives; nothing where one process trains."""
-        with traffic.watched(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext():
+        with traffic.measure_collectives(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext():
             yield
 
     def efficiency(self, tokens_per_s: float) -> dict[str, float | None]:
@@ -103,7 +103,7 @@ class Trainer(Policy):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         limit = self.optimization.max_grad_norm or math.inf
-        whole = float(export.whole(torch.nn.utils.clip_grad_norm_(self.trainable.values(), limit)))
+        whole = float(export.gather_tensor(torch.nn.utils.clip_grad_norm_(self.trainable.values(), limit)))
         if not math.isfinite(whole):
             raise ArithmeticError(f"step {self.step}: the gradient's norm is {whole}; lower the learning rate")
         self.optimizer.step()
@@ -134,11 +134,11 @@ class Trainer(Policy):
 
     def save(self, directory: Path) -> None:
         """Write what is trained, and its moments; `step` is the caller's to keep. Called by all ranks."""
-        distributed_checkpoint.save(self._state(), directory)
+        distributed_checkpoint.save_tensors(self._state(), directory)
 
     def load(self, directory: Path, step: int) -> None:
         """Go on from what `save` wrote after `step`, with any number of ranks."""
-        distributed_checkpoint.load(self._state(), directory)
+        distributed_checkpoint.load_tensors(self._state(), directory)
         self.step = step
         for parameter in self.trainable.values():
             self.optimizer.state[parameter]["step"].fill_(step)
