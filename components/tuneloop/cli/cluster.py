@@ -79,21 +79,15 @@ def submit_run(
         return 0
     begun = time.monotonic()
     name = _start(there, made, run, graph)
-    options = (
-        f"{f' --namespace {namespace}' if namespace != 'tuneloop' else ''}{f' --context {context}' if context else ''}"
-    )
+    options = f" --namespace {namespace}" if namespace != "tuneloop" else ""
+    options += f" --context {context}" if context else ""
     typer.echo(f"{run}: submitted as workflow {name}; see `tuneloop cluster status {run}{options}`")
     if not wait:
         return 0
     said = _print_logs(there, run, None, follow=True, since=name)
     argo.wait_for_run(there, run)
-    return print_verdict(
-        run,
-        retry_until_available(lambda: run_workflows.find_workflows(there, run)),
-        time.monotonic() - begun,
-        said,
-        options,
-    )
+    ended = retry_until_available(lambda: run_workflows.find_workflows(there, run))
+    return print_verdict(run, ended, time.monotonic() - begun, said, options)
 
 
 def _graph(manifest: Path, run: str, namespace: str) -> dict[str, Any]:

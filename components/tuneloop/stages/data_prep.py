@@ -138,6 +138,7 @@ def data_prep(
     streams = {"eval": splits.eval, "sft": splits.sft, "preference_eval": pairs, "preference": pairs}
     judges = {name: weight for name, weight in rewards.items() if not find_reward(name).needs_episode}
     tally, seen = Tally(judges), set[bytes]()
+    judge = functools.partial(examine_answers, rewards=judges, timeout_s=timeout_s)
     bar = stage.progress(sum(wanted.values()), "rows")
 
     def here(given: Iterable[pa.Table], function: Examine) -> Iterator[pa.Table]:
@@ -146,10 +147,7 @@ def data_prep(
     with stage.timed("prepare"), ray_data() if preparation == "ray" else nullcontext(here) as mapped:
         for name, number in wanted.items():
             rows = _rows(streams.get(name, splits.train), name, number, seen, spec, reward_args, chat, system)
-            examined = mapped(
-                build_tables(rows), functools.partial(examine_answers, rewards=judges, timeout_s=timeout_s)
-            )
-            _write_split(stage, name, examined, tally, bar)
+            _write_split(stage, name, mapped(build_tables(rows), judge), tally, bar)
             _check_count(source, name, number, tally.rows.get(name, 0))
     tally.check()
     counts = {name: tally.rows[name] for name in wanted if (stage.out / f"{name}.parquet").exists()}
