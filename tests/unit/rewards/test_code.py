@@ -154,7 +154,7 @@ def test_the_kernel_guards_where_nobody_watches(
 ) -> None:
     """Without the hook: Landlock by itself keeps C's own open from a file, and seccomp other calls."""
     (tmp_path / "token").write_text("never")
-    without(monkeypatch, tmp_path, "        watch(notes, readable)", "")
+    without(monkeypatch, tmp_path, "        watch_audit(notes, readable)", "")
     program = f"import ctypes\nprint(ctypes.CDLL(None).{call}({str(tmp_path / 'token').encode()!r}, 0))"
     ending = sandbox.run_program(program, "", None, LIMITS)
     assert (ending.kind, ending.stdout) == end
