@@ -1,6 +1,6 @@
 """Run an Argo Workflow on this machine: the very one that `render` writes and `submit` sends.
 
-    outcome = execute(workflow, arguments={"iterations": "3"}, workdir=Path("runs/a/local"), on_node=show)
+    outcome = execute_workflow(workflow, arguments={"iterations": "3"}, workdir=Path("runs/a/local"), on_node=show)
 
 A pod is a process group. What a run leaves behind, and how to read it live: `tuneloop.local.journal`.
 """
