@@ -7,8 +7,9 @@ which fused attention does not keep, at 2 bytes a number, doubled for float32; w
 each layer (2 × hidden), and one layer whole. Logits: 4 bytes each, and their gradient, as many as are held at once.
 KV cache a token: 2 × layers × KV heads × head size × bytes a number.
 
-What a pod asks for (`asked`) is that and the programs around it, on a CPU. On a GPU all this lies in the GPU's memory;
-the pod's own holds the programs, and once the weights and the optimizer's state, as they come from the store and go.
+What a pod asks for (`compute_memory_request`) is that and the programs around it, on a CPU. On a GPU all this lies in
+the GPU's memory; the pod's own holds the programs, and once the weights and the optimizer's state, as they come from
+the store and go.
 """
 
 from __future__ import annotations

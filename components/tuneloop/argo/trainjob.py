@@ -1,8 +1,8 @@
 """A trainer backend as a TrainJob, a JobSet, a Job of one pod, a process here, and as a step that launches one of them.
 
 backend = Trl(trainer="sft", nodes=2, args={"model_name_or_path": "/workspace/model", …})
-manifest = trainjob(backend, "tune", cluster, dataset="s3://…#sft.parquet", model="s3://…#model")
-code = launch(connect(), manifest)
+manifest = as_trainjob(backend, "tune", cluster, dataset="s3://…#sft.parquet", model="s3://…#model")
+code = launch_job(connect_to_cluster(), manifest)
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
 
 
 def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
-    """As a RayJob: a Ray cluster of as many pods, one rank group on each, gone when the job ends; see `rayjob`."""
+    """As a RayJob: a Ray cluster of as many pods, one rank group on each, gone when the job ends; `build_rayjob`."""
     backend.validate()
     gpus = ["--gpus", str(cluster.gpus)] if cluster.gpus else []
     driver = [

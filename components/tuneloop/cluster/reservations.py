@@ -89,7 +89,7 @@ def release_ended_runs(cluster: Connection, without: str = "") -> None:
         without: a workflow that counts as ended.
 
     Raises:
-        UserError, Retryable: as `take`.
+        UserError, Retryable: as `reserve_claim`.
     """
     with translate_api_errors(cluster):
         while True:

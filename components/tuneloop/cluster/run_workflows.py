@@ -29,7 +29,7 @@ def prepare_workflow(
     namespace: str = NAMESPACE,
     priority: str | None = None,
 ) -> dict[str, Any]:
-    """`workflow` as the object that `submit` creates: named and labelled by its run, its pods too.
+    """Prepare `workflow` as the object that `submit_run` creates: named and labelled by its run, its pods too.
 
     Args:
         store: URL of the store, as the pods reach it.

@@ -60,7 +60,7 @@ def apply_schedule(
 
     Raises:
         UserError: no such stage, time or zone, a name that is too long or of what no schedule made, or what
-            `preflight.problems` finds.
+            `preflight.find_problems` finds.
     """
     from tuneloop.argo.jobset import check_names
     from tuneloop.cluster.preflight import find_problems

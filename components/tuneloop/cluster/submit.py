@@ -1,10 +1,10 @@
 """Send a workflow to a cluster and end it, through the Kubernetes API alone: no Argo server is needed.
 
-    cluster = connect("tuneloop")
-    name = submit(cluster, workflow, run="demo", store="s3://artifacts/runs")
-    code = wait(cluster, "demo")
+    cluster = connect_to_cluster("tuneloop")
+    name = submit_run(cluster, workflow, run="demo", store="s3://artifacts/runs")
+    code = wait_for_run(cluster, "demo")
 
-A run is all workflows that carry its label: the first one, those that resumed it, and the segments of a long loop.
+A run is all workflows that carry its label: the first one, those that resumed it, and those of a long loop.
 What goes wrong is one line (`UserError`, `Retryable`), whatever the client library raised.
 """
 

@@ -33,7 +33,7 @@ class Grant(BaseModel):
         group: whose turn it is.
         number: above that of every turn that the group had before: the fencing token.
         ticket: names the attempt that holds it.
-        renewed, until: when it was last confirmed, and how long that is good for, in seconds of `clock`.
+        renewed, until: when it was last confirmed, and how long that is good for, in seconds of `read_clock`.
         refused: why there will be no turn.
     """
 
@@ -75,7 +75,7 @@ def check_lease() -> dict[str, object]:
 
     Raises:
         Retryable: the turn was lost; nothing may be committed.
-        UserError: as `grant`.
+        UserError: as `read_lease_grant`.
     """
     held = read_lease_grant()
     if held is None:

@@ -8,7 +8,7 @@ import hashlib
 def derive_seed(seed: int, purpose: str, *index: int | str) -> int:
     """Derive a 63-bit seed for the stream (`seed`, `purpose`, `index` …), by SHA-256 over its name.
 
-    >>> derive(0, "rollout", 3, 17) == derive(0, "rollout", 3, 17)
+    >>> derive_seed(0, "rollout", 3, 17) == derive_seed(0, "rollout", 3, 17)
     True
     """
     name = "/".join(map(str, (seed, purpose, *index)))

@@ -1,7 +1,7 @@
 """Runs of compiled pipelines on a Kubeflow Pipelines backend, through its API.
 
-    api = connect("http://localhost:8888")
-    run_id = submit(api, pipeline, run="demo", store="s3://artifacts/runs")
+    api = connect_to_kfp("http://localhost:8888")
+    run_id = submit_run(api, pipeline, run="demo", store="s3://artifacts/runs")
 
 A run is known by its name: submitting the name again resumes it, for what it has committed ends at once. What goes
 wrong is one line (`UserError`, `Retryable`), whatever the client library raised.

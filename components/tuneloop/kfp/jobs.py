@@ -1,7 +1,7 @@
 """A job of the cluster (TrainJob, JobSet, RayJob, Job) as a step of a pipeline, for trainers that are not ours.
 
     backend = Trl(trainer="sft", nodes=2, args={"model_name_or_path": "/workspace/model", …})
-    job = trainjob(backend, NAME, config.cluster, model=f"{mark('policy')}#model", dataset=…)
+    job = as_trainjob(backend, NAME, config.cluster, model=f"{format_placeholder('policy')}#model", dataset=…)
     train = launch_step(job, inputs=["policy", "prompts"], cluster=config.cluster, kfp=config.kfp)
     …
     train("trl", job_name=f"{run}-trl", policy=model.outputs["checkpoint"], prompts=data.outputs["prompts"])
@@ -46,7 +46,7 @@ def launch_step(
     """A step that launches `job` in the namespace ``kfp.jobs`` and ends as it does: ``step(name, job_name=…)``.
 
     Args:
-        job: a manifest, its name `NAME`, with a `mark` where something belongs that only the run knows.
+        job: a manifest, its name `NAME`, with a `format_placeholder` where something belongs that only the run knows.
         inputs, parameters: what is marked; arguments of the step, beside ``job_name``.
         cluster, kfp: as for any step; the job has its own resources and its own queue.
 

@@ -1,6 +1,6 @@
 """Run compiled pipelines on this machine, by KFP's own local runner.
 
-    local(pipeline_root, cache=True)
+    init_local_runner(pipeline_root, cache=True)
     build_kfp(config)(run="mine", store="runs")
 
 kfp's `SubprocessRunner` takes lightweight Python components only: for others it would need the container's file

@@ -1,6 +1,6 @@
 """Connect to a Kubernetes API server as kubectl would.
 
-cluster = connect("tuneloop")
+cluster = connect_to_cluster("tuneloop")
 with translate_api_errors(cluster):
     workflows = cluster.list(*WORKFLOWS)
 """

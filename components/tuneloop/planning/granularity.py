@@ -37,7 +37,7 @@ def compare_iterations_per_pod(
 
     Args:
         chosen: iterations a pod; 0 is a pod a stage.
-        grains: what `possible` gives.
+        grains: what `list_iterations_per_pod` gives.
         loop: stage of an iteration → its role.
         seconds: stage → how long it works in an iteration, of a recorded run.
     """

@@ -104,7 +104,7 @@ def rollout(
 def select_prompt_indices(total: int, size: int, seed: int, iteration: int) -> list[int]:
     """Select the indices of an iteration's prompts: its slice of one permutation of `total` per epoch.
 
-    >>> sorted(batch(6, 3, 0, 0) + batch(6, 3, 0, 1))
+    >>> sorted(select_prompt_indices(6, 3, 0, 0) + select_prompt_indices(6, 3, 0, 1))
     [0, 1, 2, 3, 4, 5]
     """
     orders: dict[int, array[int]] = {}

@@ -57,7 +57,7 @@ def sft(
     """Fine-tune on demonstrations: cross-entropy of the completion's tokens and its end of sequence.
 
     The loss is the mean over all target tokens of a step, whatever the micro-batches and processes. Demonstrations
-    come in epochs, each in a random order that is a function of (seed, epoch); see `epochs.train` on resuming.
+    come in epochs, each in a random order that is a function of (seed, epoch); see `epochs.train_epochs` on resuming.
     The optimizer starts fresh; parameters start from the checkpoint's float32 masters, where it has some.
 
     Raises:

@@ -37,7 +37,7 @@ _local = threading.local()  # (de)compressors are not safe to share between thre
 
 @dataclass(frozen=True)
 class Delta:
-    """What `encode` found: no `payload` where nothing changed; `changed` counts elements (bytes for `overwrite`)."""
+    """What `encode_delta` found: no `payload` where nothing changed; `changed` counts elements (bytes: `overwrite`)."""
 
     payload: bytes | None
     changed: int

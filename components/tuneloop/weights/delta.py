@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Written:
-    """What `write` found and wrote. `size` is 0 where nothing changed and the number of bytes written elsewhere.
+    """What `write_delta` found and wrote. `size` is 0 where nothing changed and the number of bytes written elsewhere.
 
     Attributes:
         names: the changed tensors, which the file holds.

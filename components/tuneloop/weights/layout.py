@@ -171,8 +171,8 @@ def preallocate_safetensors(
 ) -> None:
     """Preallocate a safetensors file, all zeros, byte-compatible with the library's own.
 
-    Several processes can then `fill` in what each holds (an FSDP shard of dimension 0 is a byte range): no rank gathers
-    a tensor, and the file equals a full export.
+    Several processes can then `write_bytes_at` in what each holds (an FSDP shard of dimension 0 is a byte range): no
+    rank gathers a tensor, and the file equals a full export.
 
     Args:
         entries: tensor name → (safetensors dtype, shape, bytes).

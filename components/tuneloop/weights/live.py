@@ -1,4 +1,4 @@
-"""Which versions replicas serve: each that may write below the root says so, and `gc` keeps these.
+"""Which versions replicas serve: each that may write below the root says so, and `delete_unused_versions` keeps these.
 
 ::
 
@@ -50,7 +50,7 @@ def list_served_versions(root: Store) -> dict[str, int]:
 
 
 def record_pull(root: Store, replica: str, about: Mapping[str, Any]) -> None:
-    """Record what a pull of ``about["version"]`` by `replica` took. Raises as `announce`."""
+    """Record what a pull of ``about["version"]`` by `replica` took. Raises as `announce_version`."""
     root.put(f"{RECORDS}/{about['version']:06d}/{replica}.json", dump_canonical_json(about).encode())
 
 

@@ -40,7 +40,7 @@ class Marker(BaseModel):
 
 @dataclass(frozen=True)
 class Materialized:
-    """What `materialize` did.
+    """What `materialize_version` did.
 
     Attributes:
         version: that the directory holds now.
@@ -299,7 +299,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
     """Lock the directory for this process; the kernel releases it when the process dies.
 
     Raises:
-        UserError: it holds files that `materialize` did not put there, or can not be written.
+        UserError: it holds files that `materialize_version` did not put there, or can not be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

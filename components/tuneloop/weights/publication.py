@@ -106,7 +106,7 @@ def _model(artifact: Artifact, scratch: Path) -> Path:
 
 
 def _base(manifest: Manifest) -> tuple[int | None, Path | None]:
-    """The policy that the checkpoint follows: in an undisturbed run the base, which `publish` proves.
+    """The policy that the checkpoint follows: in an undisturbed run the base, which `publish_version` proves.
 
     One whose files are gone (`tuneloop gc --keep`) is left to the chain.
     """

@@ -60,7 +60,7 @@ def check_expression(expression: str) -> None:
     """Check an expression's grammar and the functions it calls, without knowing any names.
 
     Raises:
-        ExpressionError: as `evaluate` would whatever the names stand for.
+        ExpressionError: as `evaluate_expression` would whatever the names stand for.
     """
     parser = _Parser(_tokens(expression), {})
     parser.live = False

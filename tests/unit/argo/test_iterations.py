@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import LIMIT_S, until
+from tuneloop.cli.live import ITERATION
 from tuneloop.config.loading import find_pipeline
 from tuneloop.workflow.pod_loop import PROGRAM, PodLoop, StageCall, expand_pod, find_pod
 
@@ -108,7 +109,11 @@ def outputs(tmp_path: Path) -> dict[str, str]:
 def test_stages_run_in_one_process_and_hand_over_results(tmp_path: Path) -> None:
     progress = tmp_path / "progress"
     process = start(tmp_path, None, "--per-pod", "2", ARGO_PROGRESS_FILE=str(progress))
-    assert process.wait(LIMIT_S) == 0, process.stderr.read()
+    assert process.stderr
+    printed = process.stderr.read()
+    assert process.wait(LIMIT_S) == 0, printed
+    lines = [line for line in printed.splitlines() if ITERATION.match(line)]
+    assert [line.split()[1] for line in lines] == ["1/9", "2/9"], "a line for each, which the console shows"
     assert outputs(tmp_path) == {"iteration": "2", "total": "5"}
     assert (tmp_path / "seen").read_text().splitlines() == [f"{process.pid} {number}" for number in (1, 2, 3, 4)]
     assert progress.read_text() == "2/2"
