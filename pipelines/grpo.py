@@ -53,6 +53,8 @@ class Config(LoopPipelineConfig):
     export: Export = Export()
 
 
+# A step takes its inputs and parameters from wires: values of the loop (those of `carry` and `constants`; `iteration`
+# and `endpoint` are always there), or outputs of a step before, under the names that they have in the YAML.
 LOOP = Loop(
     steps=[
         Step(rollout, prompts="prompts", endpoint="endpoint", iteration="iteration", policy="policy"),
@@ -68,7 +70,7 @@ LOOP = Loop(
 
 
 def stages(config: Config) -> list[StageSpec]:
-    """Return the stages with their parameters."""
+    """Return the stages with their parameters; `seed` and `weights` reach those that have them by themselves."""
     engine = {"engine": config.engine.name, "engine_args": config.engine.options}
     ranks = {"processes": config.processes, "nodes": config.nodes}
     return [
@@ -87,6 +89,7 @@ def draw(graph: Graph) -> None:
     data = graph.stage(data_prep)
     model = graph.stage(base_model, prompts=data.prompts)
     start = model.checkpoint
+    # The loop brings its evaluations before and after, and the export: `check` and `finish` of LOOP.
     graph.loop(serve=start, policy=start, reference=start, prompts=data.prompts)
 
 

@@ -39,6 +39,7 @@ def draw(graph: Graph) -> None:
     model = graph.stage(base_model, prompts=data.prompts)
     tuned = graph.stage(sft, policy=model.checkpoint, prompts=data.prompts)
     start = tuned.checkpoint
+    # The server boots with the base model while SFT trains, and loads `start` then.
     graph.loop(serve=model.checkpoint, policy=start, reference=start, prompts=data.prompts)
 
 

@@ -14,6 +14,7 @@ from tuneloop.argo.template import define_workflow, server_template, stage_templ
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.component import Component
+from tuneloop.core.errors import UserError
 from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Graph, Loop, StageSpec
 
@@ -46,14 +47,21 @@ def build_workflow(
 def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> dict[str, Any]:
     """Make the template of each stage, of the rollout server before the loop's, and of the loop behind them."""
     made: dict[str, Any] = {}
+    described = {spec.component.template: spec for spec in specs}
+    for step in [*loop.steps, loop.check, *loop.finish] if loop else ():
+        if step.name not in described:
+            raise UserError("stages", step.name, "is a step of the loop and has no StageSpec: add one")
     repeated = [step.component for step in loop.steps] if loop else []
     per_pod = config.loop.iterations_per_pod if loop else 0
     for spec in specs:
         if loop and spec.component is repeated[0]:
             made |= server_templates(config)
-        if not (per_pod and spec.component in repeated):
+        if not (per_pod and spec.component in repeated) and spec.component.template not in made:
             made[spec.component.template] = template_of(spec, config, loop)
         if loop and spec.component is repeated[-1]:
+            for step in (loop.check, *(() if per_pod else loop.steps)):
+                if step.name not in made:  # `specs` has it behind the last step
+                    made[step.name] = template_of(described[step.name], config, loop)
             pod = iterations_template(loop, specs, config) if per_pod else None
             made["loop"] = build_pods(loop, pod) if pod else build_loop(loop, made, config)
     return made

@@ -109,11 +109,18 @@ class Component:
         """The parameters that are not compared with those of a committed output."""
         return {name for name, field in self.Params.model_fields.items() if field.json_schema_extra == UNTRACKED}
 
+    @property
+    def module(self) -> str:
+        """The module that ``python -m`` runs."""
+        if self.__module__ != "__main__":
+            return self.__module__
+        spec = getattr(sys.modules["__main__"], "__spec__", None)  # None: run by its path
+        return spec.name if spec else f"tuneloop.stages.{self.name}"
+
     def command(self, processes: int = 1) -> list[str]:
         """How a container starts the stage: ``python -m``, or torchrun for several processes."""
-        module = f"tuneloop.stages.{self.name}" if self.__module__ == "__main__" else self.__module__
         if processes == 1:
-            return ["python", "-m", module]
+            return ["python", "-m", self.module]
         return [
             "python",
             "-m",
@@ -121,7 +128,7 @@ class Component:
             "--standalone",
             f"--nproc-per-node={processes}",
             "-m",
-            module,
+            self.module,
         ]
 
     def __call__(self, *, out: str, **arguments: Any) -> Manifest:
@@ -186,7 +193,7 @@ class Component:
 
         def work() -> None:
             given = program.parse_arguments(
-                argv, self.name, self.__doc__, self.inputs, self.output, self.Params.model_fields
+                argv, self.module, self.__doc__, self.inputs, self.output, self.Params.model_fields
             )
             url = given.pop(self.output)
             manifest = self(out=url, **given)

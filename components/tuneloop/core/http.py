@@ -35,8 +35,13 @@ class Response:
     """
 
     def __init__(self, receive: Callable[[], Any]) -> None:
-        self._receive = receive
+        self._receive_event, self._ended = receive, False
         self.status: int = receive()
+
+    def _receive(self) -> Any:
+        event = END if self._ended else self._receive_event()
+        self._ended = event == END
+        return event
 
     def read(self) -> bytes:
         """Return all that is left of the body."""
@@ -78,6 +83,8 @@ def open_response(
     Raises:
         Unanswered: the server is lost.
     """
+    import httpx2  # noqa: F401 - not on the thread of the event loop: a fork meanwhile would inherit its lock
+
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def receive() -> Any:
@@ -92,7 +99,7 @@ def open_response(
             return event
 
     sending = _send(events, timeout_s, method=method, url=url, json=body, headers=headers)
-    task = asyncio.run_coroutine_threadsafe(sending, _event_loop(os.getpid()))
+    task = asyncio.run_coroutine_threadsafe(sending, _event_loop())
     try:
         yield Response(receive)
     finally:
@@ -112,6 +119,8 @@ async def _send(events: queue.SimpleQueue[Any], timeout_s: float, **request: Any
             async for chunk in response.aiter_bytes():
                 events.put(chunk)
         events.put(END)
+    except httpx2.ConnectTimeout:
+        events.put(Unanswered(f"ConnectTimeout: no connection in {min(CONNECT_S, timeout_s):g} s"))
     except httpx2.TimeoutException as error:
         events.put(Unanswered(f"{type(error).__name__}: not a byte in {timeout_s:g} s"))
     except httpx2.HTTPError as error:
@@ -124,11 +133,14 @@ async def _send(events: queue.SimpleQueue[Any], timeout_s: float, **request: Any
 
 
 @functools.cache
-def _event_loop(process: int) -> asyncio.AbstractEventLoop:
-    """Return the event loop of a process, on a thread of its own, which a fork does not have."""
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process, on a thread of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
+
+
+os.register_at_fork(after_in_child=_event_loop.cache_clear)  # a fork has the loop, but not its thread
 
 
 @functools.cache

@@ -71,7 +71,7 @@ def _run(work: Callable[[], None]) -> int:
 
 def parse_arguments(
     argv: Sequence[str],
-    name: str,
+    module: str,
     description: str | None,
     inputs: Mapping[str, bool],
     output: str,
@@ -82,7 +82,7 @@ def parse_arguments(
     Raises:
         UserError: a flag that is unknown, or one that is missing.
     """
-    parser = _Parser(prog=f"python -m tuneloop.stages.{name}", description=description, allow_abbrev=False)
+    parser = _Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     group = parser.add_argument_group("artifacts")
     for each, required in inputs.items():

@@ -179,10 +179,10 @@ def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[st
     Raises:
         StaleWeights: they differ still.
     """
-    result = _doubt(engine, policy, tolerance)
+    result = _compare_with_canary(engine, policy, tolerance)
     if isinstance(result, str):
         engine.load(policy, force=True)
-        result = _doubt(engine, policy, tolerance)
+        result = _compare_with_canary(engine, policy, tolerance)
     if isinstance(result, str):
         raise StaleWeights(
             f"{result}, also after loading it once more; restart the engine, and if it stays so, compare its dtype "
@@ -191,7 +191,7 @@ def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[st
     return result
 
 
-def _doubt(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float] | str:
+def _compare_with_canary(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float] | str:
     """The measured differences, or what is wrong."""
     want, served = (policy.manifest.facts["version"], policy.manifest.digest), (engine.version, engine.digest)
     if served != want:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -102,16 +104,17 @@ def run_server(server: Mapping[str, Any], run: str, values: Mapping[str, str], p
     words = ["--host", "127.0.0.1", "--port", str(server["port"]), "--engine-args", json.dumps(server["engine_args"])]
     command = [sys.executable, "-m", "tuneloop.inference.server", *source, *words, "--attempts", f"{run}/serve"]
     endpoint = f"http://127.0.0.1:{server['port']}"
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, start_new_session=True)  # vLLM has workers: they end with it
     try:
         _await_ready(process, f"{endpoint}/health", pod)
         yield endpoint
     finally:
         process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()  # the next attempt listens at the same port
 
 
 def _await_ready(process: subprocess.Popen[bytes], url: str, pod: Iterations) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tuneloop.core.attempts import BUDGET
-from tuneloop.core.ends import INTERRUPTION, classify_end
+from tuneloop.core.ends import AWAY, AWAY_BUDGET, INTERRUPTION, classify_end
 from tuneloop.core.errors import EXIT_RETRY, TERMINATION_LOG, write_termination_message
 
 PAUSE_S = 10.0
@@ -37,7 +37,7 @@ def retry_in_process(run: Callable[[], int], read_progress: Callable[[], str], p
         return run()
     stopped = threading.Event()
     previous = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    without_progress, progress = 0, ""
+    without_progress, away, progress = 0, 0, ""
     try:
         while True:
             code, line = _run_and_read_line(run)
@@ -47,7 +47,8 @@ def retry_in_process(run: Callable[[], int], read_progress: Callable[[], str], p
             if (now := read_progress()) != progress:
                 without_progress, progress = 0, now
             without_progress += end.counts
-            if without_progress > BUDGET:
+            away = away + 1 if end is AWAY else 0
+            if without_progress > BUDGET or away > AWAY_BUDGET:
                 break
             print(f"{end.name}: retrying in {pause_s:g} s", file=sys.stderr, flush=True)
             if stopped.wait(pause_s):

@@ -121,7 +121,8 @@ class Iterations:
         with subprocess.Popen(program) as self._child:
             if self.stopped:
                 self._child.terminate()
-            return self._child.wait()
+            code = self._child.wait()
+            return 128 - code if code < 0 else code  # as a shell says of one that signal -code ended
 
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ class PodDaemon:
     def __init__(self, execution: Execution, node: Node, process: Process, grace: float) -> None:
         self.over = threading.Event()
         self.result = Result("Succeeded")
-        self._session, self._node, self._process, self._grace = execution, node, process, grace
+        self._execution, self._node, self._process, self._grace = execution, node, process, grace
         self._closing = False
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -51,11 +51,11 @@ class PodDaemon:
         self._process.ended.wait()
         self.result.exit_code = code = self._process.code
         if not self._closing:
-            stopped = self._session.stopping.is_set()
-            words = _last_words(self._session.workdir / self._node.log)
+            stopped = self._execution.stopping.is_set()
+            words = _last_words(self._execution.workdir / self._node.log)
             cause = f"server died: {name_signal(code) or describe_exit(code)}{f': {words}' if words else ''}"
             self.result.phase, self.result.message = "Failed", "stopped" if stopped else cause
-        self._session.settle(self._node, self.result)
+        self._execution.settle(self._node, self.result)
         self.over.set()
 
 

@@ -79,7 +79,7 @@ def find_delivery(run: Run, entry: Entry) -> Delivery | None:
 
 
 def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] | None]) -> Delivery | None:
-    """As `delivery`; `recorded` finds the publisher's record of a version."""
+    """As `find_delivery`; `recorded` finds the publisher's record of a version."""
     facts, took = entry.manifest.facts, entry.manifest.timings
     if "staleness" not in facts:
         return None

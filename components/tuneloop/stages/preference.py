@@ -141,7 +141,7 @@ class Learner:
         self.others = Mismatched(pairs) if objective.needs_kl else []
 
     def step(self, chosen: list[int]) -> tuple[dict[str, float], int]:
-        """One optimizer step; see `steps.Step`."""
+        """One optimizer step; see `epochs.Step`."""
         import torch
 
         from tuneloop.algorithms._preference import Judged

@@ -138,7 +138,7 @@ def train_epochs(
 
     Args:
         stage: gets metrics, resume points, and ``timings.tokens_per_s``.
-        trainer: of `trainers.fsdp`.
+        trainer: of `tuneloop.training.fsdp`.
         count: of examples.
         batch: examples in a step, over all processes.
         max_steps: optimizer steps in all.

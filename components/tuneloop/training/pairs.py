@@ -140,7 +140,7 @@ def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> Pairs:
 
 
 def check_fits(pairs: Iterable[Pairs], policy: Policy, max_length: int) -> None:
-    """As `steps.check_fits`, of all documents of `pairs`."""
+    """As `epochs.check_fits`, of all documents of `pairs`."""
     extremes = [found for each in pairs for found in each.documents.extremes.items()]
     for name, document in extremes:
         epochs.check_fits({name: [document]}, policy, max_length)

@@ -45,6 +45,13 @@ class Step:
 
     def __init__(self, component: Component, **wires: str) -> None:
         self.component, self.wires, self.name = component, wires, component.template
+        known = [*component.inputs, *component.Params.model_fields]
+        for name, wire in wires.items():
+            if name not in known:
+                raise UserError(f"{self.name}.{name}", wire, f"is not an input or parameter; known: {', '.join(known)}")
+        for name, required in component.inputs.items():
+            if required and name not in wires:
+                raise UserError(f"{self.name}.{name}", None, "is a required input: say which value it takes")
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class Policy:
         return {"attention": self.attention, "packing": form, "dtype": str(self.dtype).removeprefix("torch.")}
 
     def plan(self, documents: Sequence[Document], limit: int) -> list[list[int]]:
-        """This rank's micro-batches of `documents`, at most `limit` in each, as indices; see `_batch.plan`."""
+        """This rank's micro-batches of `documents`, at most `limit` in each, as indices; see `plan_micro_batches`."""
         return plan_micro_batches([len(d.ids) for d in documents], limit, self.ranks.world, self.packed)[
             self.ranks.rank
         ]
