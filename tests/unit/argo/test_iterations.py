@@ -199,6 +199,13 @@ def test_sigterm_reaches_a_stage_in_a_process_of_its_own(tmp_path: Path) -> None
         process.kill()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_stage_that_a_signal_ended_has_the_code_of_a_container(tmp_path: Path, number: signal.Signals) -> None:
+    """128 + n, by which an end is classed; a negative one would be a bug's, and never tried again."""
+    process = start(tmp_path, single("sh", "-c", f"kill -{number.value} $$"))
+    assert process.wait(LIMIT_S) == 128 + number
+
+
 def test_a_stage_finds_its_environment_as_a_fresh_process_would(tmp_path: Path) -> None:
     fails = single("sh", "-c", 'test -z "$LEFT"')
     loop = PodLoop(steps=[toys().steps[0], *fails.steps], carry={}, reward="first.total")

@@ -7,6 +7,7 @@ import pytest
 from tests.unit import toy
 from tuneloop.argo.pipeline import build_workflow
 from tuneloop.config.loading import find_pipeline
+from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.errors import UserError
 from tuneloop.workflow.loop import Graph, Loop, StageSpec, Step
@@ -41,6 +42,20 @@ def test_a_wire_that_leads_nowhere_is_named(about: dict[str, Any], says: str) ->
     assert looped().outputs == ("policy", "iteration", "mean-reward")
     with pytest.raises(UserError, match=says):
         looped(**about)
+
+
+def test_a_step_names_inputs_that_its_stage_has_and_all_that_it_needs() -> None:
+    with pytest.raises(UserError, match=r"reward\.rollout: 'rollout\.rollouts': is not an input or parameter"):
+        Step(toy.reward, rollout="rollout.rollouts")
+    with pytest.raises(UserError, match=r"reward\.rollouts: None: is a required input"):
+        Step(toy.reward)
+
+
+def test_a_step_without_its_spec_is_named() -> None:
+    config = LoopPipelineConfig.model_construct()
+    specs = [StageSpec(stage, stage.settings(without={"seed"})()) for stage in (toy.rollout, toy.reward)]
+    with pytest.raises(UserError, match="stages: 'policy-update': is a step of the loop and has no StageSpec"):
+        build_workflow("toy", config, specs, lambda graph: None, looped())
 
 
 def test_a_task_depends_on_those_whose_outputs_it_takes_and_on_no_other() -> None:
