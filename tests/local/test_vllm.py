@@ -226,6 +226,12 @@ def test_server_says_what_a_fresh_engine_says(server: Running, versions: list[Ar
         prove_weights(client, versions[k], 0.05)
 
 
+def server_command(policy: Artifact, port: str) -> list[str]:
+    """The command line of a server of `policy`, but for its engine's options."""
+    address = ["--host", "127.0.0.1", "--port", port]
+    return [python(), "-m", "tuneloop.inference.server", "--policy", policy.ref, *address]
+
+
 @once
 def test_a_device_that_can_not_be_had_by_turns(server: Running, versions: list[Artifact]) -> None:
     """A CPU's memory is not given back: the server says so, and an engine asked for it does not start."""
@@ -234,17 +240,7 @@ def test_a_device_that_can_not_be_had_by_turns(server: Running, versions: list[A
         client.load(versions[0])
     with pytest.raises(UserError, match="answers 400: sleep: 'cpu': vLLM's sleep mode gives back memory of CUDA"):
         client.close()
-    line = [
-        python(),
-        "-m",
-        "tuneloop.inference.server",
-        "--policy",
-        versions[0].ref,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "0",
-    ]
+    line = server_command(versions[0], "0")
     asked = [*line, "--engine-args", json.dumps({**ARGS, "enable_sleep_mode": True})]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and "Sleep mode" in done.stderr.splitlines()[-1], done.stderr[-2000:]
@@ -408,17 +404,7 @@ def test_a_worker_of_a_fleet_is_refitted(
 @once
 def test_the_port_is_taken(server: Running, versions: list[Artifact]) -> None:
     port = server.url.rpartition(":")[2]
-    line = [
-        python(),
-        "-m",
-        "tuneloop.inference.server",
-        "--policy",
-        versions[0].ref,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-    ]
+    line = server_command(versions[0], port)
     done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stderr.strip()) == (
         2, f"error: --port: {port}: is taken; stop what listens there, or choose another"

@@ -14,7 +14,6 @@ from tuneloop.argo.template import define_workflow, server_template, stage_templ
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.component import Component
-from tuneloop.core.errors import UserError
 from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Graph, Loop, StageSpec
 
@@ -33,7 +32,12 @@ def build_workflow(
         specs: its stages.
         draw: calls them.
         loop: what `draw` calls as the loop.
+
+    Raises:
+        UserError: a step of the loop is not among the stages.
     """
+    if loop:
+        loop.check_specs(specs)
     limits = config.loop.model_dump(include=LIMITS) if loop else None
     with define_workflow(name, limits, cluster=config.cluster) as built:
         templates = build_templates(config, specs, loop)
@@ -48,9 +52,6 @@ def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) 
     """Make the template of each stage, of the rollout server before the loop's, and of the loop behind them."""
     made: dict[str, Any] = {}
     described = {spec.component.template: spec for spec in specs}
-    for step in [*loop.steps, loop.check, *loop.finish] if loop else ():
-        if step.name not in described:
-            raise UserError("stages", step.name, "is a step of the loop and has no StageSpec: add one")
     repeated = [step.component for step in loop.steps] if loop else []
     per_pod = config.loop.iterations_per_pod if loop else 0
     for spec in specs:

@@ -38,7 +38,7 @@ def build_pipeline(
         loop: what `draw` calls as the loop.
 
     Raises:
-        UserError: a setting that Kubeflow Pipelines have nothing for.
+        UserError: a setting that Kubeflow Pipelines have nothing for, or a step of the loop is not among the stages.
     """
     steps = build_steps(config, specs, loop)
     parameters: dict[str, tuple[type, Any]] = {
@@ -65,6 +65,7 @@ def build_steps(config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> d
     pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
     engine = {}
     if loop:
+        loop.check_specs(specs)
         refused = {"loop.asynchronous": config.loop.asynchronous, "engine.colocate": config.engine.colocate}
         for name, chosen in refused.items():
             if chosen:

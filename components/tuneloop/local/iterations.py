@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from tuneloop.core.component import find_component
 from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, UserError, print_diagnostic, report_error
 from tuneloop.core.program import write_outputs
+from tuneloop.workflow.loop import output_of
 from tuneloop.workflow.pod_loop import PodLoop, StageCall
 
 DEFAULT_SEED = 67280421310721
@@ -73,7 +74,7 @@ class Iterations:
                 self._seconds = {}
                 outputs = self._iterate({**values, **outputs, "iteration": str(number)})
                 _report_progress(number - first + 1, end - first + 1)
-                reward = float(outputs[self._loop.reward.partition(".")[2]])
+                reward = float(outputs[output_of(self._loop.reward)])
                 self._print_iteration(number, reward)
                 if reward >= self._target:
                     break
@@ -89,7 +90,7 @@ class Iterations:
         if self._loop.check and number % self._loop.evaluate_every == 0:
             self._call(self._loop.check, {**known, **carried})
         reward = self._loop.reward
-        return {"iteration": values["iteration"], **carried, reward.partition(".")[2]: known[reward]}
+        return {"iteration": values["iteration"], **carried, output_of(reward): known[reward]}
 
     def _call(self, step: StageCall, values: Mapping[str, str]) -> dict[str, str]:
         """Run a stage, and return its outputs as wires."""

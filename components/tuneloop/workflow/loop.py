@@ -89,6 +89,17 @@ class Loop:
             if wire not in known:
                 raise UserError(field, wire, f"no value has this name; known here: {', '.join(sorted(known))}")
 
+    def check_specs(self, specs: Sequence[StageSpec]) -> None:
+        """Check that the stage of every step has its parameters.
+
+        Raises:
+            UserError: names a step whose stage has no `StageSpec`.
+        """
+        described = {spec.component.template for spec in specs}
+        for step in (*self.steps, self.check, *self.finish):
+            if step.name not in described:
+                raise UserError("stages", step.name, "is a step of the loop and has no StageSpec: add one")
+
     @property
     def passed(self) -> tuple[str, ...]:
         """What an iteration starts from."""
