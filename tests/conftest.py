@@ -1,5 +1,8 @@
 """Options and fixtures for all tiers."""
 
+import os
+import time
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -10,3 +13,9 @@ settings.load_profile("tuneloop")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/ instead of comparing")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """CI names the time (seconds since the epoch) after which no test begins; a test on its way goes on."""
+    if time.time() > float(os.environ.get("SKIP_AFTER", "inf")):
+        pytest.skip("not run: the time for these tests is over")
