@@ -1,7 +1,7 @@
 """Workflows of stages that take a second, on the cluster's base image alone."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hera.workflows import DAG, Container
@@ -11,7 +11,11 @@ from tests.cluster.conftest import ROOT, kubectl
 from tests.unit import toy as toys
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
 from tuneloop.argo.template import define_workflow, stage_template
+from tuneloop.cluster.preflight import check_cluster
+from tuneloop.cluster.run_workflows import prepare_workflow
+from tuneloop.cluster.submit import create_workflow
 from tuneloop.core.artifacts import split_ref
+from tuneloop.kube.connection import Connection
 from tuneloop.local.journal import Node
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.workflow.settings import Cluster
@@ -63,4 +67,13 @@ def digests(nodes: Iterable[Node], run: str) -> dict[str, str | None]:
     return {url.rpartition(f"/{run}/")[2]: digest for url, digest in split}
 
 
-__all__ = ["digests", "digits", "empty_loop", "toy"]
+def submit_workflow(
+    cluster: Connection, workflow: Mapping[str, Any], *, run: str, store: str, priority: str | None = None
+) -> str:
+    """Check everything, then create the workflow, as `tuneloop submit` does, and return its name."""
+    made = prepare_workflow(workflow, run=run, store=store, namespace=cluster.namespace, priority=priority)
+    check_cluster(cluster, made)
+    return create_workflow(cluster, made, run)
+
+
+__all__ = ["digests", "digits", "empty_loop", "submit_workflow", "toy"]

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.cluster.conftest import STORE, kubectl
-from tests.cluster.making import digests, empty_loop, toy
+from tests.cluster.making import digests, empty_loop, submit_workflow, toy
 from tests.cluster.test_queue import until
 from tests.unit.toy import make
 from tuneloop.cluster import run_workflows
@@ -32,7 +32,7 @@ def pods(cluster: Connection, run: str, template: str) -> list[Node]:
 def test_parts_are_one_run_and_stop_ends_the_newest(cluster: Connection, run: str) -> None:
     """Two parts end by themselves, the third is stopped, and the run resumed there: nothing runs twice."""
     workflow = empty_loop(4, 1)
-    argo.submit_workflow(cluster, workflow, run=run, store=STORE)
+    submit_workflow(cluster, workflow, run=run, store=STORE)
     until(lambda: _phases(cluster, run) == ["Succeeded", "Succeeded", "Running"])
     assert argo.stop_run(cluster, run) == 1
     assert not [pod for pod in _pods(run) if "Running" in pod or "Pending" in pod]
@@ -40,7 +40,7 @@ def test_parts_are_one_run_and_stop_ends_the_newest(cluster: Connection, run: st
     assert (seen.phase, seen.workflows) == ("Failed", [run, f"{run}-2", f"{run}-3"])
     assert [node.outputs["told"] for node in pods(cluster, run, "stage")][:2] == ["1", "2"]
 
-    assert argo.submit_workflow(cluster, workflow, run=run, store=STORE) == f"{run}-4"
+    assert submit_workflow(cluster, workflow, run=run, store=STORE) == f"{run}-4"
     assert argo.wait_for_run(cluster, run) == 0
     told = [node.outputs["told"] for node in pods(cluster, run, "stage")]
     assert sorted(set(told)) == ["1", "2", "3", "4"] and told.count("1") == told.count("2") == 1
@@ -78,7 +78,7 @@ def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
     cluster: Connection, run: str, tmp_path: Path
 ) -> None:
     """The toy's stages on real S3; the digests are those of an undisturbed run in this process."""
-    argo.submit_workflow(cluster, toy(rollout=20, reward=20), run=run, store=STORE)
+    submit_workflow(cluster, toy(rollout=20, reward=20), run=run, store=STORE)
     until(lambda: _running(run, "rollout"))
     (killed,) = _running(run, "rollout")
     kubectl("-n", cluster.namespace, "delete", "pod", killed[0], "--grace-period=1")
@@ -96,7 +96,7 @@ def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
 @pytest.mark.slow
 def test_nothing_with_the_runs_label_is_left(cluster: Connection, run: str) -> None:
     """Beside what retention keeps: the workflow, and the pods that show why it ended."""
-    argo.submit_workflow(cluster, toy(sft=60), run=run, store=STORE)
+    submit_workflow(cluster, toy(sft=60), run=run, store=STORE)
     until(lambda: _running(run, "sft"))
     assert argo.stop_run(cluster, run) == 1
     label = f"{RUN_LABEL}={run}"

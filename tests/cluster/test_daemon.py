@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests.cluster.conftest import STORE
-from tests.cluster.making import digests
+from tests.cluster.making import digests, submit_workflow
 from tests.waiting import until
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import read_status
@@ -28,7 +28,7 @@ SETTINGS = [
 def test_every_workflow_has_a_server_of_its_own(cluster: Connection, run: str) -> None:
     """The stages themselves refuse rollouts of another version. The memory is what the plan estimates."""
     pipeline = find_pipeline("grpo")
-    argo.submit_workflow(cluster, pipeline.build(pipeline.configure(sets=SETTINGS)), run=run, store=STORE)
+    submit_workflow(cluster, pipeline.build(pipeline.configure(sets=SETTINGS)), run=run, store=STORE)
     assert argo.wait_for_run(cluster, run) == 0
     seen = read_status(cluster, run)
     assert seen.workflows == [run, f"{run}-2"]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import STORE
+from tests.cluster.making import submit_workflow
 from tests.cluster.test_queue import running, until
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import read_logs, read_status
@@ -56,8 +57,8 @@ def workflow(deadline: str = "") -> dict[str, Any]:
 def test_what_ends_is_started_again_however_long_it_ran(cluster: Connection, run: str) -> None:
     """Beside it the same stage with the deadline that was rendered once: it is not even tried again."""
     new, old = f"{run}-a", f"{run}-b"
-    argo.submit_workflow(cluster, workflow(), run=new, store=STORE)
-    argo.submit_workflow(cluster, workflow(f"{OLD_LIMIT_S}s"), run=old, store=STORE)
+    submit_workflow(cluster, workflow(), run=new, store=STORE)
+    submit_workflow(cluster, workflow(f"{OLD_LIMIT_S}s"), run=old, store=STORE)
     until(lambda: running(cluster, new) and running(cluster, old))
     until(lambda: _ran_for(cluster, new, OLD_LIMIT_S + 5))
     for name in (new, old):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import STORE, kubectl
-from tests.cluster.making import digests
+from tests.cluster.making import digests, submit_workflow
 from tuneloop.argo.lint import lint_workflow
 from tuneloop.argo.pipeline import LIMITS, Tasks, build_templates, template_of
 from tuneloop.argo.tasks import Output
@@ -66,7 +66,7 @@ def trained(cluster: Connection, run: str) -> bool:
 
 
 def test_one_of_two_pods_is_killed_and_the_bytes_are_those_of_one_pod(cluster: Connection, run: str) -> None:
-    argo.submit_workflow(cluster, twice(), run=run, store=STORE)
+    submit_workflow(cluster, twice(), run=run, store=STORE)
     deadline = time.monotonic() + 420
     while not trained(cluster, run):
         assert time.monotonic() < deadline
@@ -128,7 +128,7 @@ def updated(grpo: Any, config: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_the_updates_of_a_loop_are_jobsets_with_the_bytes_of_one_pod(cluster: Connection, run: str) -> None:
     grpo = find_pipeline("grpo")
-    argo.submit_workflow(cluster, updated(grpo.module, grpo.configure(sets=LOOP)), run=run, store=STORE)
+    submit_workflow(cluster, updated(grpo.module, grpo.configure(sets=LOOP)), run=run, store=STORE)
     assert argo.wait_for_run(cluster, run) == 0
     jobs = cluster.list("jobset.x-k8s.io", "v1alpha2", "jobsets", selector=f"{RUN_LABEL}={run}")
     assert [job["metadata"]["name"] for job in jobs] == [f"{run}-policy-update-{i}" for i in (1, 2)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import STORE
-from tests.cluster.making import digests
+from tests.cluster.making import digests, submit_workflow
 from tests.cluster.test_queue import until
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
@@ -31,13 +31,13 @@ SMALL = [
 def test_stopped_and_resumed_equals_this_machine(cluster: Connection, run: str, tmp_path: Path) -> None:
     pipeline = find_pipeline("sft_then_grpo")
     workflow = pipeline.build(pipeline.configure(sets=[*SMALL, "loop.iterations_per_pod=2"]))
-    argo.submit_workflow(cluster, workflow, run=run, store=STORE)
+    submit_workflow(cluster, workflow, run=run, store=STORE)
     until(lambda: _trained(cluster, run))
     assert argo.stop_run(cluster, run) == 1
     stopped = read_nodes(run_workflows.find_workflows(cluster, run)[0]).values()
     assert {node.phase for node in stopped if node.display_name.startswith("sft")} == {"Failed"}
 
-    assert argo.submit_workflow(cluster, workflow, run=run, store=STORE) == f"{run}-2"
+    assert submit_workflow(cluster, workflow, run=run, store=STORE) == f"{run}-2"
     assert argo.wait_for_run(cluster, run) == 0
     assert ("data-prep", "data_prep: committed already, nothing to do") in list(read_logs(cluster, run))
     assert read_status(cluster, run).workflows == [run, f"{run}-2"]

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.cluster.conftest import STORE, forwarded, kubectl, sleeper
+from tests.cluster.making import submit_workflow
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.preflight import LISTED, find_problems
@@ -109,7 +110,7 @@ def test_an_image_that_no_node_has(cluster: Connection, run: str) -> None:
 
 def test_an_unknown_priority(cluster: Connection, run: str) -> None:
     with pytest.raises(UserError, match="'urgent': is no WorkloadPriorityClass"):
-        argo.submit_workflow(cluster, sleeper(1), run=run, store=STORE, priority="urgent")
+        submit_workflow(cluster, sleeper(1), run=run, store=STORE, priority="urgent")
     with pytest.raises(UserError, match="no workflow in namespace"):  # nothing was created
         run_workflows.find_workflows(cluster, run)
 
@@ -117,13 +118,13 @@ def test_an_unknown_priority(cluster: Connection, run: str) -> None:
 def test_a_namespace_that_does_not_exist(cluster: Connection, run: str) -> None:
     elsewhere = dataclasses.replace(cluster, namespace="no-such-place")
     with pytest.raises(UserError, match="'no-such-place': does not exist in context"):
-        argo.submit_workflow(elsewhere, sleeper(1), run=run, store=STORE)
+        submit_workflow(elsewhere, sleeper(1), run=run, store=STORE)
 
 
 def test_no_argo(cluster: Connection, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuneloop.cluster.preflight.WORKFLOWS", ("argoproj.io", "v1alpha1", "nosuchworkflows"))
     with pytest.raises(UserError, match="has no Argo Workflows"):
-        argo.submit_workflow(cluster, sleeper(1), run=run, store=STORE)
+        submit_workflow(cluster, sleeper(1), run=run, store=STORE)
 
 
 def test_a_context_that_does_not_exist() -> None:
@@ -174,7 +175,7 @@ def test_the_role_for_people_suffices(cluster: Connection, run: str) -> None:
     kubectl("-n", cluster.namespace, "create", *words)
     try:
         person = _as(cluster, user)
-        argo.submit_workflow(person, sleeper(60), run=run, store=STORE)
+        submit_workflow(person, sleeper(60), run=run, store=STORE)
         assert read_status(person, run).phase in ("Pending", "Running")
         assert argo.stop_run(person, run) == 1
     finally:

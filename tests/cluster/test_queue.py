@@ -6,6 +6,7 @@ import pytest
 
 from tests import waiting
 from tests.cluster.conftest import STORE, sleeper
+from tests.cluster.making import submit_workflow
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import read_logs, read_status
 from tuneloop.kube.connection import Connection
@@ -24,9 +25,9 @@ def running(cluster: Connection, run: str) -> bool:
 
 def test_two_runs_and_quota_for_one(cluster: Connection, tight: str, run: str) -> None:
     first, second = f"{run}-a", f"{run}-b"
-    argo.submit_workflow(cluster, sleeper(60, tight), run=first, store=STORE)
+    submit_workflow(cluster, sleeper(60, tight), run=first, store=STORE)
     until(lambda: running(cluster, first))
-    argo.submit_workflow(cluster, sleeper(1, tight), run=second, store=STORE)
+    submit_workflow(cluster, sleeper(1, tight), run=second, store=STORE)
     until(lambda: bool(read_status(cluster, second).waiting))
     until(lambda: "insufficient" in str(read_status(cluster, second).waiting))
     assert argo.wait_for_run(cluster, first) == 0
@@ -36,9 +37,9 @@ def test_two_runs_and_quota_for_one(cluster: Connection, tight: str, run: str) -
 
 def test_a_high_priority_preempts_and_the_other_comes_back(cluster: Connection, tight: str, run: str) -> None:
     low, high = f"{run}-a", f"{run}-b"
-    argo.submit_workflow(cluster, sleeper(45, tight), run=low, store=STORE, priority="tuneloop-low")
+    submit_workflow(cluster, sleeper(45, tight), run=low, store=STORE, priority="tuneloop-low")
     until(lambda: running(cluster, low))
-    argo.submit_workflow(cluster, sleeper(1, tight), run=high, store=STORE, priority="tuneloop-high")
+    submit_workflow(cluster, sleeper(1, tight), run=high, store=STORE, priority="tuneloop-high")
     assert argo.wait_for_run(cluster, high) == 0
     assert argo.wait_for_run(cluster, low) == 0
     attempts = [node for node in read_status(cluster, low).nodes.values() if node.type == "Pod"]
@@ -47,9 +48,9 @@ def test_a_high_priority_preempts_and_the_other_comes_back(cluster: Connection, 
 
 def test_stop_releases_what_waits_and_what_runs(cluster: Connection, tight: str, run: str) -> None:
     first, second = f"{run}-a", f"{run}-b"
-    argo.submit_workflow(cluster, sleeper(300, tight), run=first, store=STORE)
+    submit_workflow(cluster, sleeper(300, tight), run=first, store=STORE)
     until(lambda: running(cluster, first))
-    argo.submit_workflow(cluster, sleeper(300, tight), run=second, store=STORE)
+    submit_workflow(cluster, sleeper(300, tight), run=second, store=STORE)
     until(lambda: bool(read_status(cluster, second).waiting))
     for name in (second, first):
         assert argo.stop_run(cluster, name) == 1

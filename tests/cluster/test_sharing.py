@@ -10,7 +10,7 @@ import pytest
 from hera.workflows import DAG, Container
 
 from tests.cluster.conftest import STORE, kubectl
-from tests.cluster.making import RUN, digests
+from tests.cluster.making import RUN, digests, submit_workflow
 from tests.cluster.test_queue import until
 from tuneloop.argo.continuation import proceed_template
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
@@ -118,7 +118,7 @@ def pipeline(share: Share) -> dict[str, Any]:
 def test_an_unknown_class_is_refused_before_anything_is_created(cluster: Connection, share: Share) -> None:
     unknown = share.model_copy(update={"device_class": "no.example.com"})
     with pytest.raises(UserError, match=r"device_class: 'no.example.com': is no DeviceClass of .*; `kubectl get"):
-        argo.submit_workflow(cluster, pipeline(unknown), run=share.group, store=STORE)
+        submit_workflow(cluster, pipeline(unknown), run=share.group, store=STORE)
     assert not kubectl("-n", cluster.namespace, "get", "workflows", "-l", f"{RUN_LABEL}={share.group}", "-o", "name")
 
 
@@ -128,7 +128,7 @@ def test_two_runs_on_one_claim_and_a_third_on_another(cluster: Connection, share
     for name in runs:
         made = pipeline(share)
         made["metadata"]["labels"]["test"] = share.group
-        argo.submit_workflow(cluster, made, run=name, store=STORE)
+        submit_workflow(cluster, made, run=name, store=STORE)
     until(lambda: sum(map(len, claims(cluster, share).values())) == 3)
     seated = claims(cluster, share)
     assert sorted(map(len, seated.values())) == [1, 2]

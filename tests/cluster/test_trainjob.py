@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import ROOT, STORE, kubectl
+from tests.cluster.making import submit_workflow
 from tests.cluster.test_jobset import RUN, SMALL
 from tests.cluster.volumes import apply, volume
 from tuneloop.argo.template import define_workflow, stage_template
@@ -64,7 +65,7 @@ def made(cluster: Connection) -> Iterator[dict[str, str]]:
             prompts = "{{tasks.data-prep.outputs.parameters.prompts}}"
             data = prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
             data >> bring(name="base-model", arguments={"prompts": prompts, "checkpoint": f"{RUN}/base-model"})
-    argo.submit_workflow(cluster, built.to_dict(), run=run, store=STORE)
+    submit_workflow(cluster, built.to_dict(), run=run, store=STORE)
     assert argo.wait_for_run(cluster, run) == 0
     found = read_nodes(run_workflows.find_workflows(cluster, run)[-1]).values()
     yield {"at": f"{STORE}/{run}"} | {k: v for node in found for k, v in node.outputs.items() if "@" in v}

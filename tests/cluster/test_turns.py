@@ -10,7 +10,7 @@ import pytest
 from hera.workflows import DAG, Container
 
 from tests.cluster.conftest import STORE, kubectl
-from tests.cluster.making import RUN, SMALL
+from tests.cluster.making import RUN, SMALL, submit_workflow
 from tests.cluster.test_queue import until
 from tests.waiting import LIMIT_S
 from tuneloop.argo.lease_sidecar import take_turns
@@ -72,17 +72,15 @@ def test_two_runs_take_turns_and_outlive_a_killed_holder(
 ) -> None:
     first, second = f"{run}-a", f"{run}-b"
     for name in (first, second):
-        argo.submit_workflow(cluster, sharing(run, stages=2), run=name, store=STORE)
+        submit_workflow(cluster, sharing(run, stages=2), run=name, store=STORE)
     assert [argo.wait_for_run(cluster, name) for name in (first, second)] == [0, 0]
     until(lambda: not leases(cluster, run))
     times = worked(cluster, first, second)
     assert len(times) == 4 and all(a[1] <= b[0] for a, b in itertools.pairwise(times)), times
 
-    argo.submit_workflow(cluster, sharing(run, seconds=600), run=run, store=STORE)
+    submit_workflow(cluster, sharing(run, seconds=600), run=run, store=STORE)
     until(lambda: (held := document(cluster, run).holder) is not None and held.who == run)
-    argo.submit_workflow(
-        cluster, sharing(run, stages=1), run=second, store=STORE
-    )  # committed: only its turn takes time
+    submit_workflow(cluster, sharing(run, stages=1), run=second, store=STORE)  # committed: only its turn takes time
     until(lambda: [seat.who for seat in document(cluster, run).waiting] == [second])
     assert run_cli(["turns", run]) == 0
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:3]] == [

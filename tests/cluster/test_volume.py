@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import ROOT, kubectl
+from tests.cluster.making import submit_workflow
 from tests.cluster.test_jobset import SMALL, twice
 from tests.cluster.volumes import apply, volume
 from tuneloop.cluster import run_workflows
@@ -27,7 +28,7 @@ def test_checkpoints_pass_through_a_volume_and_memory_grows_in_place(
     try:
         with volume("tuneloop-store", tmp_path):
             mounted = SMALL.model_copy(update={"claim": "tuneloop-store", "queue": ""})
-            argo.submit_workflow(cluster, twice(mounted, max_steps=60), run=run, store="file:///store/runs")
+            submit_workflow(cluster, twice(mounted, max_steps=60), run=run, store="file:///store/runs")
             _grow(cluster, run)
             assert argo.wait_for_run(cluster, run) == 0
             ends = {

@@ -50,7 +50,7 @@ def submit_run(
     from tuneloop.cli.verdict import print_verdict
     from tuneloop.cluster import run_workflows
     from tuneloop.cluster import submit as argo
-    from tuneloop.cluster.preflight import find_problems, list_notices
+    from tuneloop.cluster.preflight import check_cluster, list_notices
     from tuneloop.config.loading import find_pipeline
     from tuneloop.inference.fleet.graph import find_api_version
     from tuneloop.kube.api_errors import retry_until_available
@@ -69,10 +69,7 @@ def submit_run(
     there = connect_to_cluster(namespace, context)
     if graph:
         find_api_version(there)
-    if found_wanting := find_problems(there, made):
-        for problem in found_wanting:
-            typer.echo(f"error: {problem}", err=True)
-        return 2
+    check_cluster(there, made)
     if check:
         argo.prepare_resumption(made, run_workflows.list_workflows(there, run), run)
         typer.echo(f"{run}: can be submitted to {there.context}, namespace {namespace}")

@@ -18,7 +18,10 @@ def run_command(command: Callable[[], int | None]) -> int:
     except NoKeys as error:
         return report_error(error.mistake)
     except (UserError, Retryable) as error:
-        return report_error(error)
+        code = report_error(error)
+        for other in getattr(error, "__notes__", ()):
+            print_diagnostic(f"error: {other}", 0)
+        return code
     except (KeyboardInterrupt, typer.Abort):
         return print_diagnostic("interrupted", 130)
     except BrokenPipeError:  # `tuneloop … | head`

@@ -65,10 +65,10 @@ class Server:
         items = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in found.items or ()]
         return sorted(items, key=lambda item: str(item["metadata"]["creationTimestamp"]))
 
-    def wait(self, run: str, *, poll: float = 2.0) -> int:
+    def wait(self, run: str) -> int:
         """Wait for the newest workflow of a run to end; see `tuneloop.cluster.submit.wait_for_run`."""
         while run_workflows.get_workflow_phase(newest := self.workflows(run)[-1]) not in run_workflows.DONE:
-            time.sleep(poll)
+            time.sleep(2.0)
         return argo.exit_code(newest)
 
     @contextmanager

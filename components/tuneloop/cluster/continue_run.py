@@ -11,22 +11,18 @@ attempt finds what the first has created. On one machine (`tuneloop.local.workfl
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.core.errors import Retryable, UserError, report_error
+from tuneloop.core.program import write_outputs
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster
 from tuneloop.workflow.settings import LOCAL, NEXT, RUN_LABEL
-
-if TYPE_CHECKING:
-    pass
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,9 +41,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"continue: {name} goes on", flush=True)
     except (UserError, Retryable) as error:
         return report_error(error)
-    path = Path(os.environ["TUNELOOP_OUTPUTS"], NEXT)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"entrypoint": given.entrypoint, "arguments": arguments}))
+    write_outputs({NEXT: {"entrypoint": given.entrypoint, "arguments": arguments}})
     return 0
 
 

@@ -22,15 +22,9 @@ def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) 
     Raises:
         UserError: there is no such template.
     """
-    from kubernetes.client import ApiException
-
-    try:
-        live = cluster.get(*TEMPLATES, name)
-    except ApiException as error:
-        if error.status != 404:
-            raise
+    if (live := cluster.find(*TEMPLATES, name)) is None:
         remedy = f"is no WorkflowTemplate of namespace {cluster.namespace}; apply manifests/components/pipelines"
-        raise UserError("template", name, remedy) from None
+        raise UserError("template", name, remedy)
     if LABEL not in live["metadata"].get("labels", {}):
         return _difference(live["spec"], run_workflows.as_template(workflow, name)["spec"], name)
     made = run_workflows.prepare_workflow(

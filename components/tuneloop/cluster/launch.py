@@ -37,13 +37,12 @@ class Kind:
     """A kind of job.
 
     Attributes:
+        api: its group, version and plural.
         pods: label whose value, on its pods, is the job's name.
         succeeded: what the status says; None while the job is under way.
     """
 
-    group: str
-    version: str
-    plural: str
+    api: tuple[str, str, str]
     pods: str
     succeeded: Callable[[Object], bool | None]
 
@@ -65,10 +64,10 @@ def _ray(status: Object) -> bool | None:
 
 JOBSET_PODS = "jobset.sigs.k8s.io/jobset-name"
 KINDS = {
-    "JobSet": Kind("jobset.x-k8s.io", "v1alpha2", "jobsets", JOBSET_PODS, _terminal),
-    "TrainJob": Kind("trainer.kubeflow.org", "v1alpha1", "trainjobs", JOBSET_PODS, _conditions),
-    "Job": Kind("batch", "v1", "jobs", "batch.kubernetes.io/job-name", _conditions),
-    "RayJob": Kind("ray.io", "v1", "rayjobs", "batch.kubernetes.io/job-name", _ray),  # of the pod that submits
+    "JobSet": Kind(("jobset.x-k8s.io", "v1alpha2", "jobsets"), JOBSET_PODS, _terminal),
+    "TrainJob": Kind(("trainer.kubeflow.org", "v1alpha1", "trainjobs"), JOBSET_PODS, _conditions),
+    "Job": Kind(("batch", "v1", "jobs"), "batch.kubernetes.io/job-name", _conditions),
+    "RayJob": Kind(("ray.io", "v1", "rayjobs"), "batch.kubernetes.io/job-name", _ray),  # of the pod that submits
 }
 
 
@@ -88,7 +87,7 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0) -> int:
     """
     kind = KINDS.get(str(job.get("kind")))
     if kind is None:
-        raise UserError("kind", job.get("kind"), f"can not be launched; known: {', '.join(KINDS)}")
+        raise UserError("kind", job.get("kind"), f"cannot be launched; known: {', '.join(KINDS)}")
     name = str(job["metadata"]["name"])
     while not _create(cluster, kind, job):
         found = _standing(cluster, kind, name)
@@ -128,13 +127,12 @@ def _create(cluster: Connection, kind: Kind, job: Object) -> bool:
 
     with translate_api_errors(cluster):
         try:
-            cluster.custom.create_namespaced_custom_object(
-                kind.group, kind.version, cluster.namespace, kind.plural, job
-            )
+            cluster.create(*kind.api, job)
             return True
         except ApiException as error:
             if error.status == 404:
-                remedy = f"{kind.plural}.{kind.group} is not installed; manifests/third-party/README.md says how"
+                group, _, plural = kind.api
+                remedy = f"{plural}.{group} is not installed; manifests/third-party/README.md says how"
                 raise UserError("kind", job["kind"], remedy) from None
             if error.status != 409:
                 raise
@@ -142,16 +140,9 @@ def _create(cluster: Connection, kind: Kind, job: Object) -> bool:
 
 
 def _standing(cluster: Connection, kind: Kind, name: str) -> Object | None:
-    """The job; None where there is none."""
-    from kubernetes.client import ApiException
-
+    """Return the job; None where there is none."""
     with translate_api_errors(cluster):
-        try:
-            return cluster.get(kind.group, kind.version, kind.plural, name)
-        except ApiException as error:
-            if error.status == 404:
-                return None
-            raise
+        return cluster.find(*kind.api, name)
 
 
 def _status(job: Object) -> Object:
@@ -166,28 +157,14 @@ def delete_job(cluster: Connection, job: Object, *, wait: bool = False) -> None:
         wait: let it stand until they have ended, so that none of the same name can be made before; this returns at
             once all the same.
     """
-    from kubernetes.client import ApiException
-
-    kind = KINDS[str(job["kind"])]
+    policy = "Foreground" if wait else "Background"  # a Job would leave its pods
     with translate_api_errors(cluster):
-        try:
-            cluster.custom.delete_namespaced_custom_object(
-                kind.group,
-                kind.version,
-                cluster.namespace,
-                kind.plural,
-                job["metadata"]["name"],
-                propagation_policy="Foreground" if wait else "Background",  # a Job would leave its pods
-            )
-        except ApiException as error:
-            if error.status != 404:
-                raise
+        cluster.delete(*KINDS[str(job["kind"])].api, job["metadata"]["name"], propagation_policy=policy)
 
 
 def _pods(cluster: Connection, kind: Kind, name: str) -> list[Any]:
     with translate_api_errors(cluster):
-        found = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{kind.pods}={name}").items
-    return sorted(found, key=lambda pod: str(pod.metadata.name))
+        return sorted(cluster.list_pods(f"{kind.pods}={name}"), key=lambda pod: str(pod.metadata.name))
 
 
 def _begun(pod: Any) -> bool:

@@ -43,6 +43,18 @@ Amounts = dict[str, Decimal]
 """Resource name → amount, in cores, bytes or pieces."""
 
 
+def check_cluster(cluster: Connection, workflow: Mapping[str, Any]) -> None:
+    """Refuse a prepared workflow that cannot run on the cluster.
+
+    Raises:
+        UserError: the first of what `find_problems` finds; its notes are the others.
+    """
+    if problems := find_problems(cluster, workflow):
+        for other in problems[1:]:
+            problems[0].add_note(str(other))
+        raise problems[0]
+
+
 def find_problems(cluster: Connection, workflow: Mapping[str, Any]) -> list[UserError]:
     """Return what prevents a prepared workflow from running on the cluster; empty when nothing was found.
 

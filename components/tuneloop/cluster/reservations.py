@@ -23,12 +23,12 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tuneloop.argo.claims import DEVICES, GIVE, TAKE
 from tuneloop.cluster import run_workflows
 from tuneloop.core.errors import Retryable, UserError, report_error
+from tuneloop.core.program import write_outputs
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, connect_to_cluster
 from tuneloop.sharing.claims import Claim, Owner, choose_claim, filter_active_runs, find_free_name
@@ -234,9 +234,7 @@ def main(argv: Sequence[str]) -> int:
         return report_error(error)
     for seat, name in names.items():
         print(f"{seat}: {name}", flush=True)
-        path = Path(os.environ["TUNELOOP_OUTPUTS"], seat)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
+    write_outputs(names)
     return 0
 
 

@@ -23,7 +23,7 @@ from tuneloop.argo.jobset import check_names
 from tuneloop.argo.pod_fields import SCRATCH
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.preflight import find_problems
+from tuneloop.cluster.preflight import check_cluster
 from tuneloop.core.artifacts import split_ref
 from tuneloop.core.errors import Retryable, UserError, report_error
 from tuneloop.kube.api_errors import translate_api_errors
@@ -63,7 +63,7 @@ def apply_schedule(
 
     Raises:
         UserError: no such stage, time or zone, a name that is too long or of what no schedule made, or what
-            `preflight.find_problems` finds.
+            `preflight.check_cluster` refuses.
     """
     check_name(name, "--name")
     if len(name) > LONGEST:
@@ -78,10 +78,7 @@ def apply_schedule(
     )
     check_names(made, f"{name}-{'0' * DIGITS}")
     look = build_data_check_spec(made, name)
-    if found := find_problems(cluster, made):
-        for other in found[1:]:
-            found[0].add_note(str(other))
-        raise found[0]
+    check_cluster(cluster, made)
     when = {"schedules": [cron], **({"timezone": timezone} if timezone else {})}
     limits = {"concurrencyPolicy": "Forbid", "successfulJobsHistoryLimit": 1, "failedJobsHistoryLimit": 1}
     spec = {**when, **limits, "startingDeadlineSeconds": 300, "workflowSpec": look}
@@ -109,29 +106,20 @@ def delete_schedule(cluster: Connection, name: str) -> None:
     standing = {kind: _standing(cluster, kind, name) for kind in ("CronWorkflow", "WorkflowTemplate")}
     if not any(standing.values()):
         raise UserError("schedule", name, f"is none of namespace {cluster.namespace}")
-    for kind, found in standing.items():
-        if found:
-            group, version, plural = KINDS[kind]
-            with translate_api_errors(cluster):
-                cluster.custom.delete_namespaced_custom_object(group, version, cluster.namespace, plural, name)
+    with translate_api_errors(cluster):
+        for kind in standing:
+            cluster.delete(*KINDS[kind], name)
 
 
 def _standing(cluster: Connection, kind: str, name: str) -> dict[str, Any] | None:
-    """The object of the schedule; None: there is none.
+    """Return the object of the schedule; None where there is none.
 
     Raises:
         UserError: it is somebody else's.
     """
-    from kubernetes.client import ApiException
-
     with translate_api_errors(cluster):
-        try:
-            found = cluster.get(*KINDS[kind], name)
-        except ApiException as error:
-            if error.status == 404:
-                return None
-            raise
-    if labels_of(found).get(LABEL) != name:
+        found = cluster.find(*KINDS[kind], name)
+    if found is not None and labels_of(found).get(LABEL) != name:
         remedy = f"is a {kind} of namespace {cluster.namespace} that no schedule made; choose another name"
         raise UserError("schedule", name, remedy)
     return found
@@ -188,7 +176,7 @@ def _apply(
     body |= {"metadata": {"name": name, "labels": {LABEL: name}}, "spec": spec}
     with translate_api_errors(cluster):
         if standing is None:
-            cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, plural, body)
+            cluster.create(group, version, plural, body)
         else:
             body["metadata"]["resourceVersion"] = standing["metadata"]["resourceVersion"]
             cluster.custom.replace_namespaced_custom_object(group, version, cluster.namespace, plural, name, body)

@@ -1,7 +1,9 @@
 """Send a workflow to a cluster and end it, through the Kubernetes API alone: no Argo server is needed.
 
     cluster = connect_to_cluster("tuneloop")
-    name = submit_run(cluster, workflow, run="demo", store="s3://artifacts/runs")
+    workflow = prepare_workflow(workflow, run="demo", store="s3://artifacts/runs")
+    check_cluster(cluster, workflow)
+    create_workflow(cluster, workflow, "demo")
     code = wait_for_run(cluster, "demo")
 
 A run is all workflows that carry its label: the first one, those that resumed it, and those of a long loop.
@@ -15,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tuneloop.cluster.launch import KINDS
-from tuneloop.cluster.preflight import find_problems
 from tuneloop.cluster.reservations import release_ended_runs
 from tuneloop.cluster.resume import check_resumable
 from tuneloop.cluster.run_workflows import (
@@ -26,7 +27,6 @@ from tuneloop.cluster.run_workflows import (
     get_workflow_number,
     get_workflow_phase,
     list_workflows,
-    prepare_workflow,
     started_like,
 )
 from tuneloop.cluster.watch import read_nodes
@@ -35,26 +35,6 @@ from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.sharing.lease import release_leases
 from tuneloop.workflow.settings import RUN_LABEL
-
-
-def submit_workflow(
-    cluster: Connection, workflow: Mapping[str, Any], *, run: str, store: str, priority: str | None = None
-) -> str:
-    """Check everything, then create one object; see `prepare_workflow` and `create_workflow`.
-
-    Returns:
-        the name of the workflow that was created.
-
-    Raises:
-        UserError: something is missing on the cluster (what else is, stands in the notes), or the run is under way;
-            nothing was created.
-    """
-    made = prepare_workflow(workflow, run=run, store=store, namespace=cluster.namespace, priority=priority)
-    if found := find_problems(cluster, made):
-        for other in found[1:]:
-            found[0].add_note(str(other))
-        raise found[0]
-    return create_workflow(cluster, made, run)
 
 
 def create_workflow(cluster: Connection, made: Mapping[str, Any], run: str) -> str:
@@ -106,10 +86,8 @@ def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: 
 
 
 def _create(cluster: Connection, made: Mapping[str, Any], name: str) -> str:
-    group, version, plural = WORKFLOWS
-    body = {**made, "metadata": {**made["metadata"], "name": name}}
     with translate_api_errors(cluster):
-        cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, plural, body)
+        cluster.create(*WORKFLOWS, {**made, "metadata": {**made["metadata"], "name": name}})
     return name
 
 
@@ -159,13 +137,11 @@ def _delete_jobs(cluster: Connection, run: str) -> None:
     from kubernetes.client import ApiException
 
     for kind in KINDS.values():
+        group, version, plural = kind.api
         with translate_api_errors(cluster):
             try:
                 cluster.custom.delete_collection_namespaced_custom_object(
-                    kind.group,
-                    kind.version,
-                    cluster.namespace,
-                    kind.plural,
+                    *(group, version, cluster.namespace, plural),
                     label_selector=f"{RUN_LABEL}={run}",
                     propagation_policy="Background",  # a Job would leave its pods
                 )
@@ -176,7 +152,7 @@ def _delete_jobs(cluster: Connection, run: str) -> None:
 
 def _alive(cluster: Connection, run: str) -> list[Any]:
     with translate_api_errors(cluster):
-        pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items
+        pods = cluster.list_pods(f"{RUN_LABEL}={run}")
     return [pod for pod in pods if pod.status.phase in ("Pending", "Running")]
 
 
@@ -188,7 +164,7 @@ def _until(done: Callable[[], bool], timeout: float, what: str) -> None:
         time.sleep(1.0)
 
 
-def wait_for_run(cluster: Connection, run: str, *, poll: float = 2.0) -> int:
+def wait_for_run(cluster: Connection, run: str) -> int:
     """Wait for the newest workflow of a run to end, also while the API server is unavailable.
 
     Returns:
@@ -196,7 +172,7 @@ def wait_for_run(cluster: Connection, run: str, *, poll: float = 2.0) -> int:
     """
     newest = find_workflows(cluster, run)[-1]
     while get_workflow_phase(newest) not in DONE:
-        time.sleep(poll)
+        time.sleep(2.0)
         newest = retry_until_available(lambda: find_workflows(cluster, run))[-1]
     return exit_code(newest)
 

@@ -124,7 +124,7 @@ def _accelerator_seconds(workflow: Mapping[str, Any]) -> float:
 def _waiting(cluster: Connection, run: str) -> dict[str, str]:
     """Node id → why its pod does not run yet."""
     with translate_api_errors(cluster):
-        pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items
+        pods = cluster.list_pods(f"{RUN_LABEL}={run}")
     pending = [pod for pod in pods if pod.status.phase == "Pending"]
     gated = any(pod.spec.scheduling_gates for pod in pending)
     queued = _workloads(cluster) if gated else {}
@@ -241,7 +241,7 @@ def get_stage_name(pod: Any) -> str:
 def _started(cluster: Connection, run: str) -> list[Any]:
     """Pods whose main container has begun, or ended, oldest first."""
     with translate_api_errors(cluster):
-        pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items
+        pods = cluster.list_pods(f"{RUN_LABEL}={run}")
     begun = [pod for pod in pods if any(s.state.running or s.state.terminated for s in _mains(pod))]
     return sorted(begun, key=lambda pod: pod.metadata.creation_timestamp)
 

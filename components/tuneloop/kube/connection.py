@@ -8,6 +8,7 @@ with translate_api_errors(cluster):
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +45,44 @@ class Connection:
         found: dict[str, Any] = self.custom.get_namespaced_custom_object(group, version, self.namespace, plural, name)
         return found
 
+    def find(self, group: str, version: str, plural: str, name: str) -> dict[str, Any] | None:
+        """Return a custom object of the namespace; None where there is none."""
+        from kubernetes.client import ApiException
+
+        try:
+            return self.get(group, version, plural, name)
+        except ApiException as error:
+            if error.status != 404:
+                raise
+            return None
+
+    def create(self, group: str, version: str, plural: str, body: Mapping[str, Any]) -> None:
+        """Create a custom object in the namespace."""
+        self.custom.create_namespaced_custom_object(group, version, self.namespace, plural, body)
+
+    def delete(self, group: str, version: str, plural: str, name: str, **options: Any) -> bool:
+        """Delete a custom object of the namespace, and return whether there was one."""
+        from kubernetes.client import ApiException
+
+        try:
+            self.custom.delete_namespaced_custom_object(group, version, self.namespace, plural, name, **options)
+        except ApiException as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
+
     def list(self, group: str, version: str, plural: str, selector: str = "") -> list[dict[str, Any]]:
         """The custom objects of the namespace, oldest first."""
         found = self.custom.list_namespaced_custom_object(
             group, version, self.namespace, plural, label_selector=selector, _request_timeout=30
         )
         return sorted(found["items"], key=lambda item: str(item["metadata"]["creationTimestamp"]))
+
+    def list_pods(self, selector: str) -> Sequence[Any]:
+        """List the pods of the namespace that have these labels."""
+        found: Sequence[Any] = self.core.list_namespaced_pod(self.namespace, label_selector=selector).items
+        return found
 
 
 def connect_to_cluster(namespace: str = NAMESPACE, context: str | None = None) -> Connection:
