@@ -23,6 +23,7 @@ def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], stor
             taken; vLLM is asked for and not installed, or has no such option.
     """
     from tuneloop.inference.engines import vllm
+    from tuneloop.runs.records import list_leaves
     from tuneloop.workflow import manifest
 
     if problems := lint_problems(workflow):
@@ -82,15 +83,6 @@ def argo_lint(text: str) -> list[str] | None:
     if done.returncode == 0:
         return []
     return [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-
-
-def list_leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and the value of every entry that is not a mapping."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from list_leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def daemon_ports(workflow: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

@@ -161,14 +161,14 @@ def schedule_pipeline(
     context: CONTEXT = None,
 ) -> None:
     """Run a pipeline whenever its data has changed. Looks by the clock; the same name again changes the schedule."""
-    from tuneloop.cluster.schedule import apply_schedule as create
+    from tuneloop.cluster.schedule import apply_schedule
     from tuneloop.config.loading import find_pipeline
     from tuneloop.kube.connection import connect_to_cluster
 
     found = find_pipeline(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
     there = connect_to_cluster(namespace, context)
-    create(there, workflow, name=name, store=store, cron=cron, timezone=timezone, priority=priority)
+    apply_schedule(there, workflow, name=name, store=store, cron=cron, timezone=timezone, priority=priority)
     typer.echo(f"{name}: looks for new data at {cron}; `tuneloop cluster unschedule {name}` ends that")
 
 
@@ -210,10 +210,10 @@ def unschedule_pipeline(
     context: CONTEXT = None,
 ) -> None:
     """End a schedule; its runs stay."""
-    from tuneloop.cluster.schedule import delete_schedule as delete
+    from tuneloop.cluster.schedule import delete_schedule
     from tuneloop.kube.connection import connect_to_cluster
 
-    delete(connect_to_cluster(namespace, context), name)
+    delete_schedule(connect_to_cluster(namespace, context), name)
     typer.echo(f"{name}: no longer scheduled")
 
 
@@ -224,10 +224,10 @@ def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloo
     What it has committed, also once its workflows are deleted: `tuneloop status RUN --store URL`.
     """
     from tuneloop.cli.show import show_stages
-    from tuneloop.cluster.watch import read_status as read
+    from tuneloop.cluster.watch import read_status
     from tuneloop.kube.connection import connect_to_cluster
 
-    seen = read(connect_to_cluster(namespace, context), run)
+    seen = read_status(connect_to_cluster(namespace, context), run)
     if as_json:
         print_json(_told(seen))
         return
@@ -274,10 +274,10 @@ def stop_run(
 @app.command("claims")
 def show_claims(namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
     """Show the claims of shared devices, and who sits on them; frees the seats of runs that have ended."""
-    from tuneloop.cluster.watch import refresh_claims as read
+    from tuneloop.cluster.watch import refresh_claims
     from tuneloop.kube.connection import connect_to_cluster
 
-    found = read(connect_to_cluster(namespace, context))
+    found = refresh_claims(connect_to_cluster(namespace, context))
     for name, told in found.items():
         typer.echo(f"{name}  {told}")
     if not found:
@@ -288,10 +288,10 @@ def _print_logs(
     there: Connection, run: str, stage: str | None, follow: bool, since: str | None = None
 ) -> dict[str, str]:
     """Print what the pods write; the last words of each stage."""
-    from tuneloop.cluster.watch import read_logs as read
+    from tuneloop.cluster.watch import read_logs
 
     said = {}
-    for name, line in read(there, run, stage=stage, follow=follow, since=since):
+    for name, line in read_logs(there, run, stage=stage, follow=follow, since=since):
         typer.echo(f"{name} | {line}")
         if line.strip():
             said[name] = line.strip()

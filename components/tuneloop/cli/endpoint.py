@@ -24,12 +24,9 @@ def run_checks(
 ) -> int:
     """Run the protocol's tests against an endpoint. Exit code 1 if it fails one."""
     import socket
-    import sys
     from urllib.parse import urlsplit
 
-    from rich.console import Console
-    from rich.table import Table
-
+    from tuneloop.cli.tables import print_table
     from tuneloop.core.artifacts import Artifact
     from tuneloop.core.errors import UserError
     from tuneloop.inference.conformance import Probe, run_checks
@@ -41,13 +38,8 @@ def run_checks(
     except OSError as error:
         raise UserError("url", url, f"does not answer ({error}); start it, or correct the address") from error
     probe = Probe(check_url(url), Artifact(policy) if policy else None, vocabulary, tolerance, timeout)
-    table = Table(box=None, pad_edge=False)
-    for column in ("check", "result", "what, and why"):
-        table.add_column(column, no_wrap=column != "what, and why")
     outcomes = list(run_checks(probe))
-    for outcome in outcomes:
-        table.add_row(outcome.name, outcome.result, outcome.why)
-    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
+    print_table(("check", "result", "what, and why"), [(each.name, each.result, each.why) for each in outcomes])
     failed = sum(outcome.result == "failed" for outcome in outcomes)
     typer.echo(f"{len(outcomes) - failed} of {len(outcomes)} checks without a fault")
     return 1 if failed else 0

@@ -26,11 +26,6 @@ READY = Annotated[float, typer.Option(help="Seconds until the graph is ready.")]
 TIMEOUT = Annotated[float, typer.Option(help="Seconds without an answer after which a worker counts as gone.")]
 
 
-@app.callback()
-def define_fleet_group() -> None:
-    """Fleets of rollout workers that are brought to each version."""
-
-
 @app.command("status")
 def show_status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) -> int:
     """List the workers of a fleet and what each serves. Exit code 1 where they differ, or one does not answer.
@@ -142,7 +137,7 @@ def read_yaml_documents(manifest: Path) -> list[dict[str, Any]]:
     """Read the documents of a YAML file.
 
     Raises:
-        UserError: it can not be read, or is no YAML.
+        UserError: it cannot be read, or is not YAML.
     """
     import yaml
 

@@ -29,7 +29,6 @@ def serve_gateway(
     there is one token, in a file that only you can read. docs/sharing.md has the API.
     """
     import contextlib
-    import socket
 
     from tuneloop.core.errors import UserError
 
@@ -38,10 +37,10 @@ def serve_gateway(
 
         from tuneloop.gateway.app import Gateway, build_app
         from tuneloop.gateway.worker import UVICORN
-        from tuneloop.inference.server import serve_until_signalled
+        from tuneloop.inference.server import bind_address, serve_until_signalled
     except ImportError as error:
         raise UserError("gateway", error.name, "is not installed: pip install 'tuneloop[gateway]'") from None
-    with contextlib.ExitStack() as stack, socket.socket() as listener:
+    with contextlib.ExitStack() as stack:
         token_file = token_file.expanduser().absolute()
         if local:
             from tuneloop.core.store import normalize_url
@@ -60,12 +59,8 @@ def serve_gateway(
 
             api = connect_to_cluster(context=context).core.api_client
             made = Gateway(Jobs(api, config), TokenReviews(api, audience), store, config)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-            listener.listen(1024)
-        except OSError as error:
-            raise UserError("--port", f"{host}:{port}", f"{error.strerror}; choose another") from error
+        listener = stack.enter_context(bind_address(host, port))
+        listener.listen(1024)
         url = f"http://{host}:{listener.getsockname()[1]}"
         typer.echo(f"gateway: {url}", err=True)
         if local:

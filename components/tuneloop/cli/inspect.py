@@ -91,10 +91,10 @@ def report_run(
     ] = None,
 ) -> None:
     """Write one HTML page, readable offline. Curves, samples before and after, the origin of every version."""
-    from tuneloop.cli.show import write_report as write
+    from tuneloop.cli.show import write_report
     from tuneloop.runs.run_record import Run
 
-    typer.echo(write(Run.open(name, store), output))
+    typer.echo(write_report(Run.open(name, store), output))
 
 
 def track_run(

@@ -106,11 +106,10 @@ def delete_unused_weights(
 
 
 def published_root(run: Run) -> str | None:
-    """Where a run publishes its weight versions, if it does."""
+    """Return where a run has published weight versions, if it has."""
     from tuneloop.weights import pointer
 
-    root = f"{run.url}/weights"
-    return root if pointer.read_pointer(root) else None
+    return run.weights_url if pointer.read_pointer(run.weights_url) else None
 
 
 def _root(name: str, store: str) -> str:

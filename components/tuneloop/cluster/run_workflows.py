@@ -94,14 +94,12 @@ def find_queued_templates(workflow: Mapping[str, Any]) -> dict[str, dict[str, st
 
 
 def find_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
-    """The workflows of a run, oldest first.
+    """Return the workflows of a run, oldest first.
 
     Raises:
         UserError: there is none.
     """
-    with translate_api_errors(cluster):
-        found = cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
-    if not found:
+    if not (found := list_workflows(cluster, run)):
         remedy = f"no workflow in namespace {cluster.namespace} of {cluster.context} has the label {RUN_LABEL}={run}"
         raise UserError("run", run, remedy)
     # Kubernetes tells seconds apart; two workflows of one second follow their numbers.

@@ -168,11 +168,6 @@ class JsonForwardBackward(Body):
         return wire.ForwardBackward(self.model_id, self.seq_id, data, given.loss_fn, config, self.forward_only)
 
 
-def read_forward_backward(body: bytes) -> wire.ForwardBackward:
-    """Decode what is no protobuf."""
-    return JsonForwardBackward.model_validate_json(body).read()
-
-
 @dataclass(frozen=True)
 class Losses:
     """Result of `forward_backward`: float32 ``[positions]`` of each datum, and sums."""

@@ -254,7 +254,7 @@ class Session:
         wanted: list[tuple[Sample, list[int]]] = [entry.request for entry in entries]
         first = wanted[0][0]
         snapshot, params = self._snapshot(first.sampling_session_id), first.sampling_params
-        limit, stops = _limits(snapshot.base)
+        limit, stops = _read_limits(checkpoint.model_dir(snapshot.base))
         for _, ids in wanted:
             room = limit.context - len(ids)
             if room < 1 or not 0 <= min(ids) <= max(ids) < limit.vocabulary:
@@ -336,13 +336,9 @@ class Limits:
     vocabulary: int
 
 
-def _limits(base: Artifact) -> tuple[Limits, tuple[int, ...]]:
-    """What a prompt must keep to, and the ids that end a completion where nobody says otherwise."""
-    return _read_limits(checkpoint.model_dir(base))
-
-
 @functools.lru_cache(8)
 def _read_limits(directory: Path) -> tuple[Limits, tuple[int, ...]]:
+    """Read what a prompt must keep to, and the ids that end a completion where nobody says otherwise."""
     from transformers import AutoConfig
 
     text = AutoConfig.from_pretrained(directory).get_text_config()

@@ -113,7 +113,10 @@ class Worker:
         body = await request.body()
         proto = request.headers.get("content-type", "").startswith(wire.PROTOBUF)
         with self._numbered(body, proto) as ids:
-            wanted = wire.read_forward_backward(body) if proto else messages.read_forward_backward(body)
+            if proto:
+                wanted = wire.read_forward_backward(body)
+            else:
+                wanted = messages.JsonForwardBackward.model_validate_json(body).read()
             ids.append(self.session.forward_backward(body, wanted))
         return _json({"request_id": ids[0], "model_id": ids[0].rpartition(":")[0]})
 
@@ -127,8 +130,9 @@ class Worker:
         """A result, or 408 while there is none."""
         name = (await request.json()).get("request_id", "")
         future: Future[Any] = self.session.ledger.future(name)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(_settled(future)), POLL)
+        settled = asyncio.wrap_future(future)
+        settled.add_done_callback(lambda done: done.exception())  # else asyncio warns that nobody looked at it
+        await asyncio.wait([settled], timeout=POLL)
         if not future.done():
             return _json({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
         self.session.ledger.future(name)  # given out now
@@ -325,19 +329,6 @@ def _marked(app: Any, session: str) -> Any:
         await app(scope, receive, add)
 
     return marked
-
-
-def _settled(future: Future[Any]) -> asyncio.Future[None]:
-    """Done when `future` is, however it came out."""
-    loop = asyncio.get_running_loop()
-    settled: asyncio.Future[None] = loop.create_future()
-
-    def settle() -> None:
-        if not settled.done():
-            settled.set_result(None)
-
-    future.add_done_callback(lambda _: loop.call_soon_threadsafe(settle))
-    return settled
 
 
 def _result(result: Any, proto: bool) -> Any:

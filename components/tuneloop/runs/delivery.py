@@ -63,7 +63,7 @@ NUMBERS = tuple(f.name for f in fields(Delivery) if f.type == "float | None")
 
 def list_deliveries(run: Run) -> list[Delivery]:
     """List the delivery of every version that was published or brought to a fleet, as last measured."""
-    records = read_publications(_root(run))
+    records = read_publications(run.weights_url)
     found = {version: Delivery(version, "published", **_sent(about)) for version, about in records.items()}
     for entry in run.with_role("sampler", "evaluator"):
         if one := _delivery(run, entry, records.get):
@@ -75,7 +75,7 @@ def list_deliveries(run: Run) -> list[Delivery]:
 
 def find_delivery(run: Run, entry: Entry) -> Delivery | None:
     """Return the delivery of an entry's version; None if it was neither published nor refitted."""
-    return _delivery(run, entry, functools.partial(read_publication, _root(run)))
+    return _delivery(run, entry, functools.partial(read_publication, run.weights_url))
 
 
 def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] | None]) -> Delivery | None:
@@ -89,19 +89,13 @@ def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] |
         return Delivery(version, "refitted", **_model_bytes(run.policy_of(entry)), **_refitted(refitted), **seen)
     if (about := recorded(version)) is None:
         return None
-    pulls = _pulls(_root(run), version, entry, facts.get("pulled"))
+    pulls = _pulls(run.weights_url, version, entry, facts.get("pulled"))
     return Delivery(version, "pulled", **_sent(about), **_served(pulls, about["at"]), **seen)
 
 
 def get_measurements(one: Delivery) -> dict[str, float]:
     """Return the known measurements of a delivery by name, for charts."""
     return {name: float(value) for name in NUMBERS if (value := getattr(one, name)) is not None}
-
-
-def _root(run: Run) -> str:
-    engine = run.record.config.get("engine") if run.record else None
-    own = engine.get("weights") if isinstance(engine, Mapping) else None
-    return str(own or f"{run.url}/weights")
 
 
 def _sent(about: Mapping[str, Any]) -> dict[str, Any]:

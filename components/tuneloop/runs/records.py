@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def get_run_directory(name: str, store: str) -> Path:
     return (local_path(store) or Path(ROOT).absolute()) / name
 
 
-def create(record: Record, workflow: str, replaced: Record | None = None) -> None:
+def write_record(record: Record, workflow: str, replaced: Record | None = None) -> None:
     """Write the record of a new run, its configuration and its rendered workflow; the record last.
 
     Args:
@@ -108,6 +109,15 @@ def read_records(store: str = ROOT) -> list[Record]:
     """
     found = (read_record(name, store) for name in list_runs(store))
     return sorted((record for record in found if record), key=lambda r: r.created)
+
+
+def list_leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of every setting; a section without any is one."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from list_leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def find_differences(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") -> list[str]:

@@ -149,9 +149,16 @@ class Run:
 
     @classmethod
     def create(cls, record: Record, workflow: str, replaced: Record | None = None) -> Run:
-        """A new run, with its record written; see `tuneloop.runs.records.create`."""
-        records.create(record, workflow, replaced)
+        """A new run, with its record written; see `tuneloop.runs.records.write_record`."""
+        records.write_record(record, workflow, replaced)
         return cls(record.run, record.store, record)
+
+    @property
+    def weights_url(self) -> str:
+        """Where the run publishes its weight versions, if it does."""
+        engine = self.record.config.get("engine") if self.record else None
+        own = engine.get("weights") if isinstance(engine, dict) else None
+        return str(own or f"{self.url}/weights")
 
     def refresh(self) -> None:
         """Read manifests that were committed since."""
@@ -279,17 +286,15 @@ class Run:
         found = {stage: [s for i, s in points if i] for stage, points in self.phase_seconds().items()}
         return {stage: statistics.median(values) for stage, values in found.items() if values}
 
-    def samples(self, entry: Entry, count: int | None = None) -> list[dict[str, Any]]:
-        """The first `count` rows (default: all) of an evaluation or of a batch of scored rollouts, as stored."""
+    def samples(self, entry: Entry) -> list[dict[str, Any]]:
+        """Return the rows of an evaluation or of a batch of scored rollouts, as stored."""
         import pyarrow.parquet
 
         for name in entry.manifest.files:
             if name.endswith(".parquet") and (data := self.read(entry, name)):
                 table = pyarrow.parquet.ParquetFile(io.BytesIO(data)).read()  # read_table would import pandas
                 wanted = ("id", "prompt", "completion", "answer", "score", "outcome")
-                rows: list[dict[str, Any]] = (
-                    table.select([c for c in wanted if c in table.column_names]).slice(0, count).to_pylist()
-                )
+                rows: list[dict[str, Any]] = table.select([c for c in wanted if c in table.column_names]).to_pylist()
                 return rows
         return []
 

@@ -19,17 +19,14 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPException
-from ssl import SSLError
 from typing import Any
-from urllib.error import HTTPError
 
 from tuneloop.core.errors import UserError, print_diagnostic
 from tuneloop.runs.delivery import find_delivery, get_measurements
+from tuneloop.runs.records import list_leaves
 from tuneloop.runs.run_record import Entry, Run
 
 URI = "sqlite:///mlflow.db"
@@ -82,26 +79,24 @@ def format_tracking_uri() -> str:
 
 def probe_server() -> str:
     """Return why the MLflow server is unavailable; empty if it answers or none is needed."""
+    import httpx2
+
     at = format_tracking_uri()
     if not at.startswith(("http://", "https://")):
         return ""
-    found = ["timed out"]
-    asking = threading.Thread(target=lambda: found.append(_asked(f"{at.rstrip('/')}/health")), daemon=True)
+    why = ["timed out"]
+
+    def ask() -> None:
+        try:  # through a proxy, as MLflow does, which may also have been told to trust any certificate
+            status = httpx2.get(f"{at.rstrip('/')}/health", timeout=ANSWERS, verify=False).status_code
+            why.append(f"status {status}" if status in UNAVAILABLE else "")  # whatever else it says, it is there
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            why.append(str(error))
+
+    asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(ANSWERS)  # looking up a name has no timeout of its own
-    return found[-1] and f"does not answer ({found[-1]})"
-
-
-def _asked(url: str) -> str:
-    """What went wrong with asking; whatever a server says, it is there."""
-    try:
-        urllib.request.urlopen(url, timeout=ANSWERS).close()
-    except HTTPError as error:
-        return f"status {error.code}" if error.code in UNAVAILABLE else ""
-    except (OSError, HTTPException, ValueError) as error:
-        why = getattr(error, "reason", error)
-        return "" if isinstance(why, SSLError) else str(why)  # MLflow may have been told to trust it
-    return ""
+    return why[-1] and f"does not answer ({why[-1]})"
 
 
 class Mirror:
@@ -199,7 +194,7 @@ class Mirror:
         from mlflow.entities import Param
 
         standing = self.client.get_run(self.parent).data.params
-        flat = [Param(k, v) for k, v in _flat(config) if k not in standing]
+        flat = [Param(k, str(v)[:6000]) for k, v in list_leaves(config) if k not in standing]
         for start in range(0, len(flat), 100):
             self.client.log_batch(self.parent, params=flat[start : start + 100])
 
@@ -274,14 +269,6 @@ def _follow(run: Run) -> str:
 def _running(run: Run) -> bool:
     time.sleep(EVERY)
     return run.phase == "running"
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)[:6000]
 
 
 if __name__ == "__main__":
