@@ -50,7 +50,7 @@ def _path(workflow: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "field", "told"),
     [
-        (_queue, "queue", "'nobody': is no LocalQueue"),
+        (_queue, "queue", "'nobody': is not a LocalQueue"),
         (_cpu, "sleep", "cpu: 400': is more than ClusterQueue tuneloop can ever give (4)"),
         (_gpu, "sleep", "nvidia.com/gpu: 1': ClusterQueue tuneloop has no quota"),
         (_secret, "secret", "'no-such-secret': is missing in namespace tuneloop"),

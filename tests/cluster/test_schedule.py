@@ -71,7 +71,7 @@ def test_new_data_is_a_new_run_and_old_data_is_skipped(cluster: Connection, name
     assert runs(cluster, name) == [first, second]
     assert argo.stop_run(cluster, second) <= 1
     delete_schedule(cluster, name)
-    with pytest.raises(UserError, match="is none of namespace"):
+    with pytest.raises(UserError, match="does not exist in namespace"):
         delete_schedule(cluster, name)
 
 

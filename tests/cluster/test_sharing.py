@@ -117,7 +117,9 @@ def pipeline(share: Share) -> dict[str, Any]:
 
 def test_an_unknown_class_is_refused_before_anything_is_created(cluster: Connection, share: Share) -> None:
     unknown = share.model_copy(update={"device_class": "no.example.com"})
-    with pytest.raises(UserError, match=r"device_class: 'no.example.com': is no DeviceClass of .*; `kubectl get"):
+    with pytest.raises(
+        UserError, match=r"device_class: 'no.example.com': is not a DeviceClass of .*; see `kubectl get"
+    ):
         submit_workflow(cluster, pipeline(unknown), run=share.group, store=STORE)
     assert not kubectl("-n", cluster.namespace, "get", "workflows", "-l", f"{RUN_LABEL}={share.group}", "-o", "name")
 

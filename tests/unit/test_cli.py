@@ -127,7 +127,7 @@ def test_every_option_has_help(call: Call) -> None:
         (["run", TOY, "-c", "missing.yaml"], "missing.yaml"),
         (["run", TOY, "--run", "Not/A/Name"], "lower-case"),
         (["run", TOY, "--run", ""], "lower-case"),
-        (["run", "sft", "--set", "base_model=./nope"], "base_model: './nope': is no directory here"),
+        (["run", "sft", "--set", "base_model=./nope"], "base_model: './nope': is not a directory here"),
         (
             ["plan", "grpo", "--set", "cluster.memory=2GB"],
             "cluster.memory: '2GB': does not fit; it is: memory that each",

@@ -30,8 +30,8 @@ def test_dead_attempts_go_and_what_a_resume_needs_stays(run: Run) -> None:
     assert resume[0] == "resume point of a stage that has committed"
     assert dead == {
         "iterations/2/rollout/data-dead": ("attempt that was not the one to commit", 5),
-        "iterations/4/policy-update/data-dead": ("attempt of a stage that has not committed", 5),
-        "iterations/4/rollout/data-dead": ("attempt of a stage that has not committed", 5),
+        "iterations/4/policy-update/data-dead": ("attempt of a stage that did not commit", 5),
+        "iterations/4/rollout/data-dead": ("attempt of a stage that did not commit", 5),
         "sft/data-dead": ("attempt that was not the one to commit", 5),
     }
     delete_leftovers(run, find_leftovers(run, idle=-1))

@@ -47,11 +47,11 @@ def check_model(config: Mapping[str, Any]) -> None:
     """Refuse a path of a base model that is not there, before a new run does other work."""
     model = str(config.get("base_model", ""))
     if model.startswith(("/", "./", "../")) and not Path(model).is_dir():
-        raise UserError("base_model", model, "is no directory here; name one, or a model of the hub")
+        raise UserError("base_model", model, "is not a directory here; name one, or a model of the hub")
 
 
 def demo_engine() -> tuple[str, str]:
-    """The engine for the demo on this machine, and why: found, and not imported, which takes seconds.
+    """Choose the engine for the demo on this machine, and say why: found, and not imported, which takes seconds.
 
     Raises:
         UserError: what trains is not installed.
@@ -65,14 +65,14 @@ def demo_engine() -> tuple[str, str]:
 
 
 def lint_problems(workflow: Mapping[str, Any]) -> list[str]:
-    """What tuneloop's lint finds, one line each."""
+    """List what tuneloop's lint finds, one line each."""
     from tuneloop.argo.lint import lint_workflow
 
     return [str(problem) for problem in lint_workflow(workflow)]
 
 
 def argo_lint(text: str) -> list[str] | None:
-    """What ``argo lint --offline`` finds in YAML `text`; None where argo is not on PATH."""
+    """List what ``argo lint --offline`` finds in YAML `text`; None where argo is not on PATH."""
     argo = shutil.which("argo")
     if argo is None:
         return None
@@ -86,7 +86,7 @@ def argo_lint(text: str) -> list[str] | None:
 
 
 def daemon_ports(workflow: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Template and port of every server that the workflow starts: where its readiness is asked."""
+    """Yield template and port of every server that the workflow starts: where its readiness is asked."""
     for template in workflow["spec"].get("templates", ()):
         probe = (template.get("container") or {}).get("readinessProbe") or {}
         port = (probe.get("httpGet") or probe.get("tcpSocket") or {}).get("port")

@@ -88,7 +88,7 @@ def submit_run(
 
 
 def _graph(manifest: Path, run: str, namespace: str) -> dict[str, Any]:
-    """The Dynamo graph of a manifest, labelled as the run's."""
+    """Read the Dynamo graph of a manifest, labelled as the run's."""
     from tuneloop.cli.fleet import read_yaml_documents
     from tuneloop.inference.fleet.graph import render_graph
     from tuneloop.workflow.settings import RUN_LABEL
@@ -97,7 +97,7 @@ def _graph(manifest: Path, run: str, namespace: str) -> dict[str, Any]:
 
 
 def _rolled_out_by(graph: dict[str, Any] | None) -> list[str]:
-    """Settings of a pipeline that rolls out with a graph."""
+    """Return the settings of a pipeline that rolls out with a graph."""
     if graph is None:
         return []
     return ["engine.name=endpoint", "engine.fleet=dynamo://{name}.{namespace}".format(**graph["metadata"])]
@@ -113,7 +113,7 @@ def _start(there: Connection, made: dict[str, Any], run: str, graph: dict[str, A
 
 
 def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: bool) -> int:
-    """Through an Argo server, which is asked for nothing else: there is no preflight, and no logs."""
+    """Submit through an Argo server, which is asked for nothing else: without preflight and without logs."""
     from tuneloop.cli.verdict import print_verdict
     from tuneloop.cluster.argo_server import Server
 
@@ -127,7 +127,7 @@ def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: b
 
 
 def submit_pipeline(path: str, arguments: list[str]) -> int:
-    """What ``python pipelines/grpo.py --run … --store …`` does: `submit` to the Argo server that ARGO_SERVER names.
+    """Submit a pipeline to the Argo server that ARGO_SERVER names, as ``python pipelines/grpo.py --run …`` does.
 
     Returns:
         the exit code.
@@ -299,13 +299,13 @@ def _print_logs(
 
 
 def _told(seen: Status) -> dict[str, Any]:
-    """A run on a cluster for programs."""
+    """Describe a run on a cluster for programs."""
     kept = {name: value for name, value in asdict(seen).items() if name != "nodes"}
     return {**kept, "stages": [asdict(stage) for stage in _stages(seen)]}
 
 
 def _stages(seen: Status) -> list[Stage]:
-    """By pods: newest phase, how often it ended well, seconds, retries, the numbers of its newest result."""
+    """Describe each stage by its pods: newest phase, how often it ended well, seconds, retries, newest numbers."""
     from tuneloop.cli.live import format_number, get_stage_name, iteration_of
     from tuneloop.cli.show import Stage
 

@@ -130,7 +130,7 @@ def stop_run(
 
 
 def _same(standing: Run, pipeline: str, config: dict[str, Any], store: str) -> bool:
-    """Whether the run of this name was started with these very settings; refuse a name that stands for another one.
+    """Return whether a run was started with these very settings, and refuse a name that stands for another run.
 
     Before the loop's first version a failed run may be mended: the stages themselves refuse what does not fit their
     committed outputs. After that a change could leave iterations behind that are no longer part of the run.

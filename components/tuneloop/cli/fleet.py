@@ -30,7 +30,7 @@ TIMEOUT = Annotated[float, typer.Option(help="Seconds without an answer after wh
 def show_status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) -> int:
     """List the workers of a fleet and what each serves. Exit code 1 where they differ, or one does not answer.
 
-    A Dynamo graph is shown as its cluster sees it, by the three gates of its readiness, where this is no pod of it.
+    A Dynamo graph is shown as its cluster sees it, by the three gates of its readiness, where this is not a pod of it.
     """
     import os
 

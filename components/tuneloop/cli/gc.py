@@ -14,7 +14,7 @@ def collect_garbage(
     name: RUN,
     store: STORE = "runs",
     keep: Annotated[
-        int | None, typer.Option("--keep", help="Of the loop's checkpoints keep so many, the newest; default: all.")
+        int | None, typer.Option("--keep", help="How many of the loop's newest checkpoints to keep; default: all.")
     ] = None,
     idle: Annotated[
         float, typer.Option("--idle", min=0, help="Hours since the last write: younger things may be in use.")

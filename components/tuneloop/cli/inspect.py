@@ -117,7 +117,7 @@ def print_json(told: Mapping[str, Any]) -> None:
 
 
 def _told(run: Run) -> dict[str, Any]:
-    """A run for programs."""
+    """Describe a run for programs."""
     from tuneloop.cli.show import list_stages
 
     state, batches = run.state, run.training_rewards()
@@ -164,14 +164,14 @@ def _list_runs(store: str, as_json: bool) -> None:
 
 
 def _texts(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """A run in the table."""
+    """Describe a run in the table."""
     created = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"])) if row["created"] else ""
     reward = f"{row['mean_reward']:.3f} ({row['how']})" if row["mean_reward"] is not None else ""
     return row["run"], row["pipeline"] or "", row["phase"], str(row["iteration"] or ""), created, reward
 
 
 def _rows_of_runs(store: str) -> list[dict[str, Any]]:
-    """What is known of every run, oldest first; of those that cannot be read, why."""
+    """Collect what is known of every run, oldest first; of those that cannot be read, why."""
     from tuneloop.core.errors import Corrupt, Retryable, UserError
     from tuneloop.runs.records import list_runs
 
@@ -188,7 +188,7 @@ def _rows_of_runs(store: str) -> list[dict[str, Any]]:
 
 
 def _row(name: str, store: str) -> dict[str, Any]:
-    """What the list says of a run that was started here: reading all of another may take long."""
+    """Describe in the list a run that was started here: reading all of another may take long."""
     from tuneloop.runs.records import read_record
     from tuneloop.runs.run_record import Run
 
@@ -209,7 +209,7 @@ def _row(name: str, store: str) -> dict[str, Any]:
 
 
 def _print_log(run: Run, node: Node, seen: dict[str, int], prefix: bool) -> None:
-    """The lines of a log that were not printed yet; a line still being written waits."""
+    """Print the lines of a log that were not printed yet; a line still being written waits."""
     from tuneloop.cli.live import get_stage_name, iteration_of
 
     path = run.directory / node.log

@@ -170,8 +170,9 @@ def list_commands() -> list[str]:
 
 
 def route_arguments(arguments: list[str]) -> list[str]:
-    """``submit … --to kfp …`` is ``kfp submit …``, for what one target takes another does not; ``status … --to argo``
-    is ``cluster status …``. Without ``--to``, what sends or renders means Argo, and what looks at runs this machine.
+    """Route ``submit … --to kfp …`` to ``kfp submit …``, for what one target takes another does not, and
+    ``status … --to argo`` to ``cluster status …``. Without ``--to``, what sends or renders means Argo, and what looks
+    at runs means this machine.
 
     Raises:
         UserError: another target.

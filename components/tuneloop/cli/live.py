@@ -61,7 +61,7 @@ class Display:
             self.live.stop()
 
     def node(self, node: Node) -> None:
-        """A node changed."""
+        """Show a node that changed."""
         if node.type == "Retry":
             self._retried(node)
         if node.type != "Pod":
@@ -82,7 +82,7 @@ class Display:
             self._print(f"{get_stage_name(node)}: ready in {format_duration(time.time() - node.started)}")
 
     def _retried(self, node: Node) -> None:
-        """What is tried again says how an attempt ended, and when the next one begins; or that it was the last."""
+        """Show how an attempt ended, and when the next one begins, or that it was the last."""
         before, self.retries[node.id] = self.retries.get(node.id), node
         if node.phase in DONE:
             self.waiting.pop(node.id, None)
@@ -93,7 +93,7 @@ class Display:
             self._print(f"{get_stage_name(node)}: {node.message}")
 
     def log(self, node: Node, line: str) -> None:
-        """A pod wrote a line."""
+        """Show a line that a pod wrote."""
         if match := PROGRESS.match(line):
             self.told[node.id] = line
             if not self.live and int(match["done"]) < int(match["total"]):
@@ -130,7 +130,7 @@ class Display:
         self.iteration = 0
 
     def _loop(self, *, ended: bool) -> str:
-        """Where the loop is, its latest reward, rate and time left."""
+        """Say where the loop is, its latest reward, rate and time left."""
         assert self.first
         text = f"iteration {self.iteration}" + (f"/{self.total}" if self.total else "")
         text += f"  reward {self.reward}" if self.reward else ""
@@ -168,7 +168,7 @@ def get_stage_name(node: Node) -> str:
 
 
 def iteration_of(node: Node) -> int:
-    """The iteration a pod belongs to, 0 outside the loop: stages of the loop write below ``iterations/<i>/``.
+    """Return the iteration a pod belongs to, 0 outside the loop: stages of the loop write below ``iterations/<i>/``.
 
     What a stage reads has a digest behind its address, and may be of an earlier iteration.
     """

@@ -55,7 +55,7 @@ def plan_shared(
         asked: a plan that must not lose time; default: the one that the configuration says.
 
     Raises:
-        UserError: that plan does, or the runs can not be planned with.
+        UserError: that plan does, or the runs cannot be planned with.
     """
     from rich.console import Console
 
@@ -117,7 +117,7 @@ def count_accelerators(workflow: Mapping[str, Any], share: Share) -> dict[str, i
 
 
 def _open(run: str, store: str) -> Run:
-    """The run of a name, or of a URL that ends in one."""
+    """Open the run of a name, or of a URL that ends in one."""
     above, _, name = run.rstrip("/").rpartition("/")
     return Run.open(name, above or store)
 
@@ -132,14 +132,14 @@ def _newest(pipeline: str, store: str) -> Run:
 
 
 def _source(run: Run) -> str:
-    """Where the seconds come from."""
+    """Say where the seconds come from."""
     stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in run.seconds_an_iteration().items())
     held = "a pod's start to its end" if run.state else "a stage's start to its commit (its pod took longer)"
     return f"seconds of {run.name}: {run.iteration} iterations, {held} ({stages} worked, median); waits between: median"
 
 
 def _turns(rules: Rules, share: Share) -> str:
-    """What a turn costs, and how that is known."""
+    """Say what a turn costs, and how that is known."""
     of = "trainers and samplers each have a turn" if len({*rules.turns.values()}) > 1 else "one turn for all devices"
     return (
         f"{of}; one that goes to another run costs {rules.swap:g} s (--swap), and {rules.handover:g} s until who waited"
@@ -148,7 +148,7 @@ def _turns(rules: Rules, share: Share) -> str:
 
 
 def _advice(plans: Mapping[str, Plan]) -> str:
-    """The plan that is recommended, and what sharing gains."""
+    """Say which plan is recommended, and what sharing gains."""
     best = recommend_plan(plans)
     shared = min((plans[name] for name in SHARED), key=lambda plan: plan.total)
     gain = plans[SERIAL].total / shared.total - 1

@@ -49,7 +49,7 @@ class Stage:
     message: str = ""
 
     def row(self, places: int) -> tuple[str, ...]:
-        """Its texts in the table, seconds with so many decimal places."""
+        """Return its texts in the table, seconds with `places` decimal places."""
         phase = self.phase + (f" ({self.progress})" if self.progress else "")
         seconds = f"{self.seconds:.{places}f}" if self.done or self.seconds else ""
         retries = "" if self.retries is None else str(self.retries)
@@ -58,7 +58,7 @@ class Stage:
 
 
 def show_stages(stages: Iterable[Stage], places: int = 1) -> None:
-    """One line a stage: phase, how often it ended well, seconds, retries, its newest result."""
+    """Print a line for each stage: phase, how often it ended well, seconds, retries, its newest result."""
     columns = ("stage", "phase", "done", "seconds", "retries", "newest")
     print_table(columns, (stage.row(places) for stage in stages), right=columns[2:5], cut="newest")
 
@@ -124,7 +124,7 @@ def format_store_option(store: str) -> str:
 
 
 def show_weights(run: Run) -> None:
-    """The checkpoints of a run: version, maker, digest, bytes, age, who used it, which is newest."""
+    """Print the checkpoints of a run: version, maker, digest, bytes, age, who used it, which is newest."""
     import time
 
     rows, held = [], run.checkpoints

@@ -37,7 +37,7 @@ def format_rows(
     cut: str = "",
     width: int | None = None,
 ) -> list[str]:
-    """The lines of a table: headings, a rule, the rows. Without `width` nothing is cut."""
+    """Format the lines of a table: headings, a rule, the rows. Without `width` nothing is cut."""
     from rich.cells import cell_len, set_cell_size
 
     cells = [[" ".join(map(str.strip, text.splitlines())) for text in row] for row in rows]

@@ -55,13 +55,13 @@ def print_verdict(
 
 
 def _evaluators(workflows: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The templates of the stages that measure the policy."""
+    """List the templates of the stages that measure the policy."""
     stages = [read_stage(template) for each in workflows for template in effective_spec(each).get("templates", ())]
     return {stage.name for stage in stages if stage.role == "evaluator"}
 
 
 def _reward(pods: Sequence[Node], evaluators: Container[str]) -> str:
-    """The first and the newest mean reward on held-out prompts; without these, of batches."""
+    """Format the first and the newest mean reward on held-out prompts; without these, of batches."""
     rewards = [pod for pod in pods if "mean-reward" in pod.outputs]
     scored = [pod for pod in rewards if pod.template in evaluators] or rewards
     shown = [f"{float(pod.outputs['mean-reward']):.3f} ({get_stage_name(pod)})" for pod in scored]

@@ -134,7 +134,7 @@ def _listed(root: str) -> list[Listed]:
 
 
 def _show_published(root: str) -> None:
-    """The versions below a root: how each is stored, and in how many bytes."""
+    """Print the versions below a root: how each is stored, and in how many bytes."""
     from tuneloop.cli.tables import print_table
     from tuneloop.runs.summary import format_size
 
@@ -154,7 +154,7 @@ def _show_published(root: str) -> None:
 
 
 def _verify_published(root: str, version: int | None) -> int:
-    """Assemble versions and compare every tensor; 2 where one can not be, or differs."""
+    """Assemble versions and compare every tensor; return 2 where one cannot be assembled, or differs."""
     from tuneloop.core.errors import UserError
     from tuneloop.weights import verify_version
 

@@ -59,7 +59,7 @@ class Server:
         return name
 
     def workflows(self, run: str) -> list[dict[str, Any]]:
-        """The workflows of a run, oldest first."""
+        """Return the workflows of a run, oldest first."""
         with self._faults():
             found = self._service.list_workflows(self.namespace, label_selector=f"{RUN_LABEL}={run}")
         items = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in found.items or ()]

@@ -14,16 +14,16 @@ from tuneloop.kube.connection import Connection
 
 
 def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) -> str:
-    """The WorkflowTemplate `name`, as applied from manifests or made by a schedule, against `workflow`.
+    """Compare the WorkflowTemplate `name`, as applied from manifests or made by a schedule, with `workflow`.
 
     Returns:
-        a unified diff from what is live to what is rendered; empty: there is no difference.
+        a unified diff from what is live to what is rendered; empty where they are equal.
 
     Raises:
         UserError: there is no such template.
     """
     if (live := cluster.find(*TEMPLATES, name)) is None:
-        remedy = f"is no WorkflowTemplate of namespace {cluster.namespace}; apply manifests/components/pipelines"
+        remedy = f"is not a WorkflowTemplate of namespace {cluster.namespace}; apply manifests/components/pipelines"
         raise UserError("template", name, remedy)
     if LABEL not in live["metadata"].get("labels", {}):
         return _difference(live["spec"], run_workflows.as_template(workflow, name)["spec"], name)
@@ -34,7 +34,7 @@ def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) 
 
 
 def run_drift(cluster: Connection, workflow: Mapping[str, Any], run: str) -> str:
-    """The newest workflow of a run against `workflow`, as submitted to that run; see `template_drift`."""
+    """Compare the newest workflow of a run with `workflow`, as submitted to that run; see `template_drift`."""
     live = run_workflows.find_workflows(cluster, run)[-1]
     made = run_workflows.prepare_workflow(
         workflow, run=run, store=_parameter(live, "store"), namespace=cluster.namespace
@@ -53,7 +53,7 @@ def _difference(live: Mapping[str, Any], rendered: Mapping[str, Any], name: str)
 
 
 def _labelled(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """`spec` with its pods' labels written into each template, as the controller does to a workflow that runs."""
+    """Return `spec` with its pods' labels written into each template, as the controller does when it runs."""
     common = spec.get("podMetadata", {}).get("labels", {})
     templates = []
     for template in spec.get("templates", ()):
@@ -65,7 +65,7 @@ def _labelled(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _normal(value: Any) -> Any:
-    """`value` with its keys in order and without empty fields, which servers and controllers add."""
+    """Return `value` with its keys in order and without empty fields, which servers and controllers add."""
     if isinstance(value, Mapping):
         made = {key: _normal(value[key]) for key in sorted(value)}
         return {key: item for key, item in made.items() if item != {} and (key, item) != ("name", "")}

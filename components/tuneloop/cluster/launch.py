@@ -72,7 +72,7 @@ KINDS = {
 
 
 def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0) -> int:
-    """Create `job` unless it exists and has not failed, print what its pods print, and wait for its end.
+    """Create `job` unless it exists and did not fail, print what its pods print, and wait for its end.
 
     Args:
         job: a manifest of one of `KINDS`.
@@ -172,13 +172,13 @@ def _begun(pod: Any) -> bool:
 
 
 def _short(pod: Any, name: str) -> str:
-    """``node-0-1`` of ``<job>-node-0-1-x7k2p``."""
+    """Return ``node-0-1`` for ``<job>-node-0-1-x7k2p``."""
     own = str(pod.metadata.name).removeprefix(f"{name}-")
     return own.rpartition("-")[0] or own
 
 
 def _code(pods: Sequence[Any], status: Object) -> int:
-    """The exit code of a job that failed; Ray tells its driver's in words."""
+    """Return the exit code of a job that failed; Ray tells its driver's in words."""
     if told := re.search(r"failed with exit code (\d+)", str(status.get("message", ""))):
         return int(told[1])
     ended = [s.state.terminated for pod in pods for s in pod.status.container_statuses or () if s.state.terminated]

@@ -34,7 +34,7 @@ INSTALL = "manifests/third-party/README.md says how to install it"
 APPLY = "kubectl apply -k manifests/overlays/local (or yours)"
 
 LISTED = 50
-"""A kubelet reports so many images and no more (``nodeStatusMaxImages``)."""
+"""The most images that a kubelet reports (``nodeStatusMaxImages``)."""
 
 THEIRS = re.compile(r"""(?:^|")(?!tuneloop\.)([^\W\d]\w*(?:\.\w+)*:[^\W\d][\w.]*)(?:\\?"|$)""")
 """A dotted path to code that is not ours, as a whole argument or a string of its JSON, or of JSON in that."""
@@ -77,7 +77,7 @@ def find_problems(cluster: Connection, workflow: Mapping[str, Any]) -> list[User
 
 
 def list_notices(workflow: Mapping[str, Any]) -> list[str]:
-    """What nobody can know from here: whether the images have the user's own code. One line an image."""
+    """List what nobody can know from here: which of the user's own code each image has to have. One line an image."""
     wanted: dict[str, set[str]] = {}
     for container in (t["container"] for t in workflow["spec"].get("templates", ()) if "container" in t):
         paths = {path for word in container.get("args", ()) for path in THEIRS.findall(str(word))}
@@ -126,7 +126,7 @@ def _allowed(cluster: Connection) -> Iterator[UserError]:
 
 
 def _references(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """Accounts, secrets, config maps and claims that the workflow names and cannot do without."""
+    """Yield accounts, secrets, config maps and claims that the workflow names and cannot do without."""
     read = {
         "service account": cluster.core.read_namespaced_service_account,
         "secret": cluster.core.read_namespaced_secret,
@@ -139,7 +139,7 @@ def _references(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Us
 
 
 def _named(value: Any) -> Iterator[tuple[str, str]]:
-    """(kind, name) of every reference below `value` that is not optional."""
+    """Yield (kind, name) of every reference below `value` that is not optional."""
     if isinstance(value, list):
         for item in value:
             yield from _named(item)
@@ -165,7 +165,7 @@ def _named(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _devices(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """A claim for a class that is unknown is taken, and its pods wait for ever."""
+    """Check the devices of a claim: one for an unknown class is taken, and its pods wait for ever."""
     yield from find_placement_errors(workflow)
     try:
         check_colocation(workflow)
@@ -180,14 +180,12 @@ def _devices(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserE
         remedy = f"cluster {cluster.context} has no {CLAIMS}.{group}/{version}: it needs Kubernetes 1.34 or newer"
         yield UserError("cluster.share.device_class", share.device_class, remedy)
     elif _absent(read, group, version, "deviceclasses", share.device_class):
-        remedy = (
-            f"is no DeviceClass of {cluster.context}; `kubectl get deviceclasses` lists them, a DRA driver brings them"
-        )
+        remedy = f"is not a DeviceClass of {cluster.context}; see `kubectl get deviceclasses`; a DRA driver brings them"
         yield UserError("cluster.share.device_class", share.device_class, remedy)
 
 
 def _turns(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """A run that its group refuses ends at the first stage that shares."""
+    """Check the policy and patience of the group: a run that it refuses ends at the first stage that shares."""
     found = filter(None, map(find_lease_sidecar, workflow["spec"].get("templates", ())))
     wanted = {flags.group: flags for flags in (parse_arguments(each["args"]) for each in found)}
     places = {name: flags for flags in wanted.values() for name in _groups(cluster, workflow, flags)}
@@ -203,7 +201,7 @@ def _turns(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserErr
 
 
 def _groups(cluster: Connection, workflow: Mapping[str, Any], flags: Namespace) -> list[str]:
-    """Where turns go claim by claim, all claims of the group: on which one the run will sit is not known yet."""
+    """List where turns go claim by claim all claims of the group: which one the run will reserve is not known yet."""
     if "{{" not in flags.group:
         return [flags.group]
     share = share_of(workflow)
@@ -213,7 +211,7 @@ def _groups(cluster: Connection, workflow: Mapping[str, Any], flags: Namespace) 
 
 
 def _images(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """An image that names no registry is one that was built here: a node has it, or nothing can pull it.
+    """Check the images that name no registry: a node has what was built here, or nothing can pull it.
 
     What a registry has is not asked: the nodes' way to it, and their credentials, are the cluster's own.
     """
@@ -232,21 +230,19 @@ def _images(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserEr
 
 
 def _queues(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """Kueue leaves a pod of an unknown queue waiting for ever, and says so nowhere."""
+    """Check the queues: Kueue leaves a pod of an unknown one waiting for ever, and says so nowhere."""
     labels = find_queued_templates(workflow)
     for name in sorted({each[QUEUE_LABEL] for each in labels.values()}):
         found = _found(cluster.get, *KUEUE, "localqueues", name)
         if found is ABSENT:
-            remedy = (
-                f"is no LocalQueue of namespace {cluster.namespace}: stages would wait for ever; {APPLY}, or {INSTALL}"
-            )
+            remedy = f"is not a LocalQueue of namespace {cluster.namespace}: pods would wait; {APPLY}, or {INSTALL}"
             yield UserError("queue", name, remedy)
         elif found is not UNSEEN:
             yield from _inactive(name, found)
             yield from _quota(cluster, workflow, name, found["spec"]["clusterQueue"])
     for priority in sorted({each[PRIORITY_LABEL] for each in labels.values() if PRIORITY_LABEL in each}):
         if _absent(cluster.custom.get_cluster_custom_object, *KUEUE, "workloadpriorityclasses", priority):
-            yield UserError("priority", priority, f"is no WorkloadPriorityClass of {cluster.context}; {APPLY}")
+            yield UserError("priority", priority, f"is not a WorkloadPriorityClass of {cluster.context}; {APPLY}")
 
 
 def _inactive(name: str, queue: Mapping[str, Any]) -> Iterator[UserError]:
@@ -283,7 +279,7 @@ def _quota(cluster: Connection, workflow: Mapping[str, Any], queue: str, cluster
 
 
 def _largest(spec: Mapping[str, Any]) -> Amounts:
-    """What the best flavor of a ClusterQueue gives of each resource."""
+    """Compute what the best flavor of a ClusterQueue gives of each resource."""
     best: Amounts = {}
     for group in spec.get("resourceGroups", ()):
         for flavor in group["flavors"]:
@@ -307,7 +303,7 @@ def compute_pod_requests(template: Mapping[str, Any]) -> Amounts:
 
 
 def _of_job(jobset: Mapping[str, Any]) -> Amounts:
-    """What all pods of a JobSet ask for; Kueue admits them together."""
+    """Compute what all pods of a JobSet ask for; Kueue admits them together."""
     jobs = [each["template"]["spec"] for each in jobset["spec"]["replicatedJobs"]]
     pods = [(job["parallelism"], each) for job in jobs for each in job["template"]["spec"]["containers"]]
     return _sum({k: count * v for k, v in compute_pod_requests({"container": each}).items()} for count, each in pods)
@@ -317,14 +313,14 @@ def parse_resource_quantity(text: Any) -> Decimal:
     """Parse a Kubernetes quantity (``500m``, ``2Gi``, ``8``) into a number.
 
     Raises:
-        UserError: it is none.
+        UserError: it is not a quantity.
     """
     from kubernetes.utils import parse_quantity
 
     try:
         amount: Decimal = parse_quantity(str(text))
     except ValueError:
-        raise UserError("quantity", text, "is no Kubernetes quantity, as in 500m or 2Gi") from None
+        raise UserError("quantity", text, "is not a Kubernetes quantity, as in 500m or 2Gi") from None
     return amount
 
 
@@ -353,7 +349,7 @@ def _store(workflow: Mapping[str, Any]) -> Iterator[UserError]:
 
 
 def _reachable(scheme: str) -> bool:
-    """Whether this machine has been told how to reach the store; the pods' way is the cluster's own."""
+    """Return whether this machine has been told how to reach the store; the pods' way is the cluster's own."""
     return scheme != "s3" or "AWS_ACCESS_KEY_ID" in os.environ
 
 
@@ -371,7 +367,7 @@ ABSENT, UNSEEN = "absent", "not for this account to see"
 
 
 def _found(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `read` gives; ABSENT for 404; UNSEEN for 403."""
+    """Return what `read` gives; ABSENT for 404, UNSEEN for 403."""
     from kubernetes.client import ApiException
 
     try:

@@ -39,7 +39,7 @@ KINDS = {"ResourceClaim": "resourceclaims", "ResourceClaimTemplate": "resourcecl
 SEATS = "tuneloop.dev/seats"
 """Annotation of a claim: the runs that sit on it, a JSON list."""
 ACTIVE = f"{RUN_LABEL},workflows.argoproj.io/completed!=true"
-"""Selects the workflows of runs that have not ended, exit handler included."""
+"""Selects the workflows that are under way, exit handler included."""
 
 Object = dict[str, Any]
 Active = Mapping[str, Sequence[Owner]]
@@ -148,7 +148,7 @@ def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Act
 
 
 def _first(change: Callable[[], Any]) -> bool:
-    """Whether a change was made, and not refused because another one came before it."""
+    """Return whether a change was made, and not refused because another one came before it."""
     from kubernetes.client import ApiException
 
     try:
@@ -161,7 +161,7 @@ def _first(change: Callable[[], Any]) -> bool:
 
 
 def _new(name: str, share: Share, role: str) -> Object:
-    """A claim for the devices of `share`, on which nobody sits yet."""
+    """Build a claim for the devices of `share`, on which nobody sits yet."""
     labels = {"app.kubernetes.io/part-of": "tuneloop", GROUP_LABEL: share.group, **({ROLE_LABEL: role} if role else {})}
     asked: Object = {"devices": {"requests": [{"name": DEVICES, "exactly": _wanted(share)}]}}
     return {
@@ -191,7 +191,7 @@ def _selector(share: Share, role: str) -> str:
 
 
 def _active(cluster: Connection, without: str = "") -> Active:
-    """Run → its workflows that have not ended."""
+    """Return run → its workflows that are under way."""
     found: dict[str, list[Owner]] = defaultdict(list)
     for workflow in cluster.list(*WORKFLOWS, selector=ACTIVE):
         about = workflow["metadata"]
@@ -209,7 +209,7 @@ def _uids(references: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 def _do(given: argparse.Namespace) -> dict[str, str]:
-    """Output → name of the claim."""
+    """Do the step; return output → name of the claim."""
     if LOCAL in os.environ:  # one machine has no claims: the group's name stands for one
         return dict.fromkeys(given.seats, given.share.group if given.share else "")
     cluster = connect_to_cluster(given.namespace)

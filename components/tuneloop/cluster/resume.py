@@ -44,7 +44,7 @@ def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]
 
 
 def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides what a run computes: its pipeline, its parameters, and each stage's own, where it says them."""
+    """Collect what decides what a run computes: its pipeline, its parameters, and each stage's own where given."""
     spec = effective_spec(workflow)
     given = {p["name"]: p["value"] for p in spec.get("arguments", {}).get("parameters", ()) if "value" in p}
     if "store" in given:
@@ -56,7 +56,7 @@ def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tracked(template: Mapping[str, Any]) -> dict[str, str]:
-    """The flags that a stage compares with those of its committed output; all, where it is not installed here."""
+    """Return the flags that a stage compares with those of its committed output; all where it is not installed."""
     command = template["container"]["command"]
     words = [str(word) for word in template["container"].get("args", ())]
     flags = {name.removeprefix("--"): value for name, value in itertools.pairwise(words) if name.startswith("--")}
@@ -72,7 +72,7 @@ def _tracked(template: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_stage(template: Mapping[str, Any]) -> bool:
-    """No server, and nothing that only deals with the cluster."""
+    """Return whether a template runs a stage: not a server, nor a step that only deals with the cluster."""
     command = (template.get("container") or {}).get("command", ())
     return bool(command) and not template.get("daemon") and not any("tuneloop.cluster" in word for word in command)
 

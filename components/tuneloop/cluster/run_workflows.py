@@ -36,7 +36,7 @@ def prepare_workflow(
         priority: WorkloadPriorityClass of the stages that queue.
 
     Raises:
-        UserError: the workflow has no parameters ``run`` and ``store``; `run` is no name, or too long for its jobs;
+        UserError: the workflow has no parameters ``run`` and ``store``; `run` is not a name, or too long for its jobs;
             `store` names no bucket.
     """
     check_name(run)
@@ -70,7 +70,7 @@ def _prioritize(template: dict[str, Any], priority: str) -> None:
 
 
 def as_template(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`workflow` as the WorkflowTemplate `name`; what is submitted from it gets the labels of its run by itself."""
+    """Return `workflow` as the WorkflowTemplate `name`; what is submitted from it labels itself with its run."""
     labels = workflow["metadata"].get("labels", {})
     spec = copy.deepcopy(workflow["spec"])
     spec.setdefault("podMetadata", {}).setdefault("labels", {})[RUN_LABEL] = "{{workflow.parameters.run}}"
@@ -82,12 +82,12 @@ def as_template(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def template_name(pipeline: str) -> str:
-    """The name of a pipeline's WorkflowTemplate: one for each version, so that a run under way keeps its own."""
+    """Return the name of a pipeline's WorkflowTemplate: one for each version, so that a run under way keeps its own."""
     return f"{pipeline.replace('_', '-')}-v{tuneloop.__version__.replace('.', '-')}"
 
 
 def find_queued_templates(workflow: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Template → labels, of those that wait in a queue, or whose job does."""
+    """Return template → labels, of those that wait in a queue, or whose job does."""
     templates = workflow["spec"].get("templates", ())
     labels = {t["name"]: (parse_applied_object(t) or t).get("metadata", {}).get("labels", {}) for t in templates}
     return {name: each for name, each in labels.items() if QUEUE_LABEL in each}
@@ -109,18 +109,18 @@ def find_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
 
 
 def list_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
-    """The workflows of a run, as the API server lists them; none of a run that there is not."""
+    """List the workflows of a run as the API server does; none where the run does not exist."""
     with translate_api_errors(cluster):
         return cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
 
 
 def get_workflow_phase(workflow: Mapping[str, Any]) -> str:
-    """Of a workflow; ``Pending`` before the controller has seen it."""
+    """Return the phase of a workflow; ``Pending`` before the controller has seen it."""
     return str(workflow.get("status", {}).get("phase") or "Pending")
 
 
 def started_like(made: Mapping[str, Any], newest: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`made`, but where `newest`, a later workflow of the same run, starts."""
+    """Return `made`, but starting where `newest`, a later workflow of the same run, starts."""
     spec = newest["spec"]
     known = {p["name"] for p in made["spec"]["arguments"]["parameters"]}
     given = spec.get("arguments", {}).get("parameters", ())
@@ -129,13 +129,13 @@ def started_like(made: Mapping[str, Any], newest: Mapping[str, Any]) -> Mapping[
 
 
 def annotations_of(workflow: Mapping[str, Any]) -> Mapping[str, str]:
-    """Of a workflow; empty where it has none."""
+    """Return the annotations of a workflow; empty where it has none."""
     found: Mapping[str, str] = workflow["metadata"].get("annotations") or {}
     return found
 
 
 def started_at(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
-    """`workflow` from another template on, which gets `arguments`."""
+    """Return `workflow` from another template on, which gets `arguments`."""
     spec = workflow["spec"]
     given = {p["name"]: p for p in spec.get("arguments", {}).get("parameters", ())}
     given |= {name: {"name": name, "value": value} for name, value in arguments.items()}
@@ -144,6 +144,6 @@ def started_at(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[
 
 
 def get_workflow_number(run: str, name: str) -> int:
-    """Which workflow of the run `name` is: ``demo`` is 1, ``demo-2`` 2."""
+    """Return which workflow of the run `name` is: ``demo`` is 1, ``demo-2`` 2."""
     rest = name.removeprefix(f"{run}-")
     return int(rest) if rest.isdigit() else 1

@@ -90,7 +90,7 @@ def apply_schedule(
 
 
 def template_spec(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The spec of the WorkflowTemplate of schedule `name`."""
+    """Build the spec of the WorkflowTemplate of schedule `name`."""
     spec: dict[str, Any] = run_workflows.as_template(workflow, name)["spec"]
     # The newest run that succeeded is what says that its data is done with.
     spec.get("ttlStrategy", {}).pop("secondsAfterSuccess", None)
@@ -101,11 +101,11 @@ def delete_schedule(cluster: Connection, name: str) -> None:
     """Delete the schedule `name`; its runs stay.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such schedule.
     """
     standing = {kind: _standing(cluster, kind, name) for kind in ("CronWorkflow", "WorkflowTemplate")}
     if not any(standing.values()):
-        raise UserError("schedule", name, f"is none of namespace {cluster.namespace}")
+        raise UserError("schedule", name, f"does not exist in namespace {cluster.namespace}")
     with translate_api_errors(cluster):
         for kind in standing:
             cluster.delete(*KINDS[kind], name)
@@ -153,7 +153,7 @@ def _task_of(spec: Mapping[str, Any], template: str) -> dict[str, Any]:
 
 
 def _start(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The step that starts a run: a pod like that of `data`, with the right to create workflows."""
+    """Build the step that starts a run: a pod like that of `data`, with the right to create workflows."""
     own = ["--name", "{{workflow.labels.%s}}" % LABEL, "--namespace", "{{workflow.namespace}}"]
     store = ["--store", "{{workflow.parameters.store}}", "--prompts", "{{inputs.parameters.prompts}}"]
     command = {"command": ["python", "-m", "tuneloop.cluster.schedule"], "args": [*own, *store]}
@@ -213,7 +213,7 @@ _ITEM = re.compile(r"(\*|\w+(?:-\w+)?)(?:/(\d+))?")
 
 
 def check_cron(text: str) -> None:
-    """Refuse what is no time for a CronWorkflow: the controller would say so only in a status.
+    """Refuse what is not a time for a CronWorkflow: the controller would say so only in a status.
 
     Raises:
         UserError: not five fields, or one that holds no number, name, range or step.
@@ -229,12 +229,12 @@ def check_cron(text: str) -> None:
             ends = match[1].split("-") if match and match[1] != "*" else []
             if match is None or not all(_within(end, low, high) for end in ends):
                 raise UserError(
-                    "--cron", text, f"{field!r} is no list of numbers from {low} to {high}, ranges or steps"
+                    "--cron", text, f"{field!r} is not a list of numbers from {low} to {high}, ranges or steps"
                 )
 
 
 def check_timezone(name: str) -> None:
-    """Refuse what is no time zone, as `check_cron` does.
+    """Refuse what is not a time zone, as `check_cron` does.
 
     Raises:
         UserError: this machine knows none of that name.
@@ -242,7 +242,7 @@ def check_timezone(name: str) -> None:
     try:
         ZoneInfo(name)
     except (KeyError, ValueError, OSError):  # OSError: a directory of zones, as Europe is
-        raise UserError("--timezone", name, "is no time zone; write it as in Europe/Prague or UTC") from None
+        raise UserError("--timezone", name, "is not a time zone; write it as in Europe/Prague or UTC") from None
 
 
 def _within(end: str, low: int, high: int) -> bool:

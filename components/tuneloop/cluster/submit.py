@@ -115,16 +115,16 @@ def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
             stopped.add(name)
         return not active
 
-    _until(ended, timeout, f"{run}: workflow has not ended")
+    _until(ended, timeout, f"{run}: workflow did not end")
     _delete_jobs(cluster, run)
-    _until(lambda: not _alive(cluster, run), timeout, f"{run}: pods have not ended")
+    _until(lambda: not _alive(cluster, run), timeout, f"{run}: pods did not end")
     _leave_seats(cluster)
     release_leases(cluster, run)
     return len(stopped)
 
 
 def _leave_seats(cluster: Connection) -> None:
-    """A run that was terminated has had no exit handler."""
+    """Release the claims of ended runs: one that was terminated had no exit handler."""
     try:
         release_ended_runs(cluster)
     except UserError as error:
@@ -133,7 +133,7 @@ def _leave_seats(cluster: Connection) -> None:
 
 
 def _delete_jobs(cluster: Connection, run: str) -> None:
-    """Jobs of several pods outlive the step that started them: end them by name."""
+    """End the jobs of a run by name: those of several pods outlive the step that started them."""
     from kubernetes.client import ApiException
 
     for kind in KINDS.values():
@@ -178,7 +178,7 @@ def wait_for_run(cluster: Connection, run: str) -> int:
 
 
 def exit_code(workflow: Mapping[str, Any]) -> int:
-    """What `tuneloop submit --wait` returns for a workflow that has ended."""
+    """Return what `tuneloop submit --wait` returns for a workflow that has ended."""
     if get_workflow_phase(workflow) == "Succeeded":
         return 0
     codes = {node.exit_code for node in read_nodes(workflow).values() if node.phase in ("Failed", "Error")}

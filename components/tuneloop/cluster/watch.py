@@ -122,7 +122,7 @@ def _accelerator_seconds(workflow: Mapping[str, Any]) -> float:
 
 
 def _waiting(cluster: Connection, run: str) -> dict[str, str]:
-    """Node id → why its pod does not run yet."""
+    """Return node id → why its pod does not run yet."""
     with translate_api_errors(cluster):
         pods = cluster.list_pods(f"{RUN_LABEL}={run}")
     pending = [pod for pod in pods if pod.status.phase == "Pending"]
@@ -152,7 +152,7 @@ def _claims(cluster: Connection, run: str | None = None) -> dict[str, str]:
 
 
 def _seated(claim: Mapping[str, Any]) -> str:
-    """What a claim has, and whose it is."""
+    """Say what a claim has, and whose it is."""
     told = f"runs {', '.join(reservations.list_claim_runs(claim))}"
     if claim["kind"] != "ResourceClaim":
         return f"a claim for each pod; {told}"
@@ -175,7 +175,7 @@ def _why(pod: Any, queued: Mapping[str, str]) -> str:
 
 
 def _workloads(cluster: Connection) -> dict[str, str]:
-    """Pod name → what Kueue says of it."""
+    """Return pod name → what Kueue says of it."""
     said = {}
     with translate_api_errors(cluster):
         found = cluster.list(*WORKLOADS)
@@ -239,7 +239,7 @@ def get_stage_name(pod: Any) -> str:
 
 
 def _started(cluster: Connection, run: str) -> list[Any]:
-    """Pods whose main container has begun, or ended, oldest first."""
+    """List the pods whose main container has begun, or ended, oldest first."""
     with translate_api_errors(cluster):
         pods = cluster.list_pods(f"{RUN_LABEL}={run}")
     begun = [pod for pod in pods if any(s.state.running or s.state.terminated for s in _mains(pod))]

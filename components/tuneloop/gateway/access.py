@@ -26,7 +26,7 @@ LOCAL = "local"
 
 @contextmanager
 def translate_refusals(namespace: str) -> Iterator[None]:
-    """What a refusal of the API server means to a caller. Its silence is `Retryable`, and so is a refusal without a
+    """Say what a refusal of the API server means to a caller. Its silence is `Retryable`, and so is a refusal without a
     namespace: then the gateway lacks rights."""
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
@@ -65,10 +65,10 @@ class Access(Protocol):
     """Authentication and authorisation."""
 
     def caller(self, token: str) -> Caller | None:
-        """Whose token it is; None: nobody's."""
+        """Return whose token it is; None where it is nobody's."""
 
     def allowed(self, caller: Caller, namespace: str) -> bool:
-        """Whether sessions of the namespace are the caller's to use."""
+        """Return whether sessions of the namespace are the caller's to use."""
 
 
 class TokenReviews:
@@ -138,7 +138,7 @@ class TokenFile:
     """One token in a file that only its owner reads, for the namespace ``local``.
 
     Raises:
-        UserError: the file can not be written, or others can read it.
+        UserError: the file cannot be written, or others can read it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -151,7 +151,7 @@ class TokenFile:
                 raise UserError("--token-file", str(path), "others can read it: chmod 600, or choose another")
             self.token = path.read_text().strip()
         except OSError as error:
-            raise UserError("--token-file", str(path), f"can not be used ({error.strerror})") from error
+            raise UserError("--token-file", str(path), f"cannot be used ({error.strerror})") from error
         if not self.token:
             raise UserError("--token-file", str(path), "is empty; remove it, and another is made")
 
@@ -164,7 +164,7 @@ class TokenFile:
 
 
 def token_of(headers: Any) -> str:
-    """The bearer token of a request, or Tinker's key.
+    """Read the bearer token of a request, or Tinker's key.
 
     Raises:
         Refused: 401.

@@ -85,7 +85,7 @@ class Gateway:
         self._found: dict[str, Session] = {}
 
     def caller(self, headers: Any) -> Caller:
-        """Who sent a request.
+        """Return who sent a request.
 
         Raises:
             Refused: 401.
@@ -95,7 +95,7 @@ class Gateway:
         return caller
 
     def create(self, caller: Caller, wanted: Wanted, key: str) -> tuple[Session, bool]:
-        """The session that this caller made under this key, and whether it is new.
+        """Return the session that this caller made under this key, and whether it is new.
 
         Creations come one after the other, so that a quota holds: there is one gateway (its Deployment has one replica,
         and replaces it by Recreate).
@@ -124,7 +124,7 @@ class Gateway:
         return session, True
 
     def listing(self, caller: Caller, namespace: str) -> list[Session]:
-        """The sessions of a namespace.
+        """List the sessions of a namespace.
 
         Raises:
             Refused: 403.
@@ -135,7 +135,7 @@ class Gateway:
         return [session for session in self.backend.sessions(namespace) if session.phase != "ending"]
 
     def get(self, caller: Caller, id: str) -> Session:
-        """A session that is the caller's to use.
+        """Return a session that is the caller's to use.
 
         Raises:
             Refused: 404, whether it is unknown or somebody else's.
@@ -155,14 +155,14 @@ class Gateway:
         self.backend.end(*place)
 
     def _place(self, caller: Caller, id: str) -> tuple[str, str]:
-        """Namespace and name of a session, there or not, in a namespace that is the caller's to use."""
+        """Return namespace and name of a session, there or not, in a namespace that is the caller's to use."""
         parts = re.fullmatch(rf"({LABEL})\.(session-[0-9a-f]+)", id)
         if parts is None or not self.access.allowed(caller, parts[1]):
             raise Refused(404, f"no session {id!r}")
         return parts[1], parts[3]
 
     async def reach(self, caller: Caller, id: str) -> Session:
-        """A session whose worker is there; waits for one that starts.
+        """Return a session whose worker is there; wait for one that starts.
 
         Raises:
             Refused: 404; 410, it is over; 503, it has not started in time.
@@ -183,7 +183,7 @@ class Gateway:
             await asyncio.sleep(LOOK)
 
     async def forward(self, caller: Caller, id: str, method: str, path: str, headers: Any, body: bytes) -> Any:
-        """What the worker of a session answers.
+        """Forward a request to the worker of a session, and return its answer.
 
         Raises:
             Refused: as `reach`; 503, it does not answer.
@@ -204,7 +204,7 @@ class Gateway:
         return answer
 
     async def watch(self, caller: Caller, id: str) -> AsyncIterator[bytes]:
-        """The session as server-sent events."""
+        """Yield the session as server-sent events."""
         before, quiet = None, 0.0
         while True:
             try:
@@ -235,7 +235,7 @@ Known = Annotated[Caller, Depends(_known)]
 
 
 def _at_most(limit: int) -> Callable[[Request, Caller], Awaitable[bytes]]:
-    """Reads the body of a caller who is known."""
+    """Return a dependency that reads the body of a caller who is known."""
 
     async def read(request: Request, caller: Known) -> bytes:
         sent = bytearray()
@@ -253,7 +253,7 @@ Large = Annotated[bytes, Depends(_at_most(LARGE))]
 
 
 def build_app(gateway: Gateway) -> FastAPI:
-    """The application."""
+    """Build the application."""
     app = FastAPI(title="tuneloop gateway", docs_url=None, redoc_url=None)
     app.state.gateway = gateway
 
@@ -351,13 +351,13 @@ def _add_tinker_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _key(request: Request) -> str:
-    """What the caller calls this creation; without one, every creation is another."""
+    """Read what the caller calls this creation; without one, every creation is another."""
     headers = request.headers
     return headers.get("idempotency-key") or headers.get("x-idempotency-key") or secrets.token_hex(16)
 
 
 def _named(request: Request, body: bytes) -> str:
-    """The session, model, sampling session or request that a body is about."""
+    """Find the session, model, sampling session or request that a body is about."""
     if request.headers.get("content-type", "").startswith(wire.PROTOBUF):
         return wire.model_of(body)
     fields = _object(body)
@@ -368,13 +368,13 @@ def _named(request: Request, body: bytes) -> str:
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    """What a body says."""
+    """Parse a body as a JSON object."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise Refused(422, "the body is no JSON object")
+        raise Refused(422, "the body is not a JSON object")
     return value
 
 

@@ -58,7 +58,7 @@ class Jobs:
         return self._list(namespace, LABEL)
 
     def end(self, namespace: str, name: str) -> None:
-        if self.get(namespace, name) is None:  # it may delete Jobs, but not any that is no session
+        if self.get(namespace, name) is None:  # it may delete Jobs, but none that is not a session
             return
         try:
             with translate_refusals(namespace):
@@ -145,7 +145,7 @@ def _session(job: Any, pod: Any) -> Session:
 
 
 def _phase(job: Any, pod: Any) -> tuple[Phase, str]:
-    """Of a session, and why it is not running."""
+    """Return the phase of a session, and why it is not running."""
     if job.metadata.deletion_timestamp is not None:
         return "ending", "was ended; its pod may still be there"
     over = {each.type: each for each in job.status.conditions or () if each.status == "True"}

@@ -84,7 +84,7 @@ class Ledger:
             self._streams.setdefault(stream, Stream(first, (first or 1) - 1))
 
     def submit(self, stream: str, number: int | None, entry: Entry) -> str:
-        """Take a request; its id.
+        """Take a request, and return its id.
 
         Args:
             number: None: the next one.
@@ -110,7 +110,7 @@ class Ledger:
             return f"{stream}:{number}"
 
     def future(self, request: str) -> Future[Any]:
-        """Of a request's result, which is asked for now: once it is there it is kept `FETCHED` seconds from now.
+        """Return the future of a request's result; one that is there is kept `FETCHED` seconds from now.
 
         Raises:
             Gone: no such request.
@@ -126,7 +126,7 @@ class Ledger:
             return entry.future
 
     def take(self, timeout: float | None = None) -> list[Entry]:
-        """What is to be done next, and what can be done together with it; nothing after `timeout` seconds."""
+        """Take what is to be done next, and what can be done together with it; nothing after `timeout` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self._ready), timeout):
                 return []

@@ -27,7 +27,7 @@ THRESHOLDS: dict[str, dict[str, float]] = {
 
 
 def check_options(name: str, config: Mapping[str, float]) -> dict[str, float]:
-    """The options of the loss `name`, with defaults.
+    """Check the options of the loss `name`, and return them with defaults.
 
     Raises:
         UserError: no such loss, or option.
@@ -41,7 +41,7 @@ def check_options(name: str, config: Mapping[str, float]) -> dict[str, float]:
 
 
 def compute_loss(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
-    """The loss of each target token; with ``r = exp(logprobs - sampled logprobs)`` and A the advantages:
+    """Compute the loss of each target token; with ``r = exp(logprobs - sampled logprobs)`` and A the advantages:
 
     cross_entropy ``-w logprobs``; importance_sampling ``-r A``; ppo ``-min(r A, clip(r) A)``; cispo
     ``-clip(r) A logprobs`` where no gradient goes through the clipped ratio.

@@ -79,7 +79,7 @@ class Resident:
         version: `policy`'s, and one more for each optimizer step since.
 
     Raises:
-        UserError: `policy` is no checkpoint, or has no state to go on with.
+        UserError: `policy` is not a checkpoint, or has no state to go on with.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Resident:
         return [by_datum[i] for i in range(len(data))], {"loss:sum": total}
 
     def optim_step(self, adam: AdamParams) -> dict[str, float]:
-        """One step with the gradients gathered since the last one.
+        """Take one step with the gradients gathered since the last one.
 
         Raises:
             UserError: there are none, they are not finite, or not whole; then they are dropped, and nothing else has
@@ -163,7 +163,7 @@ class Resident:
         return {"grad_norm:mean": norm, "weight_version:max": float(self.version)}
 
     def snapshot(self) -> Snapshot:
-        """The weights as they are now, copied to the host's memory."""
+        """Copy the weights as they are now to the host's memory."""
         state = {name: value.detach().to("cpu", copy=True) for name, value in self.trainer.whole_state().items()}
         return Snapshot(self.trainer.base, self.version, state)
 
@@ -201,8 +201,8 @@ class Resident:
         """Go on from another checkpoint, or with its weights alone and a new optimizer.
 
         Raises:
-            UserError: it is no checkpoint, has no optimizer state, or other adapters; then nothing has changed. After
-                any other error there may be no `trainer` any more.
+            UserError: it is not a checkpoint, lacks optimizer state, or has other adapters; then nothing has changed.
+                After any other error there may be no `trainer` any more.
         """
         checkpoint.model_dir(policy)
         if optimizer and _adapters(policy) != self.lora:
@@ -239,7 +239,7 @@ class Sampler:
         self._ready: Snapshot | None = None
 
     def sample(self, snapshot: Snapshot, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        """Completions of each request.
+        """Sample the completions of each request.
 
         Raises:
             UserError: a prompt is empty, has unknown ids, or leaves no room in the context.
@@ -255,7 +255,7 @@ class Sampler:
             torch.use_deterministic_algorithms(deterministic)
 
     def score(self, snapshot: Snapshot, ids: Sequence[int]) -> list[float]:
-        """Log-probability at temperature 1 of each id but the first."""
+        """Compute the log-probability at temperature 1 of each id but the first."""
         self._change(snapshot)
         return self.engine.score(ids)
 
@@ -284,8 +284,8 @@ class Sampler:
 
 
 def _document(datum: Datum, needed: Sequence[str], policy: Policy) -> Document:
-    """`datum` as the trainer takes it: one more token at the end, which nothing looks at, makes each position one that
-    predicts."""
+    """Return `datum` as the trainer takes it: one more token at the end, which nothing looks at, makes each position
+    one that predicts."""
     length = len(datum.tokens)
     if not 0 < length <= policy.context:
         raise UserError("model_input", f"{length} tokens", f"must be 1 to {policy.context}, the model's context")
@@ -301,7 +301,7 @@ def _document(datum: Datum, needed: Sequence[str], policy: Policy) -> Document:
     for name, ids in (("model_input", datum.tokens), ("loss_fn_inputs.target_tokens", targets)):
         for token in (min(ids), max(ids)):
             if not 0 <= token < policy.vocab_size:
-                raise UserError(name, token, f"is no token of this model, which has {policy.vocab_size}")
+                raise UserError(name, token, f"is not a token of this model, which has {policy.vocab_size}")
     return Document([*datum.tokens, 0], [False] + [True] * length, [0, *map(int, targets)])
 
 

@@ -67,7 +67,7 @@ class Session:
         self._sampler = functools.cache(Sampler)
 
     def create_model(self, request: CreateModel) -> str:
-        """A request for a new model, its number 0."""
+        """Queue a request for a new model, its number 0."""
         model = f"{self.id}:train:{request.model_seq_id}"
         lora = request.lora_config.to_peft()
 
@@ -81,7 +81,7 @@ class Session:
         return self._submit(model, 0, request, work)
 
     def load_weights(self, request: LoadWeights) -> str:
-        """A request to go on from a checkpoint, or for a new model made from one."""
+        """Queue a request to go on from a checkpoint, or for a new model made from one."""
         if request.model_id is None and request.model_seq_id is None:
             raise UserError("model_id", None, "is required, or model_seq_id of a new model")
         model = request.model_id or f"{self.id}:train:{request.model_seq_id}"
@@ -101,7 +101,7 @@ class Session:
         return self._submit(model, request.seq_id if request.model_id else 0, request, work)
 
     def forward_backward(self, body: bytes, request: wire.ForwardBackward) -> str:
-        """A request for gradients; `body` tells it from others."""
+        """Queue a request for gradients; `body` tells it from others."""
 
         def work() -> Losses:
             model = self._model(request.model_id)
@@ -110,7 +110,7 @@ class Session:
         return self._submit(request.model_id, request.seq_id, body, work)
 
     def refuse(self, body: bytes, model: str, number: int, error: Exception) -> str:
-        """A request that can not be done, and takes its number all the same: those after it would wait for ever."""
+        """Queue a request that cannot be done: without its number those after it would wait for ever."""
 
         def work() -> Any:
             raise error
@@ -118,7 +118,7 @@ class Session:
         return self._submit(model, number, body, work)
 
     def optim_step(self, request: OptimStep) -> str:
-        """A request for an optimizer step."""
+        """Queue a request for an optimizer step."""
 
         def work() -> dict[str, Any]:
             with self._changing(request.model_id) as resident:
@@ -127,7 +127,7 @@ class Session:
         return self._submit(request.model_id, request.seq_id, request, work)
 
     def save_weights(self, request: SaveWeights, kind: str = "weights") -> str:
-        """A request for a checkpoint below ``<artifacts>/train-<n>/<kind>``."""
+        """Queue a request for a checkpoint below ``<artifacts>/train-<n>/<kind>``."""
         if request.path is None or not NAME.fullmatch(request.path):
             raise UserError("path", request.path, "a name of letters, digits, dots, dashes and underscores")
         if request.overwrite:
@@ -145,7 +145,7 @@ class Session:
         return self._submit(request.model_id, request.seq_id, request, work)
 
     def save_weights_for_sampler(self, request: SaveWeights) -> str:
-        """A request for weights to sample from: under a name a checkpoint, else in memory, of which the newest stay."""
+        """Queue a request for weights to sample from: a named checkpoint, else in memory, where the newest stay."""
         if request.path is not None:
             return self.save_weights(request, "sampler_weights")
         if request.kind != "snapshot":
@@ -164,7 +164,7 @@ class Session:
         return self._submit(request.model_id, request.seq_id, request, work)
 
     def create_sampling(self, request: CreateSampling) -> str:
-        """A sampling session of a checkpoint; its id."""
+        """Open a sampling session of a checkpoint, and return its id."""
         sampling = f"{self.id}:sample:{request.sampling_session_seq_id}"
         named = request.model_path or request.base_model
         if not named:
@@ -176,7 +176,7 @@ class Session:
         return sampling
 
     def sample(self, request: Sample) -> str:
-        """A request for completions. Those at once that differ in their prompts alone are done together."""
+        """Queue a request for completions. Those at once that differ in their prompts alone are done together."""
         for name, value in (request.model_extra or {}).items():
             if value and name not in ("base_model", "model_path"):
                 raise UserError(name, value, "is not known here; leave it out")
@@ -194,7 +194,7 @@ class Session:
         return self.ledger.submit(request.sampling_session_id, request.seq_id, entry)
 
     def info(self, model: str) -> dict[str, Any]:
-        """What ``get_info`` says of a model."""
+        """Return what ``get_info`` says of a model."""
         resident = self._model(model)
         base = resident.trainer.base
         local = local_path(base.url)
@@ -215,7 +215,7 @@ class Session:
         }
 
     def sampler(self, sampling: str) -> dict[str, Any]:
-        """What is known of a sampling session."""
+        """Return what is known of a sampling session."""
         snapshot = self._snapshot(sampling)
         return {"sampler_id": sampling, "base_model": snapshot.base.ref, "weight_version": snapshot.version}
 
@@ -292,7 +292,7 @@ class Session:
 
     @contextlib.contextmanager
     def _changing(self, model: str) -> Iterator[Resident]:
-        """A model that is gone where the change fails half-way: nobody shall go on with what is neither old nor new."""
+        """Yield a model; drop it where the change fails half-way, as it is then neither old nor new."""
         resident = self._model(model)
         try:
             yield resident
@@ -318,7 +318,7 @@ class Session:
         return Artifact(named)
 
     def _url(self, path: str) -> str:
-        """Where ``tinker://<model>/<kind>/<name>`` lies: with its session, which is one of this namespace."""
+        """Return where ``tinker://<model>/<kind>/<name>`` lies: with its session, which is one of this namespace."""
         model, _, rest = path.removeprefix(SCHEME).partition("/")
         session, _, kind = model.partition(":")
         namespace, _, name = session.partition(".")
@@ -347,7 +347,7 @@ def _read_limits(directory: Path) -> tuple[Limits, tuple[int, ...]]:
 
 
 def _seeds(request: Sample, number: int) -> list[int]:
-    """One for each completion: of the seed that was given, else of the request."""
+    """Derive a seed for each completion: of the seed that was given, else of the request."""
     given = request.sampling_params.seed
     stream: tuple[int | str, ...] = () if given is not None else (request.sampling_session_id, number)
     return [derive_seed(given or 0, "sample", *stream, i) for i in range(request.num_samples)]

@@ -17,7 +17,7 @@ from tuneloop.sharing.file import STORED
 
 Phase = Literal["queued", "starting", "running", "ending", "ended", "failed"]
 ALIVE = ("queued", "starting", "running")
-"""What can be asked for something. One that is ``ending`` can not, yet takes its part of the quota until it is gone."""
+"""What can be asked for something. One that is ``ending`` cannot, yet takes its part of the quota until it is gone."""
 LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
 
@@ -41,14 +41,14 @@ class Wanted(BaseModel):
     patience: float = Field(30.0, ge=1, description="of the group's turns, in seconds")
 
     def flags(self, place: str) -> list[str]:
-        """Of a worker, to take turns with the groups below `place`."""
+        """Return the flags of a worker that takes turns with the groups below `place`."""
         if not self.turns:
             return []
         group = f"{place}/{STORED}/{self.turns}"
         return ["--turns", group, "--policy", self.policy, "--patience", f"{self.patience:g}"]
 
     def name(self, caller: str, key: str) -> str:
-        """The session's, by SHA-256 over namespace, caller and key."""
+        """Return the session's name, by SHA-256 over namespace, caller and key."""
         identity = dump_canonical_json([self.namespace, caller, key]).encode()
         return f"session-{hashlib.sha256(identity).hexdigest()[:10]}"
 
@@ -81,7 +81,7 @@ class Session:
         return f"{self.wanted.namespace}.{self.name}"
 
     def public(self) -> dict[str, Any]:
-        """What its users see."""
+        """Return what its users see."""
         fields = {name: getattr(self, name) for name in ("id", "phase", "reason", "creator", "created", "artifacts")}
         return {**fields, **self.wanted.model_dump()}
 
@@ -93,10 +93,10 @@ class Backend(Protocol):
         """Begin a session."""
 
     def get(self, namespace: str, name: str) -> Session | None:
-        """A session, or None, also where it is ending."""
+        """Return a session, or None, also where it is ending."""
 
     def sessions(self, namespace: str) -> list[Session]:
-        """The sessions of a namespace, oldest first, and those that are ending."""
+        """Return the sessions of a namespace, oldest first, and those that are ending."""
 
     def end(self, namespace: str, name: str) -> None:
         """End a session, and remove all that it consists of but its artifacts; nothing happens where there is none."""
@@ -111,7 +111,7 @@ class Quota(BaseModel):
     store: str = Field("", description="URL that artifacts lie below; empty: --store")
 
     def check(self, wanted: Wanted, others: list[Session]) -> None:
-        """Whether one more fits.
+        """Refuse one more where it does not fit.
 
         Raises:
             Refused: 429.
@@ -153,14 +153,14 @@ class Settings(BaseModel):
 
 
 def read_settings(path: Path | None) -> Settings:
-    """The settings in a YAML file; the defaults without one.
+    """Read the settings in a YAML file; the defaults without one.
 
     Raises:
-        UserError: it can not be read, or says something unknown.
+        UserError: it cannot be read, or says something unknown.
     """
     try:
         return Settings.model_validate(yaml.safe_load(path.read_text()) or {}) if path else Settings()
     except ValidationError as error:
         raise from_validation(error, prefix=f"{path}: ") from None
     except (OSError, yaml.YAMLError) as error:
-        raise UserError("--config", str(path), f"can not be read ({error})") from error
+        raise UserError("--config", str(path), f"cannot be read ({error})") from error

@@ -63,12 +63,12 @@ class ForwardBackward:
 
 
 def model_of(body: bytes) -> str:
-    """The model that a ``ForwardBackwardRequest`` is for."""
+    """Read the model that a ``ForwardBackwardRequest`` is for."""
     return str(_parse(body).model_id)
 
 
 def number_of(body: bytes) -> int | None:
-    """Its number among the model's requests."""
+    """Read the number of a ``ForwardBackwardRequest`` among its model's."""
     return int(_parse(body).seq_id) or None
 
 
@@ -76,7 +76,7 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     """Decode a ``ForwardBackwardRequest``.
 
     Raises:
-        UserError: it is none, or has images, sound, sparse tensors or bytes that do not fit in it.
+        UserError: it is another message, or has images, sound, sparse tensors or bytes that do not fit in it.
     """
     message = _parse(body)
     config = {}
@@ -127,7 +127,7 @@ def _parse(body: bytes) -> Any:
     try:
         return _messages()["ForwardBackwardRequest"].FromString(body)
     except DecodeError as error:
-        raise UserError("body", f"{len(body)} bytes", f"is no ForwardBackwardRequest ({error})") from error
+        raise UserError("body", f"{len(body)} bytes", f"is not a ForwardBackwardRequest ({error})") from error
 
 
 def _tokens(chunks: Sequence[Any]) -> list[int]:
@@ -136,12 +136,12 @@ def _tokens(chunks: Sequence[Any]) -> list[int]:
     try:
         return [int(token) for chunk in chunks for token in np.frombuffer(chunk.encoded_text.tokens, "<i4")]
     except ValueError as error:
-        raise UserError("model_input", "tokens", f"are no int32 ({error})") from error
+        raise UserError("model_input", "tokens", f"are not int32 ({error})") from error
 
 
 def _dense(name: str, tensor: Any) -> np.ndarray:
     if tensor.dtype not in DTYPES:
-        raise UserError(f"loss_fn_inputs.{name}", tensor.dtype, "is no dtype of float32 or int64")
+        raise UserError(f"loss_fn_inputs.{name}", tensor.dtype, "is neither float32 nor int64")
     dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
     if tensor.HasField("sparse_csr"):
         raise UserError(f"loss_fn_inputs.{name}", f"sparse {list(shape)}", "only dense tensors are known here")
@@ -154,7 +154,7 @@ def _dense(name: str, tensor: Any) -> np.ndarray:
 
 @functools.cache
 def _messages() -> dict[str, Any]:
-    """A class for each message of `SCHEMA`, in a pool of their own: the client library may be in this process, too."""
+    """Make a class for each message of `SCHEMA`, in a pool of their own: the client library may be here, too."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     package = "tuneloop.tinker"

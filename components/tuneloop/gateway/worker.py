@@ -74,7 +74,7 @@ class Worker:
         self.thread = threading.Thread(target=self._compute, name="compute", daemon=True)
 
     def app(self) -> Any:
-        """The ASGI application."""
+        """Build the ASGI application."""
         from starlette.applications import Starlette
         from starlette.routing import Route
 
@@ -101,15 +101,15 @@ class Worker:
         return _marked(Starlette(routes=routes, exception_handlers=handlers), session.id)
 
     async def health(self, request: Any) -> Any:
-        """Readiness."""
+        """Answer that the worker is ready."""
         return _json({"status": "ok"})
 
     async def heartbeat(self, request: Any) -> Any:
-        """The client lives."""
+        """Take note that the client lives."""
         return _json({"type": "session_heartbeat"})
 
     async def forward_backward(self, request: Any) -> Any:
-        """Protobuf, or the same as JSON."""
+        """Queue a request in protobuf, or the same as JSON."""
         body = await request.body()
         proto = request.headers.get("content-type", "").startswith(wire.PROTOBUF)
         with self._numbered(body, proto) as ids:
@@ -121,13 +121,13 @@ class Worker:
         return _json({"request_id": ids[0], "model_id": ids[0].rpartition(":")[0]})
 
     async def create_sampling(self, request: Any) -> Any:
-        """A sampling session of a checkpoint, which is found first."""
+        """Open a sampling session of a checkpoint, which is found first."""
         body = messages.CreateSampling.model_validate_json(await request.body())
         sampling = await asyncio.to_thread(self.session.create_sampling, body)
         return _json({"type": "create_sampling_session", "sampling_session_id": sampling})
 
     async def retrieve(self, request: Any) -> Any:
-        """A result, or 408 while there is none."""
+        """Answer with a result, or with 408 while there is none."""
         name = (await request.json()).get("request_id", "")
         future: Future[Any] = self.session.ledger.future(name)
         settled = asyncio.wrap_future(future)
@@ -145,11 +145,11 @@ class Worker:
         return _result(future.result(), wire.PROTOBUF in request.headers.get("accept", ""))
 
     async def info(self, request: Any) -> Any:
-        """A model."""
+        """Describe a model."""
         return _json(self.session.info((await request.json()).get("model_id", "")))
 
     async def sampler(self, request: Any) -> Any:
-        """A sampling session."""
+        """Describe a sampling session."""
         return _json(self.session.sampler(request.path_params["sampling"]))
 
     def _queued(self, kind: type[BaseModel], submit: Callable[[Any], str]) -> Callable[..., Any]:
@@ -167,7 +167,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _numbered(self, body: bytes, proto: bool = False) -> Iterator[list[str]]:
-        """Gathers a request's id. One to a model that is refused within has one, too, and the refusal as its result."""
+        """Gather a request's id. One to a model that is refused within has one, too, and the refusal as its result."""
         ids: list[str] = []
         try:
             yield ids
@@ -191,7 +191,7 @@ class Worker:
         return checked
 
     def _compute(self) -> None:
-        """The thread that owns the models."""
+        """Compute on the thread that owns the models."""
         ledger = self.session.ledger
         while not self.stopping.is_set():
             if not (entries := ledger.take(1.0)):
@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _guarded(lease: Held) -> Iterator[None]:
-    """Ends this process as soon as the turn is lost: the device may be somebody else's in a moment."""
+    """End this process as soon as the turn is lost: the device may be somebody else's in a moment."""
     over = threading.Event()
 
     def guard() -> None:
@@ -284,7 +284,7 @@ def _ranks(device: str) -> Any:
 
 
 def _serve(worker: Worker, options: argparse.Namespace) -> int:
-    """Until it is told to end, nobody asks any more, or it fails; the exit code."""
+    """Serve until it is told to end, nobody asks any more, or it fails; return the exit code."""
     import uvicorn
 
     listener = socket.socket(fileno=options.fd) if options.fd is not None else bind_address(options.host, options.port)
@@ -309,7 +309,7 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
 
 
 def _address(body: bytes) -> tuple[str, int | None]:
-    """Model and number of a request in JSON, as far as it says."""
+    """Read model and number of a request in JSON, as far as it says."""
     with contextlib.suppress(ValueError):
         value = json.loads(body)
         if isinstance(value, dict) and isinstance(value.get("seq_id"), int):
@@ -318,7 +318,7 @@ def _address(body: bytes) -> tuple[str, int | None]:
 
 
 def _marked(app: Any, session: str) -> Any:
-    """`app`, with the header `SESSION` in all that it answers, be it an error."""
+    """Return `app` with the header `SESSION` in all that it answers, be it an error."""
 
     async def marked(scope: Any, receive: Any, send: Any) -> None:
         async def add(message: Any) -> None:
@@ -349,7 +349,7 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 
 async def _refuse(request: Any, error: Exception) -> Any:
-    """What an error of ours looks like to a client."""
+    """Answer with an error of ours as a client knows it."""
     if isinstance(error, ValidationError):
         error = from_validation(error)
     status = {UserError: 422, Conflict: 409, Gone: 404}

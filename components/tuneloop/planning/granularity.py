@@ -1,4 +1,4 @@
-"""What it costs to give the loop's pods so many iterations each: in overhead, idle accelerators, and recovery.
+"""What it costs to give each of the loop's pods several iterations: in overhead, idle accelerators, and recovery.
 
 Argo looks at a workflow again ten seconds after a pod has ended (its controller's ``DEFAULT_REQUEUE_TIME``; measured on
 Argo 3.7.6: a chain of empty pods takes 10 s a pod). An admin may lower it; `REQUEUE` is what is counted with here.
@@ -60,8 +60,8 @@ def compute_overhead(pod: int, stages: int) -> float:
 def recommend_iterations_per_pod(
     grains: Sequence[int], loop: Mapping[str, Role], seconds: Mapping[str, float] | None
 ) -> int | None:
-    """The finest of `grains` that spends at most a tenth of its time between pods, else the coarsest; None where
-    nothing was measured."""
+    """Recommend the finest of `grains` that spends at most a tenth of its time between pods, else the coarsest; None
+    where nothing was measured."""
     if not seconds:
         return None
     work = sum(seconds.get(stage, 0.0) for stage in loop)

@@ -23,7 +23,7 @@ from tuneloop.sharing.simulate import Task
 
 
 def find_device(stage: Component | None) -> str:
-    """The device that a stage uses: ``trainer``, ``sampler``, or empty."""
+    """Return the device that a stage uses: ``trainer``, ``sampler``, or empty."""
     return role_of(stage.image) if stage and stage.accelerator else ""
 
 
@@ -50,7 +50,7 @@ def read_recorded_tasks(run: Run) -> list[Task]:
 
 
 def _of_whole_iterations(run: Run) -> list[Entry]:
-    """What the loop committed, by iteration and start."""
+    """List what the loop committed, by iteration and start."""
     config = run.record.config if run.record else {}
     if (config.get("loop") or {}).get("iterations_per_pod"):
         raise UserError("--measured", run.name, "ran its stages in one pod: record one with loop.iterations_per_pod=0")
@@ -63,7 +63,7 @@ def _of_whole_iterations(run: Run) -> list[Entry]:
 
 
 def _pods(run: Run) -> dict[str, list[Node]]:
-    """Template → its pods, by their starts; empty where the run's state is elsewhere."""
+    """Return template → its pods, by their starts; empty where the run's state is elsewhere."""
     found: dict[str, list[Node]] = {}
     for node in sorted(run.state.nodes.values() if run.state else (), key=lambda node: node.started):
         if node.type == "Pod":
@@ -72,7 +72,7 @@ def _pods(run: Run) -> dict[str, list[Node]]:
 
 
 def _as_it_ran(tasks: list[Task], held: Mapping[tuple[str, int | None], tuple[float, float]]) -> list[Task]:
-    """`tasks` with what each waited for: the loop overlapped if a batch was begun before the last update had ended."""
+    """Return `tasks` with what each waited for: the loop overlapped if a batch began before the last update ended."""
     first = {task.iteration: held[task.stage, task.iteration][0] for task in reversed(tasks)}
     ends = {task.iteration: held[task.stage, task.iteration][1] for task in tasks if task.role == "trainer"}
     ahead = any(first[following] < ends[iteration] for iteration, following in pairwise(ends))
@@ -80,7 +80,7 @@ def _as_it_ran(tasks: list[Task], held: Mapping[tuple[str, int | None], tuple[fl
 
 
 def _held(entry: Entry, pods: Sequence[Node]) -> tuple[float, float]:
-    """From when until when a stage had its device, Unix seconds.
+    """Return from when until when a stage had its device, Unix seconds.
 
     Args:
         pods: of its template, by their starts.

@@ -96,7 +96,7 @@ def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, fl
 
 
 def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:
-    """Template → pods that it can become at most, without retries; in the order of the graph."""
+    """Count template → pods that it can become at most, without retries; in the order of the graph."""
     templates = {template["name"]: template for template in workflow["spec"]["templates"]}
     counts: Counter[str] = Counter()
     _count(workflow, templates, workflow["spec"]["entrypoint"], 1, (), counts)
@@ -156,7 +156,7 @@ def _count(
 
 
 def _parameter(workflow: Mapping[str, Any], name: str) -> int:
-    """A parameter of the workflow: ``iterations`` is how often a template that calls itself runs at most,
+    """Return a parameter of the workflow: ``iterations`` is how often a template that calls itself runs at most,
     ``per-workflow`` how often in one workflow; where there is none, once and all of them."""
     for parameter in workflow["spec"].get("arguments", {}).get("parameters", ()):
         if parameter["name"] == name and "value" in parameter:

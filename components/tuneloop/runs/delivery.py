@@ -32,7 +32,7 @@ from tuneloop.weights.publication import read_publication, read_publications
 
 @dataclass(frozen=True)
 class Delivery:
-    """One version. Seconds; None is not known, or there is no such thing on this way.
+    """One version. Seconds; None where it is not known, or does not exist on this way.
 
     Attributes:
         way: ``pulled``, ``refitted``, or ``published`` where nobody has asked for it yet.
@@ -79,7 +79,7 @@ def find_delivery(run: Run, entry: Entry) -> Delivery | None:
 
 
 def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] | None]) -> Delivery | None:
-    """As `find_delivery`; `recorded` finds the publisher's record of a version."""
+    """Do the work of `find_delivery`; `recorded` finds the publisher's record of a version."""
     facts, took = entry.manifest.facts, entry.manifest.timings
     if "staleness" not in facts:
         return None
@@ -108,7 +108,7 @@ def _sent(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pulls(root: str, version: int, entry: Entry, own: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """What replicas recorded of this version before `entry` was done; else what the one that was asked said."""
+    """Return what replicas recorded of this version before `entry` was done; else what the one that was asked said."""
     before = [about for about in live.read_pulls(Store(root), version) if about["served_at"] <= entry.finished]
     return [*before] or ([own] if own and own["version"] == version else [])
 

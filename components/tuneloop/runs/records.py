@@ -37,7 +37,7 @@ class Record(BaseModel):
 
 
 def get_run_directory(name: str, store: str) -> Path:
-    """Where the local state of a run lies."""
+    """Return the directory of a run's local state."""
     return (local_path(store) or Path(ROOT).absolute()) / name
 
 
@@ -71,7 +71,7 @@ def check_name(name: str, field: str = "--run") -> None:
 
 
 def read_record(name: str, store: str) -> Record | None:
-    """The record of the run `name`, if it was started on this machine."""
+    """Read the record of the run `name`, if it was started on this machine."""
     check_name(name)
     data = Store(str(get_run_directory(name, store))).get("run.json")
     if data is None:
@@ -85,8 +85,8 @@ def read_record(name: str, store: str) -> Record | None:
 
 
 def list_runs(store: str = ROOT) -> list[str]:
-    """All runs below `store`: those started on this machine, damaged ones too, and in an object store also what others
-    have put there."""
+    """List the runs below `store`: those started on this machine, damaged ones too, and in an object store also what
+    others have put there."""
     here = {path.parent.name for path in get_run_directory("x", store).parent.glob("*/run.json")}
     if local_path(store) is None:  # the state of such runs lies together, whatever their store
         here = {name for name in here if NAME.match(name) and _is_of(name, store)} | {*Store(store).parts()}
@@ -102,7 +102,7 @@ def _is_of(name: str, store: str) -> bool:
 
 
 def read_records(store: str = ROOT) -> list[Record]:
-    """The records of these runs, oldest first.
+    """Read the records of the runs below `store`, oldest first.
 
     Raises:
         Corrupt: one is damaged.
@@ -121,7 +121,7 @@ def list_leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def find_differences(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") -> list[str]:
-    """The dotted keys in which two configurations differ."""
+    """List the dotted keys in which two configurations differ."""
     found = []
     for key in sorted({*ours, *theirs}):
         a, b = ours.get(key), theirs.get(key)

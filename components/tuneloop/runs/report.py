@@ -73,10 +73,10 @@ def _facts(run: Run) -> str:
 
 
 def _figures(curves: list[Curve]) -> list[dict[str, Any]]:
-    """A figure for each quantity and axis; reward in training and on held-out prompts share one."""
+    """Draw a figure for each quantity and axis; reward in training and on held-out prompts share one."""
     groups: dict[tuple[str, str], list[Curve]] = {}
     for curve in curves:
-        # SFT's loss is no GRPO loss: only quantities over the same axis share a figure.
+        # SFT's loss is not GRPO's: only quantities over the same axis share a figure.
         groups.setdefault((curve.name, curve.axis), []).append(curve)
     rank = {name: index for index, name in enumerate(FIRST)}
     order = sorted(groups, key=lambda group: (rank.get(group[0], len(rank)), group[1] == "step"))
@@ -279,7 +279,7 @@ def _text(value: str) -> str:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinity and no NaN; a gap in the curve shows where they were."""
+    """Return None for infinity and NaN, which JSON does not have; a gap in the curve shows where they were."""
     return value if abs(value) < float("inf") else None
 
 

@@ -75,7 +75,7 @@ def delete_leftovers(run: Run, items: list[Leftover]) -> None:
 
 
 def _root(store: Store, key: str) -> str | None:
-    """The data directory that the manifest `key` names; None of what is no manifest of ours."""
+    """Return the data directory that the manifest `key` names; None where it is not a manifest of ours."""
     try:
         return str(json.loads(store.get(key) or b"{}")["root"])
     except (ValueError, KeyError, TypeError):
@@ -83,13 +83,13 @@ def _root(store: Store, key: str) -> str | None:
 
 
 def _dead(key: str, roots: Mapping[str, str | None]) -> tuple[str, str] | None:
-    """The directory that `key` belongs to, and why it is dead; None of a file that is somebody's."""
+    """Return the directory that `key` belongs to, and why it is dead; None for a file that is somebody's."""
     parts = key.split("/")
     for depth in range(1, len(parts)):
         above = "/".join(parts[:depth]) + "/"
         if above not in roots:
             if parts[depth].startswith("data-") and depth < len(parts) - 1 and not _inside(above, roots):
-                return above + parts[depth], "attempt of a stage that has not committed"
+                return above + parts[depth], "attempt of a stage that did not commit"
             continue
         if roots[above] is None or parts[depth] in (MANIFEST, roots[above]):
             return None
@@ -101,12 +101,12 @@ def _dead(key: str, roots: Mapping[str, str | None]) -> tuple[str, str] | None:
 
 
 def _inside(above: str, roots: Mapping[str, str | None]) -> bool:
-    """Whether a directory holds an artifact whose manifest is somewhere above it."""
+    """Return whether a directory holds an artifact whose manifest is somewhere above it."""
     return any(above.startswith(place) for place in roots)
 
 
 def _old(run: Run, keep: int, files: Mapping[str, tuple[int, float]]) -> Iterator[Leftover]:
-    """The files of checkpoints that the loop has left behind."""
+    """Yield the files of checkpoints that the loop has left behind."""
     looped = [entry for entry in run.checkpoints if entry.iteration is not None]
     for entry in looped[:-keep]:
         for name in entry.manifest.files:

@@ -34,7 +34,7 @@ from tuneloop.runs.records import ROOT, Record, get_run_directory, list_runs, re
 
 PLACE = re.compile(r"^(?:iterations/(?P<iteration>\d+)/)?(?P<stage>[a-z0-9][a-z0-9_-]*)/manifest\.json$")
 SAID = ("step", "mean", "mean_reward")
-"""Columns of ``metrics.jsonl`` that are no curve, or one that the results hold already."""
+"""Columns of ``metrics.jsonl`` that are not curves, or are in the results already."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Run:
 
     @classmethod
     def open(cls, name: str, store: str | None = None) -> Run:
-        """The run `name`, by its record below `store`, or by the artifacts there.
+        """Open the run `name`, by its record below `store`, or by the artifacts there.
 
         Args:
             store: URL or path; default ``./runs``.
@@ -149,7 +149,7 @@ class Run:
 
     @classmethod
     def create(cls, record: Record, workflow: str, replaced: Record | None = None) -> Run:
-        """A new run, with its record written; see `tuneloop.runs.records.write_record`."""
+        """Write the record of a new run, and return the run; see `tuneloop.runs.records.write_record`."""
         records.write_record(record, workflow, replaced)
         return cls(record.run, record.store, record)
 
@@ -178,7 +178,7 @@ class Run:
         self.entries = sorted(standing, key=lambda e: (e.started, e.key))
 
     def with_role(self, *roles: Role) -> list[Entry]:
-        """The artifacts of the stages that have one of these roles, oldest first."""
+        """List the artifacts of the stages that have one of these roles, oldest first."""
         return [entry for entry in self.entries if entry.manifest.role in roles]
 
     @property
@@ -202,7 +202,7 @@ class Run:
         return {"Succeeded": "succeeded"}.get(found.workflow.phase, "failed")
 
     def read(self, entry: Entry, name: str) -> bytes | None:
-        """The file `name` of an artifact, checked against its manifest; None if it has none of that name."""
+        """Read the file `name` of an artifact, checked against its manifest; None if it has none of that name."""
         if name not in entry.manifest.files:
             return None
         key = f"{entry.key}/{entry.manifest.root}/{name}"
@@ -212,7 +212,7 @@ class Run:
         return data
 
     def rows(self, entry: Entry) -> list[dict[str, float]]:
-        """The rows of an artifact's ``metrics.jsonl``."""
+        """Read the rows of an artifact's ``metrics.jsonl``."""
         return [json.loads(line) for line in (self.read(entry, "metrics.jsonl") or b"").splitlines()]
 
     @property
@@ -223,23 +223,23 @@ class Run:
         return sorted(held, key=lambda e: (e.manifest.facts["version"], e.started))
 
     def maker(self, ref: str) -> Entry | None:
-        """The artifact of this run that a reference names: at its URL, else any of the same bytes."""
+        """Return the artifact of this run that a reference names: at its URL, else any of the same bytes."""
         url, digest = split_ref(ref)
         same = [entry for entry in self.entries if entry.manifest.digest == digest]
         return next((entry for entry in same if f"{self.url}/{entry.key}" == url), same[0] if same else None)
 
     def policy_of(self, entry: Entry) -> Entry | None:
-        """The checkpoint that an artifact was made with."""
+        """Return the checkpoint that an artifact was made with."""
         ref = entry.manifest.inputs.get("policy")
         return self.maker(ref) if ref else None
 
     def version_of(self, entry: Entry) -> int | None:
-        """The policy version that an artifact was made with: its checkpoint's, or as its facts say."""
+        """Return the policy version that an artifact was made with: its checkpoint's, or as its facts say."""
         version = (self.policy_of(entry) or entry).manifest.facts.get("version")
         return version if isinstance(version, int) else None
 
     def evaluations(self) -> list[Score]:
-        """Mean rewards on held-out prompts, oldest first."""
+        """List the mean rewards on held-out prompts, oldest first."""
         scores = []
         for entry in self.with_role("evaluator"):
             value = entry.manifest.results.get("mean_reward")
@@ -248,7 +248,7 @@ class Run:
         return scores
 
     def training_rewards(self) -> list[Score]:
-        """Mean rewards of the batches that were trained on, by iteration."""
+        """List the mean rewards of the batches that were trained on, by iteration."""
         sampled = {entry.iteration: entry for entry in self.with_role("sampler")}
         scored = {entry.iteration: entry for entry in self.with_role("scorer")}  # a later one adds to an earlier one
         scores = []
@@ -260,11 +260,11 @@ class Run:
         return scores
 
     def latest_reward(self) -> Score | None:
-        """The newest mean reward of any kind."""
+        """Return the newest mean reward of any kind."""
         return max([*self.evaluations(), *self.training_rewards()], key=lambda s: s.entry.finished, default=None)
 
     def curves(self) -> list[Curve]:
-        """Every quantity that the run's stages recorded."""
+        """Return a curve of every quantity that the run's stages recorded."""
         found = []
         for scores in (self.training_rewards(), self.evaluations()):
             if scores:
@@ -275,14 +275,14 @@ class Run:
         return [*found, *self._recorded("trainer"), *self._recorded("sampler"), *self._recorded("scorer")]
 
     def phase_seconds(self) -> dict[str, list[tuple[float, float]]]:
-        """Stage → (iteration, seconds it worked); iteration 0 is everything outside the loop."""
+        """Return stage → (iteration, seconds it worked); iteration 0 is everything outside the loop."""
         found: dict[str, list[tuple[float, float]]] = {}
         for entry in self.entries:
             found.setdefault(entry.stage, []).append((float(entry.iteration or 0), entry.seconds))
         return found
 
     def seconds_an_iteration(self) -> dict[str, float]:
-        """Stage of the loop → the median of the seconds that it worked."""
+        """Return stage of the loop → the median of the seconds that it worked."""
         found = {stage: [s for i, s in points if i] for stage, points in self.phase_seconds().items()}
         return {stage: statistics.median(values) for stage, values in found.items() if values}
 
@@ -299,14 +299,14 @@ class Run:
         return []
 
     def judged(self, entry: Entry) -> int:
-        """How many completions the mean reward of an `evaluate` or `reward` artifact is the mean of; 0: not stated."""
+        """Return how many completions the mean reward of an artifact is the mean of; 0 where it is not stated."""
         facts = entry.manifest.facts
         outcomes = facts.get("outcomes") or facts.get("reward", {}).get("outcomes") or {}
         punished = entry.manifest.params.get("escape_score") is not None
         return int(outcomes.get("score", 0)) + (int(outcomes.get("escape", 0)) if punished else 0)
 
     def _recorded(self, role: Role) -> Iterator[Curve]:
-        """The columns of ``metrics.jsonl``, over optimizer steps outside the loop, over iterations inside."""
+        """Yield the columns of ``metrics.jsonl``, over optimizer steps outside the loop, over iterations inside."""
         entries = self.with_role(role)
         for stage in dict.fromkeys(entry.manifest.stage for entry in entries):
             curves: dict[str, Curve] = {}
@@ -324,7 +324,7 @@ class Run:
             yield from curves.values()
 
     def _iteration_judged(self, score: Score) -> float:
-        """The iteration of a batch, or whose checkpoint an evaluation judged; 0 before the loop."""
+        """Return the iteration of a batch, or whose checkpoint an evaluation judged; 0 before the loop."""
         made = self.policy_of(score.entry) if score.entry.manifest.role == "evaluator" else None
         return float((made or score.entry).iteration or 0)
 
@@ -363,7 +363,7 @@ def verify_artifact(run: Run, entry: Entry) -> Iterator[Checked]:
 
 
 def _sampling(entry: Entry) -> str:
-    """How completions were sampled: ``greedy``, or the temperature."""
+    """Return how completions were sampled: ``greedy``, or the temperature."""
     stated = entry.manifest.facts.get("sampling")
     temperature = {**entry.manifest.params, **(stated if isinstance(stated, dict) else {})}.get("temperature")
     if temperature is None:

@@ -46,7 +46,7 @@ def format_facts(facts: Mapping[str, str]) -> str:
 
 
 def reward_line(run: Run) -> str:
-    """Reward before and after, and how it was measured."""
+    """Say what the reward was before and after, and how it was measured."""
     scores = run.evaluations() or run.training_rewards()
     if not scores:
         return ""
@@ -64,7 +64,7 @@ def describe_score(run: Run, score: Score) -> str:
 
 
 def iterations_line(run: Run) -> str:
-    """How many iterations ran, of how many that were asked for."""
+    """Say how many iterations ran, of how many that were asked for."""
     state = run.state
     most = state.workflow.parameters.get("iterations") if state else None
     if not run.iteration and not most:
@@ -78,7 +78,7 @@ def list_devices(entries: Iterable[Entry]) -> list[str]:
 
 
 def result_line(iteration: int | None, results: Mapping[str, float | str]) -> str:
-    """Results in one line, with their iteration."""
+    """Format results in one line, with their iteration."""
     shown = [f"iteration {iteration}"] if iteration is not None else []
     for name, value in results.items():
         shown.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")

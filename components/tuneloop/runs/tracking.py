@@ -190,7 +190,7 @@ class Mirror:
         return str(self.client.create_run(self.experiment, int(started * 1000), tags, name).info.run_id)
 
     def _params(self, config: Mapping[str, Any]) -> None:
-        """The configuration as parameters; those that stand already stay."""
+        """Log the configuration as parameters; those that are there already stay."""
         from mlflow.entities import Param
 
         standing = self.client.get_run(self.parent).data.params
@@ -243,7 +243,7 @@ def mirror_in_background(run: Run, *, enabled: bool = True) -> Iterator[Follower
 
 
 def _closing(child: subprocess.Popen[str]) -> str:
-    """The last line of the process that mirrors, once it has seen the run's end; empty where it failed."""
+    """Return the last line of the process that mirrors, once it has seen the run's end; empty where it failed."""
     try:
         try:
             out, _ = child.communicate(timeout=ANSWERS)

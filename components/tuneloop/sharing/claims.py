@@ -28,8 +28,8 @@ class Claim:
 
 
 def choose_claim(claims: Sequence[Claim], run: str, limit: int) -> str | None:
-    """The claim on which `run` gets its seat: where it sits already, else the fullest that has room, the first by name
-    among equals; None: another one is needed."""
+    """Choose the claim on which `run` gets its seat: where it sits already, else the fullest that has room, the first
+    by name among equals; None where another one is needed."""
     if seated := [claim.name for claim in claims if run in claim.runs]:
         return min(seated)
     room = [claim for claim in claims if len(claim.runs) < limit]
@@ -47,7 +47,7 @@ def filter_active_runs(runs: Iterable[str], active: Mapping[str, Sequence[Owner]
 
     Args:
         runs: that have a seat.
-        active: run → its workflows that have not ended.
+        active: run → its workflows that are under way.
     """
     stay = [run for run in runs if active.get(run)]
     return stay, [owner for run in stay for owner in active[run]]

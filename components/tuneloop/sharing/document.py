@@ -59,7 +59,7 @@ class Document(BaseModel):
         return self.holder is None and not self.waiting
 
     def order(self) -> tuple[Seat, ...]:
-        """Those who wait, in the order in which they will be served.
+        """List those who wait, in the order in which they will be served.
 
         fifo: who asked first. lrs: whose run had its last turn least recently; a run that is new counts as served when
         it asked, so that newcomers pass nobody. Each passes another at most once, so nobody starves.
@@ -69,7 +69,7 @@ class Document(BaseModel):
         return tuple(sorted(self.waiting, key=lambda seat: self.served.get(seat.who, self.number)))
 
     def seat(self, ticket: str) -> Seat | None:
-        """Where `ticket` sits: as holder, or among those who wait."""
+        """Find the seat of `ticket`: as holder, or among those who wait."""
         seats = (self.holder, *self.waiting)
         return next((seat for seat in seats if seat is not None and seat.ticket == ticket), None)
 

@@ -32,7 +32,7 @@ class File:
         try:
             return Document.model_validate_json(data), data
         except ValueError as error:
-            raise Corrupt("turns", f"{self.store.url}/{KEY}", "is no document of turns; delete it") from error
+            raise Corrupt("turns", f"{self.store.url}/{KEY}", "is not a document of turns; delete it") from error
 
     def write(self, document: Document, seen: bytes | None) -> None:
         self.store.swap(KEY, seen, document.model_dump_json().encode())

@@ -66,7 +66,7 @@ class Lease:
 
     @contextmanager
     def _faults(self, write: bool = False, seen: bool = False) -> Iterator[None]:
-        """A 404: there is none to read; what was `seen` is gone; else, to who creates one, no such namespace."""
+        """Translate refusals. A 404: there is none to read; what was `seen` is gone; else the namespace is missing."""
         from kubernetes.client import ApiException
 
         try:
@@ -114,7 +114,7 @@ def parse_lease(lease: dict[str, Any]) -> Document:
         return found if found.number else found.model_copy(update={"number": first})
     except (KeyError, ValueError) as error:
         name = lease["metadata"]["name"]
-        raise Corrupt("turns", name, f"is no Lease of turns (annotation {ANNOTATION}); delete it") from error
+        raise Corrupt("turns", name, f"is not a Lease of turns (annotation {ANNOTATION}); delete it") from error
 
 
 def build_lease(document: Document, name: str, group: str, seen: dict[str, Any] | None) -> dict[str, Any]:

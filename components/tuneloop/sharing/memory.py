@@ -45,7 +45,7 @@ class Colocation:
         return self.limit + self.runs * self.server_limit + self.overhead
 
     def excess(self) -> Iterator[tuple[str, int]]:
-        """What does not fit: requested or used, and how much that is."""
+        """Yield what does not fit: requested or used, and how much that is."""
         for what, amount in (("request", self.requested), ("use", self.used)):
             if self.node is not None and amount is not None and amount > self.node:
                 yield what, amount

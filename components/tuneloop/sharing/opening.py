@@ -11,14 +11,14 @@ from tuneloop.sharing.turns import Turns
 
 
 def open_turns(url: str, *, who: str, policy: Policy = "fifo", patience: float = 30.0) -> Turns:
-    """The turns of the group at `url`, for the run `who`.
+    """Open the turns of the group at `url`, for the run `who`.
 
     Args:
         url: ``lease://namespace/group``, or a URL of the store whose last part is the group's name.
         policy, patience: as `Turns`.
 
     Raises:
-        UserError: no URL of these kinds, no such policy, or a patience too short to beat in.
+        UserError: another kind of URL, no such policy, or a patience too short to beat in.
     """
     if policy not in POLICIES:
         raise UserError("policy", policy, f"use one of {', '.join(POLICIES)}")

@@ -72,13 +72,13 @@ class Plan:
         return self.iterations / self.total / self.accelerators
 
     def idle(self, role: str) -> float:
-        """The share of the total in which the devices of `role` did not work."""
+        """Return the share of the total in which the devices of `role` did not work."""
         worked = (schedule.busy(each) for each in (ROLES if self.together else (role,)) for schedule in self.schedules)
         return 1 - sum(worked) / self.total
 
 
 def in_turn(tasks: Sequence[Task]) -> list[Task]:
-    """The loop as it is by default: every task after the one before."""
+    """Order the loop as it is by default: every task after the one before."""
     return [dataclasses.replace(task, after=(index - 1,) if index else ()) for index, task in enumerate(tasks)]
 
 
@@ -101,7 +101,7 @@ def overlap_tasks(tasks: Sequence[Task]) -> list[Task]:
 
 
 def _split(tasks: list[Task]) -> tuple[list[Task], list[Task], list[Task]]:
-    """The tasks of an iteration: those that make its batch, the update, those after it."""
+    """Split the tasks of an iteration: those that make its batch, the update, those after it."""
     at = next(index for index, task in enumerate(tasks) if task.role == "trainer")
     return tasks[:at], [tasks[at]], tasks[at + 1 :]
 

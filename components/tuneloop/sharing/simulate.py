@@ -83,7 +83,7 @@ class Schedule:
         return max((span.ended for span in self.spans), default=0.0)
 
     def busy(self, device: str) -> float:
-        """Seconds in which `device` worked."""
+        """Sum the seconds in which `device` worked."""
         return sum(span.ended - span.began for span in self.spans if span.task.device == device)
 
     @property

@@ -44,7 +44,7 @@ class Silence:
         self._seen: dict[str, tuple[int, float]] = {}
 
     def look(self, document: Document, now: float) -> set[str]:
-        """The tickets whose beat has stayed the same for `patience`; `now` is when the document was read, or later."""
+        """List the tickets whose beat has stayed the same for `patience`; the document was read at `now` or before."""
         seats = [seat for seat in (document.holder, *document.waiting) if seat]
         before = self._seen
         self._seen = {
@@ -58,7 +58,7 @@ class Place(Protocol):
     """Where the document of one group is kept."""
 
     def read(self) -> tuple[Document, Any]:
-        """The document, an empty one if there is none, and what `write` needs to know that nobody else wrote since."""
+        """Read the document, empty if there is none, and what `write` needs to know that nobody else wrote since."""
 
     def write(self, document: Document, seen: Any) -> None:
         """Replace what was `seen`.
@@ -84,7 +84,7 @@ class Turns:
         self.place, self.group, self.who, self.policy, self.patience = place, group, who, policy, patience
 
     def read(self) -> Document:
-        """The group's document as it is now."""
+        """Read the group's document as it is now."""
         return self.place.read()[0]
 
     def change(self, how: Callable[[Document], Document]) -> Document:
@@ -150,7 +150,7 @@ class Turns:
                 raise Interrupted(f"turns: {self.group}: stopped while waiting")
 
     def _take(self, ticket: str, seen: Document, silent: set[str]) -> int | None:
-        """The number of the turn, if it can be had: most of the time there is nothing to write."""
+        """Take the turn if it can be had, and return its number: most of the time there is nothing to write."""
         try:
             seen.take(ticket, silent)
             return self.change(lambda now: now.take(ticket, silent & _unmoved(seen, now), time.time())).number
@@ -183,7 +183,7 @@ class Turns:
         self.change(lambda document: document.leave(self.who))
 
     def agreed(self, document: Document) -> Document:
-        """The document of a group whose policy and patience are this run's: an idle one takes them.
+        """Check the document of a group, whose policy and patience are to be this run's: an idle one takes them.
 
         Raises:
             UserError: the group has others.
@@ -204,7 +204,7 @@ def compute_poll_interval(patience: float) -> float:
 
 
 def _unmoved(before: Document, now: Document) -> set[str]:
-    """The tickets that have not beaten between two readings."""
+    """Return the tickets that have not beaten between two readings."""
     seats = [seat for seat in (before.holder, *before.waiting) if seat]
     return {seat.ticket for seat in seats if (then := now.seat(seat.ticket)) and then.beat == seat.beat}
 

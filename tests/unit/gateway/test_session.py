@@ -168,7 +168,7 @@ def test_what_can_not_be_done_says_why_and_changes_nothing(driver: Driver) -> No
     for wrong, why in (
         ([], "there is none"),
         ([Datum([5, 41], good[0].inputs)], r"must be \[2\]"),
-        ([Datum([5, 41, 6], good[0].inputs)], "is no token of this model, which has 41"),
+        ([Datum([5, 41, 6], good[0].inputs)], "is not a token of this model, which has 41"),
         ([Datum([5] * 65, good[0].inputs)], "1 to 64"),
         ([Datum(good[0].tokens, {**good[0].inputs, "mask": np.ones(3)})], "this loss does not use it"),
     ):

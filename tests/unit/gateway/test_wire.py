@@ -35,7 +35,7 @@ def test_what_the_client_sends() -> None:
 def test_what_is_no_text_is_refused() -> None:
     with pytest.raises(UserError, match="only token ids"):
         wire.read_forward_backward(encoded(types.ImageChunk(data=b"x", format="png")))
-    with pytest.raises(UserError, match="no ForwardBackwardRequest"):
+    with pytest.raises(UserError, match="not a ForwardBackwardRequest"):
         wire.read_forward_backward(b"\xff\xff\xff")
 
 
