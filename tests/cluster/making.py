@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hera.workflows import DAG, Container
+from hera.workflows import DAG, Container, Task
 
 from benchmarks.argo_loop import build as empty_loop
 from tests.cluster.conftest import ROOT, kubectl
@@ -67,6 +67,15 @@ def digests(nodes: Iterable[Node], run: str) -> dict[str, str | None]:
     return {url.rpartition(f"/{run}/")[2]: digest for url, digest in split}
 
 
+def draw_tiny_model(prepare: Any, bring: Any) -> tuple[Task, str, str]:
+    """Draw the stages `data_prep` and `base_model`; return the last task, and the references of prompts and policy."""
+    prompts = "{{tasks.data-prep.outputs.parameters.prompts}}"
+    data = prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
+    model = bring(name="base-model", arguments={"prompts": prompts, "checkpoint": f"{RUN}/base-model"})
+    data >> model
+    return model, prompts, "{{tasks.base-model.outputs.parameters.checkpoint}}"
+
+
 def submit_workflow(
     cluster: Connection, workflow: Mapping[str, Any], *, run: str, store: str, priority: str | None = None
 ) -> str:
@@ -76,4 +85,4 @@ def submit_workflow(
     return create_workflow(cluster, made, run)
 
 
-__all__ = ["digests", "digits", "empty_loop", "submit_workflow", "toy"]
+__all__ = ["digests", "digits", "draw_tiny_model", "empty_loop", "submit_workflow", "toy"]

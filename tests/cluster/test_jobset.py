@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import STORE, kubectl
-from tests.cluster.making import digests, submit_workflow
+from tests.cluster.making import RUN, digests, draw_tiny_model, submit_workflow
 from tuneloop.argo.lint import lint_workflow
 from tuneloop.argo.pipeline import LIMITS, Tasks, build_templates, template_of
 from tuneloop.argo.tasks import Output
@@ -26,7 +26,6 @@ from tuneloop.workflow.settings import RUN_LABEL, Cluster
 
 pytestmark = pytest.mark.cluster
 
-RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
 PODS = "jobset.sigs.k8s.io/jobset-name"
 SMALL = Cluster(cpu="100m", memory="1500Mi", images=os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev"))
 
@@ -43,16 +42,11 @@ def twice(cluster: Cluster = SMALL, max_steps: int = 300) -> dict[str, Any]:
         one = stage_template(sft, settings, processes=2, cluster=cluster)
         one.name = "sft-one-pod"
         with DAG(name="main"):
-            prompts, policy = (
-                "{{tasks.data-prep.outputs.parameters.prompts}}",
-                "{{tasks.base-model.outputs.parameters.checkpoint}}",
-            )
-            data = prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
-            model = bring(name="base-model", arguments={"prompts": prompts, "checkpoint": f"{RUN}/base-model"})
+            model, prompts, policy = draw_tiny_model(prepare, bring)
             given = {"policy": policy, "prompts": prompts}
             first = one(name="one", arguments={**given, "checkpoint": f"{RUN}/one"})
             second = pair(name="pair", arguments={**given, "checkpoint": f"{RUN}/pair"})
-            data >> model >> first >> second
+            model >> first >> second
     made: dict[str, Any] = built.to_dict()
     assert not lint_workflow(made)
     return made

@@ -23,12 +23,18 @@ def running(cluster: Connection, run: str) -> bool:
     return any(node.type == "Pod" and node.phase == "Running" for node in read_status(cluster, run).nodes.values())
 
 
-def test_two_runs_and_quota_for_one(cluster: Connection, tight: str, run: str) -> None:
+def submit_two_runs(cluster: Connection, queue: str, run: str, seconds: tuple[int, int]) -> tuple[str, str]:
+    """Submit a run that takes the whole quota, and then one that waits for it; return their names."""
     first, second = f"{run}-a", f"{run}-b"
-    submit_workflow(cluster, sleeper(60, tight), run=first, store=STORE)
+    submit_workflow(cluster, sleeper(seconds[0], queue), run=first, store=STORE)
     until(lambda: running(cluster, first))
-    submit_workflow(cluster, sleeper(1, tight), run=second, store=STORE)
+    submit_workflow(cluster, sleeper(seconds[1], queue), run=second, store=STORE)
     until(lambda: bool(read_status(cluster, second).waiting))
+    return first, second
+
+
+def test_two_runs_and_quota_for_one(cluster: Connection, tight: str, run: str) -> None:
+    first, second = submit_two_runs(cluster, tight, run, (60, 1))
     until(lambda: "insufficient" in str(read_status(cluster, second).waiting))
     assert argo.wait_for_run(cluster, first) == 0
     assert argo.wait_for_run(cluster, second) == 0
@@ -47,11 +53,7 @@ def test_a_high_priority_preempts_and_the_other_comes_back(cluster: Connection, 
 
 
 def test_stop_releases_what_waits_and_what_runs(cluster: Connection, tight: str, run: str) -> None:
-    first, second = f"{run}-a", f"{run}-b"
-    submit_workflow(cluster, sleeper(300, tight), run=first, store=STORE)
-    until(lambda: running(cluster, first))
-    submit_workflow(cluster, sleeper(300, tight), run=second, store=STORE)
-    until(lambda: bool(read_status(cluster, second).waiting))
+    first, second = submit_two_runs(cluster, tight, run, (300, 300))
     for name in (second, first):
         assert argo.stop_run(cluster, name) == 1
         assert argo.wait_for_run(cluster, name) != 0

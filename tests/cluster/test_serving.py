@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import ROOT, STORE, kubectl
-from tests.cluster.making import submit_workflow
+from tests.cluster.making import draw_tiny_model, submit_workflow
 from tests.cluster.test_jobset import RUN, SMALL
 from tests.cluster.volumes import apply
 from tuneloop.argo.template import define_workflow, stage_template
@@ -61,13 +61,8 @@ def served(cluster: Connection, run: str, tmp_path: Path) -> Iterator[str]:
         bring = stage_template(base_model, {"model": "tiny-qwen3"}, cluster=SMALL)
         save = stage_template(export, {}, cluster=SMALL)
         with DAG(name="main"):
-            prompts, policy = (
-                "{{tasks.data-prep.outputs.parameters.prompts}}",
-                "{{tasks.base-model.outputs.parameters.checkpoint}}",
-            )
-            data = prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
-            model = bring(name="base-model", arguments={"prompts": prompts, "checkpoint": f"{RUN}/base-model"})
-            data >> model >> save(name="export", arguments={"policy": policy, "model": f"{RUN}/export"})
+            model, _, policy = draw_tiny_model(prepare, bring)
+            model >> save(name="export", arguments={"policy": policy, "model": f"{RUN}/export"})
     submit_workflow(cluster, built.to_dict(), run=run, store=STORE)
     assert argo.wait_for_run(cluster, run) == 0
     outputs = {n.display_name: n.outputs for n in read_nodes(run_workflows.find_workflows(cluster, run)[-1]).values()}

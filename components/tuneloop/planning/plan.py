@@ -10,16 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo import colocation
+from tuneloop.argo import colocation, memory_estimate
 from tuneloop.argo.claims import TAKE
-from tuneloop.argo.memory_estimate import (
-    Model,
-    compute_memory_request,
-    context_of,
-    estimate_memory_parts,
-    is_memory_estimate_complete,
-    model_of,
-)
+from tuneloop.argo.memory_estimate import Model
 from tuneloop.planning.granularity import LOST, REQUEUE, compare_iterations_per_pod, list_iterations_per_pod
 from tuneloop.runs.summary import format_size
 from tuneloop.workflow.manifest import list_calls
@@ -61,18 +54,20 @@ def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, fl
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("stage", "image", "accelerators", "pods", "memory of a pod"):
         table.add_column(column, no_wrap=True, justify="right" if column in ("accelerators", "pods") else "left")
-    model, context = model_of(stages), context_of(stages)
+    model, context = memory_estimate.model_of(stages), memory_estimate.context_of(stages)
     sums = []
     for stage in stages:
-        parts = estimate_memory_parts(stage, model, context) if isinstance(model, Model) else []
-        complete = isinstance(model, Model) and parts and is_memory_estimate_complete(stage, model, context)
+        parts = memory_estimate.estimate_memory_parts(stage, model, context) if isinstance(model, Model) else []
+        complete = (
+            isinstance(model, Model) and parts and memory_estimate.is_memory_estimate_complete(stage, model, context)
+        )
         known = "" if complete else " or more" if parts else " (not estimated)"
         needed = f"{stage.memory}{known}"
         count = f"{pods[stage.name]} in {-(-iterations // grain)}" if stage.name in shared else str(pods[stage.name])
         table.add_row(stage.name, stage.image, str(stage.accelerators or "cpu"), count, needed)
         if parts:
             sums.append(f"  {stage.name}: " + " + ".join(f"{text} = {format_size(count)}" for text, count in parts))
-            sums[-1] += f"; with its programs {format_size(compute_memory_request([stage], parts))}"
+            sums[-1] += f"; with its programs {format_size(memory_estimate.compute_memory_request([stage], parts))}"
     told = f"{model.name}: {model.parameters:,} parameters ({model.how})" if isinstance(model, Model) else model
     lines = [f"work at most\n{_lines(estimate_work(stages, pods))}", f"memory of {told}", *sums]
     lines += colocation.describe_colocation(workflow, model.parameters if isinstance(model, Model) else None)
