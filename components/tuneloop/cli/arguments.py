@@ -23,6 +23,15 @@ RUN = Annotated[str, typer.Argument(help="The run's name.")]
 STORE = Annotated[
     str, typer.Option("--store", help="Where artifacts lie: a path, or file://, s3://, gs://, az:// and a prefix.")
 ]
+REMOTE_STORE = Annotated[
+    str, typer.Option("--store", help="Where artifacts lie, as the pods reach it: s3://bucket/prefix.")
+]
+SUBMITTED = Annotated[str, typer.Option("--run", help="Name of the run; the same again resumes it once it has ended.")]
+SCHEDULE = Annotated[str, typer.Argument(help="Of the schedule.")]
+STAGE = Annotated[str | None, typer.Argument(help="A stage's name in the graph, as `status` shows it.")]
+FOLLOW = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")]
+DELETE = Annotated[bool, typer.Option("--delete", help="Delete; without it only say what would be.")]
+PRIORITY = Annotated[str | None, typer.Option("--priority", help="WorkloadPriorityClass of queued stages.")]
 JSON = Annotated[bool, typer.Option("--json", help="For programs: nothing is cut; the keys are in docs/commands.md.")]
 NAMESPACE = Annotated[str, typer.Option("--namespace", "-n", help="Where the runs live.")]
 CONTEXT = Annotated[str | None, typer.Option("--context", help="Of the kubeconfig; default: the current one.")]

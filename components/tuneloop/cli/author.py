@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 
 from tuneloop.cli.arguments import CONFIG, OUTPUT, PIPELINE, SETS
+from tuneloop.core.errors import UserError
 
 
 def plan_pipeline(
@@ -34,7 +36,6 @@ def plan_pipeline(
     from rich.console import Console
 
     from tuneloop.config.loading import find_pipeline
-    from tuneloop.core.errors import UserError
     from tuneloop.planning.plan import render_plan
     from tuneloop.runs.run_record import Run
 
@@ -97,8 +98,6 @@ def print_or_write_text(text: str, output: Path | None) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    from tuneloop.core.errors import UserError
-
     if output is None:
         typer.echo(text, nl=False)
         return
@@ -110,8 +109,6 @@ def print_or_write_text(text: str, output: Path | None) -> None:
 
 def print_schema(pipeline: PIPELINE) -> None:
     """Print the JSON Schema of a configuration. Every key with its type, default, limits and meaning."""
-    import json
-
     from tuneloop.config.loading import find_pipeline
 
     typer.echo(json.dumps(find_pipeline(pipeline).Config.model_json_schema(), indent=2))

@@ -9,10 +9,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuneloop.cli.arguments import CONFIG, CONTEXT, JSON, NAMESPACE, PIPELINE, RUN, SETS
+from tuneloop.cli.arguments import (
+    CONFIG,
+    CONTEXT,
+    FOLLOW,
+    JSON,
+    NAMESPACE,
+    PIPELINE,
+    PRIORITY,
+    REMOTE_STORE,
+    RUN,
+    SCHEDULE,
+    SETS,
+    STAGE,
+    SUBMITTED,
+)
 from tuneloop.cli.exits import run_command
 from tuneloop.cli.inspect import print_json
 from tuneloop.core.errors import UserError
+from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
+from tuneloop.kube.connection import connect_to_cluster
 
 if TYPE_CHECKING:
     from tuneloop.cli.show import Stage
@@ -25,13 +41,11 @@ app = typer.Typer(no_args_is_help=True, help="The runs on a cluster.")
 
 def submit_run(
     pipeline: PIPELINE,
-    run: Annotated[str, typer.Option("--run", help="Name of the run; the same again resumes it once it has ended.")],
-    store: Annotated[
-        str, typer.Option("--store", help="Where artifacts lie, as the pods reach it: s3://bucket/prefix.")
-    ],
+    run: SUBMITTED,
+    store: REMOTE_STORE,
     config: CONFIG = None,
     sets: SETS = None,
-    priority: Annotated[str | None, typer.Option("--priority", help="WorkloadPriorityClass of queued stages.")] = None,
+    priority: PRIORITY = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Follow the logs, say how it ended, and exit as it did.")
     ] = False,
@@ -53,8 +67,6 @@ def submit_run(
     from tuneloop.cluster.preflight import check_cluster, list_notices
     from tuneloop.config.loading import find_pipeline
     from tuneloop.inference.fleet.graph import find_api_version
-    from tuneloop.kube.api_errors import retry_until_available
-    from tuneloop.kube.connection import connect_to_cluster
 
     graph = _graph(fleet, run, namespace) if fleet else None
     found = find_pipeline(pipeline)
@@ -149,21 +161,18 @@ def submit_pipeline(path: str, arguments: list[str]) -> int:
 def schedule_pipeline(
     pipeline: PIPELINE,
     name: Annotated[str, typer.Option("--name", help="Of the schedule; each run adds the digest of its data.")],
-    store: Annotated[
-        str, typer.Option("--store", help="Where artifacts lie, as the pods reach it: s3://bucket/prefix.")
-    ],
+    store: REMOTE_STORE,
     cron: Annotated[str, typer.Option("--cron", help="When to look for new data, as in '0 3 * * *'.")],
     timezone: Annotated[str | None, typer.Option("--timezone", help="Of --cron, as in Europe/Prague.")] = None,
     config: CONFIG = None,
     sets: SETS = None,
-    priority: Annotated[str | None, typer.Option("--priority", help="WorkloadPriorityClass of queued stages.")] = None,
+    priority: PRIORITY = None,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
     """Run a pipeline whenever its data has changed. Looks by the clock; the same name again changes the schedule."""
     from tuneloop.cluster.schedule import apply_schedule
     from tuneloop.config.loading import find_pipeline
-    from tuneloop.kube.connection import connect_to_cluster
 
     found = find_pipeline(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
@@ -187,8 +196,6 @@ def diff_pipeline(
     from tuneloop.cluster.drift import run_drift, template_drift
     from tuneloop.cluster.run_workflows import template_name
     from tuneloop.config.loading import find_pipeline
-    from tuneloop.kube.api_errors import translate_api_errors
-    from tuneloop.kube.connection import connect_to_cluster
 
     found = find_pipeline(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
@@ -205,13 +212,12 @@ def diff_pipeline(
 
 @app.command("unschedule")
 def unschedule_pipeline(
-    name: Annotated[str, typer.Argument(help="Of the schedule.")],
+    name: SCHEDULE,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
     """End a schedule; its runs stay."""
     from tuneloop.cluster.schedule import delete_schedule
-    from tuneloop.kube.connection import connect_to_cluster
 
     delete_schedule(connect_to_cluster(namespace, context), name)
     typer.echo(f"{name}: no longer scheduled")
@@ -225,7 +231,6 @@ def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloo
     """
     from tuneloop.cli.show import show_stages
     from tuneloop.cluster.watch import read_status
-    from tuneloop.kube.connection import connect_to_cluster
 
     seen = read_status(connect_to_cluster(namespace, context), run)
     if as_json:
@@ -245,14 +250,12 @@ def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloo
 @app.command("logs")
 def show_logs(
     run: RUN,
-    stage: Annotated[str | None, typer.Argument(help="A stage's name in the graph, as `status` shows it.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    stage: STAGE = None,
+    follow: FOLLOW = False,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
     """Print what the pods of a run wrote, each line behind its stage; those of pods already deleted are gone."""
-    from tuneloop.kube.connection import connect_to_cluster
-
     _print_logs(connect_to_cluster(namespace, context), run, stage, follow)
 
 
@@ -265,7 +268,6 @@ def stop_run(
 ) -> None:
     """End a run and release what it holds; submitting it again goes on where it stopped."""
     from tuneloop.cluster import submit as argo
-    from tuneloop.kube.connection import connect_to_cluster
 
     ended = argo.stop_run(connect_to_cluster(namespace, context), run, timeout=timeout)
     typer.echo(f"{run}: stopped" if ended else f"{run}: was not under way")
@@ -275,7 +277,6 @@ def stop_run(
 def show_claims(namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
     """Show the claims of shared devices, and who sits on them; frees the seats of runs that have ended."""
     from tuneloop.cluster.watch import refresh_claims
-    from tuneloop.kube.connection import connect_to_cluster
 
     found = refresh_claims(connect_to_cluster(namespace, context))
     for name, told in found.items():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Annotated
 
 import typer
+
+from tuneloop.cli.tables import print_table
+from tuneloop.core.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help="Rollout endpoints that somebody else serves.")
 
@@ -23,12 +27,9 @@ def run_checks(
     timeout: Annotated[float, typer.Option(help="Seconds without a byte.")] = 60.0,
 ) -> int:
     """Run the protocol's tests against an endpoint. Exit code 1 if it fails one."""
-    import socket
     from urllib.parse import urlsplit
 
-    from tuneloop.cli.tables import print_table
     from tuneloop.core.artifacts import Artifact
-    from tuneloop.core.errors import UserError
     from tuneloop.inference.conformance import Probe, run_checks
     from tuneloop.inference.engines.endpoint import check_url
 

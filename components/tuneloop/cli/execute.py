@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tuneloop.cli.arguments import CONFIG, PIPELINE, RUN, SETS, STORE
+from tuneloop.core.errors import Retryable, UserError
 
 if TYPE_CHECKING:
     from tuneloop.runs.run_record import Run
@@ -91,7 +92,6 @@ def resume_run(
     name: RUN, store: STORE = "runs", parallelism: PARALLELISM = None, track: TRACK = True, warm: WARM = True
 ) -> int:
     """Go on with a run that ended early. The first stage without a commit runs next."""
-    from tuneloop.core.errors import UserError
     from tuneloop.runs.run_record import Run
 
     found = Run.open(name, store)
@@ -107,7 +107,6 @@ def stop_run(
 ) -> int:
     """Stop a run. Its stages commit what a resume needs and end; of one that was killed, its turns are given back."""
     from tuneloop.cli.show import format_store_option
-    from tuneloop.core.errors import Retryable
     from tuneloop.runs.run_record import Run
     from tuneloop.sharing.file import STORED, release_leases
 
@@ -135,7 +134,6 @@ def _same(standing: Run, pipeline: str, config: dict[str, Any], store: str) -> b
     Before the loop's first version a failed run may be mended: the stages themselves refuse what does not fit their
     committed outputs. After that a change could leave iterations behind that are no longer part of the run.
     """
-    from tuneloop.core.errors import UserError
     from tuneloop.runs.records import find_differences
 
     record = standing.record
@@ -158,7 +156,6 @@ def _continue(run: Run, parallelism: int | None, track: bool, warm: bool) -> int
     import yaml
 
     from tuneloop.cli.checks import check_local_run
-    from tuneloop.core.errors import UserError
     from tuneloop.runs.summary import summarize_run
 
     assert run.record

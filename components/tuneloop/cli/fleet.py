@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tuneloop.cli.arguments import CONTEXT, NAMESPACE
+from tuneloop.cli.tables import print_table
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.kube.connection import connect_to_cluster
 
 app = typer.Typer(no_args_is_help=True, help="Fleets of rollout workers that are brought to each version.")
 FLEET = Annotated[
@@ -32,8 +36,6 @@ def show_status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) 
 
     A Dynamo graph is shown as its cluster sees it, by the three gates of its readiness, where this is not a pod of it.
     """
-    import os
-
     from tuneloop.inference.fleet import parse_service_url
 
     if fleet.startswith("dynamo:") and "KUBERNETES_SERVICE_HOST" not in os.environ:
@@ -43,8 +45,6 @@ def show_status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) 
 
 
 def _workers(fleet: str, timeout: float) -> int:
-    from tuneloop.cli.tables import print_table
-    from tuneloop.core.errors import Retryable
     from tuneloop.inference.fleet import open_fleet
 
     rows: list[tuple[str, str, str]] = []
@@ -63,10 +63,8 @@ def _workers(fleet: str, timeout: float) -> int:
 
 
 def _gates(name: str, namespace: str, port: int | None, context: str | None) -> int:
-    from tuneloop.cli.tables import print_table
     from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
     from tuneloop.inference.fleet.graph import read_gates
-    from tuneloop.kube.connection import connect_to_cluster
 
     found = read_gates(connect_to_cluster(namespace, context), name, port or FRONTEND_PORT)
     rows = [(gate.name, "open" if gate.open else "shut", gate.why) for gate in found]
@@ -109,7 +107,6 @@ def create_graph(
     It stays until `tuneloop fleet down`. `tuneloop submit --fleet MANIFEST` makes one that goes with its run.
     """
     from tuneloop.inference.fleet.graph import bring_up, render_graph
-    from tuneloop.kube.connection import connect_to_cluster
 
     graph = render_graph(read_yaml_documents(manifest), name=name, namespace=namespace, image=image, sets=sets or ())
     bring_up(connect_to_cluster(namespace, context), graph, recreate=recreate, timeout=timeout, tell=typer.echo)
@@ -126,7 +123,6 @@ def delete_graph(
 ) -> int:
     """Delete a graph of Dynamo, and with it its pods. Exit code 1 where there was none."""
     from tuneloop.inference.fleet import graph
-    from tuneloop.kube.connection import connect_to_cluster
 
     there = graph.delete_graph(connect_to_cluster(namespace, context), name)
     typer.echo(f"{name}: {'deleted' if there else 'there was none'}")
@@ -140,8 +136,6 @@ def read_yaml_documents(manifest: Path) -> list[dict[str, Any]]:
         UserError: it cannot be read, or is not YAML.
     """
     import yaml
-
-    from tuneloop.core.errors import UserError
 
     try:
         return [each for each in yaml.safe_load_all(manifest.read_text()) if isinstance(each, dict)]

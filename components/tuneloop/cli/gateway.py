@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tuneloop.cli.arguments import CONTEXT
+from tuneloop.core.errors import UserError
+from tuneloop.kube.connection import connect_to_cluster
 
 
 def serve_gateway(
@@ -28,10 +31,6 @@ def serve_gateway(
     On a cluster callers send a Kubernetes token, and may have sessions where they may create workflows. With --local
     there is one token, in a file that only you can read. docs/sharing.md has the API.
     """
-    import contextlib
-
-    from tuneloop.core.errors import UserError
-
     try:
         import uvicorn
 
@@ -55,7 +54,6 @@ def serve_gateway(
         else:
             from tuneloop.gateway.access import TokenReviews
             from tuneloop.gateway.jobs import Jobs
-            from tuneloop.kube.connection import connect_to_cluster
 
             api = connect_to_cluster(context=context).core.api_client
             made = Gateway(Jobs(api, config), TokenReviews(api, audience), store, config)

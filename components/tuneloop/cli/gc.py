@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tuneloop.cli.arguments import RUN, STORE
+from tuneloop.cli.arguments import DELETE, RUN, STORE
 
 
 def collect_garbage(
@@ -19,7 +19,7 @@ def collect_garbage(
     idle: Annotated[
         float, typer.Option("--idle", min=0, help="Hours since the last write: younger things may be in use.")
     ] = 24.0,
-    delete: Annotated[bool, typer.Option("--delete", help="Delete; without it only say what would be.")] = False,
+    delete: DELETE = False,
 ) -> None:
     """Delete what a run no longer needs. Data of dead attempts, stale resume points, with --keep old checkpoints."""
     from tuneloop.runs.retention import delete_leftovers, find_leftovers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuneloop.cli.arguments import JSON, RUN, STORE
+from tuneloop.cli.arguments import FOLLOW, JSON, RUN, STAGE, STORE
+from tuneloop.cli.tables import print_table
+from tuneloop.core.errors import Corrupt, Retryable, UserError
 
 if TYPE_CHECKING:
     from tuneloop.local.journal import Node
@@ -29,7 +32,7 @@ def show_status(
     """Show the stages of a run, or all runs. With its iteration and its reward so far."""
     from tuneloop.cli.show import format_store_option, list_stages, show_stages
     from tuneloop.runs.run_record import Run
-    from tuneloop.runs.summary import iterations_line, reward_line
+    from tuneloop.runs.summary import format_facts, iterations_line, reward_line
 
     if name is None:
         _list_runs(store, as_json)
@@ -42,23 +45,21 @@ def show_status(
     again = f"tuneloop resume {name}{format_store_option(store)}"
     hint = {"interrupted": f"; {again}", "failed": f"; {_why(run)}; {again}"}
     typer.echo(f"{name}  {pipeline}  {run.phase}{hint.get(run.phase, '')}")
-    for label, text in (("store", run.url), ("iterations", iterations_line(run)), ("mean reward", reward_line(run))):
-        if text:
-            typer.echo(f"  {label:<12} {text}")
+    facts = {"store": run.url, "iterations": iterations_line(run), "mean reward": reward_line(run)}
     if (latest := run.latest_reward()) and latest.entry.manifest.role == "scorer":
-        typer.echo(f"  {'newest batch':<12} {latest.value:.3f} ({latest.how}, iteration {latest.entry.iteration})")
+        facts["newest batch"] = f"{latest.value:.3f} ({latest.how}, iteration {latest.entry.iteration})"
+    typer.echo(format_facts(facts))
     show_stages(list_stages(run))
 
 
 def show_logs(
     name: RUN,
-    stage: Annotated[str | None, typer.Argument(help="A stage's name in the graph, as `status` shows it.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    stage: STAGE = None,
+    follow: FOLLOW = False,
     store: STORE = "runs",
 ) -> None:
     """Print what the stages wrote. Each line behind the stage and iteration that wrote it."""
     from tuneloop.cli.live import get_stage_name
-    from tuneloop.core.errors import UserError
     from tuneloop.runs.run_record import Run
 
     run = Run.open(name, store)
@@ -100,7 +101,7 @@ def report_run(
 def track_run(
     name: RUN,
     store: STORE = "runs",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    follow: FOLLOW = False,
 ) -> None:
     """Mirror a run into MLflow. To MLFLOW_TRACKING_URI, default sqlite:///mlflow.db; again brings it up to date."""
     from tuneloop.runs.run_record import Run
@@ -111,8 +112,6 @@ def track_run(
 
 def print_json(told: Mapping[str, Any]) -> None:
     """Print what a ``status --json`` tells; docs/commands.md has its keys."""
-    import json
-
     typer.echo(json.dumps({"format": 1, **told}, indent=1))
 
 
@@ -124,16 +123,23 @@ def _told(run: Run) -> dict[str, Any]:
     most = state.workflow.parameters.get("iterations") if state else None
     return {
         "run": run.name,
-        "pipeline": run.record.pipeline if run.record else None,
-        "phase": run.phase,
-        "message": _why(run),
+        **_progress(run),
         "store": run.url,
-        "created": run.record.created if run.record else None,
-        "iteration": run.iteration,
         "iterations": int(most) if most else None,
         "evaluations": [_score(run, score) for score in run.evaluations()],
         "newest_batch": _score(run, batches[-1]) if batches else None,
         "stages": [asdict(stage) for stage in list_stages(run)],
+    }
+
+
+def _progress(run: Run) -> dict[str, Any]:
+    """Describe how far a run is, for one run and in the list of all."""
+    return {
+        "pipeline": run.record.pipeline if run.record else None,
+        "phase": run.phase,
+        "message": _why(run),
+        "created": run.record.created if run.record else None,
+        "iteration": run.iteration,
     }
 
 
@@ -147,8 +153,6 @@ def _score(run: Run, score: Score) -> dict[str, Any]:
 
 
 def _list_runs(store: str, as_json: bool) -> None:
-    from tuneloop.cli.tables import print_table
-
     rows = _rows_of_runs(store)
     if as_json:
         print_json({"store": store, "runs": rows})
@@ -172,7 +176,6 @@ def _texts(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _rows_of_runs(store: str) -> list[dict[str, Any]]:
     """Collect what is known of every run, oldest first; of those that cannot be read, why."""
-    from tuneloop.core.errors import Corrupt, Retryable, UserError
     from tuneloop.runs.records import list_runs
 
     rows = []
@@ -198,11 +201,7 @@ def _row(name: str, store: str) -> dict[str, Any]:
     run = Run(name, record.store, record)
     latest = run.latest_reward()
     return {
-        "pipeline": record.pipeline,
-        "phase": run.phase,
-        "message": _why(run),
-        "created": record.created,
-        "iteration": run.iteration,
+        **_progress(run),
         "mean_reward": latest.value if latest else None,
         "how": latest.how if latest else None,
     }

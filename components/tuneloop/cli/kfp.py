@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tuneloop.cli.arguments import CONFIG, JSON, OUTPUT, PIPELINE, RUN, SETS
+from tuneloop.cli.arguments import CONFIG, JSON, OUTPUT, PIPELINE, REMOTE_STORE, RUN, SCHEDULE, SETS, SUBMITTED
 from tuneloop.cli.author import print_or_write_text
 from tuneloop.cli.inspect import print_json
+from tuneloop.cli.tables import print_table
+from tuneloop.core.errors import UserError
+from tuneloop.kfp import client
 
 ENDPOINT = Annotated[
     str | None, typer.Option("--endpoint", envvar="KF_PIPELINES_ENDPOINT", help="URL of the KFP API, or of its UI.")
 ]
-STORE = Annotated[str, typer.Option("--store", help="Where artifacts lie, as the pods reach it: s3://bucket/prefix.")]
 ROOT = Annotated[
     str | None, typer.Option("--pipeline-root", help="Where KFP keeps handles and previews; default: the backend's.")
 ]
@@ -38,8 +41,6 @@ def render_pipeline(
     ] = False,
 ) -> None:
     """Print the compiled pipeline as YAML. It is what the UI takes as an upload; equal settings, equal bytes."""
-    import tempfile
-
     from tuneloop.kfp.client import compile_to
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -52,8 +53,8 @@ def render_pipeline(
 @app.command("submit")
 def submit_run(
     pipeline: PIPELINE,
-    run: Annotated[str, typer.Option("--run", help="Name of the run; the same again resumes it once it has ended.")],
-    store: STORE,
+    run: SUBMITTED,
+    store: REMOTE_STORE,
     config: CONFIG = None,
     sets: SETS = None,
     endpoint: ENDPOINT = None,
@@ -62,8 +63,6 @@ def submit_run(
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Let KFP skip tasks that it has seen.")] = True,
 ) -> None:
     """Start a run, or resume the one of that name."""
-    from tuneloop.kfp import client
-
     built = build_kfp_pipeline(pipeline, config, sets)
     run_id = client.submit_run(
         client.connect_to_kfp(endpoint), built, run=run, store=store, root=root, cache=cache, experiment=experiment
@@ -75,7 +74,7 @@ def submit_run(
 def schedule_pipeline(
     pipeline: PIPELINE,
     name: Annotated[str, typer.Option("--name", help="Of the schedule; each run adds the time of its tick.")],
-    store: STORE,
+    store: REMOTE_STORE,
     cron: Annotated[str, typer.Option("--cron", help="Five fields, as in '0 3 * * *'; KFP's seconds are 0.")],
     config: CONFIG = None,
     sets: SETS = None,
@@ -84,8 +83,6 @@ def schedule_pipeline(
     experiment: EXPERIMENT = "tuneloop",
 ) -> None:
     """Run a pipeline at each tick of the clock, one run at a time."""
-    from tuneloop.kfp import client
-
     built = build_kfp_pipeline(pipeline, config, sets)
     client.create_schedule(
         client.connect_to_kfp(endpoint), built, name=name, store=store, cron=cron, root=root, experiment=experiment
@@ -95,12 +92,10 @@ def schedule_pipeline(
 
 @app.command("unschedule")
 def unschedule_pipeline(
-    name: Annotated[str, typer.Argument(help="Of the schedule.")],
+    name: SCHEDULE,
     endpoint: ENDPOINT = None,
 ) -> None:
     """End a schedule; its runs stay."""
-    from tuneloop.kfp import client
-
     client.delete_schedule(client.connect_to_kfp(endpoint), name)
     typer.echo(f"{name}: no longer scheduled")
 
@@ -108,9 +103,6 @@ def unschedule_pipeline(
 @app.command("status")
 def show_status(run: RUN, as_json: JSON = False, endpoint: ENDPOINT = None) -> int:
     """Show the tasks of a run. Ends with 1 if the run has failed."""
-    from tuneloop.cli.tables import print_table
-    from tuneloop.kfp import client
-
     found = client.find_run(client.connect_to_kfp(endpoint), run)
     tasks = client.list_tasks(found)
     if as_json:
@@ -130,8 +122,6 @@ def show_logs(
     endpoint: ENDPOINT = None,
 ) -> None:
     """Print what the tasks of a run wrote, each line behind its task; that of pods already deleted is gone."""
-    from tuneloop.kfp import client
-
     for name, line in client.read_logs(client.connect_to_kfp(endpoint), run, task):
         typer.echo(f"{name} | {line}")
 
@@ -139,8 +129,6 @@ def show_logs(
 @app.command("stop")
 def stop_run(run: RUN, endpoint: ENDPOINT = None) -> None:
     """End a run; submitting it again goes on where it stopped."""
-    from tuneloop.kfp import client
-
     ended = client.stop_run(client.connect_to_kfp(endpoint), run)
     typer.echo(f"{run}: stopped" if ended else f"{run}: was not under way")
 
@@ -154,7 +142,6 @@ def build_kfp_pipeline(pipeline: str, config: Path | None, sets: list[str] | Non
     from importlib.util import find_spec
 
     from tuneloop.config.loading import find_pipeline
-    from tuneloop.core.errors import UserError
 
     found = find_pipeline(pipeline)
     if not hasattr(found.module, "build_kfp"):
@@ -177,8 +164,6 @@ def route_arguments(arguments: list[str]) -> list[str]:
     Raises:
         UserError: another target.
     """
-    from tuneloop.core.errors import UserError
-
     words = [word for each in arguments for word in (each.split("=", 1) if each.startswith("--to=") else [each])]
     if "--to" not in words:
         return arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tuneloop.cli.live import get_stage_name, iteration_of
 from tuneloop.cli.tables import print_table
-from tuneloop.core.errors import EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE
+from tuneloop.core.errors import EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE, UserError
 from tuneloop.core.store import normalize_url
 from tuneloop.local.journal import BROKEN, Node
 from tuneloop.runs.run_record import Run
@@ -125,8 +126,6 @@ def format_store_option(store: str) -> str:
 
 def show_weights(run: Run) -> None:
     """Print the checkpoints of a run: version, maker, digest, bytes, age, who used it, which is newest."""
-    import time
-
     rows, held = [], run.checkpoints
     for entry in held:
         files = entry.manifest.files
@@ -149,7 +148,6 @@ def show_weights(run: Run) -> None:
 
 def write_report(run: Run, output: Path | None = None) -> Path:
     """Write the run's page, by default beside its local state."""
-    from tuneloop.core.errors import UserError
     from tuneloop.runs.report import render_page
 
     path = output or run.directory / "report.html"

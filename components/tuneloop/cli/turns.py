@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tuneloop.cli.arguments import CONTEXT, NAMESPACE
+from tuneloop.core.errors import UserError
+from tuneloop.kube.connection import connect_to_cluster
 
 if TYPE_CHECKING:
     from tuneloop.sharing.document import Document, Seat
@@ -35,14 +37,12 @@ def show_device_leases(
 
 
 def _in_cluster(namespace: str, context: str | None) -> dict[str, Document]:
-    from tuneloop.kube.connection import connect_to_cluster
     from tuneloop.sharing.lease import read_groups
 
     return read_groups(connect_to_cluster(namespace, context))
 
 
 def _in_store(store: str, group: str | None) -> dict[str, Document]:
-    from tuneloop.core.errors import UserError
     from tuneloop.sharing.file import STORED
     from tuneloop.sharing.opening import open_turns
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuneloop.cli.arguments import STORE
+from tuneloop.cli.arguments import DELETE, STORE
+from tuneloop.cli.tables import print_table
+from tuneloop.core.errors import UserError
 
 if TYPE_CHECKING:
     from tuneloop.runs.run_record import Run
@@ -78,7 +80,6 @@ def diff_weights(
     store: STORE = "runs",
 ) -> None:
     """Say which tensors differ between two published versions, and in how many of their elements."""
-    from tuneloop.cli.tables import print_table
     from tuneloop.weights import diff_versions
 
     found = diff_versions(_root(name, store), first, second)
@@ -93,7 +94,7 @@ def delete_unused_weights(
     name: NAME,
     keep: Annotated[int, typer.Option(min=1, help="How many of the newest stay.")] = 1,
     pin: Annotated[list[int] | None, typer.Option(help="A version that stays, as a replica serves it.")] = None,
-    delete: Annotated[bool, typer.Option("--delete", help="Delete; without it only say what would be.")] = False,
+    delete: DELETE = False,
     store: STORE = "runs",
 ) -> None:
     """Drop published versions that nothing needs: neither kept nor pinned, nor the base of one that is."""
@@ -113,7 +114,6 @@ def published_root(run: Run) -> str | None:
 
 
 def _root(name: str, store: str) -> str:
-    from tuneloop.core.errors import UserError
     from tuneloop.runs.run_record import Run
 
     if "/" in name:
@@ -125,7 +125,6 @@ def _root(name: str, store: str) -> str:
 
 
 def _listed(root: str) -> list[Listed]:
-    from tuneloop.core.errors import UserError
     from tuneloop.weights import list_versions
 
     if found := list_versions(root):
@@ -135,7 +134,6 @@ def _listed(root: str) -> list[Listed]:
 
 def _show_published(root: str) -> None:
     """Print the versions below a root: how each is stored, and in how many bytes."""
-    from tuneloop.cli.tables import print_table
     from tuneloop.runs.summary import format_size
 
     columns = ("published", "base", "stored as", "bytes", "of full", "elements changed")
@@ -155,7 +153,6 @@ def _show_published(root: str) -> None:
 
 def _verify_published(root: str, version: int | None) -> int:
     """Assemble versions and compare every tensor; return 2 where one cannot be assembled, or differs."""
-    from tuneloop.core.errors import UserError
     from tuneloop.weights import verify_version
 
     first: dict[str, int] = {}
@@ -171,7 +168,6 @@ def _verify_published(root: str, version: int | None) -> int:
 
 
 def _verify_checkpoints(run: Run, version: int | None) -> int:
-    from tuneloop.core.errors import UserError
     from tuneloop.runs.run_record import verify_artifact
 
     held = run.checkpoints

@@ -47,12 +47,8 @@ class Jobs:
             self.batch.create_namespaced_job(wanted.namespace, self._job(name, wanted, creator, artifacts), **TIMEOUT)
 
     def get(self, namespace: str, name: str) -> Session | None:
-        sessions = [
-            session
-            for session in self._list(namespace, f"{LABEL}={name}")
-            if session.name == name and session.phase != "ending"
-        ]
-        return sessions[0] if sessions else None
+        sessions = self._list(namespace, f"{LABEL}={name}")
+        return next((each for each in sessions if each.name == name and each.phase != "ending"), None)
 
     def sessions(self, namespace: str) -> list[Session]:
         return self._list(namespace, LABEL)

@@ -213,19 +213,17 @@ class Follower:
 @contextmanager
 def mirror_in_background(run: Run, *, enabled: bool = True) -> Iterator[Follower]:
     """Mirror `run` while the block runs, in another process: no stage waits for the import of MLflow."""
-    told = Follower()
     if not enabled:
-        yield told
+        yield Follower()
         return
     if importlib.util.find_spec("mlflow") is None:
-        told.said = MISSING
-        yield told
+        yield Follower(MISSING)
         return
     if trouble := probe_server():
-        told.said = f"not mirrored: {format_tracking_uri()} {trouble}; `tuneloop track {run.name}` does it later"
         print_diagnostic(f"MLflow: {format_tracking_uri()} {trouble}: the run goes on without it", 0)
-        yield told
+        yield Follower(f"not mirrored: {format_tracking_uri()} {trouble}; `tuneloop track {run.name}` does it later")
         return
+    told = Follower()
     log = run.directory / "mlflow.log"
     with log.open("w") as errors:
         child = subprocess.Popen(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tuneloop.core import fencing
-from tuneloop.core.errors import Retryable, UserError, report_error
+from tuneloop.core.errors import Retryable, UserError, print_diagnostic, report_error
 from tuneloop.sharing.document import POLICIES
 from tuneloop.sharing.opening import open_turns
 from tuneloop.sharing.turns import Turns
@@ -67,7 +67,7 @@ def serve_lease(url: str, flags: argparse.Namespace, stop: threading.Event) -> N
             raise
         refusal = fencing.Grant(group=flags.group, number=0, ticket="", renewed=0, until=-1, refused=str(error))
         fencing.write_lease_grant(file, refusal)
-        _say(str(error))
+        print_diagnostic(f"turn: {error}", 0)
         stop.wait()
 
 
@@ -75,7 +75,7 @@ def hold_lease(turns: Turns, file: Path, stop: threading.Event) -> None:
     """Hold a device lease, and keep its grant in `file`, until `stop`. Raises as `Turns.acquire`."""
     if not file.exists():
         with turns.acquire(stop=stop, told=lambda grant: fencing.write_lease_grant(file, grant)) as held:
-            _say(f"turn {held.number} of group {turns.group}")
+            print_diagnostic(f"turn: turn {held.number} of group {turns.group}", 0)
             stop.wait()
         return
     standing = fencing.Grant.model_validate_json(file.read_bytes())
@@ -83,17 +83,13 @@ def hold_lease(turns: Turns, file: Path, stop: threading.Event) -> None:
         held = turns.resume(standing, stop)
     except Retryable as error:
         fencing.write_lease_grant(file, standing.model_copy(update={"until": -1.0}))
-        _say(str(error))
+        print_diagnostic(f"turn: {error}", 0)
         stop.wait()
     else:
         with held.renewing(lambda grant: fencing.write_lease_grant(file, grant)):
-            _say(f"goes on with turn {held.number} of group {turns.group}")
+            print_diagnostic(f"turn: goes on with turn {held.number} of group {turns.group}", 0)
             stop.wait()
     turns.quit(standing.ticket)  # now the stage has ended: what it held may be another's
-
-
-def _say(line: str) -> None:
-    print(f"turn: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

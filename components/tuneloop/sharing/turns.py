@@ -226,8 +226,8 @@ class Held:
     def grant(self) -> Grant:
         """What `tuneloop.core.fencing` needs to know."""
         until = -1.0 if self.lost.is_set() else self.renewed + SAFE * self.turns.patience
-        about = {"group": self.turns.group, "number": self.number, "ticket": self.ticket}
-        return Grant(renewed=self.renewed, until=until, **about)
+        group = self.turns.group
+        return Grant(group=group, number=self.number, ticket=self.ticket, renewed=self.renewed, until=until)
 
     def check(self) -> None:
         """Make sure of the turn, by this machine's clock alone.
