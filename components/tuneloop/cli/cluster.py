@@ -66,11 +66,14 @@ def submit_run(
     from tuneloop.cluster import submit as argo
     from tuneloop.cluster.preflight import check_cluster, list_notices
     from tuneloop.config.loading import find_pipeline
-    from tuneloop.inference.fleet.graph import find_api_version
+    from tuneloop.inference.fleet.graph import bring_up, find_api_version
 
     graph = _graph(fleet, run, namespace) if fleet else None
     found = find_pipeline(pipeline)
-    workflow = found.build(found.configure(config, [*_rolled_out_by(graph), *(sets or ())]))
+    fleet_sets = []
+    if graph:  # rollouts are the graph's
+        fleet_sets = ["engine.name=endpoint", "engine.fleet=dynamo://{name}.{namespace}".format(**graph["metadata"])]
+    workflow = found.build(found.configure(config, [*fleet_sets, *(sets or ())]))
     made = run_workflows.prepare_workflow(workflow, run=run, store=store, namespace=namespace, priority=priority)
     for notice in list_notices(made):
         typer.echo(f"note: {notice}", err=True)
@@ -87,7 +90,11 @@ def submit_run(
         typer.echo(f"{run}: can be submitted to {there.context}, namespace {namespace}")
         return 0
     begun = time.monotonic()
-    name = _start(there, made, run, graph)
+
+    def create() -> str:
+        return argo.create_workflow(there, made, run)
+
+    name = bring_up(there, graph, create, tell=typer.echo) if graph else create()
     options = f" --namespace {namespace}" if namespace != "tuneloop" else ""
     options += f" --context {context}" if context else ""
     typer.echo(f"{run}: submitted as workflow {name}; see `tuneloop cluster status {run}{options}`")
@@ -106,22 +113,6 @@ def _graph(manifest: Path, run: str, namespace: str) -> dict[str, Any]:
     from tuneloop.workflow.settings import RUN_LABEL
 
     return render_graph(read_yaml_documents(manifest), namespace=namespace, labels={RUN_LABEL: run})
-
-
-def _rolled_out_by(graph: dict[str, Any] | None) -> list[str]:
-    """Return the settings of a pipeline that rolls out with a graph."""
-    if graph is None:
-        return []
-    return ["engine.name=endpoint", "engine.fleet=dynamo://{name}.{namespace}".format(**graph["metadata"])]
-
-
-def _start(there: Connection, made: dict[str, Any], run: str, graph: dict[str, Any] | None) -> str:
-    from tuneloop.cluster import submit as argo
-    from tuneloop.inference.fleet.graph import bring_up
-
-    if graph is None:
-        return argo.create_workflow(there, made, run)
-    return str(bring_up(there, graph, lambda: argo.create_workflow(there, made, run), tell=typer.echo))
 
 
 def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: bool) -> int:
@@ -234,7 +225,8 @@ def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloo
 
     seen = read_status(connect_to_cluster(namespace, context), run)
     if as_json:
-        print_json(_told(seen))
+        told = {name: value for name, value in asdict(seen).items() if name != "nodes"}
+        print_json({**told, "stages": [asdict(stage) for stage in _stages(seen)]})
         return
     typer.echo(f"{run}  {seen.phase}  {seen.message}".rstrip())
     typer.echo(f"  workflows    {', '.join(seen.workflows)}")
@@ -297,12 +289,6 @@ def _print_logs(
         if line.strip():
             said[name] = line.strip()
     return said
-
-
-def _told(seen: Status) -> dict[str, Any]:
-    """Describe a run on a cluster for programs."""
-    kept = {name: value for name, value in asdict(seen).items() if name != "nodes"}
-    return {**kept, "stages": [asdict(stage) for stage in _stages(seen)]}
 
 
 def _stages(seen: Status) -> list[Stage]:

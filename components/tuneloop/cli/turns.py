@@ -28,18 +28,14 @@ def show_device_leases(
     A holder that is silent for the group's patience loses its turn without help, as soon as somebody waits for it. One
     that works too long is ended with its run: `tuneloop cluster stop RUN`, here `tuneloop stop RUN`.
     """
-    found = _in_store(store, group) if store else _in_cluster(namespace, context)
+    from tuneloop.sharing.lease import read_groups
+
+    found = _in_store(store, group) if store else read_groups(connect_to_cluster(namespace, context))
     chosen = {name: document for name, document in found.items() if group in (None, name)}
     for name, document in chosen.items():
         typer.echo("\n".join(_told(name, document)))
     if not chosen:
         typer.echo(f"no turn is had or waited for{f' in group {group}' if group else ''}")
-
-
-def _in_cluster(namespace: str, context: str | None) -> dict[str, Document]:
-    from tuneloop.sharing.lease import read_groups
-
-    return read_groups(connect_to_cluster(namespace, context))
 
 
 def _in_store(store: str, group: str | None) -> dict[str, Document]:

@@ -37,7 +37,8 @@ def print_verdict(
     code, message = argo.exit_code(last), last.get("status", {}).get("message")
     why = f": {message}" if message else ""
     ended = f"{run_workflows.get_workflow_phase(last).lower()}{why}, exit code {code}" if code else "succeeded"
-    facts = format_facts({"mean reward": _reward(pods, _evaluators(workflows)), "model": _model(pods)})
+    model = next((pod.outputs["model"] for pod in reversed(pods) if "model" in pod.outputs), "")
+    facts = format_facts({"mean reward": _reward(pods, _evaluators(workflows)), "model": model})
     typer.echo("\n".join(filter(None, (f"\n{run}: {ended} ({seconds:.1f} s)", facts))))
     if code:
         failed = find_failed_pod(read_nodes(last).values())
@@ -66,7 +67,3 @@ def _reward(pods: Sequence[Node], evaluators: Container[str]) -> str:
     scored = [pod for pod in rewards if pod.template in evaluators] or rewards
     shown = [f"{float(pod.outputs['mean-reward']):.3f} ({get_stage_name(pod)})" for pod in scored]
     return " → ".join(dict.fromkeys((*shown[:1], *shown[-1:])))
-
-
-def _model(pods: Sequence[Node]) -> str:
-    return next((pod.outputs["model"] for pod in reversed(pods) if "model" in pod.outputs), "")

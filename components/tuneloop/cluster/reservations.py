@@ -58,13 +58,14 @@ def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = 
         UserError: the group's claims are for other devices, or the account may not change them.
         Retryable: the API server is in trouble.
     """
+    selector = f"{GROUP_LABEL}={share.group},{f'{ROLE_LABEL}={role}' if role else f'!{ROLE_LABEL}'}"
     release_ended_runs(cluster)
     with translate_api_errors(cluster):
         run = cluster.get(*WORKFLOWS, workflow)["metadata"].get("labels", {}).get(RUN_LABEL)
         if run is None:
             raise UserError("workflow", workflow, f"has no label {RUN_LABEL}: send it by `tuneloop submit`")
         while True:
-            there, active = list_claims(cluster, _selector(share, role)), _active(cluster)
+            there, active = list_claims(cluster, selector), _active(cluster)
             if run not in active:
                 raise Retryable(f"run: {run}: has no workflow any more that is under way")
             standing = {_name(claim): claim for claim in there if not is_claim_terminating(claim)}
@@ -184,10 +185,6 @@ def _check_alike(claim: Mapping[str, Any], share: Share) -> None:
     if (claim["kind"], asked) != (new["kind"], _wanted(share)):
         remedy = f"{claim['kind']} {_name(claim)} of the group has {json.dumps(asked)}: ask for it, or choose a group"
         raise UserError("cluster.share", json.dumps(_wanted(share)), remedy)
-
-
-def _selector(share: Share, role: str) -> str:
-    return f"{GROUP_LABEL}={share.group},{f'{ROLE_LABEL}={role}' if role else f'!{ROLE_LABEL}'}"
 
 
 def _active(cluster: Connection, without: str = "") -> Active:

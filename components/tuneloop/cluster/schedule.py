@@ -133,7 +133,8 @@ def build_data_check_spec(workflow: Mapping[str, Any], name: str) -> dict[str, A
     )
     if data is None:
         raise UserError("pipeline", name, "has no stage data_prep, whose prompts say whether there is new data")
-    task = _task_of(spec, data["name"])
+    tasks = (task for t in spec["templates"] for task in t.get("dag", {}).get("tasks", ()))
+    task = dict(next(task for task in tasks if task["template"] == data["name"]))
     given = [p for p in task["arguments"]["parameters"] if p["name"] != "prompts"]
     task["arguments"] = {"parameters": [*given, {"name": "prompts", "value": f"file://{SCRATCH}/prompts"}]}
     task.pop("depends", None)
@@ -145,11 +146,6 @@ def build_data_check_spec(workflow: Mapping[str, Any], name: str) -> dict[str, A
     labels.pop(RUN_LABEL)
     spec.pop("onExit", None)  # it holds no seat
     return {**spec, "entrypoint": "main", "templates": [data, _start(data), main]}
-
-
-def _task_of(spec: Mapping[str, Any], template: str) -> dict[str, Any]:
-    tasks = (task for t in spec["templates"] for task in t.get("dag", {}).get("tasks", ()))
-    return dict(next(task for task in tasks if task["template"] == template))
 
 
 def _start(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
 
     _until(ended, timeout, f"{run}: workflow did not end")
     _delete_jobs(cluster, run)
-    _until(lambda: not _alive(cluster, run), timeout, f"{run}: pods did not end")
+    _until(lambda: not _has_pods(cluster, run), timeout, f"{run}: pods did not end")
     _leave_seats(cluster)
     release_leases(cluster, run)
     return len(stopped)
@@ -150,10 +150,9 @@ def _delete_jobs(cluster: Connection, run: str) -> None:
                     raise
 
 
-def _alive(cluster: Connection, run: str) -> list[Any]:
+def _has_pods(cluster: Connection, run: str) -> bool:
     with translate_api_errors(cluster):
-        pods = cluster.list_pods(f"{RUN_LABEL}={run}")
-    return [pod for pod in pods if pod.status.phase in ("Pending", "Running")]
+        return any(pod.status.phase in ("Pending", "Running") for pod in cluster.list_pods(f"{RUN_LABEL}={run}"))
 
 
 def _until(done: Callable[[], bool], timeout: float, what: str) -> None:

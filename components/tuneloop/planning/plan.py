@@ -69,7 +69,8 @@ def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, fl
             sums.append(f"  {stage.name}: " + " + ".join(f"{text} = {format_size(count)}" for text, count in parts))
             sums[-1] += f"; with its programs {format_size(memory_estimate.compute_memory_request([stage], parts))}"
     told = f"{model.name}: {model.parameters:,} parameters ({model.how})" if isinstance(model, Model) else model
-    lines = [f"work at most\n{_lines(estimate_work(stages, pods))}", f"memory of {told}", *sums]
+    work = [f"  {stage}: {text}" for stage, text in estimate_work(stages, pods)]
+    lines = ["work at most", *work, f"memory of {told}", *sums]
     lines += colocation.describe_colocation(workflow, model.parameters if isinstance(model, Model) else None)
     overlapped = any(call["name"] == "ahead" for template in templates.values() for call in list_calls(template))
     spread = any(stage.nodes > 1 for stage in stages if stage.name in loop)
@@ -123,10 +124,6 @@ def estimate_work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tupl
             yield stage.name, f"{times * steps:,.0f} optimizer steps × {batch:g} examples{tokens}"
         elif stage.role == "evaluator" and (limit := value("limit")):
             yield stage.name, f"{times} × at most {limit:g} completions"
-
-
-def _lines(facts: Iterator[tuple[str, str]]) -> str:
-    return "\n".join(f"  {name}: {text}" for name, text in facts)
 
 
 def _count(

@@ -88,7 +88,8 @@ def _dead(key: str, roots: Mapping[str, str | None]) -> tuple[str, str] | None:
     for depth in range(1, len(parts)):
         above = "/".join(parts[:depth]) + "/"
         if above not in roots:
-            if parts[depth].startswith("data-") and depth < len(parts) - 1 and not _inside(above, roots):
+            inside = any(above.startswith(place) for place in roots)  # an artifact whose manifest is further up
+            if parts[depth].startswith("data-") and depth < len(parts) - 1 and not inside:
                 return above + parts[depth], "attempt of a stage that did not commit"
             continue
         if roots[above] is None or parts[depth] in (MANIFEST, roots[above]):
@@ -98,11 +99,6 @@ def _dead(key: str, roots: Mapping[str, str | None]) -> tuple[str, str] | None:
         if depth < len(parts) - 1:
             return above + parts[depth], "attempt that was not the one to commit"
     return None
-
-
-def _inside(above: str, roots: Mapping[str, str | None]) -> bool:
-    """Return whether a directory holds an artifact whose manifest is somewhere above it."""
-    return any(above.startswith(place) for place in roots)
 
 
 def _old(run: Run, keep: int, files: Mapping[str, tuple[int, float]]) -> Iterator[Leftover]:

@@ -28,10 +28,11 @@ def format_size(count: float) -> str:
 def summarize_run(run: Run, report: Path | None = None, mlflow: str = "") -> str:
     """Summarize the results of a run, one aligned line per fact."""
     model = next((entry for entry in reversed(run.entries) if entry.manifest.kind == "model"), None)
+    by_stage = {stage: sum(seconds for _, seconds in points) for stage, points in run.phase_seconds().items()}
     facts = {
         "mean reward": reward_line(run),
         "iterations": iterations_line(run),
-        "seconds": "  ".join(f"{name} {seconds:.1f}" for name, seconds in _by_stage(run)),
+        "seconds": "  ".join(f"{stage} {seconds:.1f}" for stage, seconds in by_stage.items()),
         "ran on": ", ".join(list_devices(run.entries)),
         "model": f"{run.url}/{model.key}/{model.manifest.root}" if model else "",
         "report": str(report or (run.directory / "report.html" if (run.directory / "report.html").exists() else "")),
@@ -42,7 +43,7 @@ def summarize_run(run: Run, report: Path | None = None, mlflow: str = "") -> str
 
 def format_facts(facts: Mapping[str, str]) -> str:
     """Format facts as aligned lines, one per fact that is known."""
-    return "\n".join(f"  {name:<12} {_plain(text)}" for name, text in facts.items() if text)
+    return "\n".join(f"  {name:<12} {text.replace('file://', '')}" for name, text in facts.items() if text)
 
 
 def reward_line(run: Run) -> str:
@@ -83,11 +84,3 @@ def result_line(iteration: int | None, results: Mapping[str, float | str]) -> st
     for name, value in results.items():
         shown.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
     return "  ".join(shown)
-
-
-def _by_stage(run: Run) -> list[tuple[str, float]]:
-    return [(stage, sum(seconds for _, seconds in points)) for stage, points in run.phase_seconds().items()]
-
-
-def _plain(text: str) -> str:
-    return text.replace("file://", "")

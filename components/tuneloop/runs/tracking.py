@@ -114,7 +114,9 @@ class Mirror:
             self.experiment = self.client.get_run(self.adopted).info.experiment_id
             self.parent = self.adopted
         else:
-            self.experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or pipeline)
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or pipeline
+            found = self.client.get_experiment_by_name(name)
+            self.experiment = str(found.experiment_id if found else self.client.create_experiment(name))
             started = run.record.created if run.record else min((e.started for e in run.entries), default=time.time())
             self.parent = self._find_or_make(self.key, run.name, started, {})
             self.client.update_run(self.parent, status="RUNNING")  # a resumed run goes on in the same one
@@ -168,10 +170,6 @@ class Mirror:
         children = f", {len(self.children)} iterations" if self.children else ""
         name = self.client.get_run(self.parent).info.run_name
         return f"{format_tracking_uri()}, experiment {experiment}, run {name}{children}"
-
-    def _experiment(self, name: str) -> str:
-        found = self.client.get_experiment_by_name(name)
-        return str(found.experiment_id if found else self.client.create_experiment(name))
 
     def _child(self, entry: Entry) -> str:
         assert entry.iteration is not None
