@@ -118,7 +118,7 @@ def _loop(stage: Container, stages: int, here: str, told: bool = True) -> DAG:
     own = {"iteration": f"string({IN % 'iteration'})", "told": f"tasks['s{stages}'].outputs.parameters.told"}
     outputs = [Parameter(name=k, value_from=ValueFrom(expression=last % (k, own[k]))) for k in names]
     with DAG(name="loop", inputs=[Parameter(name=n) for n in names], outputs=outputs if told else None) as loop:
-        before = None
+        before: Any = None
         for index in range(1, stages + 1):
             task = stage(name=f"s{index}", arguments={"told": IN % "iteration"} if told else {})
             before = before >> task if before else task

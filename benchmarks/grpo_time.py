@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 TARGET, WINDOW = 0.95, 5
-LOOPS = {
+LOOPS: dict[str, dict[str, object]] = {
     "pod": {"engine.name": "transformers", "loop.iterations_per_pod": 60},
     "stage": {"engine.name": "transformers"},
     "vllm": {"engine.name": "vllm"},
@@ -53,7 +53,7 @@ def ours(work: Path, seed: int, loop: str, iterations: int) -> tuple[list[float]
     from tuneloop.runs.run_record import Run
 
     began = time.time()
-    settings = {"seed": seed, "loop.iterations": iterations, "loop.target_reward": 2, **LOOPS[loop]}
+    settings: dict[str, object] = {"seed": seed, "loop.iterations": iterations, "loop.target_reward": 2, **LOOPS[loop]}
     command = [sys.executable, "-m", "tuneloop.cli", "run", "sft_then_grpo", "--run", loop, "--store", str(work)]
     command += [f"--set={name}={value}" for name, value in settings.items()]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -89,7 +89,8 @@ def trl_worker(model: str, prompts: str, seed: str, iterations: str) -> None:
 
     class Clock(transformers.TrainerCallback):
         def on_train_begin(self, *_: object, **__: object) -> None:
-            self.start, self.ends, self.started = time.perf_counter(), [], time.time()
+            self.start, self.started = time.perf_counter(), time.time()
+            self.ends: list[float] = []
 
         def on_step_end(self, *_: object, **__: object) -> None:
             self.ends.append(time.perf_counter() - self.start)

@@ -112,8 +112,8 @@ def gateway(cluster: Connection, tmp_path_factory: pytest.TempPathFactory) -> It
         kubectl("-n", "tuneloop", "rollout", "status", DEPLOYMENT, "--timeout=600s")
         user = token("gateway-user", "tuneloop")
         headers = {"Authorization": f"Bearer {user}"}
-        about = {"base_url": f"http://127.0.0.1:{PORT}", "headers": headers, "timeout": 60}
-        with httpx.Client(**about, transport=Retrying()) as http:
+        url = f"http://127.0.0.1:{PORT}"
+        with httpx.Client(base_url=url, headers=headers, timeout=60, transport=Retrying()) as http:
             until(lambda: answers(http))
             yield SimpleNamespace(http=http, token=user, url=str(http.base_url))
     finally:
@@ -203,7 +203,7 @@ def test_a_session_goes_on_while_its_gateway_dies(gateway: SimpleNamespace, root
     model = service.create_lora_training_client(base_model=base.ref, rank=0).result()
     datum = tinker.Datum(
         model_input=tinker.ModelInput.from_ints([5, 6, 7]),
-        loss_fn_inputs={"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]},
+        loss_fn_inputs={"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]},  # type: ignore[dict-item]
     )
     losses = []
     for step in range(8):

@@ -80,7 +80,7 @@ class Tasks:
         kubectl("-n", self.namespace, "delete", "pod", name)
         told = json.loads(said.rpartition("EXECUTOR OUTPUT ")[2]) if code == 0 else {"artifacts": {}}
         artifacts = [listed["artifacts"][0].get("metadata", {}) for listed in told["artifacts"].values()]
-        handle = next((about for about in artifacts if "ref" in about), {})
+        handle: dict[str, Any] = next((about for about in artifacts if "ref" in about), {})
         return code, said, {**told.get("parameterValues", {}), **handle}
 
     def _pod(self, name: str, image: str, command: list[str]) -> None:
@@ -180,6 +180,6 @@ def test_a_trainjob_of_two_pods_as_a_component_of_any_pipeline(
     try:
         code, said, _ = own_tasks.start("trainjob", {**made, "prompts": made["policy"]}, **wrong)
     finally:  # a runtime outlasts its deletion as long as a job names it
-        for job in (told["job"], job_name(wrong["job_name"])):
-            kubectl("-n", tasks.namespace, "delete", "trainjobs", job, "--ignore-not-found")
+        for name in (told["job"], job_name(wrong["job_name"])):
+            kubectl("-n", tasks.namespace, "delete", "trainjobs", name, "--ignore-not-found")
     assert code == 2 and "holds no sft.parquet" in said, said

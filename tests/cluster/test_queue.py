@@ -15,7 +15,7 @@ from tuneloop.workflow.settings import RUN_LABEL
 pytestmark = pytest.mark.cluster
 
 
-def until(what: Callable[[], bool], seconds: float = waiting.LIMIT_S) -> None:
+def until(what: Callable[[], object], seconds: float = waiting.LIMIT_S) -> None:
     waiting.until(what, seconds, pause=0.5)
 
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import yaml
@@ -29,7 +30,7 @@ def server(cluster: Connection) -> Iterator[str]:
 
 
 def test_a_pipeline_file_submits_itself_and_returns_how_the_run_ended(
-    cluster: Connection, server: str, run: str, tmp_path, monkeypatch: pytest.MonkeyPatch
+    cluster: Connection, server: str, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first stage has no data to read: the user's mistake, exit code 2."""
     monkeypatch.setenv("ARGO_SERVER", server)

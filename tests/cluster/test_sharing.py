@@ -103,7 +103,7 @@ def pipeline(share: Share) -> dict[str, Any]:
     using.accelerator = True
     settings = {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0}
     with define_workflow("shared", cluster=cluster) as built:
-        prepare = stage_template(using, settings, cluster=cluster)
+        prepare: Any = stage_template(using, settings, cluster=cluster)
         prepare.command = ["sh", "-c", f'sleep 8; exec {" ".join(prepare.command)} "$@"', "sh"]
         proceed = proceed_template("second", (), cluster)
         over = Container(name="over", command=["true"], **pod_fields("base", False, cluster), **retry_fields())

@@ -34,7 +34,7 @@ def sharing(group: str, stages: int = 0, seconds: int = 0) -> dict[str, Any]:
     with define_workflow("turns", cluster=shared) as built:
         fields = {**pod_fields("base", True, shared), **retry_fields()}
         hold = Container(name="hold", command=["sleep"], args=[str(seconds)], **fields)
-        stage = stage_template(data_prep, {"train": 8, "eval": 4, "sft": 0}, dynamic=["seed"], cluster=shared)
+        stage: Any = stage_template(data_prep, {"train": 8, "eval": 4, "sft": 0}, dynamic=["seed"], cluster=shared)
         stage.labels = fields["labels"]  # the least of all stages, made one that uses devices
         for made in (hold, stage):
             take_turns(made, shared)

@@ -41,7 +41,7 @@ from tuneloop.runs.run_record import Run
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 
 
-def follow(root: Path, *options: str) -> Running:
+def follow(root: Path | str, *options: str) -> Running:
     """A server that follows `root`, once it serves."""
     return launch("--weights", str(root), "--poll-interval", "0.1", *options)
 
@@ -78,7 +78,7 @@ def step(before: Artifact, url: Path, version: int) -> Artifact:
     return Artifact(str(url))
 
 
-def publish(root: Path, policy: Artifact) -> weights.Published:
+def publish(root: Path | str, policy: Artifact) -> weights.Published:
     return weights.publish_version(
         str(root), policy.manifest.facts["version"], policy.path / "model", source=policy.manifest.digest
     )

@@ -225,8 +225,8 @@ def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloo
 
     seen = read_status(connect_to_cluster(namespace, context), run)
     if as_json:
-        told = {name: value for name, value in asdict(seen).items() if name != "nodes"}
-        print_json({**told, "stages": [asdict(stage) for stage in _stages(seen)]})
+        fields = {name: value for name, value in asdict(seen).items() if name != "nodes"}
+        print_json({**fields, "stages": [asdict(stage) for stage in _stages(seen)]})
         return
     typer.echo(f"{run}  {seen.phase}  {seen.message}".rstrip())
     typer.echo(f"  workflows    {', '.join(seen.workflows)}")
