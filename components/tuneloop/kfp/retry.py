@@ -15,7 +15,14 @@ from pathlib import Path
 
 from tuneloop.core.attempts import BUDGET
 from tuneloop.core.ends import AWAY, AWAY_BUDGET, INTERRUPTION, classify_end
-from tuneloop.core.errors import EXIT_RETRY, TERMINATION_LOG, write_termination_message
+from tuneloop.core.errors import (
+    EXIT_RETRY,
+    TERMINATION_LOG,
+    Retryable,
+    UserError,
+    report_error,
+    write_termination_message,
+)
 
 PAUSE_S = 10.0
 """Seconds between two attempts, as on Argo."""
@@ -58,6 +65,19 @@ def retry_in_process(run: Callable[[], int], read_progress: Callable[[], str], p
     if line:
         write_termination_message(line)
     return code
+
+
+def report_errors(call: Callable[[], None]) -> Callable[[], int]:
+    """Return `call` as a function that returns an exit code, and prints the line of what it raises."""
+
+    def run() -> int:
+        try:
+            call()
+        except (UserError, Retryable) as error:
+            return report_error(error)
+        return 0
+
+    return run
 
 
 def _run_and_read_line(run: Callable[[], int]) -> tuple[int, str]:
