@@ -98,29 +98,15 @@ def execute_workflow(
         )
         entry = Call(start, execution.name, "", 0, parameters | dict(arguments or {}))
         with execution.handle_signals(), execution.follow_pods():
-            return _run(execution, entry, spec.get("activeDeadlineSeconds"), spec.get("onExit"))
+            return _run(execution, entry, spec.get("onExit"))
 
 
-def _run(execution: Execution, entry: Call, seconds: Any, exit_handler: str | None) -> Outcome:
+def _run(execution: Execution, entry: Call, exit_handler: str | None) -> Outcome:
     """Run a workflow to its end, exit handler included."""
     record = Workflow(execution.name, started=execution.began, pid=os.getpid(), parameters=execution.parameters)
     execution.record_workflow(record)
-    late = threading.Event()
-
-    def expire() -> None:
-        late.set()
-        execution.stopping.set()
-
-    timer = threading.Timer(float(seconds or 0), expire)
-    timer.daemon = True
-    if seconds:
-        timer.start()
     try:
         result = _run_apart(execution, lambda: _run_entry(execution, entry))
-        timer.cancel()
-        if late.is_set() and execution.stopped_by is None:
-            result.phase, result.message = "Failed", f"exceeded its deadline of {seconds} s"
-            execution.stopping.clear()
         execution.status = "Succeeded" if result.phase in ("Skipped", "Omitted") else result.phase
         record.phase, record.message = execution.status, result.message
         if exit_handler and execution.stopped_by is None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from tuneloop.core.ends import NO_EXIT_CODE
@@ -26,8 +25,7 @@ class Call:
         name: the node's path, ``grpo.loop.next``.
         parent: id of the node it belongs to.
         depth: templates entered above it.
-        parameters, artifacts: arguments, substituted.
-        own: further names that its tags may use: ``tasks.name``, ``steps.name``.
+        parameters: arguments, substituted.
     """
 
     template: str
@@ -35,8 +33,6 @@ class Call:
     parent: str
     depth: int
     parameters: Mapping[str, str] = field(default_factory=dict)
-    artifacts: Mapping[str, Path | str] = field(default_factory=dict)
-    own: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -46,7 +42,6 @@ class Result:
     Attributes:
         phase: one of `tuneloop.local.journal.DONE`, or ``Running`` for a daemon that is ready.
         parameters: output parameters.
-        artifacts: output artifacts: where they lie, or their text.
         everything: of a loop: all items' parameters, as a JSON list of maps.
         phases: of a loop: its items'.
     """
@@ -54,7 +49,6 @@ class Result:
     phase: str
     message: str = ""
     parameters: dict[str, str] = field(default_factory=dict)
-    artifacts: dict[str, Path | str] = field(default_factory=dict)
     exit_code: int | None = None
     daemon: Daemon | None = None
     everything: str | None = None
@@ -109,11 +103,6 @@ def _decoded(value: str) -> Any:
         return value
 
 
-def merge_scopes(scopes: Iterable[Scope]) -> Scope:
-    """Return the tags of all `scopes`."""
-    return {tag: value for scope in scopes for tag, value in scope.items()}
-
-
 def dependency_scope(names: Sequence[str], results: Mapping[str, Result]) -> Scope:
     """Return what a ``depends`` may ask of the tasks `names`."""
     scope: Scope = {}
@@ -141,24 +130,13 @@ def find_ancestors(name: str, logic: Mapping[str, tuple[list[str], str]]) -> set
     return ancestors
 
 
-def branch_result(
-    name: str,
-    tasks: Mapping[str, Mapping[str, Any]],
-    logic: Mapping[str, tuple[list[str], str]],
-    results: Mapping[str, Result],
-) -> Result:
-    """Return the result of a target's branch: a task that did not complete takes over from those above it."""
+def branch_result(name: str, logic: Mapping[str, tuple[list[str], str]], results: Mapping[str, Result]) -> Result:
+    """Return the result of a leaf's branch: a task that did not complete takes over from those above it."""
     result = results[name]
     if result.phase in ("Succeeded", "Failed", "Error"):
-        return Result("Succeeded") if result.broken and may_continue(tasks[name], result) else result
-    above = [branch_result(other, tasks, logic, results) for other in logic[name][0]]
+        return result
+    above = [branch_result(other, logic, results) for other in logic[name][0]]
     return next((each for each in above if each.broken), Result("Succeeded"))
-
-
-def may_continue(task: Mapping[str, Any], result: Result) -> bool:
-    """Say whether the graph goes on although `task` is broken."""
-    allowed = task.get("continueOn") or {}
-    return bool(allowed.get("failed") if result.phase == "Failed" else allowed.get("error"))
 
 
 def find_reason(results: Mapping[str, Result]) -> str:

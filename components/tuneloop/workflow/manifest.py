@@ -18,8 +18,6 @@ IGNORED = "ignored"  # has no meaning on one machine
 
 _PROBE: Fields = {
     "httpGet": {"path": ANY, "port": ANY, "scheme": ANY, "httpHeaders": ANY, "host": ANY},
-    "tcpSocket": {"port": ANY, "host": ANY},
-    "exec": {"command": ANY},
     **dict.fromkeys(("initialDelaySeconds", "periodSeconds", "timeoutSeconds", "successThreshold"), ANY),
     "failureThreshold": IGNORED,  # an unready pod is waited for
 }
@@ -29,18 +27,13 @@ _PARAMETER: Fields = {
     "description": IGNORED,
     "valueFrom": _VALUE_FROM,
 }
-_ARTIFACT: Fields = {
-    **dict.fromkeys(("name", "path", "from", "fromExpression", "optional", "mode", "subPath", "globalName"), ANY),
-    **dict.fromkeys(("archive", "artifactGC"), IGNORED),
-    "raw": {"data": ANY},
-}
-_IO: Fields = {"parameters": [_PARAMETER], "artifacts": [_ARTIFACT]}
+_IO: Fields = {"parameters": [_PARAMETER]}
 _RETRY: Fields = {
     "limit": ANY,
     "retryPolicy": ANY,
     "expression": ANY,
     "affinity": IGNORED,
-    "backoff": dict.fromkeys(("duration", "factor", "maxDuration", "cap"), ANY),
+    "backoff": {"duration": ANY, "factor": ANY},
 }
 _ENV: Fields = {
     "name": ANY,
@@ -67,9 +60,8 @@ _SIDECAR: Fields = {
 }
 """The one that holds the stage's turn, see `tuneloop.argo.lease_sidecar`; it is not run, the executor does the same."""
 _TASK: Fields = {
-    **dict.fromkeys(("name", "template", "when", "withItems", "withParam", "withSequence"), ANY),
-    "arguments": _IO,
-    "continueOn": dict.fromkeys(("failed", "error"), ANY),
+    **dict.fromkeys(("name", "template", "when", "withItems", "withParam", "dependencies", "depends"), ANY),
+    "arguments": {"parameters": [{"name": ANY, "value": ANY, "description": IGNORED}]},
 }
 _POD: Fields = dict.fromkeys(
     (
@@ -87,7 +79,7 @@ _POD: Fields = dict.fromkeys(
 )
 _VOLUMES: Fields = {"name": ANY, "emptyDir": IGNORED, "projected": IGNORED}
 _TEMPLATE: Fields = {
-    **dict.fromkeys(("name", "activeDeadlineSeconds", "timeout", "daemon", "parallelism", "failFast"), ANY),
+    **dict.fromkeys(("name", "activeDeadlineSeconds", "timeout", "daemon", "parallelism"), ANY),
     **_POD,
     "metadata": IGNORED,
     "annotations": IGNORED,
@@ -97,11 +89,10 @@ _TEMPLATE: Fields = {
     "retryStrategy": _RETRY,
     "container": _CONTAINER,
     "initContainers": [_SIDECAR],
-    "dag": {"target": ANY, "failFast": ANY, "tasks": [{**_TASK, "dependencies": ANY, "depends": ANY}]},
-    "steps": [[_TASK]],
+    "dag": {"failFast": IGNORED, "tasks": [_TASK]},  # the tasks that do not wait for a broken one go on
 }
 _SPEC: Fields = {
-    **dict.fromkeys(("entrypoint", "onExit", "parallelism", "activeDeadlineSeconds"), ANY),
+    **dict.fromkeys(("entrypoint", "onExit", "parallelism"), ANY),
     **_POD,
     **dict.fromkeys(
         (
@@ -112,13 +103,11 @@ _SPEC: Fields = {
         IGNORED,
     ),
     "arguments": _IO,
-    "retryStrategy": _RETRY,
     "synchronization": {"mutexes": IGNORED, "mutex": IGNORED},  # the lock of the work directory does it
-    "templateDefaults": _TEMPLATE,
     "templates": [_TEMPLATE],
     "volumes": [_VOLUMES],
 }
-KINDS = ("container", "dag", "steps")
+KINDS = ("container", "dag")
 
 FIELD_PATHS = (
     *("metadata.name", "metadata.namespace", "metadata.uid"),
@@ -239,19 +228,6 @@ def _unknown(value: Any, fields: Any, path: str) -> Iterator[str]:
             yield from _unknown(item, known, f"{path}.{key}")
 
 
-def merge_defaults(template: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `template` with what it leaves out taken from ``templateDefaults``."""
-    result = dict(template)
-    for key, value in defaults.items():
-        if key in KINDS and key not in template:
-            continue
-        if isinstance(value, dict) and isinstance(result.get(key, {}), dict):
-            result[key] = merge_defaults(result.get(key, {}), value)
-        else:
-            result.setdefault(key, value)
-    return result
-
-
 _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -273,7 +249,7 @@ def parse_depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]
     """The tasks that `task` waits for, and the condition on their results, as an expression over
     ``<task, hyphens as underscores>.<result>``; empty without dependencies.
 
-    A task without a result means ``Succeeded || Skipped || Daemoned``, and what its ``continueOn`` allows.
+    A task without a result means ``Succeeded || Skipped || Daemoned``.
 
     Raises:
         UserError: a name that is no task of the same DAG, or no result.
@@ -288,10 +264,7 @@ def parse_depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]
         if result not in (None, *RESULTS):
             raise UserError(f"tasks.{task['name']}.depends", f"{name}.{result}", f"known results: {', '.join(RESULTS)}")
         names[name] = None
-        allowed = tasks[name].get("continueOn") or {}
         results = [result] if result else ["Succeeded", "Skipped", "Daemoned"]
-        if result is None:
-            results += ["Errored"] * bool(allowed.get("error")) + ["Failed"] * bool(allowed.get("failed"))
         return "(" + " || ".join(f"{name.replace('-', '_')}.{each}" for each in results) + ")"
 
     condition = _DEPENDENCY.sub(expand, logic)  # fills names
