@@ -5,23 +5,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from hera.workflows import Container, Parameter
+from hera.workflows.models import ValueFrom
 
 from tuneloop.argo.claims import GIVE, ROLES, TAKE, TRAINER, claim_output, share_of
+from tuneloop.argo.pod_fields import OUTPUTS, pod_fields, retry_fields
 from tuneloop.core.ends import RETRY_STEP
 from tuneloop.workflow.settings import Cluster
-
-if TYPE_CHECKING:
-    from hera.workflows import Container
 
 
 def seat_templates(cluster: Cluster) -> list[Container]:
     """The steps that take the seats of a workflow, and give them back; none where it claims no devices."""
-    from hera.workflows import Container, Parameter
-    from hera.workflows.models import ValueFrom
-
-    from tuneloop.argo.pod_fields import OUTPUTS, pod_fields, retry_fields
-
     share = cluster.share
     if not (share and share.device_class):
         return []

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuneloop.core.errors import UserError
 from tuneloop.workflow.manifest import labels_of
 from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL, SHARE, Share
-
-if TYPE_CHECKING:
-    pass
 
 DEVICES = "devices"
 """The claim's name in a pod, and its only request."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from hera.workflows import Container, Parameter
+from hera.workflows.models import ValueFrom
+
+from tuneloop.argo.pod_fields import OUTPUTS, pod_fields, retry_fields
 from tuneloop.core.ends import RETRY_STEP
-from tuneloop.workflow.settings import NEXT
-
-if TYPE_CHECKING:
-    from hera.workflows import Container
-
-    from tuneloop.workflow.settings import Cluster
+from tuneloop.workflow.settings import NEXT, Cluster
 
 
 def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster) -> Container:
@@ -21,11 +19,6 @@ def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster
         arguments: the inputs of that template, and of this one.
         cluster: whose base image it uses.
     """
-    from hera.workflows import Container, Parameter
-    from hera.workflows.models import ValueFrom
-
-    from tuneloop.argo.pod_fields import OUTPUTS, pod_fields, retry_fields
-
     passed = [f"{name}={{{{inputs.parameters.{name}}}}}" for name in arguments]
     own = ["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}", "--entrypoint", entrypoint]
     pod = pod_fields("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"}))

@@ -7,7 +7,7 @@ what bounds a recursion, what a skipped task has no outputs for.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from tuneloop.argo.claims import find_placement_errors
 from tuneloop.core.errors import UserError
 from tuneloop.workflow.expression_values import ExpressionError
 from tuneloop.workflow.expressions import TAG, check_expression
-from tuneloop.workflow.manifest import parse_depends
+from tuneloop.workflow.manifest import find_ancestors, list_calls, parse_depends
 from tuneloop.workflow.settings import QUEUE_LABEL
 
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
@@ -40,7 +40,7 @@ def lint_workflow(workflow: Mapping[str, Any]) -> list[Problem]:
     """Return all problems found in a Workflow or WorkflowTemplate, as loaded from YAML."""
     spec = workflow.get("spec") or {}
     templates = {template.get("name"): template for template in spec.get("templates", [])}
-    found = [*_spec(spec, templates), *_expressions(spec, "spec"), *_words(spec, "spec")]
+    found = [*_spec(spec, templates), *_expressions(spec), *_words(spec)]
     found += [Problem(error.field, error.value, error.remedy) for error in find_placement_errors(workflow)]
     for name, template in templates.items():
         at = f"templates.{name}"
@@ -49,8 +49,8 @@ def lint_workflow(workflow: Mapping[str, Any]) -> list[Problem]:
         if "dag" in template:
             found += _dag(at, template, templates)
         elif "steps" in template:
-            tasks = [step for group in template["steps"] for step in group]
-            found += [problem for step in tasks for problem in _call(f"{at}.steps.{step['name']}", step, templates)]
+            for step in list_calls(template):
+                found += _call(f"{at}.steps.{step['name']}", step, templates)
         elif "container" in template or "script" in template:
             found += _leaf(at, template)
     return found
@@ -90,7 +90,7 @@ def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> 
             yield Problem(f"{at}.{error.field}", error.value, error.remedy)
             waits[name] = []
     for name, task in tasks.items():
-        above = _above(name, waits)
+        above = find_ancestors(name, waits)
         if name in above:
             yield Problem(f"{at}.tasks.{name}", name, "waits for itself; break the cycle")
         for other in sorted(_references(task)):
@@ -172,22 +172,27 @@ def _leaf(at: str, template: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(f"{at}.metadata.labels", QUEUE_LABEL, "an accelerator stage carries the queue's label")
 
 
-def _expressions(value: Any, at: str) -> Iterator[Problem]:
-    """Expressions, in tags and in the fields that are one, that the controller would refuse when it comes to them."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            field = f"{at}.{key}"
-            if key in ("expression", "fromExpression") and isinstance(item, str):
-                yield from _expression(item, field)
-                if at.endswith(".valueFrom") and ".outputs." in at and (match := _WORKFLOW.search(TAG.sub("", item))):
-                    remedy = f"is no name in an output's expression; write '{{{{{match[0]}}}}}'"
-                    yield Problem(field, match[0], remedy)
-            yield from _expressions(item, field)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            name = item.get("name", index) if isinstance(item, Mapping) else index
-            yield from _expressions(item, f"{at}.{name}")
-    elif isinstance(value, str):
+def _walk(value: Any, at: str) -> Iterator[tuple[str, Any]]:
+    """Yield all values below `value`, that one included, each behind its path; items of a list go by their names."""
+    yield at, value
+    below: Iterable[tuple[object, Any]] = value.items() if isinstance(value, Mapping) else ()
+    if isinstance(value, list):
+        below = ((item.get("name", i) if isinstance(item, Mapping) else i, item) for i, item in enumerate(value))
+    for name, item in below:
+        yield from _walk(item, f"{at}.{name}")
+
+
+def _expressions(spec: Mapping[str, Any]) -> Iterator[Problem]:
+    """Find expressions, in tags and in the fields that are one, that the controller would refuse as it meets them."""
+    for at, value in _walk(spec, "spec"):
+        if not isinstance(value, str):
+            continue
+        if at.endswith((".expression", ".fromExpression")):
+            yield from _expression(value, at)
+            output = at.endswith(".valueFrom.expression") and ".outputs." in at
+            if output and (match := _WORKFLOW.search(TAG.sub("", value))):
+                remedy = f"is not a name in an output's expression; write '{{{{{match[0]}}}}}'"
+                yield Problem(at, match[0], remedy)
         for tag in TAG.findall(value):
             if tag.strip().startswith("="):
                 yield from _expression(tag.strip()[1:], at)
@@ -207,28 +212,11 @@ def _expression(source: str, at: str) -> Iterator[Problem]:
         yield Problem(at, source, "lastRetry.exitCode is text; write asInt(lastRetry.exitCode)")
 
 
-def _words(value: Any, at: str) -> Iterator[Problem]:
-    """Go's YAML reader takes y and n for booleans, and PyYAML does not quote them."""
-    if isinstance(value, Mapping):
-        if value.get("name") in ("y", "n", "Y", "N"):
+def _words(spec: Mapping[str, Any]) -> Iterator[Problem]:
+    """Find names that Go's YAML reader takes for booleans, and PyYAML does not quote."""
+    for at, value in _walk(spec, "spec"):
+        if isinstance(value, Mapping) and value.get("name") in ("y", "n", "Y", "N"):
             yield Problem(f"{at}.name", value["name"], "YAML 1.1 reads it as true or false; choose a longer name")
-        for key, item in value.items():
-            yield from _words(item, f"{at}.{key}")
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            name = item.get("name", index) if isinstance(item, Mapping) else index
-            yield from _words(item, f"{at}.{name}")
-
-
-def _above(name: str, waits: Mapping[str, list[str]]) -> set[str]:
-    found: set[str] = set()
-    queue = list(waits[name])
-    while queue:
-        other = queue.pop()
-        if other not in found:
-            found.add(other)
-            queue += waits.get(other, [])
-    return found
 
 
 def _references(task: Mapping[str, Any]) -> set[str]:

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import UserError
+from tuneloop.stages.base_model import TINY, TINY_SHAPE, base_model
+from tuneloop.training.lora import Lora
 from tuneloop.training.options import LOGITS, TrainerOptions
 from tuneloop.workflow.rendered_stages import Stage
 
@@ -62,14 +64,12 @@ class Model:
 
 def model_of(stages: list[Stage]) -> Model | str:
     """The model that the stage `base_model` brings; or why it is not known."""
-    from tuneloop.stages.base_model import TINY, TINY_SHAPE, base_model
-
     base = next((stage for stage in stages if stage.component is base_model), None)
     if base is None:
         return f"unknown: no stage {base_model.name}"
     name = base.flags.get("model", TINY[0])
     if name in TINY:
-        vocab = int(base.number("vocab_size") or base_default("vocab_size"))
+        vocab = int(base.number("vocab_size") or base_model.Params.model_fields["vocab_size"].default)
         shape = {**TINY_SHAPE, "vocab_size": vocab, "model_type": name.removeprefix("tiny-")}
         return shape_of(name, shape, None)
     directory = Path(name)
@@ -80,13 +80,6 @@ def model_of(stages: list[Stage]) -> Model | str:
     except ValueError as error:
         raise UserError("base_model", name, f"its config.json is not JSON ({error})") from error
     return shape_of(name, config.get("text_config", config), directory)
-
-
-def base_default(name: str) -> Any:
-    """The default of a parameter of `base_model`."""
-    from tuneloop.stages.base_model import base_model
-
-    return base_model.Params.model_fields[name].default
 
 
 def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Model | str:
@@ -129,8 +122,6 @@ def _linears(hidden: int, queries: int, keys: int, inner: int) -> dict[str, tupl
 def count_adapter_parameters(stage: Stage, model: Model) -> int | None:
     """Parameters of a stage's LoRA adapters: ``r × (inputs + outputs)`` each. 0 without; None where it is not known
     which layers have some."""
-    from tuneloop.training.lora import Lora
-
     given = json.loads(stage.flags.get("lora") or "null")
     if given is None:
         return 0

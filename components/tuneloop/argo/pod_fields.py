@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuneloop.argo import claims
 from tuneloop.core.attempts import ATTEMPT, LAST_END, MORE_MEMORY
 from tuneloop.core.ends import RETRY_STAGE
 from tuneloop.workflow.settings import Cluster, Share
-
-if TYPE_CHECKING:
-    pass
-
 
 SCRATCH = "/tmp"
 OUTPUTS = f"{SCRATCH}/tuneloop/outputs"

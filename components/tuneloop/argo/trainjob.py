@@ -11,12 +11,14 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.jobset import RENDEZVOUS, build_jobset, dump_manifest, pod_spec, ranks_env
+from tuneloop.argo.pod_fields import pod_fields, retry_fields
 from tuneloop.core.ends import RETRY_STEP
 from tuneloop.core.errors import UserError
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends import LLMBackend, stage_flags
 from tuneloop.workflow.settings import RUN_LABEL, Cluster
 
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
 
 RAY_START = {"num-cpus": "1", "object-store-memory": str(100 << 20)}
 """One rank group a node; tensors pass by torch's own ways, nothing by Ray's."""
-WORKSPACE = "tuneloop-workspace"
-"""Claim that holds a TrainJob's data, its model and what it writes, at ``/workspace`` in all its pods."""
 
 
 def as_trainjob(
@@ -113,16 +113,9 @@ def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = ""
     """As a RayJob: a Ray cluster of as many pods, one rank group on each, gone when the job ends; `build_rayjob`."""
     backend.validate()
     gpus = ["--gpus", str(cluster.gpus)] if cluster.gpus else []
-    driver = [
-        "python",
-        "-m",
-        "tuneloop.training.ray_driver",
-        "--nodes",
-        str(backend.nodes),
-        "--processes",
-        str(backend.processes),
-    ]
-    entry = [*driver, *gpus, "--", *backend.to_command(), *backend.to_args()]
+    sizes = ["--nodes", str(backend.nodes), "--processes", str(backend.processes), *gpus]
+    driver = ["python", "-m", "tuneloop.training.ray_driver", *sizes]
+    entry = [*driver, "--", *backend.to_command(), *backend.to_args()]
     return build_rayjob(entry, name, cluster, backend.nodes, accelerator=True, run=run)
 
 
@@ -180,8 +173,6 @@ def prepare_rayjob(
     Raises:
         UserError: a parameter that it does not take, or no URL.
     """
-    from tuneloop.stages.data_prep import data_prep
-
     given = {**arguments, "preparation": "ray"}
     if not given.get(data_prep.output):
         raise UserError(data_prep.output, None, "is required: the URL of what it makes")
@@ -205,22 +196,12 @@ def run_here(backend: LLMBackend) -> int:
     return subprocess.run([program, *rest, *backend.to_args()], env={**os.environ, **own}).returncode
 
 
-RENDER: Mapping[str, Callable[..., dict[str, Any]]] = {
-    "trainjob": as_trainjob,
-    "jobset": as_jobset,
-    "job": as_job,
-    "rayjob": as_rayjob,
-}
-
-
 def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> Container:
     """A step that launches `job` and ends as it does, for a pipeline: see `tuneloop.cluster.launch`.
 
     It waits for no quota itself: the job does.
     """
     from hera.workflows import Container
-
-    from tuneloop.argo.pod_fields import pod_fields, retry_fields
 
     return Container(
         name=name,

@@ -146,13 +146,6 @@ def strip_exit(message: str) -> str:
     return re.sub(r"^.*?exit code \d+(\)| \([^)]*\))?: ", "", message)
 
 
-def format_table() -> str:
-    """The classes as a Markdown table, as docs/ends.md has it."""
-    rows = [("class", "recognized by", "started again"), ("---",) * 3]
-    rows += [(end.name, end.recognized, end.retried) for end in END_CLASSES]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
 _SIGNALS: Mapping[int, str] = {
     signal.SIGILL: "illegal instruction",
     signal.SIGABRT: "aborted",

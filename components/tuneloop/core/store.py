@@ -357,9 +357,6 @@ class _Object(io.RawIOBase):
         self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
         return self.at
 
-    def tell(self) -> int:
-        return self.at
-
     def readinto(self, buffer: Any) -> int:
         length = max(0, min(len(buffer), self.size - self.at))
         if length:

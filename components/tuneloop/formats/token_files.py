@@ -7,13 +7,9 @@ from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TypeVar, overload
 
 import numpy as np
-
-if TYPE_CHECKING:
-    pass
-
 
 T = TypeVar("T")
 
@@ -70,8 +66,6 @@ class Corpus(Places["Document"]):
         return len(self._ends) - 1
 
     def at(self, place: int) -> Document:
-        pass
-
         part = slice(self._ends[place], self._ends[place + 1])
         return Document(self._ids[part].tolist(), self._targets[part].tolist())
 

@@ -158,14 +158,9 @@ class Execution:
                 env[item["name"]] = fields[path]
         return env
 
-    @contextlib.contextmanager
-    def pod_slot(self, daemon: bool) -> Iterator[None]:
-        """Wait for a place among the pods that may run at a time; daemons take none."""
-        if daemon:
-            yield
-            return
-        with self._slots:
-            yield
+    def pod_slot(self, daemon: bool) -> contextlib.AbstractContextManager[object]:
+        """Return a place among the pods that may run at a time, to be waited for; daemons take none."""
+        return contextlib.nullcontext() if daemon else self._slots
 
     @contextlib.contextmanager
     def watch_pod(self, node: Node, process: Process, grace: float) -> Iterator[None]:
@@ -181,26 +176,13 @@ class Execution:
             with self._lock:
                 self._running.pop(node.id, None)
 
-    @contextlib.contextmanager
-    def follow_pods(self) -> Iterator[None]:
-        """Follow progress files and logs of running pods."""
-        over = threading.Event()
-
-        def tick() -> None:
-            while not over.wait(0.2):
-                with self._lock:
-                    running = [node for node, _, _ in self._running.values()]
-                for node in running:
-                    self._follow_log(node)
-                    self._follow_progress(node)
-
-        thread = threading.Thread(target=tick, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+    def follow_pods(self) -> None:
+        """Read what running pods have written since the last time to their progress files and logs."""
+        with self._lock:
+            running = [node for node, _, _ in self._running.values()]
+        for node in running:
+            self._follow_log(node)
+            self._follow_progress(node)
 
     def _follow_progress(self, node: Node) -> None:
         with contextlib.suppress(OSError):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.threads import repeat_in_background
 from tuneloop.local.execution import Execution, OnLog, OnNode
 from tuneloop.local.graph import run_template
 from tuneloop.local.journal import Node, Workflow, lock_workdir, outcome_code
@@ -97,7 +98,7 @@ def execute_workflow(
             on_log=on_log,
         )
         entry = Call(start, execution.name, "", 0, parameters | dict(arguments or {}))
-        with execution.handle_signals(), execution.follow_pods():
+        with execution.handle_signals(), repeat_in_background(execution.follow_pods, 0.2):
             return _run(execution, entry, spec.get("onExit"))
 
 

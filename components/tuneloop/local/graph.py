@@ -23,14 +23,13 @@ from tuneloop.local.results import (
     branch_result,
     combine_items,
     dependency_scope,
-    find_ancestors,
     find_reason,
 )
 from tuneloop.local.retries import Attempts
 from tuneloop.workflow import expressions
 from tuneloop.workflow.expression_values import ExpressionError, format_value
 from tuneloop.workflow.expressions import substitute_tags
-from tuneloop.workflow.manifest import parse_depends
+from tuneloop.workflow.manifest import find_ancestors, parse_depends
 
 MAX_DEPTH = 100
 """The controller's maxAllowedStackDepth: what would be this deep is an error."""
@@ -100,7 +99,9 @@ class Graph:
     def __init__(self, execution: Execution, template: Mapping[str, Any], node: Node, depth: int, scope: Scope) -> None:
         self.execution, self.template, self.node, self.depth, self.scope = execution, template, node, depth, scope
         self.tasks = {task["name"]: task for task in template["dag"]["tasks"]}
-        self.logic = {name: parse_depends(task, self.tasks) for name, task in self.tasks.items()}
+        logic = {name: parse_depends(task, self.tasks) for name, task in self.tasks.items()}
+        self.waits = {name: names for name, (names, _) in logic.items()}
+        self.conditions = {name: condition for name, (_, condition) in logic.items()}
         self.daemons: list[Daemon] = []
         self.gate = threading.Semaphore(int(template.get("parallelism") or 1 << 30))
 
@@ -109,8 +110,8 @@ class Graph:
         self.execution.start(self.node)
         try:
             results = self._run_tasks()
-            leaves = [name for name in self.tasks if not any(name in names for names, _ in self.logic.values())]
-            branches = [branch_result(leaf, self.logic, results) for leaf in leaves]
+            leaves = [name for name in self.tasks if not any(name in names for names in self.waits.values())]
+            branches = [branch_result(leaf, self.waits, results) for leaf in leaves]
             broken = next((result.phase for result in branches if result.broken), None)
             if broken:
                 return Result(broken, find_reason(results))
@@ -133,7 +134,7 @@ class Graph:
         results: dict[str, Result] = {}
         started: set[str] = set()
         changed = threading.Condition()
-        above = {name: find_ancestors(name, self.logic) for name in self.tasks}
+        above = {name: find_ancestors(name, self.waits) for name in self.tasks}
 
         def work(name: str) -> None:
             with changed:
@@ -159,11 +160,11 @@ class Graph:
         with changed:
             while len(results) < len(self.tasks):
                 waiting = [name for name in self.tasks if name not in started]
-                ready = [name for name in waiting if all(other in results for other in self.logic[name][0])]
+                ready = [name for name in waiting if all(other in results for other in self.waits[name])]
                 started |= set(ready)
                 for name in ready:
-                    names, condition = self.logic[name]
-                    if condition and not expressions.evaluate_boolean(condition, dependency_scope(names, results)):
+                    condition, facts = self.conditions[name], dependency_scope(self.waits[name], results)
+                    if condition and not expressions.evaluate_boolean(condition, facts):
                         results[name] = self.skip(self._call(self.tasks[name]), "Omitted", UNMET)
                     else:
                         _thread(work, name)

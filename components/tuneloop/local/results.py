@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from tuneloop.core.ends import NO_EXIT_CODE
 from tuneloop.local.journal import BROKEN
-from tuneloop.workflow.expression_values import ExpressionError, format_value
+from tuneloop.workflow.expression_values import format_value
 
 Scope = dict[str, Any]
 """Tag → value."""
@@ -116,26 +116,12 @@ def dependency_scope(names: Sequence[str], results: Mapping[str, Result]) -> Sco
     return scope
 
 
-def find_ancestors(name: str, logic: Mapping[str, tuple[list[str], str]]) -> set[str]:
-    """Return the names of all tasks that `name` waits for, also through others."""
-    ancestors: set[str] = set()
-    queue = list(logic[name][0])
-    while queue:
-        other = queue.pop()
-        if other == name:
-            raise ExpressionError(f"task {name} depends on itself")
-        if other not in ancestors:
-            ancestors.add(other)
-            queue += logic[other][0]
-    return ancestors
-
-
-def branch_result(name: str, logic: Mapping[str, tuple[list[str], str]], results: Mapping[str, Result]) -> Result:
+def branch_result(name: str, waits: Mapping[str, Sequence[str]], results: Mapping[str, Result]) -> Result:
     """Return the result of a leaf's branch: a task that did not complete takes over from those above it."""
     result = results[name]
     if result.phase in ("Succeeded", "Failed", "Error"):
         return result
-    above = [branch_result(other, logic, results) for other in logic[name][0]]
+    above = [branch_result(other, waits, results) for other in waits[name]]
     return next((each for each in above if each.broken), Result("Succeeded"))
 
 

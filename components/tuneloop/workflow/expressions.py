@@ -155,7 +155,6 @@ _BINARY = {
     **{"+": 6, "-": 6, "*": 7, "/": 7, "%": 7, "**": 9, "^": 9, "??": 10},
 }
 _UNSUPPORTED = {"..": "ranges", "|": "pipes", ";": "sequences", "#": "predicates", "{": "predicates"}
-_MISSING: Any = object()
 
 
 class _Parser:

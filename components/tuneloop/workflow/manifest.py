@@ -172,12 +172,9 @@ def labels_of(found: Mapping[str, Any]) -> Mapping[str, str]:
 
 def _check_order(template: Mapping[str, Any]) -> None:
     tasks = {task["name"]: task for task in template["dag"]["tasks"]}
-    waiting = {name: set(parse_depends(task, tasks)[0]) for name, task in tasks.items()}
-    while waiting:
-        ready = {name for name, names in waiting.items() if not names & waiting.keys()}
-        if not ready:
-            raise UserError(f"templates.{template['name']}.dag", sorted(waiting), "these tasks wait for one another")
-        waiting = {name: names for name, names in waiting.items() if name not in ready}
+    waits = {name: parse_depends(task, tasks)[0] for name, task in tasks.items()}
+    if circle := sorted(name for name in tasks if name in find_ancestors(name, waits)):
+        raise UserError(f"templates.{template['name']}.dag", circle, "these tasks wait for one another")
 
 
 def _check_pod(template: Mapping[str, Any]) -> None:
@@ -269,3 +266,19 @@ def parse_depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]
 
     condition = _DEPENDENCY.sub(expand, logic)  # fills names
     return list(names), condition
+
+
+def find_ancestors(name: str, waits: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return the names of all tasks that `name` waits for, also through others: itself among them, if they circle.
+
+    Args:
+        waits: task → those that it waits for.
+    """
+    ancestors: set[str] = set()
+    queue = list(waits[name])
+    while queue:
+        other = queue.pop()
+        if other not in ancestors:
+            ancestors.add(other)
+            queue += waits[other]
+    return ancestors
