@@ -17,7 +17,7 @@ from tuneloop.workflow.settings import Cluster
 
 
 def seat_templates(cluster: Cluster) -> list[Container]:
-    """The steps that take the seats of a workflow, and give them back; none where it claims no devices."""
+    """Build the steps that take the seats of a workflow, and give them back; none where it claims no devices."""
     share = cluster.share
     if not (share and share.device_class):
         return []

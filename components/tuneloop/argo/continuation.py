@@ -13,7 +13,7 @@ from tuneloop.workflow.settings import NEXT, Cluster
 
 
 def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster) -> Container:
-    """A step ``continue`` that starts the run's next workflow at the template `entrypoint`.
+    """Build a step ``continue`` that starts the run's next workflow at the template `entrypoint`.
 
     Args:
         arguments: the inputs of that template, and of this one.

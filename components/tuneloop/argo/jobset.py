@@ -69,7 +69,7 @@ RESTART = {
 def jobset_steps(
     component: Component, result: Container, processes: int, nodes: int, cluster: Cluster, numbered: bool
 ) -> Steps:
-    """The stage as a template of the same name, inputs and outputs as the one for a single pod.
+    """Build the stage as a template of the same name, inputs and outputs as the one for a single pod.
 
     Args:
         result: the stage in one process; it becomes the step that reads the output.
@@ -198,7 +198,7 @@ def check_names(workflow: Mapping[str, Any], run: str) -> None:
 
 
 def ranks_env(name: str, nodes: int, processes: int) -> list[dict[str, Any]]:
-    """torchrun's ``PET_*`` variables in the pods of the JobSet `name`: a rendezvous at the first."""
+    """Build torchrun's ``PET_*`` variables in the pods of the JobSet `name`: a rendezvous at the first."""
     rank = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     return [
         {"name": "PET_NNODES", "value": str(nodes)},
@@ -219,7 +219,7 @@ def pod_spec(
     cluster: Cluster,
     env: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """A pod as Kubernetes takes it: what `tuneloop.argo.template` says of a stage's, in one object.
+    """Build a pod as Kubernetes takes it: what `tuneloop.argo.template` says of a stage's, in one object.
 
     Args:
         image: logical name.

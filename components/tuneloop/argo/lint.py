@@ -95,7 +95,7 @@ def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> 
             yield Problem(f"{at}.tasks.{name}", name, "waits for itself; break the cycle")
         for other in sorted(_references(task)):
             if other not in tasks:
-                yield Problem(f"{at}.tasks.{name}", f"tasks.{other}", "is no task of this DAG")
+                yield Problem(f"{at}.tasks.{name}", f"tasks.{other}", "is not a task of this DAG")
             elif other not in above:
                 yield Problem(f"{at}.tasks.{name}", f"tasks.{other}", f"is used, but not waited for; depends: {other}")
         yield from _call(f"{at}.tasks.{name}", task, templates)
@@ -106,7 +106,7 @@ def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> 
 
 
 def _loop_status(at: str, tasks: Mapping[str, Any]) -> Iterator[Problem]:
-    """The controller gives a loop over items outputs, but no status; the tag would stay as it is."""
+    """Find tags for the status of a loop over items: the controller gives it outputs, but none, and leaves the tag."""
     loops = {name for name, task in tasks.items() if {"withItems", "withParam", "withSequence"} & task.keys()}
     for name, task in tasks.items():
         for other in sorted(loops):
@@ -118,7 +118,7 @@ def _loop_status(at: str, tasks: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _skipped_outputs(at: str, tasks: Mapping[str, Any]) -> Iterator[Problem]:
-    """A skipped task has no outputs in Argo 3.7, whatever defaults its template declares."""
+    """Find outputs of a skipped task: it has none in Argo 3.7, whatever defaults its template declares."""
     conditional = {name for name, task in tasks.items() if task.get("when")}
     for name, task in tasks.items():
         text = f"{task.get('arguments')} {task.get('when', '')}"
@@ -220,6 +220,6 @@ def _words(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _references(task: Mapping[str, Any]) -> set[str]:
-    """The tasks whose results a task's tags and conditions name."""
+    """Find the tasks whose results a task's tags and conditions name."""
     texts = [str(task.get("when", "")), *TAG.findall(str(task.get("arguments") or {}))]
     return {match[1] or match[2] for text in texts for match in REFERENCE.finditer(text)}

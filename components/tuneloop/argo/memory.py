@@ -29,7 +29,7 @@ class Workflow(hera.workflows.Workflow):
     """Hera's, fitted when it is rendered."""
 
     def to_dict(self) -> Any:
-        """The Workflow as a mapping; also what its YAML is made of."""
+        """Return the Workflow as a mapping; also what its YAML is made of."""
         made = super().to_dict()
         connect_seats(made)
         set_pod_memory(made)

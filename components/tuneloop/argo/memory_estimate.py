@@ -63,7 +63,7 @@ class Model:
 
 
 def model_of(stages: list[Stage]) -> Model | str:
-    """The model that the stage `base_model` brings; or why it is not known."""
+    """Return the model that the stage `base_model` brings; or why it is not known."""
     base = next((stage for stage in stages if stage.component is base_model), None)
     if base is None:
         return f"unknown: no stage {base_model.name}"
@@ -74,7 +74,7 @@ def model_of(stages: list[Stage]) -> Model | str:
         return shape_of(name, shape, None)
     directory = Path(name)
     if not (directory / "config.json").is_file():
-        return f"{name}: not estimated, it is no directory here with a config.json"
+        return f"{name}: not estimated, there is no directory here with a config.json"
     try:
         config = json.loads((directory / "config.json").read_text())
     except ValueError as error:
@@ -83,7 +83,7 @@ def model_of(stages: list[Stage]) -> Model | str:
 
 
 def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Model | str:
-    """The model of a Hugging Face configuration; counted from weights in `directory`, else by the Llama formula."""
+    """Return a Hugging Face configuration's model; counted from weights in `directory`, else by the Llama formula."""
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         layers, vocab = config["num_hidden_layers"], config["vocab_size"]
@@ -98,7 +98,7 @@ def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Mo
     if counted:
         return Model(name, counted, "counted in the headers of its safetensors files", *shape)
     if not dense:
-        return f"{name}: not estimated, it has no weights here to count and is no dense Llama-like decoder"
+        return f"{name}: not estimated, it has no weights here to count and is not a dense Llama-like decoder"
     attention = 2 * hidden * heads * head + 2 * hidden * kv * head
     kind = config.get("model_type")
     extra = (heads + 2 * kv) * head if kind == "qwen2" else 2 * head if kind == "qwen3" else 0
@@ -113,15 +113,17 @@ def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Mo
 
 
 def _linears(hidden: int, queries: int, keys: int, inner: int) -> dict[str, tuple[int, int]]:
-    """The linear layers of one layer of a Llama-like decoder."""
+    """Return the linear layers of one layer of a Llama-like decoder."""
     attention = {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)}
     mlp = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
     return {**attention, "o_proj": (queries, hidden), **mlp}
 
 
 def count_adapter_parameters(stage: Stage, model: Model) -> int | None:
-    """Parameters of a stage's LoRA adapters: ``r × (inputs + outputs)`` each. 0 without; None where it is not known
-    which layers have some."""
+    """Count the parameters of a stage's LoRA adapters: ``r × (inputs + outputs)`` each.
+
+    0 without adapters; None where it is not known which layers have some.
+    """
     given = json.loads(stage.flags.get("lora") or "null")
     if given is None:
         return 0
@@ -133,7 +135,7 @@ def count_adapter_parameters(stage: Stage, model: Model) -> int | None:
 
 
 def stored_parameters(directory: Path) -> int:
-    """How many numbers the safetensors files in `directory` hold, read from their headers alone."""
+    """Count the numbers that the safetensors files in `directory` hold, by their headers alone."""
     total = 0
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -166,7 +168,7 @@ def is_memory_estimate_complete(stage: Stage, model: Model, context: int | None)
 
 
 def _only_holds(stage: Stage) -> bool:
-    """Whether a stage holds a model's weights, and little else: it computes with torch and does not train."""
+    """Say whether a stage holds a model's weights, and little else: it computes with torch and does not train."""
     return stage.component is not None and stage.component.image == "trainer" and stage.role != "trainer"
 
 
@@ -208,7 +210,7 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
 
 
 def _sequences(stage: Stage) -> int:
-    """How many sequences an example of a trainer has."""
+    """Return how many sequences an example of a trainer has."""
     models = stage.component.options.values() if stage.component else ()
     return max((model.sequences for model in models if issubclass(model, TrainerOptions)), default=1)
 
@@ -233,6 +235,6 @@ def _sampling_memory(stage: Stage, model: Model, context: int | None) -> list[tu
 
 
 def context_of(stages: list[Stage]) -> int | None:
-    """The longest prompt and completion, in tokens, that an engine of the workflow takes: vLLM's ``max_model_len``."""
+    """Return the tokens of a prompt and its completion that an engine takes at most: vLLM's ``max_model_len``."""
     limits = [stage.engine_args["max_model_len"] for stage in stages if "max_model_len" in stage.engine_args]
     return max(map(int, limits), default=None)

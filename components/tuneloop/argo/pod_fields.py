@@ -33,7 +33,7 @@ RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
 
 
 def pod_fields(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any]:
-    """What every pod of ours has: an image, a way to its store, a scratch disk, requests, no rights."""
+    """Return what every pod of ours has: an image, a way to its store, a scratch disk, requests, no rights."""
     from hera.workflows import ConfigMapEnvFrom, EmptyDirVolume, ExistingVolume, Resources, SecretEnvFrom, models
 
     name = cluster.images.format(image=image)
@@ -71,7 +71,7 @@ def pod_fields(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any
 
 
 def shared_fields(share: Share, image: str) -> dict[str, Any]:
-    """What a template of a stage that shares devices has beside."""
+    """Return what a template of a stage that shares devices has beside."""
     from hera.workflows.models import Affinity
 
     role = claims.role_of(image)
@@ -85,7 +85,7 @@ def shared_fields(share: Share, image: str) -> dict[str, Any]:
 
 
 def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
-    """How a pod of ours is started again: by the class of its end."""
+    """Return how a pod of ours is started again: by the class of its end."""
     from hera.workflows import RetryPolicy, RetryStrategy, models
 
     backoff, always = models.Backoff(duration=PAUSE), RetryPolicy.always
@@ -93,7 +93,7 @@ def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
 
 
 def attempt_env(cluster: Cluster) -> list[Any]:
-    """What a pod under `retry_fields` is told of the attempts before it, see `tuneloop.core.attempts`."""
+    """Return what a pod under `retry_fields` is told of the attempts before it, see `tuneloop.core.attempts`."""
     from hera.workflows.models import EnvVar
 
     last = "{{lastRetry.status}} {{lastRetry.exitCode}} {{lastRetry.message}}"
@@ -106,7 +106,7 @@ def attempt_env(cluster: Cluster) -> list[Any]:
 def retried_pod_fields(
     image: str, accelerator: bool, cluster: Cluster, expression: str = RETRY_STAGE, env: Sequence[Any] = ()
 ) -> dict[str, Any]:
-    """`pod_fields` and `retry_fields` of a pod that knows of the attempts before it, and may get more memory then."""
+    """Return `pod_fields` and `retry_fields` of a pod that knows the attempts before it and may get more memory."""
     fields = pod_fields(image, accelerator, cluster)
     fields["env"] = [*fields["env"], *attempt_env(cluster), *env]
     if cluster.memory_on_retry:

@@ -90,7 +90,7 @@ def stage_template(
     nodes: int = 1,
     cluster: Cluster | None = None,
 ) -> Container | Steps:
-    """The stage as a template named after it: a container, or a JobSet for several nodes.
+    """Build the stage as a template named after it: a container, or a JobSet for several nodes.
 
     Its input parameters are the stage's input artifacts (references), the output's URL and the `dynamic` parameters;
     its output parameters are the output's reference (under the output's name) and the stage's results.
@@ -142,7 +142,7 @@ def stage_template(
 def server_template(
     port: int, engine_args: Mapping[str, Any], *, weights: str | None = None, cluster: Cluster | None = None
 ) -> Container:
-    """The vLLM server as a daemon: it lives as long as the graph that started it.
+    """Build the vLLM server as a daemon: it lives as long as the graph that started it.
 
     Args:
         port: where it listens, at the pod's address.

@@ -79,14 +79,14 @@ def as_trainjob(
 
 
 def as_jobset(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
-    """As a JobSet, for clusters without Kubeflow Trainer. Data and model have to be where the arguments say."""
+    """Render as a JobSet, for clusters without Kubeflow Trainer. Data and model have to be where the arguments say."""
     return build_jobset(
         name, _pod(backend, name, cluster), backend.nodes, labels=_labels(run), queue=cluster.queue_labels
     )
 
 
 def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
-    """As one plain pod, in a Job.
+    """Render as one plain pod, in a Job.
 
     Raises:
         UserError: the backend wants several nodes.
@@ -110,7 +110,7 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
 
 
 def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
-    """As a RayJob: a Ray cluster of as many pods, one rank group on each, gone when the job ends; `build_rayjob`."""
+    """Render as a RayJob: a Ray cluster of as many pods, one rank group on each, gone when the job ends."""
     backend.validate()
     gpus = ["--gpus", str(cluster.gpus)] if cluster.gpus else []
     sizes = ["--nodes", str(backend.nodes), "--processes", str(backend.processes), *gpus]
@@ -122,11 +122,10 @@ def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = ""
 def build_rayjob(
     entry: Sequence[str], name: str, cluster: Cluster, nodes: int, *, accelerator: bool = False, run: str = ""
 ) -> dict[str, Any]:
-    """A program that drives a Ray cluster of `nodes` pods, as a RayJob of KubeRay 1.5: `data_prep` with
-    ``--preparation ray`` is one.
+    """Build a RayJob of KubeRay 1.5: a program that drives a Ray cluster of `nodes` pods.
 
-    The head needs 1 GiB of memory beside the work. Ray has no field for exit codes: `tuneloop.cluster.launch` reads the
-    driver's from the job's message.
+    `data_prep` with ``--preparation ray`` is such a program. The head needs 1 GiB of memory beside the work. Ray has no
+    field for exit codes: `tuneloop.cluster.launch` reads the driver's from the job's message.
     """
 
     def pod(container: str) -> dict[str, Any]:
@@ -162,7 +161,7 @@ def build_rayjob(
 def prepare_rayjob(
     arguments: Mapping[str, Any], name: str, cluster: Cluster, nodes: int = 2, *, run: str = ""
 ) -> dict[str, Any]:
-    """The stage `data_prep`, its rows examined by Ray Data on all pods, as a RayJob.
+    """Render the stage `data_prep`, its rows examined by Ray Data on all pods, as a RayJob.
 
     What it commits are the bytes that the stage commits without Ray: a run that is submitted under the same URL goes
     on from them.
@@ -197,7 +196,7 @@ def run_here(backend: LLMBackend) -> int:
 
 
 def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> Container:
-    """A step that launches `job` and ends as it does, for a pipeline: see `tuneloop.cluster.launch`.
+    """Build a step that launches `job` and ends as it does, for a pipeline: see `tuneloop.cluster.launch`.
 
     It waits for no quota itself: the job does.
     """

@@ -116,7 +116,7 @@ END_CLASSES = (SUCCEEDED, MISTAKE, INTERRUPTION, AWAY, FOR_NOW, EVICTED, ENGINE,
 
 
 def classify_end(phase: str, code: int, message: str) -> EndClass:
-    """The class of an attempt's end.
+    """Return the class of an attempt's end.
 
     Args:
         phase: of the attempt's node, ``Succeeded``, ``Failed`` or ``Error``.
@@ -142,7 +142,7 @@ def classify_end(phase: str, code: int, message: str) -> EndClass:
 
 
 def strip_exit(message: str) -> str:
-    """The process's own last line, of a message that begins with its exit code as Argo or we name it."""
+    """Return the process's own last line, of a message that begins with its exit code as Argo or we name it."""
     return re.sub(r"^.*?exit code \d+(\)| \([^)]*\))?: ", "", message)
 
 
@@ -166,7 +166,7 @@ def describe_exit(code: int, message: str = "") -> str:
 
 
 def name_signal(code: int) -> str:
-    """The signal that an exit code stands for, as ``SIGILL, illegal instruction``; empty where it stands for none."""
+    """Name the signal that an exit code stands for, as ``SIGILL, illegal instruction``; empty where there is none."""
     try:
         name = signal.Signals(code - 128).name
     except ValueError:

@@ -19,7 +19,7 @@ class Places(Sequence[T]):
 
     @abstractmethod
     def at(self, place: int) -> T:
-        """The item at a place from 0 to ``len(self) - 1``."""
+        """Return the item at a place from 0 to ``len(self) - 1``."""
 
     @overload
     def __getitem__(self, place: int) -> T: ...
@@ -58,7 +58,7 @@ class Corpus(Places["Document"]):
             targets.flush()
             self.extremes = {found[1]: found[2] for found in (longest, highest) if found}
             self.tokens = self._ends[-1]
-            empty = not self.tokens  # which can not be mapped
+            empty = not self.tokens  # which cannot be mapped
             self._ids = np.zeros(0, np.int32) if empty else np.memmap(ids, np.int32, "r")
             self._targets = np.zeros(0, np.bool_) if empty else np.memmap(targets, np.bool_, "r")
 

@@ -157,7 +157,7 @@ def _parameters(spec: Mapping[str, Any], given: Mapping[str, str], strict: bool)
     declared = spec.get("arguments", {}).get("parameters", [])
     names = [parameter["name"] for parameter in declared]
     if strict and (unknown := [name for name in given if name not in names]):
-        raise UserError(f"parameter {unknown[0]}", given[unknown[0]], f"is no parameter; known: {', '.join(names)}")
+        raise UserError(f"parameter {unknown[0]}", given[unknown[0]], f"is not a parameter; known: {', '.join(names)}")
     values = {}
     for parameter in declared:
         name = parameter["name"]

@@ -78,7 +78,7 @@ def _attempt(execution: Execution, template: Mapping[str, Any], node: Node, call
 
 
 def _omit_ended(execution: Execution, template: Mapping[str, Any], node: Node, result: Result) -> Result:
-    """`result`, unless the end of a server brought it about: then what failed is the server, and nothing else."""
+    """Return `result`, unless a server's end brought it about: then what failed is the server, and nothing else."""
     reason = execution.find_end_reason(node.name)
     if reason is None or (result.phase == "Succeeded" and "dag" not in template):
         return result

@@ -106,7 +106,7 @@ class State:
 
 
 def read_state(workdir: Path) -> State | None:
-    """The state of the run in `workdir`; None when nothing was run there."""
+    """Read the state of the run in `workdir`; None when nothing was run there."""
     path = workdir / "nodes.jsonl"
     if not path.exists():
         return None
@@ -174,7 +174,7 @@ def _held(workdir: Path) -> bool:
 
 
 def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) -> int:
-    """The exit code of a run: 0; 130 or 75 when a signal stopped it; 2 or 75 if that is how a pod failed it; else 1."""
+    """Return a run's exit code: 0; 130 or 75 if a signal stopped it; 2 or 75 if that is how a pod failed it; else 1."""
     if stopped_by is not None:
         return 130 if stopped_by == signal.SIGINT else 75
     if phase == "Succeeded":
@@ -184,7 +184,7 @@ def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) 
 
 
 def _broke_the_run(node: Node, nodes: Mapping[str, Node]) -> bool:
-    """Whether all above a node are broken as well: neither another attempt nor another task made up for it."""
+    """Say whether all above a node are broken as well: neither another attempt nor another task made up for it."""
     return node.phase in BROKEN and (node.parent not in nodes or _broke_the_run(nodes[node.parent], nodes))
 
 

@@ -40,7 +40,7 @@ class PodDaemon:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def close(self) -> None:
-        """SIGTERM, then SIGKILL after the grace period."""
+        """Send SIGTERM, then SIGKILL after the grace period."""
         self._closing = True
         end_process(self._process, self._grace)
         self.over.wait()
@@ -113,7 +113,7 @@ def _collect(files: PodFilesystem, code: int) -> Result:
 
 
 def _last_words(log: Path) -> str:
-    """The end of a log as the reason of a failure."""
+    """Return the end of a log as the reason of a failure."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 2000))
         lines = file.read().decode(errors="replace").split("\n")
@@ -121,7 +121,7 @@ def _last_words(log: Path) -> str:
 
 
 def _expand(word: str, env: Mapping[str, str]) -> str:
-    """Kubernetes' ``$(NAME)`` in commands and arguments; ``$$`` is a dollar; an unknown name stays."""
+    """Replace Kubernetes' ``$(NAME)`` in commands and arguments; ``$$`` is a dollar; an unknown name stays."""
     return re.sub(r"\$\$|\$\((\w+)\)", lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0]), word)
 
 
@@ -131,7 +131,7 @@ def _deadline(template: Mapping[str, Any]) -> float | None:
 
 
 def _grace(template: Mapping[str, Any], default: float) -> float:
-    """terminationGracePeriodSeconds, which Argo has only in ``podSpecPatch``."""
+    """Read terminationGracePeriodSeconds, which Argo has only in ``podSpecPatch``."""
     try:
         patch = json.loads(template.get("podSpecPatch") or "{}")
     except json.JSONDecodeError:  # it may be YAML; a cluster's reader takes care of it

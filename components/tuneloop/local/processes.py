@@ -66,7 +66,7 @@ class ProcessServer:
     """
 
     def __init__(self, command: Sequence[str] | str, env: Mapping[str, str], ready: bool) -> None:
-        """`command` starts it; a path is the socket of one that serves others too."""
+        """Start the server by `command`; a path is the socket of one that serves others too."""
         self.env = dict(env)
         self.settled = threading.Event()
         self.failure: str | None = None
@@ -210,7 +210,7 @@ def _connect(path: str) -> socket.socket:
 
 
 def base_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """What every pod inherits: ours, `extra`, and this interpreter first on PATH.
+    """Return what every pod inherits: ours, `extra`, and this interpreter first on PATH.
 
     numpy's pool of threads and that of Arrow's allocator start when they are imported, and would keep the warm process
     from forking: both are off, for every pod alike. Torch's threads are OMP_NUM_THREADS' matter; they wait without

@@ -91,7 +91,7 @@ def combine_items(results: Sequence[Result]) -> Result:
 
 
 def _json_list(values: Sequence[str]) -> str:
-    """Lists and maps stay what they are if all are; else every value is text."""
+    """Write values as a JSON list: lists and maps stay what they are if all are; else every value is text."""
     decoded = [_decoded(value) for value in values]
     return format_value(decoded if all(isinstance(value, list | dict) for value in decoded) else list(values))
 

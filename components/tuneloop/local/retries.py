@@ -91,7 +91,7 @@ class Attempts:
         return not self.execution.pause(pause, self.node.name)
 
     def _announce_restart(self, result: Result) -> str:
-        """What people read of a server that died, and is started again."""
+        """Say what people read of a server that died, and is started again."""
         signal = name_signal(result.code)
         died = f"server died: {signal}" if signal else result.message
         # Fewer where the strategy's limit is lower; a number above them means that it has answered in between.
@@ -103,7 +103,7 @@ class Attempts:
 
 
 def _announce(result: Result, number: int, pause: float) -> str:
-    """What people read of an attempt that is to be followed by another: the class of its end, and its last words."""
+    """Say what people read of an attempt before another: the class of its end, and its last words."""
     end = classify_end(result.phase, result.code, result.message)
     # What ends with 75 says its class itself; the number says no more.
     reason = result.message.removeprefix(f"{describe_exit(EXIT_RETRY)}: ").removeprefix(f"{end.name}: ")

@@ -97,22 +97,22 @@ READ_AT_IMPORT = (
 )
 READ_AT_START = ("PYTHON",)
 """Variables with these prefixes take effect when a library or the interpreter starts: a stage that wants
-others than the warm process has can not be its fork."""
+others than the warm process has cannot be its fork."""
 
 
 def is_stage(argv: Sequence[str]) -> bool:
-    """Whether `argv` is one of tuneloop's stages in a single process: ``python -m tuneloop.stages.… …``."""
+    """Say whether `argv` is one of tuneloop's stages in a single process: ``python -m tuneloop.stages.… …``."""
     package, _, _ = (name := _program(argv)).rpartition(".")
     return package == "stages" or name == "local.iterations"
 
 
 def is_server(argv: Sequence[str]) -> bool:
-    """Whether `argv` is tuneloop's vLLM server."""
+    """Say whether `argv` is tuneloop's vLLM server."""
     return _program(argv) == "inference.server"
 
 
 def _program(argv: Sequence[str]) -> str:
-    """The module below `tuneloop` that `argv` runs, or nothing."""
+    """Return the module below `tuneloop` that `argv` runs, or nothing."""
     python, flag, module = (*argv[:3], "", "", "")[:3]
     name = module.removeprefix("tuneloop.")
     known = Path(python).name in ("python", "python3", Path(sys.executable).name)
@@ -120,7 +120,7 @@ def _program(argv: Sequence[str]) -> str:
 
 
 def is_compatible(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
-    """Whether a process with environment `theirs` may be a fork of one started with `ours`."""
+    """Say whether a process with environment `theirs` may be a fork of one started with `ours`."""
     prefixes = READ_AT_IMPORT + READ_AT_START
     names = {name for name in {*ours, *theirs} if name.startswith(prefixes)}
     return all(ours.get(name) == theirs.get(name) for name in names)
@@ -167,7 +167,7 @@ def main() -> None:
 
 
 def _listen(path: Path) -> socket.socket:
-    """A socket at `path`, for this user alone; who connects waits until the imports are done."""
+    """Listen at `path`, for this user alone; who connects waits until the imports are done."""
     listener = socket.socket(socket.AF_UNIX)
     unheard = path.with_name(f"{path.name}.{os.getpid()}")
     before = os.umask(0o077)
@@ -225,7 +225,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> NoReturn:
 
 
 def _disown_exit_handlers() -> None:
-    """What the libraries registered cleans up after the warm process, slowly; what a stage registers itself stays."""
+    """Forget the libraries' exit handlers: they clean up after the warm process, slowly; a stage's own stay."""
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     atexit._clear()
@@ -235,7 +235,7 @@ def _disown_exit_handlers() -> None:
 
 @contextlib.contextmanager
 def _hushed() -> Iterator[None]:
-    """What libraries say when they are imported is for no run's terminal; their loggers keep the stream for later."""
+    """Hush libraries while they are imported: that is for no run's terminal; their loggers keep the stream."""
     terminal, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
     try:
@@ -247,8 +247,10 @@ def _hushed() -> Iterator[None]:
 
 
 def _read_conversions() -> None:
-    """The first model that transformers opens has it make a table of how to rename weights, with 700 regular
-    expressions: a quarter of what a small `policy_update` computes."""
+    """Have transformers make its table of how to rename weights, which it does for the first model that it opens.
+
+    The table has 700 regular expressions: a quarter of what a small `policy_update` computes.
+    """
     with contextlib.suppress(ImportError):  # releases before 5 have no such table
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

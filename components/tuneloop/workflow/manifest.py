@@ -154,7 +154,7 @@ def list_calls(template: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def effective_spec(workflow: Mapping[str, Any]) -> dict[str, Any]:
-    """What the controller runs: the workflow's own spec over that of the WorkflowTemplate that it was made from."""
+    """Return what the controller runs: the workflow's own spec over that of the WorkflowTemplate it was made from."""
     return {**(workflow.get("status", {}).get("storedWorkflowTemplateSpec") or {}), **workflow["spec"]}
 
 
@@ -165,7 +165,7 @@ def parse_applied_object(template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def labels_of(found: Mapping[str, Any]) -> Mapping[str, str]:
-    """Of any object, or of a template's pod."""
+    """Return the labels of any object, or of a template's pod."""
     given: Mapping[str, str] = (found.get("metadata") or {}).get("labels") or {}
     return given
 
@@ -209,7 +209,7 @@ def _check_reference(template: str, item: Mapping[str, Any]) -> None:
 
 
 def _unknown(value: Any, fields: Any, path: str) -> Iterator[str]:
-    """The paths of all fields in `value` that `fields` does not have."""
+    """Yield the paths of all fields in `value` that `fields` does not have."""
     if fields in (ANY, IGNORED) or value is None:
         return
     if isinstance(fields, list):
@@ -243,13 +243,13 @@ _DEPENDENCY = re.compile(r"([a-zA-Z0-9][-a-zA-Z0-9]*?)\.([A-Z][a-zA-Z]+)|([a-zA-
 
 
 def parse_depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], str]:
-    """The tasks that `task` waits for, and the condition on their results, as an expression over
-    ``<task, hyphens as underscores>.<result>``; empty without dependencies.
+    """Return the tasks that `task` waits for, and the condition on their results.
 
-    A task without a result means ``Succeeded || Skipped || Daemoned``.
+    The condition is an expression over ``<task, hyphens as underscores>.<result>``, empty without dependencies. A task
+    without a result means ``Succeeded || Skipped || Daemoned``.
 
     Raises:
-        UserError: a name that is no task of the same DAG, or no result.
+        UserError: a name that is not a task of the same DAG, or not a result.
     """
     logic = task.get("depends") or " && ".join(task.get("dependencies") or [])
     names: dict[str, None] = {}
@@ -257,7 +257,7 @@ def parse_depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]
     def expand(match: re.Match[str]) -> str:
         name, result = (match[1], match[2]) if match[1] else (match[3], None)
         if name not in tasks:
-            raise UserError(f"tasks.{task['name']}.depends", name, f"is no task; known: {', '.join(tasks)}")
+            raise UserError(f"tasks.{task['name']}.depends", name, f"is not a task; known: {', '.join(tasks)}")
         if result not in (None, *RESULTS):
             raise UserError(f"tasks.{task['name']}.depends", f"{name}.{result}", f"known results: {', '.join(RESULTS)}")
         names[name] = None

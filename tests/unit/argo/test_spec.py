@@ -115,7 +115,7 @@ def test_what_only_a_cluster_reads_is_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parameters", "arguments", "told"),
     [
-        ([{"name": "n", "value": "1"}], {"m": "2"}, "parameter m: '2': is no parameter; known: n"),
+        ([{"name": "n", "value": "1"}], {"m": "2"}, "parameter m: '2': is not a parameter; known: n"),
         ([{"name": "n"}], {}, "parameter n: None: is required"),
         ([{"name": "n", "enum": ["a", "b"]}], {"n": "c"}, "parameter n: 'c': use one of a, b"),
     ],
