@@ -22,8 +22,6 @@ from tuneloop.workflow.pod_loop import expand_pod, find_pod
 from tuneloop.workflow.rendered_stages import container_of, read_loop, read_stage
 from tuneloop.workflow.settings import GROUP_LABEL, UNKNOWN
 
-LEAST = int(UNKNOWN.removesuffix("Gi")) << 30
-
 
 class Workflow(hera.workflows.Workflow):
     """Hera's, fitted when it is rendered."""
@@ -84,5 +82,5 @@ def _ask(container: dict[str, Any], amount: int, limited: bool, small: str) -> N
         resources["limits"] = {**resources.get("limits", {}), "memory": text}
     if small and amount >= parse_memory_quantity(small):
         return
-    if limited or amount > LEAST:
+    if limited or amount > parse_memory_quantity(UNKNOWN):
         resources["requests"]["memory"] = text

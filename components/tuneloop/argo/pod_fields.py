@@ -8,7 +8,7 @@ from typing import Any
 
 from tuneloop.argo import claims
 from tuneloop.core.attempts import ATTEMPT, LAST_END, MORE_MEMORY
-from tuneloop.core.ends import RETRY_STAGE
+from tuneloop.core.ends import RETRY_STAGE, RETRY_STEP
 from tuneloop.workflow.settings import Cluster, Share
 
 SCRATCH = "/tmp"
@@ -92,26 +92,27 @@ def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
     return {"retry_strategy": RetryStrategy(limit=LIMIT, retry_policy=always, expression=expression, backoff=backoff)}
 
 
-def attempt_env(cluster: Cluster) -> list[Any]:
-    """Return what a pod under `retry_fields` is told of the attempts before it, see `tuneloop.core.attempts`."""
-    from hera.workflows.models import EnvVar
-
-    last = "{{lastRetry.status}} {{lastRetry.exitCode}} {{lastRetry.message}}"
-    env = {ATTEMPT: "{{retries}}", LAST_END: last}
-    if cluster.memory_on_retry:
-        env[MORE_MEMORY] = cluster.memory_on_retry
-    return [EnvVar(name=name, value=value) for name, value in env.items()]
+def step_fields(account: str, cluster: Cluster) -> dict[str, Any]:
+    """Return what a small step of ours has, one that asks the API server for something as a service account."""
+    small = cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"})
+    rights = {"service_account_name": account, "automount_service_account_token": True}
+    return {**rights, **pod_fields("base", False, small), **retry_fields(RETRY_STEP)}
 
 
 def retried_pod_fields(
     image: str, accelerator: bool, cluster: Cluster, expression: str = RETRY_STAGE, env: Sequence[Any] = ()
 ) -> dict[str, Any]:
     """Return `pod_fields` and `retry_fields` of a pod that knows the attempts before it and may get more memory."""
+    from hera.workflows.models import EnvVar
+
     fields = pod_fields(image, accelerator, cluster)
-    fields["env"] = [*fields["env"], *attempt_env(cluster), *env]
+    # What it is told of the attempts before it: `tuneloop.core.attempts`.
+    before = {ATTEMPT: "{{retries}}", LAST_END: "{{lastRetry.status}} {{lastRetry.exitCode}} {{lastRetry.message}}"}
     if cluster.memory_on_retry:
+        before[MORE_MEMORY] = cluster.memory_on_retry
         limit = f"{{{{=asInt(retries) > 0 ? '{cluster.memory_on_retry}' : '{cluster.memory_limit}'}}}}"
         patch = json.loads(fields.get("pod_spec_patch", "{}"))
         patch.setdefault("containers", []).append({"name": "main", "resources": {"limits": {"memory": limit}}})
         fields["pod_spec_patch"] = json.dumps(patch, separators=(",", ":"))
+    fields["env"] += [*(EnvVar(name=name, value=value) for name, value in before.items()), *env]
     return fields | retry_fields(expression)

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.jobset import RENDEZVOUS, build_jobset, dump_manifest, pod_spec, ranks_env
-from tuneloop.argo.pod_fields import pod_fields, retry_fields
-from tuneloop.core.ends import RETRY_STEP
+from tuneloop.argo.pod_fields import step_fields
 from tuneloop.core.errors import UserError
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends import LLMBackend, stage_flags
@@ -206,10 +205,7 @@ def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> Cont
         name=name,
         command=["python", "-m", "tuneloop.cluster.launch"],
         args=["--namespace", "{{workflow.namespace}}", "--manifest", dump_manifest(dict(job))],
-        service_account_name="tuneloop-launcher",
-        automount_service_account_token=True,
-        **pod_fields("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"})),
-        **retry_fields(RETRY_STEP),
+        **step_fields("tuneloop-launcher", cluster),
     )
 
 

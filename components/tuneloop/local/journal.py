@@ -186,6 +186,3 @@ def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) 
 def _broke_the_run(node: Node, nodes: Mapping[str, Node]) -> bool:
     """Say whether all above a node are broken as well: neither another attempt nor another task made up for it."""
     return node.phase in BROKEN and (node.parent not in nodes or _broke_the_run(nodes[node.parent], nodes))
-
-
-__all__ = ["BROKEN", "DONE", "Journal", "Node", "State", "Workflow", "lock_workdir", "outcome_code", "read_state"]

@@ -62,7 +62,6 @@ class ProcessServer:
     Attributes:
         settled: set once the server is ready, or has failed.
         failure: why there is no server (any more); None while there is.
-        took: seconds it needed to be ready.
     """
 
     def __init__(self, command: Sequence[str] | str, env: Mapping[str, str], ready: bool) -> None:
@@ -70,7 +69,6 @@ class ProcessServer:
         self.env = dict(env)
         self.settled = threading.Event()
         self.failure: str | None = None
-        self.took = 0.0
         self._ids = itertools.count()
         self._processes: dict[int, Process] = {}
         self._lock = threading.Lock()
@@ -144,7 +142,6 @@ class ProcessServer:
                 process = self._processes.pop(message["ended"])
             process.end(message["code"])
         elif "ready" in message:
-            self.took = message["took"]
             if not is_compatible(message.get("env", self.env), self.env):
                 self.failure = f"that of {WARM} was started with other variables that take effect at import"
             elif "code" in message and message["code"] != [sys.executable, code_digest()]:

@@ -5,7 +5,7 @@ of its own all the same: own process group, environment, working directory, log,
 imports vLLM, which no stage needs, beside the first stages; so the server has only its engine left to start.
 
 Run as ``python -m tuneloop.local.warm stages FD``, or ``server FD``, by `tuneloop.local.processes`; it speaks the
-protocol of `tuneloop.local.spawn`. It says ``{"ready": true, "took": s}`` once it has imported `LIBRARIES`, or
+protocol of `tuneloop.local.spawn`. It says ``{"ready": true}`` once it has imported `LIBRARIES`, or
 ``{"failed": reason}``: a thread that lives before the fork (an OpenMP pool, a CUDA context) would be missing in the
 child, so none may.
 
@@ -28,7 +28,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,7 +129,6 @@ def main() -> None:
     kind, place, *more = sys.argv[1:]
     own = place.isdigit()
     channel = socket.socket(fileno=int(place)) if own else _listen(Path(place))
-    clock = time.perf_counter()
     code = [] if own else [sys.executable, code_digest()]  # of now: what is imported below is of no later state
     env = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT + READ_AT_START)}
     die_with(os.getppid())  # as long as imports keep it from seeing that the channel closed
@@ -152,10 +150,10 @@ def main() -> None:
         return
     gc.collect()
     gc.freeze()  # children do not walk, and so do not copy, what was imported
-    message: dict[str, object] = {"ready": True, "took": time.perf_counter() - clock}
+    message: dict[str, object] = {"ready": True}
     if not own:
         channel = _connection(channel)
-        message = {"ready": True, "took": 0.0, "env": env, "code": code}
+        message |= {"env": env, "code": code}
     channel.sendall(json.dumps(message).encode() + b"\n")
     die_with(None)
     adopt_orphans()

@@ -65,15 +65,8 @@ _TASK: Fields = {
 }
 _POD: Fields = dict.fromkeys(
     (
-        *("affinity", "automountServiceAccountToken", "executor", "metrics", "nodeSelector", "podSpecPatch"),
-        *(
-            "priorityClassName",
-            "schedulerName",
-            "securityContext",
-            "serviceAccountName",
-            "tolerations",
-            "archiveLocation",
-        ),
+        *("affinity", "archiveLocation", "automountServiceAccountToken", "executor", "metrics", "nodeSelector"),
+        *("podSpecPatch", "priorityClassName", "schedulerName", "securityContext", "serviceAccountName", "tolerations"),
     ),
     IGNORED,
 )
@@ -108,6 +101,7 @@ _SPEC: Fields = {
     "volumes": [_VOLUMES],
 }
 KINDS = ("container", "dag")
+UNSUPPORTED = "is not supported by the local executor; remove it, or submit to a cluster"
 
 FIELD_PATHS = (
     *("metadata.name", "metadata.namespace", "metadata.uid"),
@@ -128,7 +122,7 @@ def check_workflow(spec: Mapping[str, Any]) -> None:
             told = "is an object of a cluster: submit it to one, or say nodes=1, and as many processes"
             raise UserError(f"spec.templates.{template['name']}.resource", template["resource"].get("action"), told)
     for path in _unknown(spec, _SPEC, "spec"):
-        raise UserError(path, "…", "is not supported by the local executor; remove it, or submit to a cluster")
+        raise UserError(path, "…", UNSUPPORTED)
     if output := re.search(r"(?:steps|tasks)\.[\w-]+\.outputs\.result\b", json.dumps(templates)):
         raise UserError("spec.templates", output[0], "is not supported here; let the pod write a file (valueFrom.path)")
     names = {template["name"] for template in templates}
@@ -182,30 +176,23 @@ def _check_pod(template: Mapping[str, Any]) -> None:
     if container is None:
         return
     at = f"templates.{template['name']}"
+    references = [(f"{at}.envFrom", item) for item in container.get("envFrom", [])]
     for item in container.get("env", []):
-        _check_reference(template["name"], item)
-        path = (item.get("valueFrom") or {}).get("fieldRef", {}).get("fieldPath")
+        field, source = f"{at}.env.{item['name']}", item.get("valueFrom") or {}
+        references.append((field, source))
+        path = source.get("fieldRef", {}).get("fieldPath")
         if path and path not in FIELD_PATHS:
-            raise UserError(f"{at}.env.{item['name']}.fieldRef", path, f"known here: {', '.join(FIELD_PATHS)}")
-    for item in container.get("envFrom", []):
-        for reference in (item.get("secretRef"), item.get("configMapRef")):
-            if reference and not reference.get("optional"):
+            raise UserError(f"{field}.fieldRef", path, f"known here: {', '.join(FIELD_PATHS)}")
+    for field, source in references:
+        for kind in ("secretRef", "configMapRef", "secretKeyRef", "configMapKeyRef"):
+            if source.get(kind) and not source[kind].get("optional"):
                 told = "secrets and config maps are a cluster's; make it optional"
-                raise UserError(f"{at}.envFrom", reference.get("name"), told)
+                raise UserError(f"{field}.{kind}", source[kind].get("name"), told)
     for each in template.get("initContainers", ()):
         if each.get("command") != ["python", "-m", "tuneloop.sharing.sidecar"]:
-            told = "is not supported by the local executor; remove it, or submit to a cluster"
-            raise UserError(f"spec.{at}.initContainers", each.get("name"), told)
+            raise UserError(f"spec.{at}.initContainers", each.get("name"), UNSUPPORTED)
     if not container.get("command"):
         raise UserError(f"{at}.command", None, "is needed: without the image, its entrypoint is not known")
-
-
-def _check_reference(template: str, item: Mapping[str, Any]) -> None:
-    for kind in ("secretKeyRef", "configMapKeyRef"):
-        reference = item.get("valueFrom", {}).get(kind)
-        if reference and not reference.get("optional"):
-            field = f"templates.{template}.env.{item['name']}.{kind}"
-            raise UserError(field, reference.get("name"), "secrets and config maps are a cluster's; make it optional")
 
 
 def _unknown(value: Any, fields: Any, path: str) -> Iterator[str]:
