@@ -106,12 +106,12 @@ def record_progress(store: Store) -> None:
 
 
 def read_attempt() -> int:
-    """The number of this attempt, from 0; 0 outside a pod."""
+    """Read the number of this attempt, from 0; 0 outside a pod."""
     return int(os.environ.get(ATTEMPT) or 0)
 
 
 def read_last_end() -> tuple[str, int, str]:
-    """Phase, exit code and message of the attempt before this one, as the workflow engine passes them."""
+    """Read phase, exit code and message of the attempt before this one, as the workflow engine passes them."""
     phase, _, rest = os.environ.get(LAST_END, "").partition(" ")
     code, _, message = rest.partition(" ")
     try:
@@ -121,7 +121,7 @@ def read_last_end() -> tuple[str, int, str]:
 
 
 def _read_record(store: Store, number: int) -> Record | None:
-    """What attempt `number` left; nothing where it did not come so far, or where another session left it."""
+    """Read what attempt `number` left; nothing where it did not come so far, or where another session left it."""
     try:
         record = Record.model_validate_json(store.get(RECORD) or b"")
     except ValidationError:

@@ -31,11 +31,7 @@ def build_pipeline(
     """Return a pipeline as KFP's compiler takes it; its description is the docstring of `draw`.
 
     Args:
-        name: of the pipeline, in kebab-case.
-        config: a `PipelineConfig`; with a loop, a `LoopPipelineConfig`.
-        specs: its stages.
-        draw: calls them.
-        loop: what `draw` calls as the loop.
+        name, config, specs, draw, loop: as `tuneloop.argo.pipeline.build_workflow` takes them.
 
     Raises:
         UserError: a setting that Kubeflow Pipelines have nothing for, or a step of the loop is not among the stages.
