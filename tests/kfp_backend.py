@@ -108,6 +108,10 @@ class Backend:
         by_id = {each.id: pb.Execution.State.Name(each.last_known_state) for each in found}
         return {task: by_id[number] for task, number in run.executions.items()}
 
+    def read_page(self, run: BackendRun, task: str, output: str = "") -> str:
+        """Return the file of an output artifact, by default the one that is named as its task."""
+        return Path(run.outputs[f"root/{task}"].artifacts[output or task].uri).read_text()
+
     def get_type(self, kind: str, make: Any, put: Any) -> int:
         if kind not in self._types:
             self._types[kind] = put(make(name=kind))

@@ -9,13 +9,14 @@ wrong is one line (`UserError`, `Retryable`), whatever the client library raised
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,10 @@ def connect_to_kfp(endpoint: str | None = None) -> Any:
     with warnings.catch_warnings(), translate_api_errors(endpoint):
         warnings.simplefilter("ignore", FutureWarning)
         try:
-            client = Once(host=endpoint)
+            with redirect_stdout(
+                io.StringIO()
+            ):  # "Failed to load kube config.", where an address is all that is needed
+                client = Once(host=endpoint)
             client.get_kfp_healthz()
         except ApiException as error:
             if error.status != 404:

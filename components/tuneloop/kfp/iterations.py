@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         except UserError as error:
             return report_error(error)
 
-    if code := retry_in_process(run, lambda: " ".join(Store(url).keys("iterations"))):
+    if code := retry_in_process(run, lambda: " ".join(Store(url).keys("iterations")), url=f"{url}/iterations"):
         return code
     position = locate()
     if not position.ended:

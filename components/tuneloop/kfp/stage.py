@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     def run() -> int:
         return (given.job and launch_jobset(stage, task, **given.job)) or stage.run(build_stage_args(stage, task))
 
-    if code := retry_in_process(run, lambda: " ".join(Store(f"{url}/resume").keys())):
+    if code := retry_in_process(run, lambda: " ".join(Store(f"{url}/resume").keys()), url=url):
         return code
     if int(os.environ.get("RANK", "0")) == 0:
         manifest = find_manifest(url)
