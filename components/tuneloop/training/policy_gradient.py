@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from tuneloop.algorithms._objective import PolicyGradient, Tokens
 from tuneloop.core.component import Stage
 from tuneloop.training import checkpoint
 from tuneloop.training.samples import Sample, to_float32
@@ -13,7 +14,6 @@ from tuneloop.training.samples import Sample, to_float32
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tuneloop.algorithms._objective import PolicyGradient
     from tuneloop.training.fsdp.policy import Policy
     from tuneloop.training.fsdp.ranks import Ranks
     from tuneloop.training.fsdp.trainer import Trainer
@@ -32,7 +32,7 @@ class Objective:
         """Set `name` of all samples to the log-probabilities under `policy`, on every rank."""
         found: dict[int, list[float]] = {}
         with policy.frozen():
-            for micro in policy.plan([s.document for s in samples], self.limit):
+            for micro in policy.plan([len(s.document.ids) for s in samples], self.limit):
                 checkpoint.check_stop(self.stage, policy)
                 values, _ = policy.logprobs([samples[i].document for i in micro], self.temperature)
                 parts = values.split([samples[i].document.target_count for i in micro])
@@ -50,7 +50,7 @@ class Objective:
         weight = {sample.id: value for sample, value in zip(counted, weights.tolist())}
         torch.manual_seed(self.stage.seed("dropout", trainer.step, self.stage.rank))
         tally = Tally(trainer.ranks)
-        for micro in trainer.accumulate(trainer.plan([s.document for s in used], self.limit)):
+        for micro in trainer.accumulate(trainer.plan([len(s.document.ids) for s in used], self.limit)):
             checkpoint.check_stop(self.stage, trainer)
             loss, measures = self._forward(trainer, [used[i] for i in micro], weight)
             loss.sum().backward()
@@ -76,8 +76,6 @@ class Objective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighed loss of each target token, and measures."""
         import torch
-
-        from tuneloop.algorithms._objective import Tokens
 
         def column(name: str) -> Tensor:
             values = [value for sample in samples for value in getattr(sample, name)]

@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,9 +14,7 @@ import pyarrow.parquet as pq
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.formats.rollouts import ROWS
-
-if TYPE_CHECKING:
-    from tuneloop.formats.token_files import Document
+from tuneloop.formats.token_files import Document
 
 TOKENS = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "policy_versions")
 COLUMNS = ("request_id", "group", *TOKENS, "finish_reason", "outcome", "score")
@@ -113,8 +111,6 @@ def _rows(table: pq.ParquetFile) -> Iterator[dict[str, Any]]:
 
 
 def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -> Sample:
-    from tuneloop.formats.token_files import Document
-
     name, prompt, mask, versions = row["request_id"], row["prompt_ids"], row["loss_mask"], row["policy_versions"]
     for column in ("logprobs", "loss_mask", "policy_versions"):
         if len(row[column]) != len(row["completion_ids"]):

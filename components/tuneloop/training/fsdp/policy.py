@@ -17,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document
-from tuneloop.training import distributed_checkpoint, hardware_options, lora
+from tuneloop.training import distributed_checkpoint, lora
 from tuneloop.training.batching import Batch, collate_documents, plan_micro_batches
 from tuneloop.training.fsdp import export
 from tuneloop.training.fsdp.ranks import Ranks
+from tuneloop.training.hardware_options import check_hardware_options
 from tuneloop.training.lora import Lora
 from tuneloop.training.options import LOGITS, Dtype, Packing
 
@@ -75,9 +76,7 @@ class Policy:
         torch_compile: bool = False,
         use_liger_kernel: bool = False,
     ) -> None:
-        hardware_options.check_hardware_options(
-            ranks.device.type, ranks.world, cpu_offload, torch_compile, use_liger_kernel
-        )
+        check_hardware_options(ranks.device.type, ranks.world, cpu_offload, torch_compile, use_liger_kernel)
         self.ranks, self.dtype, self.lora, self._liger = ranks, getattr(torch, dtype), lora, use_liger_kernel
         cuda = ranks.device.type == "cuda"
         flash = cuda and importlib.util.find_spec("flash_attn") is not None
@@ -111,7 +110,10 @@ class Policy:
     def _adapt(self, model: Any) -> Any:
         """`model` of transformers with what is to be put into it."""
         if self._liger:
-            hardware_options.use_liger_kernel(model)
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+            # never its loss or output layer, for which there are our own
+            _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
         if self.lora:
             self.lora.inject(model)
             for name, parameter in model.named_parameters():
@@ -144,11 +146,9 @@ class Policy:
         form = "packed" if self.packed else "padded"
         return {"attention": self.attention, "packing": form, "dtype": str(self.dtype).removeprefix("torch.")}
 
-    def plan(self, documents: Sequence[Document], limit: int) -> list[list[int]]:
-        """This rank's micro-batches of `documents`, at most `limit` in each, as indices; see `plan_micro_batches`."""
-        return plan_micro_batches([len(d.ids) for d in documents], limit, self.ranks.world, self.packed)[
-            self.ranks.rank
-        ]
+    def plan(self, lengths: Sequence[int], limit: int) -> list[list[int]]:
+        """Plan this rank's micro-batches, at most `limit` examples in each, as indices; see `plan_micro_batches`."""
+        return plan_micro_batches(lengths, limit, self.ranks.world, self.packed)[self.ranks.rank]
 
     def logprobs(self, documents: Sequence[Document], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """One forward pass.
