@@ -23,7 +23,7 @@ from tuneloop.core.processor import check_processor
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Engine, Sampling
 from tuneloop.inference.engines._client import Client
-from tuneloop.inference.engines._reload import reload_weights
+from tuneloop.inference.engines._reload import reload_weights, reset_prefix_cache
 
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
 """Engine arguments that tuneloop sets: another value would break what a rollout promises."""
@@ -174,8 +174,8 @@ class Vllm:
 
     def flush(self) -> None:
         """Drop all cached keys and values; requests that run compute theirs again."""
-        if self.engine is not None and not self.engine.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError("vLLM did not drop its prefix cache")
+        if self.engine is not None:
+            reset_prefix_cache(self.engine)
 
     def poison(self) -> None:
         """Nothing is served until the next change succeeds."""
@@ -226,6 +226,7 @@ class Vllm:
             ValueError: vLLM refuses it (too long), or an id is not in the vocabulary.
         """
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
@@ -240,7 +241,14 @@ class Vllm:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
         )
-        self._add(key, prompt_ids, params)
+        vocabulary = self.engine.model_config.get_vocab_size()
+        if not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary:  # vLLM would crash on it
+            raise ValueError(f"prompt ids must be at least one, from 0 to {vocabulary - 1}")
+        try:
+            (prompt,) = self.engine.renderer.render_cmpl([{"prompt_token_ids": list(prompt_ids)}])
+            self.engine.add_request(key, prompt, params)
+        except VLLMClientError as error:
+            raise ValueError(str(error)) from error
         if stream:
             self._streamed[key] = Tokens([], [], self.version)
 
@@ -284,18 +292,6 @@ class Vllm:
         self._spans.pop(key, None)
         self._streamed.pop(key, None)
 
-    def _add(self, key: str, ids: Sequence[int], params: Any) -> None:
-        vocabulary = self.engine.model_config.get_vocab_size()
-        if not ids or min(ids) < 0 or max(ids) >= vocabulary:  # vLLM, without a tokenizer, would crash on it
-            raise ValueError(f"prompt ids must be at least one, from 0 to {vocabulary - 1}")
-        from vllm.exceptions import VLLMClientError
-
-        try:
-            (prompt,) = self.engine.renderer.render_cmpl([{"prompt_token_ids": list(ids)}])
-            self.engine.add_request(key, prompt, params)
-        except VLLMClientError as error:
-            raise ValueError(str(error)) from error
-
 
 def quiet_vllm() -> None:
     """Before vLLM is imported: its core in this process, and its log for errors, unless somebody said otherwise."""
@@ -331,7 +327,7 @@ def _start(model: Path, args: Mapping[str, Any]) -> Any:
             config, UsageContext.LLM_CLASS, disable_log_stats=engine_args.disable_log_stats
         )
     except (TypeError, ValueError, AssertionError) as error:
-        raise UserError("--engine-args", dict(args), _first_line(error)) from error
+        raise UserError("--engine-args", dict(args), f"vLLM refuses: {' '.join(str(error).split())[:300]}") from error
 
 
 def inspect_here(model: Path) -> None:
@@ -365,7 +361,3 @@ def _shape(model: Path) -> dict[str, Any]:
     """The model's configuration without what may differ between versions of one policy."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     return {key: value for key, value in config.items() if key not in VOLATILE}
-
-
-def _first_line(error: Exception) -> str:
-    return f"vLLM refuses: {' '.join(str(error).split())[:300]}"

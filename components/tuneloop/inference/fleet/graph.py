@@ -14,7 +14,9 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import yaml
 
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Unanswered, send_request
@@ -30,6 +32,7 @@ DOWN = (502, 503, 504)
 """What a proxy answers for a server that is not there; any other answer is the server's own."""
 
 Object = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def render_graph(
     image: str | None = None,
     sets: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The graph among the documents of a manifest, changed.
+    """Take the graph from the documents of a manifest, and change it.
 
     Args:
         labels: added to the object's own.
@@ -60,8 +63,6 @@ def render_graph(
     Raises:
         UserError: no graph or several; a path that leads nowhere.
     """
-    import yaml
-
     graphs = [document for document in documents if document and document.get("kind") == KIND]
     if len(graphs) != 1:
         raise UserError("manifest", f"{len(graphs)} of kind {KIND}", "must be one")
@@ -112,41 +113,37 @@ def _containers(graph: dict[str, Any]) -> list[dict[str, Any]]:
     return main_containers
 
 
+def _call(cluster: Connection, request: Callable[[], T], *accepted: int) -> T | int:
+    """Return what `request` gives, or the status of a refusal that is `accepted`."""
+    from kubernetes.client import ApiException
+
+    with translate_api_errors(cluster):
+        try:
+            return request()
+        except ApiException as error:
+            if error.status in accepted:
+                return int(error.status)
+            raise
+
+
 def find_api_version(cluster: Connection) -> str:
-    """The newest version of the API that the cluster has. Where the account may not ask (403), it counts as there.
+    """Find the newest version of the API that the cluster has; where the account may not ask (403), it counts as there.
 
     Raises:
         UserError: the operator's definitions are not installed.
     """
-    from kubernetes.client import ApiException
-
     for version in VERSIONS:
-        with translate_api_errors(cluster):
-            try:
-                kinds = cluster.custom.get_api_resources(GROUP, version)
-            except ApiException as error:
-                if error.status == 403:
-                    return version
-                if error.status != 404:
-                    raise
-                continue
-        if any(resource.name == PLURAL for resource in kinds.resources):
+        kinds: Any = _call(cluster, lambda v=version: cluster.custom.get_api_resources(GROUP, v), 403, 404)
+        if kinds == 403 or (kinds != 404 and any(resource.name == PLURAL for resource in kinds.resources)):
             return version
     raise UserError("cluster", cluster.context, f"has no {KIND} ({PLURAL}.{GROUP}); install Dynamo's operator first")
 
 
 def find_graph(cluster: Connection, name: str, version: str | None = None) -> dict[str, Any] | None:
-    """The graph as it is now, in the newest or a given version of the API, or None."""
-    from kubernetes.client import ApiException
-
-    version = version or find_api_version(cluster)
-    with translate_api_errors(cluster):
-        try:
-            return cluster.get(GROUP, version, PLURAL, name)
-        except ApiException as error:
-            if error.status == 404:
-                return None
-            raise
+    """Find the graph as it is now, in the newest or a given version of the API; None where there is none."""
+    api = version or find_api_version(cluster)
+    graph = _call(cluster, lambda: cluster.get(GROUP, api, PLURAL, name), 404)
+    return None if isinstance(graph, int) else graph
 
 
 def bring_up(
@@ -191,7 +188,7 @@ def bring_up(
 
 
 def _ensure(cluster: Connection, graph: Object, recreate: bool, tell: Callable[[str], object]) -> bool:
-    """Create the graph unless it stands; whether it did."""
+    """Create the graph unless it stands; return whether it did."""
     name, (group, _, version) = str(graph["metadata"]["name"]), str(graph["apiVersion"]).partition("/")
     find_api_version(cluster)
     live = find_graph(cluster, name, version)
@@ -212,7 +209,7 @@ def _ensure(cluster: Connection, graph: Object, recreate: bool, tell: Callable[[
 
 
 def find_drift(wanted: Any, live: Any, at: str) -> list[str]:
-    """Paths at which `live` lacks or changes what is `wanted`; what it has beyond that is the operator's."""
+    """List the paths at which `live` lacks or changes what is `wanted`; what it has beyond that is the operator's."""
     if isinstance(wanted, Mapping):
         fields = live if isinstance(live, Mapping) else {}
         return [path for key in wanted for path in find_drift(wanted[key], fields.get(key), f"{at}.{key}")]
@@ -245,7 +242,7 @@ def _condition(cluster: Connection, name: str) -> str:
 
 
 def read_gates(cluster: Connection, name: str, port: int = FRONTEND_PORT) -> list[Gate]:
-    """The three gates of a graph as they are now.
+    """Read the three gates of a graph as they are now.
 
     Raises:
         UserError: there is no such graph.
@@ -280,7 +277,7 @@ def frontend_gate(status: int, reason: str = "") -> Gate:
 
 
 def _probe(cluster: Connection, service: str, port: int) -> tuple[int, str]:
-    """The HTTP status of a Service, and what was said in its place: from a pod by its name, else through the API."""
+    """Ask for a Service's HTTP status, or for what is said in its place: from a pod by name, else through the API."""
     if cluster.context == IN_CLUSTER:
         try:
             url = f"http://{service}.{cluster.namespace}:{port}/health"
@@ -335,41 +332,22 @@ def _own(cluster: Connection, graph: Object, workflow: str, tell: Callable[[str]
 
 
 def _refer(cluster: Connection, metadata: Object, reference: Object) -> bool:
-    """Add an owner; False where somebody, as the operator does, changed the object meanwhile."""
-    from kubernetes.client import ApiException
-
+    """Add an owner; return False where somebody, as the operator does, changed the object meanwhile."""
     others = [each for each in metadata.get("ownerReferences", ()) if each["uid"] != reference["uid"]]
     patch = {"resourceVersion": metadata["resourceVersion"], "ownerReferences": [*others, reference]}
-    with translate_api_errors(cluster):
-        try:
-            cluster.custom.patch_namespaced_custom_object(
-                GROUP, find_api_version(cluster), cluster.namespace, PLURAL, metadata["name"], {"metadata": patch}
-            )
-            return True
-        except ApiException as error:
-            if error.status == 409:
-                return False
-            raise
+    place = (GROUP, find_api_version(cluster), cluster.namespace, PLURAL, metadata["name"])
+    change = cluster.custom.patch_namespaced_custom_object
+    return _call(cluster, lambda: change(*place, {"metadata": patch}), 409) != 409
 
 
 def delete_graph(cluster: Connection, name: str) -> bool:
-    """Delete a graph, and with it what its operator made; whether there was one."""
+    """Delete a graph, and with it what its operator made; return whether there was one."""
     return _delete(cluster, GROUP, find_api_version(cluster), PLURAL, name)
 
 
 def _delete(cluster: Connection, group: str, version: str, plural: str, name: str) -> bool:
-    from kubernetes.client import ApiException
-
-    with translate_api_errors(cluster):
-        try:
-            cluster.custom.delete_namespaced_custom_object(
-                group, version, cluster.namespace, plural, name, propagation_policy="Background"
-            )
-            return True
-        except ApiException as error:
-            if error.status == 404:
-                return False
-            raise
+    place, delete = (group, version, cluster.namespace, plural, name), cluster.custom.delete_namespaced_custom_object
+    return _call(cluster, lambda: delete(*place, propagation_policy="Background"), 404) != 404
 
 
 def _gone(cluster: Connection, name: str, timeout: float = 120.0) -> None:
