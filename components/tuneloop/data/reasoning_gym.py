@@ -14,7 +14,7 @@ from tuneloop.data import Example, Splits
 
 
 def load(n: int, seed: int, *, task: str, config: dict[str, Any] | None = None) -> Splits:
-    """Questions of one task, generated as they are asked for.
+    """Generate questions of one task as they are asked for.
 
     Args:
         n: how many are wanted; four times as many are tried, since small tasks repeat themselves.

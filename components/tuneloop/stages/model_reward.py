@@ -26,7 +26,7 @@ def model_reward(
     per_device_eval_batch_size: Annotated[int, Field(ge=1, description="rollouts in a micro-batch")] = 64,
     options: ScoringOptions,
 ) -> Results:
-    """The reward model reads the very tokens that were sampled, so it must have the policy's tokenizer.
+    """Score the very tokens that were sampled with a reward model, which must have the policy's tokenizer.
 
     Given rollouts, it scores them; given what `reward` made, it adds ``weight * score`` to the scores there, and what
     has none keeps none. ``breakdown`` holds the bare score as ``model``.
@@ -71,7 +71,7 @@ def read_rollouts(rollouts: Artifact) -> pa.Table:
 
 
 def with_scores(table: pa.Table, found: list[float], weight: float) -> pa.Table:
-    """`table` with the model's scores taken up in `outcome`, `score` and `breakdown`."""
+    """Return `table` with the model's scores taken up in `outcome`, `score` and `breakdown`."""
     if "score" in table.column_names:
         before = table.select(["outcome", "score", "breakdown"]).to_pylist()
         table = table.drop_columns(["outcome", "score", "breakdown"])

@@ -106,7 +106,7 @@ def compute_accuracy(stage: Stage, scorer: Scorer, pairs: Sequence[Pair], limit:
 
 
 def _scores(scorer: Scorer, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-    """Of the chosen and of the rejected ones, ``[pairs]`` each."""
+    """Score the chosen and the rejected ones, ``[pairs]`` each."""
     found = scorer.scores([d.ids for pair in pairs for d in pair.documents()])
     chosen, rejected = found.view(-1, 2).unbind(1)
     return chosen, rejected

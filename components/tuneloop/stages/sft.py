@@ -107,7 +107,7 @@ def read_demonstrations(prompts: Artifact, model: Path, max_length: int) -> Corp
     table = pq.ParquetFile(prompts.path / "sft.parquet")
     for column in COLUMNS:
         if column not in table.schema_arrow.names:
-            raise UserError("--prompts", column, f"is no column of {prompts.url}/sft.parquet; make the data again")
+            raise UserError("--prompts", column, f"is not a column of {prompts.url}/sft.parquet; make the data again")
     if not table.metadata.num_rows:
         raise UserError("--prompts", prompts.url, "holds no demonstrations; raise data_prep's sft, or leave sft out")
     tokenizer = load_tokenizer(model)

@@ -145,7 +145,7 @@ def write_checkpoint(
 
 
 def _canary_ids(policy: Artifact, vocab_size: int) -> list[int]:
-    """The input's, which keep to tokens that its tokenizer knows."""
+    """Return the ids of the input's canary, which keep to tokens that its tokenizer knows."""
     if "canary.json" not in policy.manifest.files:
         return canary_ids(vocab_size)
     ids: list[int] = json.loads((policy.path / "canary.json").read_text())["ids"]

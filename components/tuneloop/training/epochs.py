@@ -178,7 +178,7 @@ def draw_indices(stage: Stage, count: int, start: int, batch: int) -> list[int]:
 
 @functools.lru_cache(2)
 def _shuffled(count: int, seed: int) -> Tensor:
-    """0 … count - 1 in random order, int64; kept, for every step of an epoch asks for the same one."""
+    """Shuffle 0 … count - 1 (int64); the result is kept, for every step of an epoch asks for the same one."""
     import torch
 
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))

@@ -49,7 +49,7 @@ class Pair:
         return 2 * len(self.prompt) + len(self.chosen) + len(self.rejected)
 
     def documents(self) -> list[Document]:
-        """The chosen and the rejected one."""
+        """Build the chosen and the rejected document."""
         return [build_document(self.prompt, self.chosen), build_document(self.prompt, self.rejected)]
 
 
@@ -90,7 +90,7 @@ class Pairs(Places[Pair]):
         return Pair(self.ids[place].as_py(), prompt, list(chosen.ids[start:]), list(rejected.ids[start:]))
 
     def digests(self) -> pa.StringArray:
-        """`Pair.digest` of each."""
+        """Compute `Pair.digest` of each pair."""
         return pa.array((pair.digest for pair in self), pa.string())
 
 

@@ -41,7 +41,7 @@ class Objective:
             setattr(samples[i], name, to_float32(logprobs))
 
     def step(self, trainer: Trainer, batch: Sequence[Sample]) -> float:
-        """One optimizer step on a mini-batch; its loss. Measures go to the stage's metrics."""
+        """Take one optimizer step on a mini-batch, and return its loss; measures go to the stage's metrics."""
         import torch
 
         counted = [sample for sample in batch if sample.counted]
@@ -74,7 +74,7 @@ class Objective:
     def _forward(
         self, trainer: Trainer, samples: Sequence[Sample], weight: dict[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighed loss of each target token, and measures."""
+        """Compute the weighed loss of each target token, and measures."""
         import torch
 
         def column(name: str) -> Tensor:
@@ -112,12 +112,12 @@ class Tally:
         self.parts: dict[str, list[Tensor]] = {}
 
     def add(self, **measures: Tensor) -> None:
-        """One value a token."""
+        """Add one value a token."""
         for name, values in measures.items():
             self.parts.setdefault(name, []).append(values.double().cpu())
 
     def result(self) -> dict[str, float]:
-        """The mean of each, ``logprob_gap_max``, and ``importance_ess``: effective sample size over token count.
+        """Return the mean of each, ``logprob_gap_max``, and ``importance_ess``: effective sample size over token count.
 
         That is ``(Σw)² / (n Σw²)`` (Kish).
         """

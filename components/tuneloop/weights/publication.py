@@ -84,7 +84,7 @@ def _accept_overtaken(chain: Chain, version: int, manifest: Manifest, ran: bool)
 
 
 def _model(artifact: Artifact, scratch: Path) -> Path:
-    """``model/`` of a checkpoint, verified; fetched without the trainer's state where it lies elsewhere."""
+    """Return ``model/`` of a checkpoint, verified; fetched without the trainer's state where it lies elsewhere."""
     local = local_path(artifact.url)
     held = (local or scratch) / (artifact.manifest.root if local else "")
     for name, want in artifact.manifest.files.items():
@@ -98,7 +98,7 @@ def _model(artifact: Artifact, scratch: Path) -> Path:
 
 
 def _base(manifest: Manifest) -> tuple[int | None, Path | None]:
-    """The policy that the checkpoint follows: in an undisturbed run the base, which `publish_version` proves.
+    """Find the policy that the checkpoint follows: in an undisturbed run the base, which `publish_version` proves.
 
     One whose files are gone (`tuneloop gc --keep`) is left to the chain.
     """

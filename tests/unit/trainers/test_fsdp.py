@@ -145,7 +145,7 @@ def test_divergence_is_not_saved_as_a_policy(model, documents):
 
 
 def test_bad_models_and_devices(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="can not be loaded"):
+    with pytest.raises(UserError, match="cannot be loaded"):
         Policy(tmp_path, Ranks("cpu"))
     with pytest.raises(UserError, match="1 processes are training"):
         Ranks("cpu", expected=2)

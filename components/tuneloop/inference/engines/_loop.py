@@ -29,7 +29,7 @@ Mode = Literal["wait", "keep"]
 
 
 class Refused(RuntimeError):
-    """The server can not do this, or not now: `status` as HTTP has it."""
+    """The server cannot do this, or not now: `status` as HTTP has it."""
 
     def __init__(self, status: int, reason: str) -> None:
         self.status = status
@@ -270,7 +270,7 @@ class EngineLoop(threading.Thread):
             del self._tickets[number]
 
     def _fail(self, error: Exception) -> None:
-        """An engine that raised is not trusted again: everybody who waits is told, and later callers too."""
+        """Trust an engine that raised no more: everybody who waits is told, and later callers too."""
         self.broken = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         for ticket in self._tickets.values():
             ticket.emit(-1, self.trouble)

@@ -45,7 +45,7 @@ Answer = Completion | Tokens
 
 
 def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
-    """A client where there is an endpoint, else an engine in this process.
+    """Open a client where there is an endpoint, else an engine in this process.
 
     Args:
         endpoint: URL of a running `tuneloop.inference.server`.
@@ -178,14 +178,14 @@ class Vllm:
             reset_prefix_cache(self.engine)
 
     def poison(self) -> None:
-        """Nothing is served until the next change succeeds."""
+        """Serve nothing until the next change succeeds."""
         self.version, self.digest = -1, ""
 
     def sleep(self, level: int) -> None:
         """Give back the device's memory; no request may be running. Level 1 keeps weights on the host, 2 drops them.
 
         Raises:
-            UserError: the device can not, or the engine was not started for it.
+            UserError: the device cannot, or the engine was not started for it.
         """
         from vllm.platforms import current_platform
 
@@ -253,7 +253,7 @@ class Vllm:
             self._streamed[key] = Tokens([], [], self.version)
 
     def step(self) -> Iterator[tuple[str, Answer]]:
-        """One forward of all that is queued; names and answers of what it finished, and of what is streamed."""
+        """Run one forward of all that is queued; yield names and answers of what ended, and of what is streamed."""
         for out in self.engine.step():
             key, output = out.request_id, out.outputs[0]
             new = Tokens(list(output.token_ids), list(map(float, output.logprobs.logprobs)), self.version)
@@ -294,13 +294,13 @@ class Vllm:
 
 
 def quiet_vllm() -> None:
-    """Before vLLM is imported: its core in this process, and its log for errors, unless somebody said otherwise."""
+    """Have vLLM, before it is imported, keep its core here and log errors only; variables that are set stay."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def _start(model: Path, args: Mapping[str, Any]) -> Any:
-    """A vLLM engine on `model`, its core in this process."""
+    """Start a vLLM engine on `model`, its core in this process."""
     quiet_vllm()
     try:
         from vllm.engine.arg_utils import EngineArgs
@@ -334,7 +334,7 @@ def inspect_here(model: Path) -> None:
     """Let vLLM look at the class of a model in this process, and not in a fresh one that imports all of vLLM again.
 
     It does that, for 15 seconds of computing, where no file below ``VLLM_CACHE_ROOT`` tells it of the class yet: so
-    that CUDA is not initialised here, which it can not be on a CPU.
+    that CUDA is not initialised here, which it cannot be on a CPU.
     """
     from vllm import ModelRegistry
 
@@ -345,7 +345,7 @@ def inspect_here(model: Path) -> None:
 
 
 def _cpu_defaults() -> dict[str, Any]:
-    """Engine arguments for a machine without GPU, where vLLM's own are for a big one.
+    """Return engine arguments for a machine without GPU, where vLLM's own are for a big one.
 
     Its cache would take most of the memory, compiling takes longer than a small loop, and bfloat16 without
     instructions for it was measured at less than half of float32's speed.
@@ -358,6 +358,6 @@ def _cpu_defaults() -> dict[str, Any]:
 
 
 def _shape(model: Path) -> dict[str, Any]:
-    """The model's configuration without what may differ between versions of one policy."""
+    """Read the model's configuration without what may differ between versions of one policy."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     return {key: value for key, value in config.items() if key not in VOLATILE}

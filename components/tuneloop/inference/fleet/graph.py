@@ -2,7 +2,7 @@
 
 The operator of Dynamo turns the object into pods; here it is only written, watched and deleted. It is ready when three
 gates are open at once: the operator says so, every pod is ready, and the frontend answers HTTP. A graph that this call
-made and that does not become ready, or whose job can not be started, is deleted again; one that stood before is used
+made and that does not become ready, or whose job cannot be started, is deleted again; one that stood before is used
 as it is. Only one that was made for a run is owned by its workflow: the owner reference is patched on once the
 workflow exists. Service accounts are the operator's: a manifest's own stays, and none is ever set.
 """
@@ -100,7 +100,7 @@ def _item(place: Any, name: str, item: str) -> Any:
 
 
 def _containers(graph: dict[str, Any]) -> list[dict[str, Any]]:
-    """The main container of each component, as ``v1alpha1`` (services) and ``v1beta1`` (components) have it."""
+    """List the main container of each component, as ``v1alpha1`` (services) and ``v1beta1`` (components) have it."""
     spec, main_containers = graph.setdefault("spec", {}), []
     for service in (spec.get("services") or {}).values():
         main_containers.append(service.setdefault("extraPodSpec", {}).setdefault("mainContainer", {}))
@@ -256,7 +256,7 @@ def read_gates(cluster: Connection, name: str, port: int = FRONTEND_PORT) -> lis
 
 
 def operator_gate(graph: Object) -> Gate:
-    """Its state is ``successful``, and of this generation."""
+    """Check that its state is ``successful``, and of this generation."""
     status = graph.get("status") or {}
     state, seen = str(status.get("state") or "not seen"), status.get("observedGeneration")
     if seen is not None and seen < graph["metadata"].get("generation", 0):
@@ -265,14 +265,14 @@ def operator_gate(graph: Object) -> Gate:
 
 
 def pods_gate(pods: Sequence[Any]) -> Gate:
-    """All pods are ready, and there is one."""
+    """Check that all pods are ready, and that there is one."""
     live = [pod for pod in pods if not pod.metadata.deletion_timestamp]
     ready = [pod for pod in live if any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or ())]
     return Gate("pods", 0 < len(live) == len(ready), f"{len(ready)} of {len(live)} ready")
 
 
 def frontend_gate(status: int, reason: str = "") -> Gate:
-    """Something answers there, if only with 404. `status` is 0 where nobody does."""
+    """Check that something answers there, if only with 404. `status` is 0 where nobody does."""
     return Gate("frontend", status not in (0, *DOWN), f"answers {status}" if status else reason or "does not answer")
 
 
@@ -298,7 +298,7 @@ def _probe(cluster: Connection, service: str, port: int) -> tuple[int, str]:
 
 
 def _of_the_api(error: Any) -> bool:
-    """Whether the API server itself answered, for want of the Service."""
+    """Return whether the API server itself answered, for want of the Service."""
     try:
         status = json.loads(error.body)
         return bool(status["kind"] == "Status" and status["details"]["kind"] == "services")
