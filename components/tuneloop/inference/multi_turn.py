@@ -7,7 +7,6 @@ log-probabilities, and `policy_update` needs to know no more than which tokens w
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -134,23 +133,23 @@ def play_episodes(
         [_Live(f"{r.id}-s{s:02d}", r.prompt_ids, how.open_environment(row), row["chat"]) for s in range(len(r.seeds))]
         for row, r in zip(rows, requests)
     ]
-    for group, said in zip(everyone, engine.generate(requests, sampling, functools.partial(_beat, done, 0))):
+    over = 0
+
+    def beat(_: int) -> None:
+        done(over)
+
+    for group, said in zip(everyone, engine.generate(requests, sampling, beat)):
         for one, completion in zip(group, said, strict=True):
             one.hear(completion)
     alive = [one for group in everyone for one in group]
     while alive := list(_still(alive, how, engine, sampling, tokenizer)):
         names = {one.id for one in alive}
         over = sum(all(one.id not in names for one in group) for group in everyone)
-        beat = functools.partial(_beat, done, over)
         turns = [Request(one.id, one.prompt + one.ids, [seed(one.id, one.turns)]) for one in alive]
         for one, (completion,) in zip(alive, engine.generate(turns, sampling, beat)):
             one.hear(completion)
     done(len(requests))
     return [[one.episode() for one in group] for group in everyone]
-
-
-def _beat(done: Callable[[int], None], over: int, _: int) -> None:
-    done(over)
 
 
 def _still(

@@ -95,9 +95,7 @@ def data_prep(
         Field(description="digits, functions, reasoning_gym, jsonl, huggingface, or a dotted path"),
     ] = "digits",
     source_args: Annotated[
-        dict[str, Any],
-        AfterValidator(_fitting),
-        Field(description="the source's own arguments", validate_default=True),
+        dict[str, Any], AfterValidator(_fitting), Field(description="the source's own arguments", validate_default=True)
     ] = {},  # noqa: B006
     train: Annotated[int, Field(ge=0, description="training prompts, at most: what the others leave")] = 10_000,
     eval: Annotated[int, Field(ge=0, description="held-out prompts")] = 256,
@@ -131,8 +129,7 @@ def data_prep(
     parse_spec(spec := json.dumps(rewards, sort_keys=True))
     if system is not None and not chat:
         raise UserError("data_prep.system", system, "needs --chat true")
-    order: tuple[Split, ...] = ("eval", "sft", "preference_eval", "preference", "train")
-    wanted = dict(zip(order, (eval, sft, preference_eval, preference, train)))
+    wanted = dict(zip(SCHEMAS, (eval, sft, preference_eval, preference, train)))
     splits = load_source(source, source_args, sum(wanted.values()), stage.seed("data"))
     pairs = iter(splits.train if splits.preference is None else splits.preference)
     streams = {"eval": splits.eval, "sft": splits.sft, "preference_eval": pairs, "preference": pairs}

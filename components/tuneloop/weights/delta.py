@@ -64,9 +64,8 @@ def write_delta(
 
     digest = "0" * 32
     widest = {n: {"dtype": "U8", "shape": [2 * new.size], "data_offsets": [2 * new.size] * 2} for n in new.tensors}
-    room = len(
-        encode_header({"__metadata__": dict.fromkeys(new.tensors, digest), **widest})
-    )  # offsets are not known yet
+    # offsets are not known yet
+    room = len(encode_header({"__metadata__": dict.fromkeys(new.tensors, digest), **widest}))
     done = Written([], {}, {}, 0, 0, 0, True)
     header: dict[str, Any] = {"__metadata__": {}}
     at = 0

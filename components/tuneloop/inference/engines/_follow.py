@@ -150,12 +150,8 @@ class Follower(threading.Thread):
                 (self.directory / MARKER).unlink(missing_ok=True)
                 raise
             self.trouble, self.pulled = "", _about(done, took, comparisons[0])
-            self._record()
-
-    def _record(self) -> None:
-        """Record the pull for people and reports (`tuneloop.runs.delivery`); a store that refuses is passed over."""
-        with suppress(UserError, Retryable):
-            live.record_pull(self.store, self._name, self.pulled)
+            with suppress(UserError, Retryable):  # it is for people and reports (`tuneloop.runs.delivery`)
+                live.record_pull(self.store, self._name, self.pulled)
 
     def converged_s(self) -> float | None:
         """Compute the seconds from publishing the version last pulled until it was served; None where unknown."""

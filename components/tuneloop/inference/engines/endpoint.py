@@ -252,18 +252,16 @@ class Endpoint:
             with self._ask(url, payload) as lines:
                 for message in lines:
                     if "sample" in message:
-                        self._extend(some[message["index"]], message)
+                        self._check_version(message["version"])
+                        part = some[message["index"]]
+                        part.ids += message["ids"]
+                        part.logprobs += message["logprobs"]
+                        part.versions += [message["version"]] * len(message["ids"])
                     elif "completions" in message:
                         part = some[message["index"]]
                         part.done = self._finish(part, message["completions"][0], sampling)
                 if any(part.done is None for part in some):
                     raise Lost("broke off before the end")
-
-    def _extend(self, part: Partial, message: Mapping[str, Any]) -> None:
-        self._check_version(message["version"])
-        part.ids += message["ids"]
-        part.logprobs += message["logprobs"]
-        part.versions += [message["version"]] * len(message["ids"])
 
     def _finish(self, part: Partial, fields: Mapping[str, Any], sampling: Sampling) -> Completion:
         if fields["finish_reason"] == "abort":

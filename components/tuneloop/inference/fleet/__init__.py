@@ -39,13 +39,7 @@ from tuneloop.core import plugins
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Unanswered, send_request
 
-ROUTES = (
-    "get_weight_version",
-    "pause_generation",
-    "update_weights_from_disk",
-    "flush_cache",
-    "resume_generation",
-)
+ROUTES = ("get_weight_version", "pause_generation", "update_weights_from_disk", "flush_cache", "resume_generation")
 URLS = {"http": "urls", "https": "urls"}
 """Scheme → backend, where the two have different names."""
 

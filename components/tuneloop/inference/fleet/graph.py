@@ -10,6 +10,7 @@ workflow exists. Service accounts are the operator's: a manifest's own stays, an
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -133,7 +134,7 @@ def find_api_version(cluster: Connection) -> str:
         UserError: the operator's definitions are not installed.
     """
     for version in VERSIONS:
-        kinds: Any = _call(cluster, lambda v=version: cluster.custom.get_api_resources(GROUP, v), 403, 404)
+        kinds: Any = _call(cluster, functools.partial(cluster.custom.get_api_resources, GROUP, version), 403, 404)
         if kinds == 403 or (kinds != 404 and any(resource.name == PLURAL for resource in kinds.resources)):
             return version
     raise UserError("cluster", cluster.context, f"has no {KIND} ({PLURAL}.{GROUP}); install Dynamo's operator first")

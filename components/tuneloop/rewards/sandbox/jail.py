@@ -85,13 +85,8 @@ def restrict_calls() -> None:
     """Install the filter (linux/seccomp.h, linux/filter.h): `ALLOWED`, and some calls by what they ask for."""
     kill, deny, absent, allow = 0x80000000, 0x00050001, 0x00050026, 0x7FFF0000
     load, equal, greater, some, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    number, architecture, first, second, third = (
-        0,
-        4,
-        16,
-        24,
-        32,
-    )  # offsets in struct seccomp_data; low halves of arguments
+    # offsets in struct seccomp_data; low halves of arguments
+    number, architecture, first, second, third = 0, 4, 16, 24, 32
     program = [(load, 0, 0, architecture), (equal, 1, 0, 0xC000003E), (give, 0, 0, kill), (load, 0, 0, number)]
     program += [(greater, 0, 1, NEWER), (give, 0, 0, absent)]  # the calls of x32 among them
     for call in ALLOWED:

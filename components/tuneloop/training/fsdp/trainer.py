@@ -64,11 +64,9 @@ class Trainer(Policy):
                 self.model.set_requires_gradient_sync(number == len(micro_batches))
             yield micro
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> contextlib.AbstractContextManager[None]:
         """Measure for `efficiency` what part of a step goes by in collectives; nothing where one process trains."""
-        with traffic.measure_collectives(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext():
-            yield
+        return traffic.measure_collectives(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext()
 
     def efficiency(self, tokens_per_s: float) -> dict[str, float | None]:
         """Compute what `tokens_per_s`, over all ranks, means.
