@@ -6,11 +6,15 @@ written so that either side can be replaced.
 
 from tuneloop.weights.inspect import Listed, delete_unused_versions, diff_versions, list_versions, verify_version
 from tuneloop.weights.materialize import Materialized, materialize_version
-from tuneloop.weights.publish import publish_version
+from tuneloop.weights.pointer import PointerConflict, PointerRewind
+from tuneloop.weights.publish import Published, publish_version
 
 __all__ = [
     "Listed",
     "Materialized",
+    "PointerConflict",
+    "PointerRewind",
+    "Published",
     "delete_unused_versions",
     "diff_versions",
     "list_versions",

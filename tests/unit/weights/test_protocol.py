@@ -24,6 +24,8 @@ from tuneloop.core.artifacts import file_digest
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
 from tuneloop.weights import (
+    PointerConflict,
+    PointerRewind,
     delete_unused_versions,
     diff_versions,
     list_versions,
@@ -33,7 +35,6 @@ from tuneloop.weights import (
     publish_version,
     verify_version,
 )
-from tuneloop.weights.pointer import PointerConflict, PointerRewind
 from tuneloop.weights.versions import Chain
 
 Case = tuple[str, int, int]
