@@ -19,13 +19,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from zoneinfo import ZoneInfo
 
+from tuneloop.argo.jobset import check_names
 from tuneloop.argo.pod_fields import SCRATCH
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
+from tuneloop.cluster.preflight import find_problems
 from tuneloop.core.artifacts import split_ref
 from tuneloop.core.errors import Retryable, UserError, report_error
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster
+from tuneloop.runs.records import check_name
 from tuneloop.workflow.manifest import labels_of
 from tuneloop.workflow.settings import RUN_LABEL
 
@@ -62,10 +65,6 @@ def apply_schedule(
         UserError: no such stage, time or zone, a name that is too long or of what no schedule made, or what
             `preflight.find_problems` finds.
     """
-    from tuneloop.argo.jobset import check_names
-    from tuneloop.cluster.preflight import find_problems
-    from tuneloop.runs.records import check_name
-
     check_name(name, "--name")
     if len(name) > LONGEST:
         raise UserError(

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.gateway.sessions import Refused
+from tuneloop.kube.api_errors import read_api_message
 
 REMEMBERED = 30.0
 """Seconds for which an answer of the API server holds; a token withdrawn meanwhile is still taken."""
@@ -29,8 +30,6 @@ def translate_refusals(namespace: str) -> Iterator[None]:
     namespace: then the gateway lacks rights."""
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
-
-    from tuneloop.kube.api_errors import read_api_message
 
     try:
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from tuneloop.algorithms._terms import clip_surrogate
 from tuneloop.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,8 +51,6 @@ def compute_loss(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], conf
         inputs: float32 ``[targets]`` each, those that `INPUTS` names.
         config: what `check_options` gave.
     """
-    from tuneloop.algorithms._terms import clip_surrogate
-
     if name == "cross_entropy":
         return -inputs["weights"] * logprobs
     ratio, advantages = (logprobs - inputs["logprobs"]).exp(), inputs["advantages"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,9 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tuneloop.core.errors import UserError
 from tuneloop.gateway import wire
 from tuneloop.gateway.resident import AdamParams
-
-if TYPE_CHECKING:
-    from tuneloop.training.lora import Lora
+from tuneloop.training.lora import Lora
 
 ALPHA = 32.0
 """lora_alpha of adapters, as Tinker has it."""
@@ -40,8 +38,6 @@ class LoraConfig(Body):
         Raises:
             UserError: a choice of layers that is not had here.
         """
-        from tuneloop.training.lora import Lora
-
         if not self.rank:
             return None
         if self.train_unembed:

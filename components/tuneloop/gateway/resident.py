@@ -17,19 +17,21 @@ from tuneloop.core.context import Stage
 from tuneloop.core.errors import UserError
 from tuneloop.core.provenance import collect_provenance
 from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.formats.token_files import Document
 from tuneloop.gateway import losses
 from tuneloop.gateway.wire import Datum
 from tuneloop.inference.engines import Sampling
+from tuneloop.inference.engines.transformers import Transformers
 from tuneloop.training import checkpoint
+from tuneloop.training.lora import Lora
+from tuneloop.training.options import Optimization
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tuneloop.formats.token_files import Document
     from tuneloop.training.fsdp.policy import Policy
     from tuneloop.training.fsdp.ranks import Ranks
     from tuneloop.training.fsdp.trainer import Trainer
-    from tuneloop.training.lora import Lora
 
 STAGE = "session"
 """What the manifest of a checkpoint says made it."""
@@ -110,7 +112,7 @@ class Resident:
         total, before = 0.0, self.spoiled
         self.trainer.max_length = max(len(document.ids) for document in documents)
         with self.trainer.frozen() if forward_only else nullcontext():
-            for micro in self.trainer.plan(documents, MICRO_BATCH):
+            for micro in self.trainer.plan([len(d.ids) for d in documents], MICRO_BATCH):
                 logprobs, _ = self.trainer.logprobs([documents[i] for i in micro])
                 inputs = {
                     each: torch.from_numpy(np.concatenate([data[i].inputs[each] for i in micro]).astype("f4")).to(
@@ -233,8 +235,6 @@ class Sampler:
     """Samples from snapshots; one is ready at a time, and is changed for another when that is asked for."""
 
     def __init__(self) -> None:
-        from tuneloop.inference.engines.transformers import Transformers
-
         self.engine = Transformers()
         self._ready: Snapshot | None = None
 
@@ -286,8 +286,6 @@ class Sampler:
 def _document(datum: Datum, needed: Sequence[str], policy: Policy) -> Document:
     """`datum` as the trainer takes it: one more token at the end, which nothing looks at, makes each position one that
     predicts."""
-    from tuneloop.formats.token_files import Document
-
     length = len(datum.tokens)
     if not 0 < length <= policy.context:
         raise UserError("model_input", f"{length} tokens", f"must be 1 to {policy.context}, the model's context")
@@ -308,15 +306,11 @@ def _document(datum: Datum, needed: Sequence[str], policy: Policy) -> Document:
 
 
 def _adapters(policy: Artifact) -> Lora | None:
-    from tuneloop.training.lora import Lora
-
     state = checkpoint.trainer_state(policy) or {}
     return Lora.model_validate(state["lora"]) if state.get("lora") else None
 
 
 def _optimization(adam: AdamParams) -> Any:
-    from tuneloop.training.options import Optimization
-
     return Optimization(
         learning_rate=adam.learning_rate,
         lr_scheduler_type="constant",

@@ -19,6 +19,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.store import local_path, normalize_url
 from tuneloop.formats.rollouts import Request
+from tuneloop.formats.tokens import load_tokenizer, stop_ids
 from tuneloop.gateway import wire
 from tuneloop.gateway.ledger import Entry, Gone, Ledger
 from tuneloop.gateway.messages import (
@@ -343,8 +344,6 @@ def _limits(base: Artifact) -> tuple[Limits, tuple[int, ...]]:
 @functools.lru_cache(8)
 def _read_limits(directory: Path) -> tuple[Limits, tuple[int, ...]]:
     from transformers import AutoConfig
-
-    from tuneloop.formats.tokens import load_tokenizer, stop_ids
 
     text = AutoConfig.from_pretrained(directory).get_text_config()
     context = int(getattr(text, "max_position_embeddings", 1 << 30))

@@ -40,6 +40,7 @@ from tuneloop.gateway import messages, wire
 from tuneloop.gateway.ledger import Conflict, Gone
 from tuneloop.gateway.session import Session
 from tuneloop.inference.server import bind_address, serve_until_signalled
+from tuneloop.sharing.opening import open_turns
 
 if TYPE_CHECKING:
     from tuneloop.sharing.turns import Held, Turns
@@ -242,8 +243,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(KEY, None, "is required: whoever starts the worker chooses it")
         turns = None
         if options.turns:
-            from tuneloop.sharing.opening import open_turns
-
             os.environ[fencing.VARIABLE] = os.path.join(tempfile.mkdtemp(prefix="tuneloop-"), "turn.json")
             turns = open_turns(options.turns, who=options.session, policy=options.policy, patience=options.patience)
         worker = Worker(Session(options.session, options.artifacts, lambda: _ranks(options.device)), key, turns)
