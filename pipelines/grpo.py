@@ -32,7 +32,7 @@ from tuneloop.workflow.loop import Graph, Loop, StageSpec, Step
 
 GIVEN = {*SET_BY_PIPELINE, "weights"}
 
-DataPrep: Any = data_prep.settings(without=GIVEN)
+DataPrep: Any = data_prep.settings(without=GIVEN, sft=0)
 BaseModelSettings: Any = base_model.settings(without=GIVEN)
 Rollout: Any = rollout.settings(without=GIVEN, max_tokens=8)
 Reward: Any = reward.settings()

@@ -19,12 +19,14 @@ from tuneloop.workflow.loop import Graph, StageSpec
 
 grpo = load_pipeline("grpo", beside=__file__)
 
-Sft: Any = sft.settings(without={"seed", "weights"})
+DataPrep: Any = data_prep.settings(without=grpo.GIVEN)
+Sft: Any = sft.settings(without=grpo.GIVEN)
 
 
 class Config(grpo.Config):  # type: ignore[name-defined,misc]
     """Configuration of `sft_then_grpo`: that of `grpo`, and `sft`."""
 
+    data: DataPrep = DataPrep()
     sft: Sft = Sft()
 
 

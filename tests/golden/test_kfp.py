@@ -12,8 +12,7 @@ HERE = Path(__file__).parent / "kfp"
 PIPELINES = sorted(Path(__file__).parents[2].glob("pipelines/*.py"))
 FORMS = {
     "": [],
-    "-unrolled": ["loop.iterations=2", "loop.evaluate_every=1", "cluster.gpus=1"],
-    "-coarse": ["loop.iterations_per_pod=10", "loop.iterations=100", "loop.per_workflow=60", "kfp.unroll=0"],
+    "-unrolled": ["loop.iterations=2", "kfp.unroll=2", "loop.evaluate_every=1", "cluster.gpus=1"],
 }
 
 

@@ -26,7 +26,7 @@ trainer = Trainer(Path(sys.argv[1]), Ranks("cpu", 2), ADAM)
 documents = [Document([i + 1, 2, 3, 4], [False, True, True, True]) for i in range(8)]
 
 def step(limit):
-    micro = trainer.plan(documents, limit)
+    micro = trainer.plan([len(d.ids) for d in documents], limit)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         for batch in trainer.accumulate(micro):
             (-trainer.logprobs([documents[i] for i in batch])[0].sum() / 24).backward()

@@ -1,118 +1,182 @@
-"""Compiled pipelines, whole, under kfp's own local runner: equal to `tuneloop run`, resumed, and ended early."""
+"""Compiled pipelines, whole, by KFP's rules (tests/kfp_backend.py) and by its local runner: equal to `tuneloop run`."""
 
 import shutil
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from kfp import compiler, components
+from kfp import components
 from kfp.local import config as kfp_config
 
+from tests.compiling import compiled
+from tests.kfp_api import Api, serve_api
+from tests.kfp_backend import Backend, BackendRun, TaskFailed
 from tests.local.loops import SMALL, command, digests, finish
 from tests.warm import python
-from tuneloop.config.loading import find_pipeline
 from tuneloop.core.artifacts import Artifact
 from tuneloop.kfp.local import init_local_runner
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.filterwarnings("ignore:Task .* have no effect:UserWarning")]
 
-LOOP = {k: v for k, v in SMALL.items() if not k.startswith("sft")} | {"loop.iterations": 2}
+SETTINGS = {**SMALL, "kfp.retries": 0}
 AFTER_THE_LOOP = ("evaluate-after", "export")
+FORMS = {"in one task": 0, "written out": 3}
+"""Name → the setting `kfp.unroll`."""
 
 
-class Here:
-    """A place for runs, and what kfp keeps of them."""
+class Place:
+    """A store for runs, with the run `ours` by `tuneloop run`, and a backend."""
 
     def __init__(self, directory: Path) -> None:
-        self.store, self.root, self.package = directory / "store", directory / "root", directory / "grpo.yaml"
+        self.directory, self.store = directory, directory / "store"
+        self.backend = Backend(directory / "root")
 
-    def run(self, run: str, *, cache: bool = False, target_reward: float = 2.0, unroll: int = 8, pod: int = 0) -> None:
-        """Compile `grpo`, load what was compiled, and run that."""
-        pipeline = find_pipeline("grpo")
-        sets = {**LOOP, "kfp.retries": 0, "kfp.unroll": unroll, "loop.iterations_per_pod": pod}
-        config = pipeline.configure(None, [f"{k}={v}" for k, v in sets.items()])
-        compiler.Compiler().compile(pipeline.module.build_kfp(config), str(self.package))
-        init_local_runner(self.root, cache=cache)
-        component = components.load_component_from_file(str(self.package))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "executable", python())  # by which kfp starts its tasks
-            component(store=str(self.store), run=run, target_reward=target_reward)
+    def run(
+        self, run: str, *, cache: bool = True, target_reward: float = 2.0, run_id: str = "", **changes: Any
+    ) -> BackendRun:
+        """Run `sft_then_grpo` on the backend; `changes` are settings with ``__`` for a dot."""
+        given = {"target_reward": target_reward, "store": str(self.store), "run": run}
+        return self.backend.run(self.compile("sft_then_grpo", **changes), run, cache=cache, run_id=run_id, **given)
 
-    @property
-    def started(self) -> list[str]:
-        """The tasks of the newest run that were started and ended well: not those that kfp's cache knew."""
-        newest = max(self.root.glob("grpo-*"))
-        return sorted(path.parent.name for path in newest.rglob("executor_output.json"))
+    def compile(self, pipeline: str, **changes: Any) -> Path:
+        settings = {**SETTINGS, **{key.replace("__", "."): value for key, value in changes.items()}}
+        return compiled(pipeline, [f"{k}={v}" for k, v in settings.items()], self.directory / f"{pipeline}.yaml")
+
+    def copy(self, run: str, without: tuple[str, ...]) -> None:
+        """Make a run that has committed what `ours` has, but for some."""
+        shutil.copytree(self.store / "ours", self.store / run)
+        for name in without:
+            shutil.rmtree(self.store / run / name)
+
+    def exported(self, run: str) -> str:
+        return Artifact(str(self.store / run / "export")).manifest.inputs["policy"].partition("@")[2]
 
 
-@pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    made = Place(tmp_path_factory.mktemp("kfp"))
+    finish(command("run", "sft_then_grpo", "--run", "ours", store=made.store))
+    return made
+
+
+@pytest.fixture
+def api() -> Iterator[Api]:
+    with serve_api() as server:
+        yield server
+
+
+def assert_ended(place: Place, run: BackendRun) -> None:
+    """Nothing is left running in KFP's metadata."""
+    states = place.backend.get_states(run)
+    assert set(states.values()) <= {"COMPLETE", "CACHED"}, states
+
+
+def test_a_loop_in_one_task_goes_on_in_the_next_run(place: Place, api: Api) -> None:
+    """Two iterations a run, of three: the first run's task submits the second run, whose stages are cached."""
+    changes: Any = {"loop__per_workflow": 2, "kfp__api": api.url}
+    api.runs.append({"display_name": "theirs", "experiment_id": "e1", "run_id": "x", "created_at": ""})
+    first = place.run("theirs", run_id="x", **changes)
+    assert first.started[-4:] == ["iterations", "evaluate-2", "export", "report"]
+    assert not (place.store / "theirs/export").exists(), "nothing is made of a policy that is not the last"
+    assert_ended(place, first)
+    assert [run["run_id"] for run in api.runs] == ["x", "r2"], "it asked for the next"
+    second = place.run("theirs", **changes)
+    assert second.started == ["iterations", "evaluate-2", "export", "report"]
+    assert second.skipped == ["data-prep", "base-model", "sft", "evaluate"]
+    assert_ended(place, second)
+    assert digests(place.store, "theirs") == digests(place.store, "ours")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stage_is_killed_and_the_run_resumed(place: Place, form: str) -> None:
+    run, unroll = f"killed-{FORMS[form]}", FORMS[form]
+    obstacle = place.store / run / "iterations/2/policy-update"
+    obstacle.parent.mkdir(parents=True)
+    obstacle.touch()  # a file where the stage needs a directory
+    with pytest.raises(TaskFailed, match="iterations" if form == "in one task" else "policy-update-2"):
+        place.run(run, kfp__unroll=unroll)
+    failed = place.backend.runs[-1]
+    assert failed.started[-1] == "report"
+    if form == "in one task":  # else the obstacle is in the way of what the stage would leave, too
+        assert "Not a directory" in place.backend.read_page(failed, "report"), "it says why"
+    assert place.backend.get_states(failed)["root/exit-handler-1"] == "FAILED"
+    obstacle.unlink()
+    resumed = place.run(run, kfp__unroll=unroll)
+    assert not {"sft", "rollout", "data-prep"} & set(resumed.started), "KFP's cache knows them"
+    assert_ended(place, resumed)
+    assert digests(place.store, run) == digests(place.store, "ours")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_retry_goes_on_from_what_is_committed(place: Place, form: str, tmp_path: Path) -> None:
+    """SIGKILL in the middle of a stage: the attempt after it finds what was committed, and KFP's cache is not asked."""
+    run, unroll = f"retried-{FORMS[form]}", FORMS[form]
+    watched = place.store / run / "iterations/2/rollout/manifest.json"
+    killed = threading.Thread(target=kill_program, args=(watched, f"{place.store}/{run}"), daemon=True)
+    killed.start()
+    made = place.run(run, cache=False, kfp__unroll=unroll, kfp__retries=3)
+    killed.join()
+    task = "iterations" if form == "in one task" else "policy-update-2"
+    assert made.started.count(task) >= 2 or form == "written out"  # there, the next stage may have been between two
+    assert_ended(place, made)
+    assert digests(place.store, run) == digests(place.store, "ours")
+
+
+def kill_program(watched: Path, word: str) -> None:
+    """Kill what has `word` in its command line, once the file `watched` is there."""
+    while not watched.exists():
+        threading.Event().wait(0.01)
+    subprocess.run(["pkill", "-KILL", "-f", f"executor-input.*{word}"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_reached_target_ends_the_loop(place: Place, form: str) -> None:
+    run = f"early-{FORMS[form]}"
+    place.copy(run, ("iterations/2", "iterations/3", *AFTER_THE_LOOP))
+    place.run(run, cache=False, kfp__unroll=FORMS[form], target_reward=-1.0)
+    assert not (place.store / run / "iterations/2").exists(), "the second iteration did nothing"
+    assert place.exported(run) == Artifact(str(place.store / run / "iterations/1/policy-update")).manifest.digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", ["sft", "dpo"])
+def test_pipelines_without_a_loop(place: Place, pipeline: str) -> None:
+    loop = ("rollout", "loop", "engine")
+    given = {k: v for k, v in SMALL.items() if not k.startswith(loop)}
+    if pipeline == "dpo":
+        given |= {"data.source_args.digits": 3, "data.preference": 32, "data.preference_eval": 16}
+    line = [word for word in command("run", pipeline, "--run", pipeline, store=place.store) if "--set" not in word]
+    sets = [f"{k}={v}" for k, v in given.items()]
+    finish([*line, *(f"--set={each}" for each in sets)])
+    package = compiled(pipeline, [*sets, "kfp.retries=0"], place.directory / f"{pipeline}.yaml")
+    run = place.backend.run(package, f"kfp-{pipeline}", store=str(place.store), run=f"kfp-{pipeline}")
+    assert_ended(place, run)
+    assert digests(place.store, f"kfp-{pipeline}") == digests(place.store, pipeline)
+    again = place.backend.run(package, f"kfp-{pipeline}", store=str(place.store), run=f"kfp-{pipeline}")
+    assert again.started == ["report"], "all else is in the cache"
+
+
+@pytest.fixture
+def local_runner() -> Iterator[None]:
     """kfp's local mode is a state of the process."""
     yield
     kfp_config.LocalExecutionConfig.instance = None
 
 
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Here:
-    """With the run `ours` by `tuneloop run`, and the run `theirs` by kfp, which failed in iteration 2 first."""
-    place = Here(tmp_path_factory.mktemp("kfp"))
-    line = [word for word in command("run", "grpo", "--run", "ours", store=place.store) if "--set" not in word]
-    finish([*line, *(f"--set={k}={v}" for k, v in LOOP.items())])
-    obstacle = place.store / "theirs/iterations/2/policy-update"
-    obstacle.parent.mkdir(parents=True)
-    obstacle.touch()  # a file where the stage needs a directory
-    with pytest.raises(RuntimeError, match="policy-update-2"):
-        place.run("theirs", cache=True)
-    assert {"rollout-2", "reward-2", "report"} <= set(place.started)
-    obstacle.unlink()
-    place.run("theirs", cache=True)
-    return place
-
-
-def test_resumed_from_where_it_failed(here: Here) -> None:
-    assert here.started == ["evaluate-2", "export", "policy-update-2", "report"]
-
-
-def test_equal_to_tuneloop_run(here: Here) -> None:
-    assert digests(here.store, "theirs") == digests(here.store, "ours")
-
-
 @pytest.mark.slow
-def test_the_long_form_goes_on_from_what_is_committed(here: Here) -> None:
-    for name in ("iterations/2/policy-update", *AFTER_THE_LOOP):
-        shutil.rmtree(here.store / "theirs" / name)
-    here.run("theirs", unroll=0)
-    assert [name for name in here.started if name.startswith("rollout")] == ["rollout"], "one iteration was left to do"
-    assert digests(here.store, "theirs") == digests(here.store, "ours")
-
-
-@pytest.mark.slow
-def test_a_reached_target_ends_the_loop(here: Here) -> None:
-    early = here.store / "early"
-    shutil.copytree(here.store / "ours", early)
-    for name in ("iterations/2", *AFTER_THE_LOOP):
-        shutil.rmtree(early / name)
-    here.run("early", target_reward=-1.0)
-    assert not (early / "iterations/2").exists(), "the second iteration did nothing"
-    policy = Artifact(str(early / "export")).manifest.inputs["policy"]
-    assert policy.endswith(Artifact(str(early / "iterations/1/policy-update")).manifest.digest)
-
-
-@pytest.mark.slow
-def test_several_iterations_in_one_task(here: Here) -> None:
-    """Both in one, written out; then an iteration a task, in a loop that its target ends."""
-    store = here.store / "pods"
-    shutil.copytree(here.store / "ours", store)
-    for name in ("iterations", *AFTER_THE_LOOP):
-        shutil.rmtree(store / name)
-    here.run("pods", pod=2)
-    assert "iterations" in here.started and "rollout" not in here.started
-    assert digests(here.store, "pods") == digests(here.store, "ours")
-
-    for name in ("iterations/2", "iterations/1/policy-update", *AFTER_THE_LOOP):
-        shutil.rmtree(store / name)
-    here.run("pods", pod=1, unroll=0, target_reward=-1.0)
-    assert not (store / "iterations/2").exists(), "the second task did nothing"
-    policy = Artifact(str(store / "export")).manifest.inputs["policy"]
-    assert policy.endswith(Artifact(str(store / "iterations/1/policy-update")).manifest.digest)
+@pytest.mark.parametrize("form", FORMS)
+def test_kfps_own_local_runner(place: Place, form: str, local_runner: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = f"local-{FORMS[form]}"
+    place.copy(run, ("iterations/3", *AFTER_THE_LOOP))
+    init_local_runner(place.directory / "local")
+    component = components.load_component_from_file(str(place.compile("sft_then_grpo", kfp__unroll=FORMS[form])))
+    monkeypatch.setattr(sys, "executable", python())  # by which kfp starts its tasks
+    component(store=str(place.store), run=run, target_reward=2.0)
+    assert digests(place.store, run) == digests(place.store, "ours")

@@ -212,7 +212,7 @@ def test_damaged_versions_are_not_served(follower: tuple[Running, Path], chain: 
     assert (running.ask("GET", "/version")[1]["version"], running.ask("GET", "/health")[0]) == (11, 200)
     body = {"requests": [{"id": "a", "prompt_ids": [5, 6], "seeds": [0]}], "min_version": 12}
     status, said = running.ask("POST", "/generate", body)
-    assert status == 409 and "it can not be pulled" in said["error"]
+    assert status == 409 and "it cannot be pulled" in said["error"]
     (root / "weight_v000012" / delta.name).write_bytes(whole)
     served(running, 12)
     held = running.ask("POST", "/verify")[1]

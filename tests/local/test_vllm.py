@@ -32,7 +32,7 @@ from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.inference.fleet import open_fleet
 from tuneloop.inference.fleet.refit import make_target, refit_fleet
 from tuneloop.inference.generate import StaleWeights, prove_weights
-from tuneloop.inference.multi_turn import Play, play_episodes
+from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
 from tuneloop.stages.rollout import rollout
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
@@ -447,7 +447,7 @@ def test_episodes_of_several_turns(server: Running, versions: list[Artifact]) ->
         engine.load(versions[0])
     rows = [{"id": str(i), "answer": "", "metadata": "{}", "chat": True} for i in range(len(SHORT))]
     requests = [Request(f"i0-p{i}", prompt, [2 * i, 2 * i + 1]) for i, prompt in enumerate(SHORT)]
-    how = Play("tests.unit.test_episodes:echo", {"replies": 2}, max_turns=3, keep_reasoning=False)
+    how = EpisodeOptions(environment="tests.unit.test_episodes:echo", environment_args={"replies": 2}, max_turns=3)
     words = load_tokenizer(versions[0].path / "model")
     sampling = Sampling(1.0, 24, (words.eos_token_id, *range(100)))
     played = play_episodes(how, client, rows, requests, sampling, words, lambda name, turn: turn, quiet)

@@ -19,8 +19,11 @@ def stage(name: str, **more: Any) -> dict[str, Any]:
 
 
 def run(workdir: Path, *names: str, **options: Any) -> Outcome:
-    steps = [[{"name": f"s{index}", "template": name.replace("_", "-")}] for index, name in enumerate(names)]
-    templates = [*(stage(name) for name in dict.fromkeys(names)), {"name": "main", "steps": steps}]
+    tasks: list[dict[str, Any]] = []
+    for index, name in enumerate(names):
+        before = {"depends": tasks[-1]["name"]} if tasks else {}
+        tasks.append({"name": f"s{index}", "template": name.replace("_", "-"), **before})
+    templates = [*(stage(name) for name in dict.fromkeys(names)), {"name": "main", "dag": {"tasks": tasks}}]
     document = {"metadata": {"name": "w"}, "spec": {"entrypoint": "main", "templates": templates}}
     return execute_workflow(document, workdir=workdir, **options)
 
@@ -45,7 +48,7 @@ def test_stages_are_forks_of_the_warm_process(tmp_path: Path, caplog: pytest.Log
 def test_a_stage_that_fails_says_so(tmp_path: Path) -> None:
     template = stage("sft")
     template["container"]["args"] = ["--no-such-flag"]
-    main = {"name": "main", "steps": [[{"name": "s", "template": "sft"}]]}
+    main = {"name": "main", "dag": {"tasks": [{"name": "s", "template": "sft"}]}}
     document = {"metadata": {"name": "w"}, "spec": {"entrypoint": "main", "templates": [template, main]}}
     outcome = execute_workflow(document, workdir=tmp_path)
     assert outcome.exit_code == 2

@@ -114,8 +114,8 @@ def edit(path: Path, **values: Any) -> None:
 @pytest.mark.parametrize(
     ("file", "values", "message"),
     [
-        ("config.json", {"model_type": "unheard-of"}, "can not be loaded: .*unheard-of"),
-        ("config.json", {"hidden_size": 64}, "can not be loaded"),
+        ("config.json", {"model_type": "unheard-of"}, "cannot be loaded: .*unheard-of"),
+        ("config.json", {"hidden_size": 64}, "cannot be loaded"),
         ("config.json", {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}, "lack .*layers.4"),
         ("tokenizer_config.json", {"eos_token": None}, "no eos_token"),
     ],
@@ -143,7 +143,7 @@ def test_bad_parameters(prompts: str, tiny: Path, tmp_path: Path) -> None:
 
 def test_a_hub_name_that_is_not_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"nobody/nothing.*can not be loaded"):
+    with pytest.raises(UserError, match=r"nobody/nothing.*cannot be loaded"):
         base_model(out=str(tmp_path / "c"), model="nobody/nothing")
 
 

@@ -164,7 +164,7 @@ def test_a_template_that_strips_reasoning() -> None:
     with pytest.raises(UserError, match="ends no turn of the assistant"):
         encode_reply(words, "12", True, "tool", [5])
     words.chat_template = "{{ raise_exception('only users') }}"
-    with pytest.raises(UserError, match=r"can not render a reply of this role .only users"):
+    with pytest.raises(UserError, match=r"cannot render a reply of this role .only users"):
         encode_reply(words, "12", True, "tool", stops)
 
 

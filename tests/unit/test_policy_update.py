@@ -302,7 +302,7 @@ def test_bad_input(policy, tmp_path):
     with pytest.raises(UserError, match="does not say its version"):
         run(out, policy, policy if "digest" in policy.manifest.facts else prompts_artifact(tmp_path / "prompts"))
     cut = [{k: v for k, v in s.items() if k != "logprobs"} for s in rollout_rows(policy)]
-    with pytest.raises(UserError, match="'logprobs': is no column"):
+    with pytest.raises(UserError, match="'logprobs': is not a column"):
         run(out, policy, rewards_artifact(tmp_path / "cut", policy, cut))
     assert not out.exists() or not any(out.iterdir())
 

@@ -139,7 +139,7 @@ def test_missing_column_or_file(tmp_path):
     draft = Draft(str(tmp_path / "cut"), attempt="data-test")
     table = pq.read_table(whole.path / "sft.parquet")
     pq.write_table(table.drop_columns("completion"), draft.path / "sft.parquet")
-    bad("'completion': is no column", tmp_path / "out", policy, commit(tmp_path / "cut", "data_prep"))
+    bad("'completion': is not a column", tmp_path / "out", policy, commit(tmp_path / "cut", "data_prep"))
     Draft(str(tmp_path / "empty"))
     bad("holds no sft.parquet", tmp_path / "out", policy, commit(tmp_path / "empty", "data_prep"))
 
@@ -147,7 +147,7 @@ def test_missing_column_or_file(tmp_path):
 def test_bad_surroundings(policy, prompts, tmp_path):
     bad("give it a checkpoint", tmp_path / "o", prompts, prompts)
     bad("1 processes are training", tmp_path / "o", policy, prompts, expected_world_size=2)
-    bad("can not be loaded with nonsense", tmp_path / "o", policy, prompts, attn_implementation="nonsense")
+    bad("cannot be loaded with nonsense", tmp_path / "o", policy, prompts, attn_implementation="nonsense")
     bad("sft.max_steps", tmp_path / "o", policy, prompts, max_steps=0)
     bad("sft.dtype", tmp_path / "o", policy, prompts, dtype="float8")
     if not torch.cuda.is_available():

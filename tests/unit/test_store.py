@@ -137,7 +137,7 @@ ELSEWHERE = ("garbage", "localhost:9000", "//h", "ftp://h", "http://", "http://a
 def test_an_endpoint_that_is_no_url_is_one_line(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (*ELSEWHERE, 'http://a"b', "http://[::1", "http://%zz"):
         monkeypatch.setenv(variable, value)
-        with pytest.raises(UserError, match=f"^{variable}: .*: is no URL of an S3; write http://HOST:PORT"):
+        with pytest.raises(UserError, match=f"^{variable}: .*: is not the URL of an S3; write http://HOST:PORT"):
             Store("s3://b/x")
     for value in ("http://s3.s3.svc:7070", "https://h/path/", "http://[::1]:9000", ""):
         monkeypatch.setenv(variable, value)

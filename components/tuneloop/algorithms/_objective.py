@@ -34,7 +34,7 @@ class Completions:
     kl: Tensor | None = None
 
     def spread(self, values: Tensor) -> Tensor:
-        """``[completions]`` → ``[targets]``."""
+        """Give each token its completion's value: ``[completions]`` → ``[targets]``."""
         return values.repeat_interleave(self.targets)
 
 
@@ -100,23 +100,23 @@ class PolicyGradient(BaseModel):
         return self
 
     def advantages(self, batch: Completions) -> Tensor:
-        """Float32 ``[targets]``, exactly 0 where there is nothing to learn."""
+        """Compute advantages: float32 ``[targets]``, exactly 0 where there is nothing to learn."""
         raise NotImplementedError
 
     def surrogate(self, ratio: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """What is maximised a token, and whether its gradient is clipped."""
+        """Compute what is maximised a token, and whether its gradient is clipped."""
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         return _terms.clip_surrogate(ratio, tokens.advantages, self.epsilon, high, self.delta)
 
     def ratio(self, tokens: Tokens) -> Tensor:
-        """``π/π_old`` of each token, or its geometric mean over the completion."""
+        """Compute ``π/π_old`` of each token, or its geometric mean over the completion."""
         log_ratio = tokens.logprobs - tokens.old
         if self.importance_sampling_level == "sequence":
             log_ratio = _terms.sequence_mean(log_ratio, tokens.sequence)
         return log_ratio.exp()
 
     def loss(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each token before `token_weights`.
+        """Compute the loss of each token before `token_weights`.
 
         Returns:
             Float32 ``[targets]``, and measures of each token, detached: ``ratio``, ``clip_fraction`` (0 or 1), and
@@ -147,7 +147,7 @@ class PolicyGradient(BaseModel):
         return values, measures
 
     def token_weights(self, targets: Tensor) -> Tensor:
-        """What each token of a completion counts in a mini-batch; in all they make a mean.
+        """Compute what each token of a completion counts in a mini-batch; in all they make a mean.
 
         Args:
             targets: int64 ``[completions]``: target tokens of every completion of the mini-batch, on all ranks.
@@ -159,7 +159,7 @@ class PolicyGradient(BaseModel):
         return ones / (by * len(targets))
 
     def shaped(self, batch: Completions) -> Tensor:
-        """The rewards, less ``β Σ KL`` over the completion where the divergence enters there."""
+        """Return the rewards, less ``β Σ KL`` over the completion where the divergence enters there."""
         if batch.kl is None or self.kl_in != "reward":
             return batch.rewards
         sums = [float(part.sum()) for part in batch.kl.split(batch.targets.tolist())]

@@ -26,7 +26,7 @@ class Judged:
     kl: Tensor
 
     def pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """``[2 pairs]`` → chosen and rejected, ``[pairs]`` each."""
+        """Split ``[2 pairs]`` into chosen and rejected, ``[pairs]`` each."""
         chosen, rejected = values.view(-1, 2).unbind(1)
         return chosen, rejected
 
@@ -41,11 +41,11 @@ class Preference(BaseModel):
     beta: float = Field(0.1, gt=0, description="how dear it is to leave the reference")
 
     def loss(self, judged: Judged) -> Tensor:
-        """Float32 ``[pairs]``; a step is taken on the mean over its pairs."""
+        """Compute the loss: float32 ``[pairs]``; a step is taken on the mean over its pairs."""
         raise NotImplementedError
 
     def measures(self, judged: Judged) -> dict[str, Tensor]:
-        """``[pairs]`` each, detached, under TRL's names."""
+        """Compute measures, ``[pairs]`` each, detached, under TRL's names."""
         chosen, rejected = judged.pairs(self.beta * judged.ratios.detach())
         return {
             "rewards/chosen": chosen,

@@ -24,18 +24,18 @@ Scale = Literal["group", "batch", "none"]
 
 
 def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
-    """Each token gets the sum over its completion."""
+    """Give each token the sum over its completion."""
     count = int(sequence.max()) + 1 if len(sequence) else 0
     return values.new_zeros(count).index_add(0, sequence, values)[sequence]
 
 
 def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
-    """Each token gets the mean over its completion's target tokens."""
+    """Give each token the mean over its completion's target tokens."""
     return sequence_sum(values, sequence) / sequence_sum(values.new_ones(values.shape), sequence)
 
 
 def group_relative(rewards: Tensor, groups: Tensor, valid: Tensor, scale: Scale) -> Tensor:
-    """``(R - mean of the group) / (std + 1e-4)``: the unbiased deviation over the group, over the batch, or none.
+    """Compute ``(R - mean of the group) / (std + 1e-4)``, by the unbiased deviation of the group, the batch, or none.
 
     Groups whose rewards are all equal give exact zeros, and so do groups of one.
 
@@ -58,7 +58,7 @@ def group_relative(rewards: Tensor, groups: Tensor, valid: Tensor, scale: Scale)
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
-    """``R_i - mean of the group's others`` (RLOO, arXiv 2402.14740); arguments and zeros as of `group_relative`."""
+    """Compute ``R_i - mean of the group's others`` (RLOO, arXiv 2402.14740); arguments as of `group_relative`."""
     result = rewards.new_zeros(rewards.shape)
     for members in _groups(rewards, groups, valid):
         own = rewards[members]
@@ -67,13 +67,13 @@ def leave_one_out(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
 
 
 def _groups(rewards: Tensor, groups: Tensor, valid: Tensor) -> list[Tensor]:
-    """Masks of the groups whose valid rewards differ."""
+    """Return masks of the groups whose valid rewards differ."""
     masks = (valid & (groups == group) for group in groups[valid].unique())
     return [mask for mask in masks if rewards[mask].min() != rewards[mask].max()]
 
 
 def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
-    """An estimate of KL(π, π_ref) from tokens that π sampled (Schulman); with ``x = log π - log π_ref``:
+    """Estimate KL(π, π_ref) from tokens that π sampled (Schulman); with ``x = log π - log π_ref``:
 
     k1 is ``x``, without bias and of high variance; k2 is ``x²/2``, whose gradient is that of KL; k3 is
     ``exp(-x) - 1 + x``, without bias, never negative, with another gradient (that of KL(π_ref, π)).
@@ -123,7 +123,7 @@ def compute_importance_weights(
 
 
 def soft_overlong(lengths: Tensor, limit: int, cache: int) -> Tensor:
-    """DAPO's punishment of length (arXiv 2503.14476, eq. 13): 0 up to ``limit - cache`` tokens, then falling to -1.
+    """Punish length as DAPO does (arXiv 2503.14476, eq. 13): 0 up to ``limit - cache`` tokens, then falling to -1.
 
     Args:
         lengths: int64 ``[completions]``, tokens.

@@ -21,8 +21,6 @@ class Algorithm(Preference):
 
     def loss(self, judged: Judged) -> Tensor:
         chosen, rejected = judged.pairs(self.beta * (judged.ratios - judged.kl))
-        good, bad = (
-            self.desirable_weight * (1 - chosen.sigmoid()),
-            self.undesirable_weight * (1 - (-rejected).sigmoid()),
-        )
+        good = self.desirable_weight * (1 - chosen.sigmoid())
+        bad = self.undesirable_weight * (1 - (-rejected).sigmoid())
         return (good + bad) / 2

@@ -27,5 +27,5 @@ class Algorithm(PolicyGradient):
         return batch.spread(values)
 
     def ratio(self, tokens: Tokens) -> Tensor:
-        """``π/π_old`` of the completion."""
+        """Compute ``π/π_old`` of the completion."""
         return _terms.sequence_sum(tokens.logprobs - tokens.old, tokens.sequence).exp()

@@ -5,39 +5,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from hera.workflows import Container, Parameter
+from hera.workflows.models import ValueFrom
 
 from tuneloop.argo.claims import GIVE, ROLES, TAKE, TRAINER, claim_output, share_of
-from tuneloop.core.ends import RETRY_STEP
+from tuneloop.argo.pod_fields import OUTPUTS, step_fields
 from tuneloop.workflow.settings import Cluster
-
-if TYPE_CHECKING:
-    from hera.workflows import Container
 
 
 def seat_templates(cluster: Cluster) -> list[Container]:
-    """The steps that take the seats of a workflow, and give them back; none where it claims no devices."""
-    from hera.workflows import Container, Parameter
-    from hera.workflows.models import ValueFrom
-
-    from tuneloop.argo.pod_fields import OUTPUTS, pod_fields, retry_fields
-
+    """Build the steps that take the seats of a workflow, and give them back; none where it claims no devices."""
     share = cluster.share
     if not (share and share.device_class):
         return []
     seats = dict.fromkeys(claim_output(share, role) for role in (TRAINER, *ROLES.values()))
     made = [Parameter(name=each, global_name=each, value_from=ValueFrom(path=f"{OUTPUTS}/{each}")) for each in seats]
-    pod = pod_fields("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"}))
     return [
         Container(
             name=name,
             outputs=outputs,
             command=["python", "-m", "tuneloop.cluster.reservations", name],
             args=["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}"],
-            service_account_name="tuneloop-claims",
-            automount_service_account_token=True,
-            **pod,
-            **retry_fields(RETRY_STEP),
+            **step_fields("tuneloop-claims", cluster),
         )
         for name, outputs in ((TAKE, made), (GIVE, []))
     ]

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuneloop.core.errors import UserError
 from tuneloop.workflow.manifest import labels_of
 from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL, SHARE, Share
-
-if TYPE_CHECKING:
-    pass
 
 DEVICES = "devices"
 """The claim's name in a pod, and its only request."""
@@ -31,12 +28,12 @@ PLACING = ("affinity", "nodeName", "nodeSelector", "resourceClaims")
 
 
 def role_of(image: str) -> str:
-    """What a stage with this logical image is: ``trainer`` or ``sampler``."""
+    """Return what a stage with this logical image is: ``trainer`` or ``sampler``."""
     return ROLES.get(image, TRAINER)
 
 
 def claim_tag(share: Share, role: str) -> str:
-    """What stands for the claim's name in the templates of stages of a role."""
+    """Return what stands for the claim's name in the templates of stages of a role."""
     return "{{workflow.outputs.parameters.%s}}" % claim_output(share, role)
 
 
@@ -46,7 +43,7 @@ def build_sharing_labels(share: Share, role: str) -> dict[str, str]:
 
 
 def pod_patch(share: Share, role: str) -> dict[str, Any]:
-    """What makes the container ``main`` of a pod see the claim's devices; empty where none are claimed."""
+    """Return what makes the container ``main`` of a pod see the claim's devices; empty where none are claimed."""
     if not share.device_class:
         return {}
     use = {"name": "main", "resources": {"claims": [{"name": DEVICES}]}}
@@ -80,7 +77,7 @@ def place_pod_on_claim(container: dict[str, Any], share: Share, role: str) -> di
 
 
 def share_of(workflow: Mapping[str, Any]) -> Share | None:
-    """How a rendered workflow shares devices."""
+    """Return how a rendered workflow shares devices."""
     text = (workflow.get("metadata", {}).get("annotations") or {}).get(SHARE)
     return Share.model_validate_json(text) if text else None
 
@@ -106,5 +103,5 @@ def find_placement_errors(workflow: Mapping[str, Any]) -> Iterator[UserError]:
 
 
 def claim_output(share: Share, role: str) -> str:
-    """The output parameter with the name of the claim that `role` uses."""
+    """Return the output parameter with the name of the claim that `role` uses."""
     return "claim" if share.roles == "together" else f"claim-{role}"

@@ -92,7 +92,7 @@ def parse_memory_quantity(quantity: str) -> int:
 
 
 def _terms(of: Colocation) -> dict[str, str]:
-    """How the sums are made."""
+    """Return how the sums are made."""
     beside = f" + {format_gib(of.server_request)} server" if of.server_request else ""
     servers = f" + {of.runs} × {format_gib(of.server_limit)} server" if of.server_limit else ""
     return {
@@ -102,13 +102,13 @@ def _terms(of: Colocation) -> dict[str, str]:
 
 
 def _memory(template: Mapping[str, Any]) -> tuple[int, int | None]:
-    """Request and limit of a template's pod."""
+    """Return request and limit of a template's pod."""
     resources = template["container"]["resources"]
     limit = resources.get("limits", {}).get("memory")
     return parse_memory_quantity(resources["requests"]["memory"]), parse_memory_quantity(limit) if limit else None
 
 
 def _known(pods: Sequence[tuple[int, int | None]], combine: Any) -> int | None:
-    """The limits of all, combined; None where one has none."""
+    """Combine the limits of all; None where one has none."""
     limits = [limit for _, limit in pods if limit is not None]
     return int(combine(limits)) if len(limits) == len(pods) else None

@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from tuneloop.core.ends import RETRY_STEP
-from tuneloop.workflow.settings import NEXT
+from hera.workflows import Container, Parameter
+from hera.workflows.models import ValueFrom
 
-if TYPE_CHECKING:
-    from hera.workflows import Container
-
-    from tuneloop.workflow.settings import Cluster
+from tuneloop.argo.pod_fields import OUTPUTS, step_fields
+from tuneloop.workflow.settings import NEXT, Cluster
 
 
 def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster) -> Container:
-    """A step ``continue`` that starts the run's next workflow at the template `entrypoint`.
+    """Build a step ``continue`` that starts the run's next workflow at the template `entrypoint`.
 
     Args:
         arguments: the inputs of that template, and of this one.
         cluster: whose base image it uses.
     """
-    from hera.workflows import Container, Parameter
-    from hera.workflows.models import ValueFrom
-
-    from tuneloop.argo.pod_fields import OUTPUTS, pod_fields, retry_fields
-
     passed = [f"{name}={{{{inputs.parameters.{name}}}}}" for name in arguments]
     own = ["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}", "--entrypoint", entrypoint]
-    pod = pod_fields("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"}))
     return Container(
         name="continue",
         inputs=[Parameter(name=name) for name in arguments],
         outputs=[Parameter(name=NEXT, global_name=NEXT, value_from=ValueFrom(path=f"{OUTPUTS}/{NEXT}"))],
         command=["python", "-m", "tuneloop.cluster.continue_run"],
         args=[*own, *passed],
-        service_account_name="tuneloop-continue",
-        automount_service_account_token=True,
-        **pod,
-        **retry_fields(RETRY_STEP),
+        **step_fields("tuneloop-continue", cluster),
     )

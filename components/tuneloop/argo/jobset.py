@@ -14,8 +14,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from tuneloop.argo import claims
-from tuneloop.argo.pod_fields import LIMIT, NOBODY, RESTRICTED
+from tuneloop.argo.pod_fields import LIMIT, NOBODY, RESTRICTED, pod_fields, retry_fields
 from tuneloop.core.attempts import ATTEMPT
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRIED_CODES, RETRY_STEP
@@ -67,7 +69,7 @@ RESTART = {
 def jobset_steps(
     component: Component, result: Container, processes: int, nodes: int, cluster: Cluster, numbered: bool
 ) -> Steps:
-    """The stage as a template of the same name, inputs and outputs as the one for a single pod.
+    """Build the stage as a template of the same name, inputs and outputs as the one for a single pod.
 
     Args:
         result: the stage in one process; it becomes the step that reads the output.
@@ -77,8 +79,6 @@ def jobset_steps(
     """
     from hera.workflows import Parameter, Resource, Steps
     from hera.workflows.models import ExecutorConfig, ValueFrom
-
-    from tuneloop.argo.pod_fields import retry_fields
 
     result.name = f"{component.template}-result"
     name = "{{workflow.name}}-%s" % component.template + ("-{{inputs.parameters.iteration}}" if numbered else "")
@@ -198,7 +198,7 @@ def check_names(workflow: Mapping[str, Any], run: str) -> None:
 
 
 def ranks_env(name: str, nodes: int, processes: int) -> list[dict[str, Any]]:
-    """torchrun's ``PET_*`` variables in the pods of the JobSet `name`: a rendezvous at the first."""
+    """Build torchrun's ``PET_*`` variables in the pods of the JobSet `name`: a rendezvous at the first."""
     rank = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     return [
         {"name": "PET_NNODES", "value": str(nodes)},
@@ -219,7 +219,7 @@ def pod_spec(
     cluster: Cluster,
     env: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """A pod as Kubernetes takes it: what `tuneloop.argo.template` says of a stage's, in one object.
+    """Build a pod as Kubernetes takes it: what `tuneloop.argo.template` says of a stage's, in one object.
 
     Args:
         image: logical name.
@@ -229,8 +229,6 @@ def pod_spec(
     Raises:
         UserError: it should share devices with other runs: turns are had pod by pod.
     """
-    from tuneloop.argo.pod_fields import pod_fields
-
     share = cluster.share if accelerator else None
     if share and not share.alone:
         remedy = "is for stages of one pod: leave it out, or set runs_per_claim=1"
@@ -268,12 +266,11 @@ def _plain(model: Any) -> dict[str, Any]:
 
 def dump_manifest(manifest: dict[str, Any]) -> str:
     """Dump a manifest as YAML, for a resource template."""
-    import yaml
+    return yaml.dump(manifest, Dumper=_PlainDumper, sort_keys=False, width=10**6)
 
-    class Plain(yaml.SafeDumper):
-        """Writes equal parts in full, where YAML would refer from one to the other."""
 
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
+class _PlainDumper(yaml.SafeDumper):
+    """Writes equal parts in full, where YAML would refer from one to the other."""
 
-    return yaml.dump(manifest, Dumper=Plain, sort_keys=False, width=10**6)
+    def ignore_aliases(self, data: Any) -> bool:
+        return True

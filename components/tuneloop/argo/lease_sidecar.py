@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.claims import claim_tag
+from tuneloop.argo.pod_fields import RESTRICTED
 from tuneloop.core import fencing
 from tuneloop.workflow.settings import ROLE_LABEL, Cluster, Share
 
@@ -49,8 +50,6 @@ def take_turns(made: Container, cluster: Cluster) -> None:
 
 def build_lease_sidecar(share: Share, role: str, image: str) -> dict[str, Any]:
     """Build the sidecar container that holds the device lease."""
-    from tuneloop.argo.pod_fields import RESTRICTED
-
     owner = {"NAME": "{{workflow.name}}", "UID": "{{workflow.uid}}"}
     look = {"exec": {"command": ["test", "-s", FILE]}, "periodSeconds": 1, "failureThreshold": FOREVER}
     return {

@@ -7,15 +7,14 @@ what bounds a recursion, what a skipped task has no outputs for.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tuneloop.argo.claims import find_placement_errors
 from tuneloop.core.errors import UserError
 from tuneloop.workflow.expression_values import ExpressionError
 from tuneloop.workflow.expressions import TAG, check_expression
-from tuneloop.workflow.manifest import parse_depends
+from tuneloop.workflow.manifest import find_ancestors, list_calls, parse_depends
 from tuneloop.workflow.settings import QUEUE_LABEL
 
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
@@ -24,89 +23,79 @@ LIMITS = {"templates": 200, "tasks": 200, "parameters": 500}
 """Of the full CRDs of Argo 4.0 (``workflow_types.go``, MaxItems)."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One finding."""
-
-    field: str
-    value: object
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.field}: {self.value!r}: {self.remedy}"
-
-
-def lint_workflow(workflow: Mapping[str, Any]) -> list[Problem]:
+def lint_workflow(workflow: Mapping[str, Any]) -> list[UserError]:
     """Return all problems found in a Workflow or WorkflowTemplate, as loaded from YAML."""
     spec = workflow.get("spec") or {}
     templates = {template.get("name"): template for template in spec.get("templates", [])}
-    found = [*_spec(spec, templates), *_expressions(spec, "spec"), *_words(spec, "spec")]
-    found += [Problem(error.field, error.value, error.remedy) for error in find_placement_errors(workflow)]
+    found = [*_spec(spec, templates), *_expressions(spec), *_words(spec)]
+    found += find_placement_errors(workflow)
     for name, template in templates.items():
         at = f"templates.{name}"
         if not NAME.match(str(name)):
-            found.append(Problem(at, name, "names are at most 63 lower-case letters, digits and dashes"))
+            found.append(UserError(at, name, "names are at most 63 lower-case letters, digits and dashes"))
         if "dag" in template:
             found += _dag(at, template, templates)
         elif "steps" in template:
-            tasks = [step for group in template["steps"] for step in group]
-            found += [problem for step in tasks for problem in _call(f"{at}.steps.{step['name']}", step, templates)]
+            for step in list_calls(template):
+                found += _call(f"{at}.steps.{step['name']}", step, templates)
         elif "container" in template or "script" in template:
             found += _leaf(at, template)
     return found
 
 
-def _spec(spec: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[Problem]:
+def _spec(spec: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[UserError]:
     entry = spec.get("entrypoint")
     if entry not in templates and "workflowTemplateRef" not in spec:
-        yield Problem("spec.entrypoint", entry, f"no such template; there are {', '.join(map(str, templates))}")
+        yield UserError("spec.entrypoint", entry, f"no such template; there are {', '.join(map(str, templates))}")
     if len(templates) > LIMITS["templates"]:
-        yield Problem("spec.templates", len(templates), f"Argo takes at most {LIMITS['templates']}")
+        yield UserError("spec.templates", len(templates), f"Argo takes at most {LIMITS['templates']}")
     parameters = spec.get("arguments", {}).get("parameters", [])
     if len(parameters) > LIMITS["parameters"]:
-        yield Problem("spec.arguments.parameters", len(parameters), f"Argo takes at most {LIMITS['parameters']}")
+        yield UserError("spec.arguments.parameters", len(parameters), f"Argo takes at most {LIMITS['parameters']}")
     for field, hook in {"onExit": {"template": spec.get("onExit")}, **(spec.get("hooks") or {})}.items():
         if hook["template"] and hook["template"] not in templates:
-            yield Problem(f"spec.{field}", hook["template"], "no such template")
+            yield UserError(f"spec.{field}", hook["template"], "no such template")
     daemons = [name for name, template in templates.items() if template.get("daemon")]
     if daemons and int(spec.get("parallelism") or 0) == len(daemons):
-        yield Problem("spec.parallelism", spec["parallelism"], f"the daemon {daemons[0]} takes a place: add one")
+        yield UserError("spec.parallelism", spec["parallelism"], f"the daemon {daemons[0]} takes a place: add one")
 
 
-def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[Problem]:
+def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[UserError]:
     listed = template["dag"].get("tasks", [])
     tasks = {task["name"]: task for task in listed}
     if len(tasks) < len(listed):
-        yield Problem(f"{at}.dag.tasks", len(listed), "two tasks have the same name")
+        yield UserError(f"{at}.dag.tasks", len(listed), "two tasks have the same name")
     if len(tasks) > LIMITS["tasks"]:
-        yield Problem(f"{at}.dag.tasks", len(tasks), f"Argo takes at most {LIMITS['tasks']}")
+        yield UserError(f"{at}.dag.tasks", len(tasks), f"Argo takes at most {LIMITS['tasks']}")
     if "timeout" in template:
-        yield Problem(f"{at}.timeout", template["timeout"], "a DAG takes none; set it on the pods")
+        yield UserError(f"{at}.timeout", template["timeout"], "a DAG takes none; set it on the pods")
     waits: dict[str, list[str]] = {}
     for name, task in tasks.items():
         try:
             waits[name] = parse_depends(task, tasks)[0]
         except UserError as error:
-            yield Problem(f"{at}.{error.field}", error.value, error.remedy)
+            yield UserError(f"{at}.{error.field}", error.value, error.remedy)
             waits[name] = []
     for name, task in tasks.items():
-        above = _above(name, waits)
+        above = find_ancestors(name, waits)
         if name in above:
-            yield Problem(f"{at}.tasks.{name}", name, "waits for itself; break the cycle")
+            yield UserError(f"{at}.tasks.{name}", name, "waits for itself; break the cycle")
         for other in sorted(_references(task)):
             if other not in tasks:
-                yield Problem(f"{at}.tasks.{name}", f"tasks.{other}", "is no task of this DAG")
+                yield UserError(f"{at}.tasks.{name}", f"tasks.{other}", "is not a task of this DAG")
             elif other not in above:
-                yield Problem(f"{at}.tasks.{name}", f"tasks.{other}", f"is used, but not waited for; depends: {other}")
+                yield UserError(
+                    f"{at}.tasks.{name}", f"tasks.{other}", f"is used, but not waited for; depends: {other}"
+                )
         yield from _call(f"{at}.tasks.{name}", task, templates)
         if task.get("template") == template["name"] and not task.get("when"):
-            yield Problem(f"{at}.tasks.{name}", task["template"], "a template that calls itself needs a when")
+            yield UserError(f"{at}.tasks.{name}", task["template"], "a template that calls itself needs a when")
     yield from _skipped_outputs(at, tasks)
     yield from _loop_status(at, tasks)
 
 
-def _loop_status(at: str, tasks: Mapping[str, Any]) -> Iterator[Problem]:
-    """The controller gives a loop over items outputs, but no status; the tag would stay as it is."""
+def _loop_status(at: str, tasks: Mapping[str, Any]) -> Iterator[UserError]:
+    """Find tags for the status of a loop over items: the controller gives it outputs, but none, and leaves the tag."""
     loops = {name for name, task in tasks.items() if {"withItems", "withParam", "withSequence"} & task.keys()}
     for name, task in tasks.items():
         for other in sorted(loops):
@@ -114,30 +103,30 @@ def _loop_status(at: str, tasks: Mapping[str, Any]) -> Iterator[Problem]:
                 rf"tasks(\.{other}|\['{other}'\])\.(status|exitCode)\b", f"{task.get('when')} {task.get('arguments')}"
             ):
                 remedy = f"a loop has none; use depends: {other}.AnySucceeded or {other}.Failed"
-                yield Problem(f"{at}.tasks.{name}", f"tasks.{other}.status", remedy)
+                yield UserError(f"{at}.tasks.{name}", f"tasks.{other}.status", remedy)
 
 
-def _skipped_outputs(at: str, tasks: Mapping[str, Any]) -> Iterator[Problem]:
-    """A skipped task has no outputs in Argo 3.7, whatever defaults its template declares."""
+def _skipped_outputs(at: str, tasks: Mapping[str, Any]) -> Iterator[UserError]:
+    """Find outputs of a skipped task: it has none in Argo 3.7, whatever defaults its template declares."""
     conditional = {name for name, task in tasks.items() if task.get("when")}
     for name, task in tasks.items():
         text = f"{task.get('arguments')} {task.get('when', '')}"
         for other in conditional & _references(task):
             if "outputs" in text and f"{other}.status" not in text and f"['{other}'].status" not in text:
-                yield Problem(
+                yield UserError(
                     f"{at}.tasks.{name}", f"tasks.{other}.outputs", f"may be skipped; guard by tasks.{other}.status"
                 )
 
 
-def _call(at: str, task: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[Problem]:
+def _call(at: str, task: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[UserError]:
     for hook in [{"template": task.get("onExit")}, *(task.get("hooks") or {}).values()]:
         if hook["template"] and hook["template"] not in templates:
-            yield Problem(f"{at}.hooks", hook["template"], "no such template")
+            yield UserError(f"{at}.hooks", hook["template"], "no such template")
     if "templateRef" in task:
         return
     target = templates.get(task.get("template"))
     if target is None:
-        yield Problem(f"{at}.template", task.get("template"), "no such template")
+        yield UserError(f"{at}.template", task.get("template"), "no such template")
         return
     arguments = task.get("arguments") or {}
     for kind in ("parameters", "artifacts"):
@@ -145,49 +134,54 @@ def _call(at: str, task: Mapping[str, Any], templates: Mapping[Any, Any]) -> Ite
         declared = {item["name"]: item for item in (target.get("inputs") or {}).get(kind, [])}
         for name, item in declared.items():
             if name not in given and not {"default", "value", "optional", "raw", "s3", "http", "git"} & item.keys():
-                yield Problem(f"{at}.arguments.{kind}", name, f"is required by template {target['name']}")
+                yield UserError(f"{at}.arguments.{kind}", name, f"is required by template {target['name']}")
         for name in sorted(given - declared.keys()):
-            yield Problem(f"{at}.arguments.{kind}", name, f"template {target['name']} has no such input")
+            yield UserError(f"{at}.arguments.{kind}", name, f"template {target['name']} has no such input")
 
 
-def _leaf(at: str, template: Mapping[str, Any]) -> Iterator[Problem]:
+def _leaf(at: str, template: Mapping[str, Any]) -> Iterator[UserError]:
     container = template.get("container") or template["script"]
     resources = container.get("resources") or {}
     if not resources.get("requests"):
-        yield Problem(f"{at}.resources", None, "request cpu and memory: a scheduler and Kueue count them")
+        yield UserError(f"{at}.resources", None, "request cpu and memory: a scheduler and Kueue count them")
     if not container.get("securityContext"):
-        yield Problem(f"{at}.securityContext", None, "a restricted namespace refuses the pod without one")
+        yield UserError(f"{at}.securityContext", None, "a restricted namespace refuses the pod without one")
     if "retryStrategy" not in template:
-        yield Problem(
+        yield UserError(
             f"{at}.retryStrategy", None, "an evicted or preempted pod would end the run; retry Error and exit 75"
         )
     elif longest := ((template["retryStrategy"] or {}).get("backoff") or {}).get("maxDuration"):
         remedy = "counts from the start of the first attempt, so a longer stage is never retried; leave it out"
-        yield Problem(f"{at}.retryStrategy.backoff.maxDuration", longest, remedy)
+        yield UserError(f"{at}.retryStrategy.backoff.maxDuration", longest, remedy)
     image = str(container.get("image", "")).rpartition("/")[2]
     if "@" not in image and (":" not in image or image.endswith(":latest")):
-        yield Problem(f"{at}.image", container.get("image"), "name a version: a tag other than latest, or a digest")
+        yield UserError(f"{at}.image", container.get("image"), "name a version: a tag other than latest, or a digest")
     gpus = any("gpu" in name for name in (resources.get("limits") or {}))
     if gpus and QUEUE_LABEL not in ((template.get("metadata") or {}).get("labels") or {}):
-        yield Problem(f"{at}.metadata.labels", QUEUE_LABEL, "an accelerator stage carries the queue's label")
+        yield UserError(f"{at}.metadata.labels", QUEUE_LABEL, "an accelerator stage carries the queue's label")
 
 
-def _expressions(value: Any, at: str) -> Iterator[Problem]:
-    """Expressions, in tags and in the fields that are one, that the controller would refuse when it comes to them."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            field = f"{at}.{key}"
-            if key in ("expression", "fromExpression") and isinstance(item, str):
-                yield from _expression(item, field)
-                if at.endswith(".valueFrom") and ".outputs." in at and (match := _WORKFLOW.search(TAG.sub("", item))):
-                    remedy = f"is no name in an output's expression; write '{{{{{match[0]}}}}}'"
-                    yield Problem(field, match[0], remedy)
-            yield from _expressions(item, field)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            name = item.get("name", index) if isinstance(item, Mapping) else index
-            yield from _expressions(item, f"{at}.{name}")
-    elif isinstance(value, str):
+def _walk(value: Any, at: str) -> Iterator[tuple[str, Any]]:
+    """Yield all values below `value`, that one included, each behind its path; items of a list go by their names."""
+    yield at, value
+    below: Iterable[tuple[object, Any]] = value.items() if isinstance(value, Mapping) else ()
+    if isinstance(value, list):
+        below = ((item.get("name", i) if isinstance(item, Mapping) else i, item) for i, item in enumerate(value))
+    for name, item in below:
+        yield from _walk(item, f"{at}.{name}")
+
+
+def _expressions(spec: Mapping[str, Any]) -> Iterator[UserError]:
+    """Find expressions, in tags and in the fields that are one, that the controller would refuse as it meets them."""
+    for at, value in _walk(spec, "spec"):
+        if not isinstance(value, str):
+            continue
+        if at.endswith((".expression", ".fromExpression")):
+            yield from _expression(value, at)
+            output = at.endswith(".valueFrom.expression") and ".outputs." in at
+            if output and (match := _WORKFLOW.search(TAG.sub("", value))):
+                remedy = f"is not a name in an output's expression; write '{{{{{match[0]}}}}}'"
+                yield UserError(at, match[0], remedy)
         for tag in TAG.findall(value):
             if tag.strip().startswith("="):
                 yield from _expression(tag.strip()[1:], at)
@@ -197,41 +191,24 @@ _WORKFLOW = re.compile(r"\bworkflow\.(?!outputs\b)[\w.]+")
 _TEXT_CODE = re.compile(r"(?<!asInt\()\blastRetry\.exitCode\s*(==|!=|<|>|in\b|not\b)\s*[\d\[]")
 
 
-def _expression(source: str, at: str) -> Iterator[Problem]:
+def _expression(source: str, at: str) -> Iterator[UserError]:
     plain = TAG.sub("'x'", source)  # tags in expressions are replaced by text first
     try:
         check_expression(plain)
     except ExpressionError as error:
-        yield Problem(at, source, str(error).removeprefix(f"{plain!r}: "))
+        yield UserError(at, source, str(error).removeprefix(f"{plain!r}: "))
     if _TEXT_CODE.search(source):
-        yield Problem(at, source, "lastRetry.exitCode is text; write asInt(lastRetry.exitCode)")
+        yield UserError(at, source, "lastRetry.exitCode is text; write asInt(lastRetry.exitCode)")
 
 
-def _words(value: Any, at: str) -> Iterator[Problem]:
-    """Go's YAML reader takes y and n for booleans, and PyYAML does not quote them."""
-    if isinstance(value, Mapping):
-        if value.get("name") in ("y", "n", "Y", "N"):
-            yield Problem(f"{at}.name", value["name"], "YAML 1.1 reads it as true or false; choose a longer name")
-        for key, item in value.items():
-            yield from _words(item, f"{at}.{key}")
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            name = item.get("name", index) if isinstance(item, Mapping) else index
-            yield from _words(item, f"{at}.{name}")
-
-
-def _above(name: str, waits: Mapping[str, list[str]]) -> set[str]:
-    found: set[str] = set()
-    queue = list(waits[name])
-    while queue:
-        other = queue.pop()
-        if other not in found:
-            found.add(other)
-            queue += waits.get(other, [])
-    return found
+def _words(spec: Mapping[str, Any]) -> Iterator[UserError]:
+    """Find names that Go's YAML reader takes for booleans, and PyYAML does not quote."""
+    for at, value in _walk(spec, "spec"):
+        if isinstance(value, Mapping) and value.get("name") in ("y", "n", "Y", "N"):
+            yield UserError(f"{at}.name", value["name"], "YAML 1.1 reads it as true or false; choose a longer name")
 
 
 def _references(task: Mapping[str, Any]) -> set[str]:
-    """The tasks whose results a task's tags and conditions name."""
+    """Find the tasks whose results a task's tags and conditions name."""
     texts = [str(task.get("when", "")), *TAG.findall(str(task.get("arguments") or {}))]
     return {match[1] or match[2] for text in texts for match in REFERENCE.finditer(text)}

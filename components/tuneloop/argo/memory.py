@@ -12,31 +12,22 @@ from typing import Any
 
 import hera.workflows
 
+from tuneloop.argo import memory_estimate
 from tuneloop.argo.claim_steps import connect_seats
 from tuneloop.argo.claims import share_of
 from tuneloop.argo.colocation import parse_memory_quantity
 from tuneloop.argo.jobset import dump_manifest
-from tuneloop.argo.memory_estimate import (
-    Model,
-    compute_memory_request,
-    context_of,
-    estimate_memory_parts,
-    is_memory_estimate_complete,
-    model_of,
-)
 from tuneloop.workflow.manifest import labels_of, parse_applied_object
 from tuneloop.workflow.pod_loop import expand_pod, find_pod
 from tuneloop.workflow.rendered_stages import container_of, read_loop, read_stage
 from tuneloop.workflow.settings import GROUP_LABEL, UNKNOWN
-
-LEAST = int(UNKNOWN.removesuffix("Gi")) << 30
 
 
 class Workflow(hera.workflows.Workflow):
     """Hera's, fitted when it is rendered."""
 
     def to_dict(self) -> Any:
-        """The Workflow as a mapping; also what its YAML is made of."""
+        """Return the Workflow as a mapping; also what its YAML is made of."""
         made = super().to_dict()
         connect_seats(made)
         set_pod_memory(made)
@@ -56,23 +47,20 @@ def set_pod_memory(workflow: dict[str, Any]) -> None:
         return
     pod, (within, _) = find_pod(workflow), expand_pod(workflow)
     stages = {t["name"]: read_stage(t) for t in within["spec"]["templates"]}
-    model, context = model_of(list(stages.values())), context_of(list(stages.values()))
-    if not isinstance(model, Model):
+    every = list(stages.values())
+    model, context = memory_estimate.model_of(every), memory_estimate.context_of(every)
+    if not isinstance(model, memory_estimate.Model):
         return
     inner = [stages[name] for name in read_loop(within)]
     share = share_of(workflow)
     for template, job in unlimited:
         run = inner if template is pod else [stages[template["name"]]]
-        parts = [part for stage in run for part in estimate_memory_parts(stage, model, context)]
+        parts = [part for stage in run for part in memory_estimate.estimate_memory_parts(stage, model, context)]
         if parts:
-            container = container_of(template, job)
             small = share.request if share and GROUP_LABEL in labels_of(job or template) else ""
-            _ask(
-                container,
-                compute_memory_request(run, parts),
-                all(is_memory_estimate_complete(stage, model, context) for stage in run),
-                small,
-            )
+            amount = memory_estimate.compute_memory_request(run, parts)
+            limited = all(memory_estimate.is_memory_estimate_complete(stage, model, context) for stage in run)
+            _ask(container_of(template, job), amount, limited, small)
         if job:
             template["resource"]["manifest"] = dump_manifest(job)
 
@@ -94,5 +82,5 @@ def _ask(container: dict[str, Any], amount: int, limited: bool, small: str) -> N
         resources["limits"] = {**resources.get("limits", {}), "memory": text}
     if small and amount >= parse_memory_quantity(small):
         return
-    if limited or amount > LEAST:
+    if limited or amount > parse_memory_quantity(UNKNOWN):
         resources["requests"]["memory"] = text

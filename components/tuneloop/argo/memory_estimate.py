@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import UserError
+from tuneloop.stages.base_model import TINY, TINY_SHAPE, base_model
+from tuneloop.training.lora import Lora
 from tuneloop.training.options import LOGITS, TrainerOptions
 from tuneloop.workflow.rendered_stages import Stage
 
@@ -61,20 +63,18 @@ class Model:
 
 
 def model_of(stages: list[Stage]) -> Model | str:
-    """The model that the stage `base_model` brings; or why it is not known."""
-    from tuneloop.stages.base_model import TINY, TINY_SHAPE, base_model
-
+    """Return the model that the stage `base_model` brings; or why it is not known."""
     base = next((stage for stage in stages if stage.component is base_model), None)
     if base is None:
         return f"unknown: no stage {base_model.name}"
     name = base.flags.get("model", TINY[0])
     if name in TINY:
-        vocab = int(base.number("vocab_size") or base_default("vocab_size"))
+        vocab = int(base.number("vocab_size") or base_model.Params.model_fields["vocab_size"].default)
         shape = {**TINY_SHAPE, "vocab_size": vocab, "model_type": name.removeprefix("tiny-")}
         return shape_of(name, shape, None)
     directory = Path(name)
     if not (directory / "config.json").is_file():
-        return f"{name}: not estimated, it is no directory here with a config.json"
+        return f"{name}: not estimated, there is no directory here with a config.json"
     try:
         config = json.loads((directory / "config.json").read_text())
     except ValueError as error:
@@ -82,15 +82,8 @@ def model_of(stages: list[Stage]) -> Model | str:
     return shape_of(name, config.get("text_config", config), directory)
 
 
-def base_default(name: str) -> Any:
-    """The default of a parameter of `base_model`."""
-    from tuneloop.stages.base_model import base_model
-
-    return base_model.Params.model_fields[name].default
-
-
 def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Model | str:
-    """The model of a Hugging Face configuration; counted from weights in `directory`, else by the Llama formula."""
+    """Return a Hugging Face configuration's model; counted from weights in `directory`, else by the Llama formula."""
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         layers, vocab = config["num_hidden_layers"], config["vocab_size"]
@@ -105,7 +98,7 @@ def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Mo
     if counted:
         return Model(name, counted, "counted in the headers of its safetensors files", *shape)
     if not dense:
-        return f"{name}: not estimated, it has no weights here to count and is no dense Llama-like decoder"
+        return f"{name}: not estimated, it has no weights here to count and is not a dense Llama-like decoder"
     attention = 2 * hidden * heads * head + 2 * hidden * kv * head
     kind = config.get("model_type")
     extra = (heads + 2 * kv) * head if kind == "qwen2" else 2 * head if kind == "qwen3" else 0
@@ -120,17 +113,17 @@ def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Mo
 
 
 def _linears(hidden: int, queries: int, keys: int, inner: int) -> dict[str, tuple[int, int]]:
-    """The linear layers of one layer of a Llama-like decoder."""
+    """Return the linear layers of one layer of a Llama-like decoder."""
     attention = {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)}
     mlp = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
     return {**attention, "o_proj": (queries, hidden), **mlp}
 
 
 def count_adapter_parameters(stage: Stage, model: Model) -> int | None:
-    """Parameters of a stage's LoRA adapters: ``r × (inputs + outputs)`` each. 0 without; None where it is not known
-    which layers have some."""
-    from tuneloop.training.lora import Lora
+    """Count the parameters of a stage's LoRA adapters: ``r × (inputs + outputs)`` each.
 
+    0 without adapters; None where it is not known which layers have some.
+    """
     given = json.loads(stage.flags.get("lora") or "null")
     if given is None:
         return 0
@@ -142,7 +135,7 @@ def count_adapter_parameters(stage: Stage, model: Model) -> int | None:
 
 
 def stored_parameters(directory: Path) -> int:
-    """How many numbers the safetensors files in `directory` hold, read from their headers alone."""
+    """Count the numbers that the safetensors files in `directory` hold, by their headers alone."""
     total = 0
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -175,7 +168,7 @@ def is_memory_estimate_complete(stage: Stage, model: Model, context: int | None)
 
 
 def _only_holds(stage: Stage) -> bool:
-    """Whether a stage holds a model's weights, and little else: it computes with torch and does not train."""
+    """Say whether a stage holds a model's weights, and little else: it computes with torch and does not train."""
     return stage.component is not None and stage.component.image == "trainer" and stage.role != "trainer"
 
 
@@ -217,7 +210,7 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
 
 
 def _sequences(stage: Stage) -> int:
-    """How many sequences an example of a trainer has."""
+    """Return how many sequences an example of a trainer has."""
     models = stage.component.options.values() if stage.component else ()
     return max((model.sequences for model in models if issubclass(model, TrainerOptions)), default=1)
 
@@ -242,6 +235,6 @@ def _sampling_memory(stage: Stage, model: Model, context: int | None) -> list[tu
 
 
 def context_of(stages: list[Stage]) -> int | None:
-    """The longest prompt and completion, in tokens, that an engine of the workflow takes: vLLM's ``max_model_len``."""
+    """Return the tokens of a prompt and its completion that an engine takes at most: vLLM's ``max_model_len``."""
     limits = [stage.engine_args["max_model_len"] for stage in stages if "max_model_len" in stage.engine_args]
     return max(map(int, limits), default=None)

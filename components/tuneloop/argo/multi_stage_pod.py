@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from hera.workflows import Container, Parameter
+from hera.workflows.models import ValueFrom
 
 from tuneloop.argo.lease_sidecar import take_turns
 from tuneloop.argo.pod_fields import OUTPUTS, retried_pod_fields
@@ -13,9 +16,6 @@ from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Loop, StageSpec, Step
 from tuneloop.workflow.pod_loop import PROGRAM, PodLoop, StageCall
 from tuneloop.workflow.settings import Cluster
-
-if TYPE_CHECKING:
-    from hera.workflows import Container
 
 
 def describe_loop(
@@ -66,9 +66,6 @@ def pod_template(
         values: more values of the loop.
         cluster: what the pod asks for.
     """
-    from hera.workflows import Container, Parameter
-    from hera.workflows.models import ValueFrom
-
     passed = {**{name: input_tag(name) for name in inputs}, **values}
     made = Container(
         name="iterations",

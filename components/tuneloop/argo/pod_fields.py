@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuneloop.argo import claims
 from tuneloop.core.attempts import ATTEMPT, LAST_END, MORE_MEMORY
-from tuneloop.core.ends import RETRY_STAGE
+from tuneloop.core.ends import RETRY_STAGE, RETRY_STEP
 from tuneloop.workflow.settings import Cluster, Share
-
-if TYPE_CHECKING:
-    pass
-
 
 SCRATCH = "/tmp"
 OUTPUTS = f"{SCRATCH}/tuneloop/outputs"
@@ -37,7 +33,7 @@ RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
 
 
 def pod_fields(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any]:
-    """What every pod of ours has: an image, a way to its store, a scratch disk, requests, no rights."""
+    """Return what every pod of ours has: an image, a way to its store, a scratch disk, requests, no rights."""
     from hera.workflows import ConfigMapEnvFrom, EmptyDirVolume, ExistingVolume, Resources, SecretEnvFrom, models
 
     name = cluster.images.format(image=image)
@@ -75,7 +71,7 @@ def pod_fields(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any
 
 
 def shared_fields(share: Share, image: str) -> dict[str, Any]:
-    """What a template of a stage that shares devices has beside."""
+    """Return what a template of a stage that shares devices has beside."""
     from hera.workflows.models import Affinity
 
     role = claims.role_of(image)
@@ -89,33 +85,34 @@ def shared_fields(share: Share, image: str) -> dict[str, Any]:
 
 
 def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
-    """How a pod of ours is started again: by the class of its end."""
+    """Return how a pod of ours is started again: by the class of its end."""
     from hera.workflows import RetryPolicy, RetryStrategy, models
 
     backoff, always = models.Backoff(duration=PAUSE), RetryPolicy.always
     return {"retry_strategy": RetryStrategy(limit=LIMIT, retry_policy=always, expression=expression, backoff=backoff)}
 
 
-def attempt_env(cluster: Cluster) -> list[Any]:
-    """What a pod under `retry_fields` is told of the attempts before it, see `tuneloop.core.attempts`."""
-    from hera.workflows.models import EnvVar
-
-    last = "{{lastRetry.status}} {{lastRetry.exitCode}} {{lastRetry.message}}"
-    env = {ATTEMPT: "{{retries}}", LAST_END: last}
-    if cluster.memory_on_retry:
-        env[MORE_MEMORY] = cluster.memory_on_retry
-    return [EnvVar(name=name, value=value) for name, value in env.items()]
+def step_fields(account: str, cluster: Cluster) -> dict[str, Any]:
+    """Return what a small step of ours has, one that asks the API server for something as a service account."""
+    small = cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"})
+    rights = {"service_account_name": account, "automount_service_account_token": True}
+    return {**rights, **pod_fields("base", False, small), **retry_fields(RETRY_STEP)}
 
 
 def retried_pod_fields(
     image: str, accelerator: bool, cluster: Cluster, expression: str = RETRY_STAGE, env: Sequence[Any] = ()
 ) -> dict[str, Any]:
-    """`pod_fields` and `retry_fields` of a pod that knows of the attempts before it, and may get more memory then."""
+    """Return `pod_fields` and `retry_fields` of a pod that knows the attempts before it and may get more memory."""
+    from hera.workflows.models import EnvVar
+
     fields = pod_fields(image, accelerator, cluster)
-    fields["env"] = [*fields["env"], *attempt_env(cluster), *env]
+    # What it is told of the attempts before it: `tuneloop.core.attempts`.
+    before = {ATTEMPT: "{{retries}}", LAST_END: "{{lastRetry.status}} {{lastRetry.exitCode}} {{lastRetry.message}}"}
     if cluster.memory_on_retry:
+        before[MORE_MEMORY] = cluster.memory_on_retry
         limit = f"{{{{=asInt(retries) > 0 ? '{cluster.memory_on_retry}' : '{cluster.memory_limit}'}}}}"
         patch = json.loads(fields.get("pod_spec_patch", "{}"))
         patch.setdefault("containers", []).append({"name": "main", "resources": {"limits": {"memory": limit}}})
         fields["pod_spec_patch"] = json.dumps(patch, separators=(",", ":"))
+    fields["env"] += [*(EnvVar(name=name, value=value) for name, value in before.items()), *env]
     return fields | retry_fields(expression)

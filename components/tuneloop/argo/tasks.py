@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from hera.expr import g
+from hera.workflows import Parameter, Task
+from hera.workflows.models import ValueFrom
 
 from tuneloop.core.program import to_kebab_case
-
-if TYPE_CHECKING:
-    from hera.workflows import Parameter, Task
 
 RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
 """URL of the run."""
@@ -53,15 +54,10 @@ def build_term(parameters: Any, name: str) -> Any:
 
 def output_term(task: str, name: str) -> Any:
     """Return an output parameter of a task as a term of an expression."""
-    from hera.expr import g
-
     return build_term(build_term(g.tasks, task).outputs.parameters, name)
 
 
 def output_parameter(name: str, *, value: str | None = None, expression: Any = None) -> Parameter:
     """Return an output parameter of a graph: the value of a tag, or of an expression."""
-    from hera.workflows import Parameter
-    from hera.workflows.models import ValueFrom
-
     source = ValueFrom(parameter=value) if value else ValueFrom(expression=str(expression))
     return Parameter(name=name, value_from=source)

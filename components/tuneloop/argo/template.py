@@ -8,21 +8,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hera.workflows import Container, Parameter, Steps
+from hera.workflows.models import (
+    ContainerPort,
+    EnvVar,
+    EnvVarSource,
+    ExecutorConfig,
+    HTTPGetAction,
+    Metadata,
+    ObjectFieldSelector,
+    PodGC,
+    PodSecurityContext,
+    Probe,
+    TTLStrategy,
+    ValueFrom,
+)
 from pydantic import BaseModel
 
 from tuneloop.argo import claims
 from tuneloop.argo.claim_steps import seat_templates
+from tuneloop.argo.jobset import jobset_steps
 from tuneloop.argo.lease_sidecar import take_turns
+from tuneloop.argo.memory import Workflow
 from tuneloop.argo.pod_fields import NOBODY, OUTPUTS, RESTRICTED, retried_pod_fields
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
 from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.settings import SHARE, Cluster
-
-if TYPE_CHECKING:
-    from hera.workflows import Container, Steps, Workflow
 
 
 def define_workflow(
@@ -35,11 +49,6 @@ def define_workflow(
         parameters: workflow parameters beside ``run`` and ``store``, with their values.
         cluster: what its pods ask for: a workflow whose stages share devices takes a seat on their claim.
     """
-    from hera.workflows import Parameter
-    from hera.workflows.models import ExecutorConfig, Metadata, PodGC, PodSecurityContext, TTLStrategy
-
-    from tuneloop.argo.memory import Workflow
-
     labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "tuneloop"}
     own = {key.replace("_", "-"): value for key, value in (parameters or {}).items()}
     patch = {
@@ -81,7 +90,7 @@ def stage_template(
     nodes: int = 1,
     cluster: Cluster | None = None,
 ) -> Container | Steps:
-    """The stage as a template named after it: a container, or a JobSet for several nodes.
+    """Build the stage as a template named after it: a container, or a JobSet for several nodes.
 
     Its input parameters are the stage's input artifacts (references), the output's URL and the `dynamic` parameters;
     its output parameters are the output's reference (under the output's name) and the stage's results.
@@ -97,9 +106,6 @@ def stage_template(
     Raises:
         UserError: a parameter that the stage refuses.
     """
-    from hera.workflows import Container, Parameter
-    from hera.workflows.models import ValueFrom
-
     cluster = cluster or Cluster()
     given = params.model_dump() if isinstance(params, BaseModel) else dict(params)
     if nodes > 1:
@@ -130,15 +136,13 @@ def stage_template(
         take_turns(made, cluster)
     if nodes == 1:
         return made
-    from tuneloop.argo.jobset import jobset_steps
-
     return jobset_steps(component, made, processes, nodes, cluster, numbered="iteration" in dynamic)
 
 
 def server_template(
     port: int, engine_args: Mapping[str, Any], *, weights: str | None = None, cluster: Cluster | None = None
 ) -> Container:
-    """The vLLM server as a daemon: it lives as long as the graph that started it.
+    """Build the vLLM server as a daemon: it lives as long as the graph that started it.
 
     Args:
         port: where it listens, at the pod's address.
@@ -146,9 +150,6 @@ def server_template(
         weights: URL of published versions to follow; none: it boots from `policy`, and loads what it is told to.
         cluster: what the pod asks for.
     """
-    from hera.workflows import Container, Parameter
-    from hera.workflows.models import ContainerPort, EnvVar, EnvVarSource, HTTPGetAction, ObjectFieldSelector, Probe
-
     # It asks nobody for a token. `tuneloop run` reads the field as 127.0.0.1.
     address = EnvVar(name="POD_IP", value_from=EnvVarSource(field_ref=ObjectFieldSelector(field_path="status.podIP")))
     return Container(

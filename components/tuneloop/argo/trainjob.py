@@ -11,12 +11,13 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.jobset import RENDEZVOUS, build_jobset, dump_manifest, pod_spec, ranks_env
-from tuneloop.core.ends import RETRY_STEP
+from tuneloop.argo.pod_fields import step_fields
 from tuneloop.core.errors import UserError
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends import LLMBackend, stage_flags
 from tuneloop.workflow.settings import RUN_LABEL, Cluster
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 RAY_START = {"num-cpus": "1", "object-store-memory": str(100 << 20)}
 """One rank group a node; tensors pass by torch's own ways, nothing by Ray's."""
-WORKSPACE = "tuneloop-workspace"
-"""Claim that holds a TrainJob's data, its model and what it writes, at ``/workspace`` in all its pods."""
 
 
 def as_trainjob(
@@ -79,14 +78,14 @@ def as_trainjob(
 
 
 def as_jobset(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
-    """As a JobSet, for clusters without Kubeflow Trainer. Data and model have to be where the arguments say."""
+    """Render as a JobSet, for clusters without Kubeflow Trainer. Data and model have to be where the arguments say."""
     return build_jobset(
         name, _pod(backend, name, cluster), backend.nodes, labels=_labels(run), queue=cluster.queue_labels
     )
 
 
 def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
-    """As one plain pod, in a Job.
+    """Render as one plain pod, in a Job.
 
     Raises:
         UserError: the backend wants several nodes.
@@ -110,30 +109,22 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
 
 
 def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
-    """As a RayJob: a Ray cluster of as many pods, one rank group on each, gone when the job ends; `build_rayjob`."""
+    """Render as a RayJob: a Ray cluster of as many pods, one rank group on each, gone when the job ends."""
     backend.validate()
     gpus = ["--gpus", str(cluster.gpus)] if cluster.gpus else []
-    driver = [
-        "python",
-        "-m",
-        "tuneloop.training.ray_driver",
-        "--nodes",
-        str(backend.nodes),
-        "--processes",
-        str(backend.processes),
-    ]
-    entry = [*driver, *gpus, "--", *backend.to_command(), *backend.to_args()]
+    sizes = ["--nodes", str(backend.nodes), "--processes", str(backend.processes), *gpus]
+    driver = ["python", "-m", "tuneloop.training.ray_driver", *sizes]
+    entry = [*driver, "--", *backend.to_command(), *backend.to_args()]
     return build_rayjob(entry, name, cluster, backend.nodes, accelerator=True, run=run)
 
 
 def build_rayjob(
     entry: Sequence[str], name: str, cluster: Cluster, nodes: int, *, accelerator: bool = False, run: str = ""
 ) -> dict[str, Any]:
-    """A program that drives a Ray cluster of `nodes` pods, as a RayJob of KubeRay 1.5: `data_prep` with
-    ``--preparation ray`` is one.
+    """Build a RayJob of KubeRay 1.5: a program that drives a Ray cluster of `nodes` pods.
 
-    The head needs 1 GiB of memory beside the work. Ray has no field for exit codes: `tuneloop.cluster.launch` reads the
-    driver's from the job's message.
+    `data_prep` with ``--preparation ray`` is such a program. The head needs 1 GiB of memory beside the work. Ray has no
+    field for exit codes: `tuneloop.cluster.launch` reads the driver's from the job's message.
     """
 
     def pod(container: str) -> dict[str, Any]:
@@ -169,7 +160,7 @@ def build_rayjob(
 def prepare_rayjob(
     arguments: Mapping[str, Any], name: str, cluster: Cluster, nodes: int = 2, *, run: str = ""
 ) -> dict[str, Any]:
-    """The stage `data_prep`, its rows examined by Ray Data on all pods, as a RayJob.
+    """Render the stage `data_prep`, its rows examined by Ray Data on all pods, as a RayJob.
 
     What it commits are the bytes that the stage commits without Ray: a run that is submitted under the same URL goes
     on from them.
@@ -180,8 +171,6 @@ def prepare_rayjob(
     Raises:
         UserError: a parameter that it does not take, or no URL.
     """
-    from tuneloop.stages.data_prep import data_prep
-
     given = {**arguments, "preparation": "ray"}
     if not given.get(data_prep.output):
         raise UserError(data_prep.output, None, "is required: the URL of what it makes")
@@ -205,31 +194,18 @@ def run_here(backend: LLMBackend) -> int:
     return subprocess.run([program, *rest, *backend.to_args()], env={**os.environ, **own}).returncode
 
 
-RENDER: Mapping[str, Callable[..., dict[str, Any]]] = {
-    "trainjob": as_trainjob,
-    "jobset": as_jobset,
-    "job": as_job,
-    "rayjob": as_rayjob,
-}
-
-
 def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> Container:
-    """A step that launches `job` and ends as it does, for a pipeline: see `tuneloop.cluster.launch`.
+    """Build a step that launches `job` and ends as it does, for a pipeline: see `tuneloop.cluster.launch`.
 
     It waits for no quota itself: the job does.
     """
     from hera.workflows import Container
 
-    from tuneloop.argo.pod_fields import pod_fields, retry_fields
-
     return Container(
         name=name,
         command=["python", "-m", "tuneloop.cluster.launch"],
         args=["--namespace", "{{workflow.namespace}}", "--manifest", dump_manifest(dict(job))],
-        service_account_name="tuneloop-launcher",
-        automount_service_account_token=True,
-        **pod_fields("base", False, cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"})),
-        **retry_fields(RETRY_STEP),
+        **step_fields("tuneloop-launcher", cluster),
     )
 
 

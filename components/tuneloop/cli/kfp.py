@@ -41,11 +41,9 @@ def render_pipeline(
     ] = False,
 ) -> None:
     """Print the compiled pipeline as YAML. It is what the UI takes as an upload; equal settings, equal bytes."""
-    from tuneloop.kfp.client import compile_to
-
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "pipeline.yaml"
-        compile_to(build_kfp_pipeline(pipeline, config, sets), path, manifest=manifest)
+        client.compile_to(build_kfp_pipeline(pipeline, config, sets)[0], path, manifest=manifest)
         text = path.read_text()
     print_or_write_text(text, output)
 
@@ -63,7 +61,10 @@ def submit_run(
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Let KFP skip tasks that it has seen.")] = True,
 ) -> None:
     """Start a run, or resume the one of that name."""
-    built = build_kfp_pipeline(pipeline, config, sets)
+    from tuneloop.runs.records import check_name
+
+    check_name(run, "--run")
+    built, _ = build_kfp_pipeline(pipeline, config, sets)
     run_id = client.submit_run(
         client.connect_to_kfp(endpoint), built, run=run, store=store, root=root, cache=cache, experiment=experiment
     )
@@ -73,7 +74,7 @@ def submit_run(
 @app.command("schedule")
 def schedule_pipeline(
     pipeline: PIPELINE,
-    name: Annotated[str, typer.Option("--name", help="Of the schedule; each run adds the time of its tick.")],
+    name: Annotated[str, typer.Option("--name", help="Of the schedule; each run adds digits of its data's digest.")],
     store: REMOTE_STORE,
     cron: Annotated[str, typer.Option("--cron", help="Five fields, as in '0 3 * * *'; KFP's seconds are 0.")],
     config: CONFIG = None,
@@ -82,12 +83,13 @@ def schedule_pipeline(
     root: ROOT = None,
     experiment: EXPERIMENT = "tuneloop",
 ) -> None:
-    """Run a pipeline at each tick of the clock, one run at a time."""
-    built = build_kfp_pipeline(pipeline, config, sets)
-    client.create_schedule(
-        client.connect_to_kfp(endpoint), built, name=name, store=store, cron=cron, root=root, experiment=experiment
-    )
-    typer.echo(f"{name}: runs at {cron}; `tuneloop kfp unschedule {name}` ends that")
+    """Look for new data at each tick of the clock, and run a pipeline when there is some."""
+    from tuneloop.kfp.schedule import create_schedule
+
+    built, settings = build_kfp_pipeline(pipeline, config, sets)
+    place: Any = {"store": store, "root": root, "experiment": experiment}
+    create_schedule(client.connect_to_kfp(endpoint), built, settings, name=name, cron=cron, **place)
+    typer.echo(f"{name}: looks for new data at {cron}; `tuneloop kfp unschedule {name}` ends that")
 
 
 @app.command("unschedule")
@@ -96,7 +98,9 @@ def unschedule_pipeline(
     endpoint: ENDPOINT = None,
 ) -> None:
     """End a schedule; its runs stay."""
-    client.delete_schedule(client.connect_to_kfp(endpoint), name)
+    from tuneloop.kfp.schedule import delete_schedule
+
+    delete_schedule(client.connect_to_kfp(endpoint), name)
     typer.echo(f"{name}: no longer scheduled")
 
 
@@ -133,8 +137,8 @@ def stop_run(run: RUN, endpoint: ENDPOINT = None) -> None:
     typer.echo(f"{run}: stopped" if ended else f"{run}: was not under way")
 
 
-def build_kfp_pipeline(pipeline: str, config: Path | None, sets: list[str] | None) -> Any:
-    """Build the compiled pipeline of a name, with its settings.
+def build_kfp_pipeline(pipeline: str, config: Path | None, sets: list[str] | None) -> tuple[Any, Any]:
+    """Build the pipeline of a name; return it as kfp compiles it, and its settings.
 
     Raises:
         UserError: the pipeline has no form for KFP, or kfp is not installed.
@@ -148,7 +152,8 @@ def build_kfp_pipeline(pipeline: str, config: Path | None, sets: list[str] | Non
         raise UserError("pipeline", pipeline, "has no build_kfp(config): it cannot run on Kubeflow Pipelines")
     if find_spec("kfp") is None:
         raise UserError("kfp", None, "needs Kubeflow Pipelines' SDK: pip install 'tuneloop[kfp]'")
-    return found.module.build_kfp(found.configure(config, sets or ()))
+    settings = found.configure(config, sets or ())
+    return found.module.build_kfp(settings), settings
 
 
 def list_commands() -> list[str]:

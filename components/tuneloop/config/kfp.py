@@ -12,7 +12,10 @@ class Kfp(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     unroll: int = Field(
-        8, ge=0, description="a loop of at most so many turns is written out; a longer one is a ParallelFor"
+        0, ge=0, description="at most so many iterations are written out, a task a stage; more are one task"
+    )
+    api: str = Field(
+        "http://ml-pipeline.kubeflow:8888", description="address of the KFP API, as pods reach it: a long loop goes on"
     )
     retries: int = Field(3, ge=0, description="attempts of a pod after the first, whatever the exit code was")
     timeout_s: int = Field(0, ge=0, description="seconds that a stage may take once its pod runs; 0: no limit")

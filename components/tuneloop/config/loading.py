@@ -42,7 +42,7 @@ class Pipeline:
         return config
 
     def configure(self, file: Path | None = None, sets: Iterable[str] = ()) -> BaseModel:
-        """The configuration: defaults, then `file` (YAML), then each ``a.b=value`` of `sets` (parsed as YAML).
+        """Make the configuration: defaults, then `file` (YAML), then each ``a.b=value`` of `sets` (parsed as YAML).
 
         Raises:
             UserError: a file or a value that is not understood; an unknown key; a wrong type; an impossible value.
@@ -53,14 +53,14 @@ class Pipeline:
         return self.validate(values)
 
     def validate(self, values: dict[str, Any]) -> BaseModel:
-        """`values` as a configuration."""
+        """Return `values` as a configuration."""
         try:
             return self.Config(**values)
         except ValidationError as error:
             raise self._explain(error) from None
 
     def build(self, config: BaseModel) -> dict[str, Any]:
-        """The Argo Workflow of `config`, as the mapping that its YAML holds."""
+        """Build the Argo Workflow of `config`, as the mapping that its YAML holds."""
         workflow: dict[str, Any] = self.module.build_argo(config).to_dict()
         return workflow
 
@@ -80,7 +80,7 @@ class Pipeline:
         return UserError(".".join((*section, key)), first["input"], f"unknown key; {remedy}")
 
     def _section(self, names: list[str]) -> type[BaseModel]:
-        """The model of a section of the configuration."""
+        """Return the model of a section of the configuration."""
         model: Any = self.Config
         for name in names:
             kind = model.model_fields[name].annotation  # perhaps `Section | None`
@@ -113,7 +113,7 @@ def find_pipeline(name: str) -> Pipeline:
     """Find the pipeline `name`: a name from `list_pipelines`, or the path of a file.
 
     Raises:
-        UserError: no such file, or one that is no pipeline.
+        UserError: no such file, or one that is not a pipeline.
     """
     path = Path(name) if name.endswith(".py") else list_pipelines().get(name.replace("-", "_"))
     if path is None or not path.is_file():
@@ -131,7 +131,7 @@ def find_pipeline(name: str) -> Pipeline:
 
 
 def load_pipeline(name: str, beside: str | os.PathLike[str] | None = None) -> ModuleType:
-    """The module of another pipeline, for a pipeline that extends it.
+    """Load the module of another pipeline, for a pipeline that extends it.
 
     Args:
         name: the file's name without ``.py``.

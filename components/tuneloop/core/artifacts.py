@@ -74,10 +74,10 @@ class Manifest(BaseModel):
     @field_validator("root", "files")
     @classmethod
     def _inside(cls, names: Any) -> Any:
-        """A reader writes files under these names: none may lead out of the directory it gives them."""
+        """Refuse names that lead out of the directory that a reader gives them."""
         for name in [names] if isinstance(names, str) else names:
             if not is_contained_path(name):
-                raise ValueError(f"{name!r} is no name for a file of an artifact")
+                raise ValueError(f"{name!r} is not a name for a file of an artifact")
         return names
 
     @property
@@ -87,7 +87,7 @@ class Manifest(BaseModel):
 
 
 def file_digest(path: Path) -> str:
-    """xxh3-128 of a file's bytes, in hexadecimal."""
+    """Compute the xxh3-128 of a file's bytes, in hexadecimal."""
     state = xxhash.xxh3_128()
     with open_for_reading(path) as file:
         while block := file.read(1 << 22):
@@ -96,7 +96,7 @@ def file_digest(path: Path) -> str:
 
 
 def digest_of(files: Mapping[str, File]) -> str:
-    """The digest of a list of files: over name, size and digest, in the order of names."""
+    """Compute the digest of a list of files: over name, size and digest, in the order of names."""
     state = xxhash.xxh3_128()
     for name in sorted(files):
         state.update(f"{name}\0{files[name].size}\0{files[name].digest}\n".encode())
@@ -110,7 +110,7 @@ def hash_files(directory: Path) -> dict[str, File]:
 
 
 def split_ref(ref: str) -> tuple[str, str | None]:
-    """``url@digest`` → (url, digest); a bare URL has no digest."""
+    """Split ``url@digest`` into URL and digest; a bare URL has no digest."""
     url, mark, digest = ref.rpartition(f"@{DIGEST}:")
     return (normalize_url(url), f"{DIGEST}:{digest}") if mark else (normalize_url(ref), None)
 
@@ -196,7 +196,7 @@ def find_manifest(url: str) -> Manifest | None:
 
 
 def find_below(url: str) -> dict[str, Manifest]:
-    """The manifests committed one level below `url` by their artifacts' names, in the order in which they began."""
+    """Find the manifests one level below `url`: name of the artifact → manifest, in the order in which they began."""
     found = {name: manifest for name in Store(url).parts() if (manifest := find_manifest(f"{url}/{name}"))}
     return dict(sorted(found.items(), key=lambda each: each[1].provenance.get("started", 0.0)))
 
@@ -257,7 +257,7 @@ class Draft:
         return files
 
     def _parts(self, store: Store) -> dict[str, File]:
-        """The files that other machines contributed."""
+        """Return the files that other machines contributed."""
         listings = [json.loads(store.get(key) or b"{}") for key in store.keys(f"{self.attempt}/{PARTS}")]
         return {name: File(**about) for listing in listings for name, about in listing.items()}
 

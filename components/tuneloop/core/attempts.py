@@ -27,6 +27,8 @@ ATTEMPT, LAST_END, MORE_MEMORY = "TUNELOOP_ATTEMPT", "TUNELOOP_LAST_END", "TUNEL
 limit of attempts after the first, where it is higher than that of the first."""
 LONGEST_WAIT_S = 60.0
 RECORD = "attempts.json"
+FAILURE = "failure.json"
+"""Below an output, where the engine does not tell a run's reader why a stage failed: ``message`` and ``time``."""
 
 
 class Exhausted(RuntimeError):
@@ -106,12 +108,12 @@ def record_progress(store: Store) -> None:
 
 
 def read_attempt() -> int:
-    """The number of this attempt, from 0; 0 outside a pod."""
+    """Read the number of this attempt, from 0; 0 outside a pod."""
     return int(os.environ.get(ATTEMPT) or 0)
 
 
 def read_last_end() -> tuple[str, int, str]:
-    """Phase, exit code and message of the attempt before this one, as the workflow engine passes them."""
+    """Read phase, exit code and message of the attempt before this one, as the workflow engine passes them."""
     phase, _, rest = os.environ.get(LAST_END, "").partition(" ")
     code, _, message = rest.partition(" ")
     try:
@@ -121,7 +123,7 @@ def read_last_end() -> tuple[str, int, str]:
 
 
 def _read_record(store: Store, number: int) -> Record | None:
-    """What attempt `number` left; nothing where it did not come so far, or where another session left it."""
+    """Read what attempt `number` left; nothing where it did not come so far, or where another session left it."""
     try:
         record = Record.model_validate_json(store.get(RECORD) or b"")
     except ValidationError:

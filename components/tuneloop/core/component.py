@@ -118,7 +118,7 @@ class Component:
         return spec.name if spec else f"tuneloop.stages.{self.name}"
 
     def command(self, processes: int = 1) -> list[str]:
-        """How a container starts the stage: ``python -m``, or torchrun for several processes."""
+        """Return how a container starts the stage: ``python -m``, or torchrun for several processes."""
         if processes == 1:
             return ["python", "-m", self.module]
         return [
@@ -157,7 +157,7 @@ class Component:
         return standing
 
     def settings(self, *, without: Iterable[str] = (), **defaults: Any) -> type[Params]:
-        """The parameters as a section of a pipeline's configuration.
+        """Return the parameters as a section of a pipeline's configuration.
 
         Args:
             without: parameters that the pipeline sets itself (``seed``, ``iteration``, addresses).
@@ -174,7 +174,7 @@ class Component:
         return create_model(f"{self.name}_settings", __base__=Params, __doc__=self.summary, **fields)
 
     def validate(self, values: Mapping[str, Any]) -> Params:
-        """The parameters as a model.
+        """Return the parameters as a model.
 
         Raises:
             UserError: an unknown name, a wrong type or an impossible value.
@@ -298,13 +298,13 @@ def component(
         role: what it is in a loop: reports, plans and progress ask for this, never for its name.
         results: scalars it returns.
         after: called once the output stands, also when it stood already; must be idempotent.
-        identity: of parameters that name something which is no artifact (a file): what tells its contents from others.
+        identity: of parameters that name what is not an artifact (a file): what tells its contents from others.
     """
     return lambda function: Component(function, kind, image, accelerator, role, results or {}, after, identity)
 
 
 def find_component(module: str, template: str = "", *, load: bool = False) -> Component | None:
-    """The stage that `module` defines, of several the one called `template`; None where it defines none.
+    """Find the stage that `module` defines, of several the one called `template`; None where it defines none.
 
     Args:
         load: import a module of somebody else's, too. Else it is None where nothing here has imported that: it may be
@@ -319,7 +319,7 @@ def find_component(module: str, template: str = "", *, load: bool = False) -> Co
 
 
 def from_validation(error: ValidationError, prefix: str = "") -> UserError:
-    """The first problem of a pydantic error as one line with field, value and remedy."""
+    """Describe the first problem of a pydantic error in one line with field, value and remedy."""
     first = error.errors()[0]
     field = prefix + ".".join(str(part) for part in first["loc"] if part != "[key]")
     if isinstance(cause := first.get("ctx", {}).get("error"), ValueError):  # a validator of ours
@@ -358,7 +358,7 @@ def _read_signature(
 
 
 def _digest_only(value: Any) -> Any:
-    """A reference counts by its digest: the same bytes at another address are the same input."""
+    """Reduce a reference to its digest: the same bytes at another address are the same input."""
     if isinstance(value, str) and f"@{DIGEST}:" in value:
         return value.rpartition("@")[2]
     return value

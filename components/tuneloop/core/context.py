@@ -38,7 +38,7 @@ class Options(BaseModel):
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The fields that are flags."""
+        """Return the fields that are flags."""
         return cls.flags or tuple(cls.model_fields)
 
 
@@ -76,16 +76,16 @@ class Stage:
         return self.rank == 0
 
     def log(self, message: str) -> None:
-        """One line for people, on standard error, from the first rank only."""
+        """Print one line for people, on standard error, from the first rank only."""
         if self.leader:
             print(f"{self.name}: {message}", file=sys.stderr, flush=True)
 
     def progress(self, total: int, unit: str, begun: int = 0) -> Progress:
-        """A progress display of `total` units, `begun` of them done before; ``update(done, loss=…)`` moves it."""
+        """Return a display of `total` units, `begun` of them done before; ``update(done, loss=…)`` moves it."""
         return Progress(self.name, total, unit, begun, quiet=not self.leader)
 
     def seed(self, purpose: str, *index: int | str) -> int:
-        """The seed of a named stream, from the stage's ``seed`` parameter (and ``iteration``, if it has one)."""
+        """Derive the seed of a named stream, from the stage's ``seed`` parameter (and ``iteration``, if it has one)."""
         iteration = getattr(self.params, "iteration", 0)
         return derive_seed(getattr(self.params, "seed", 0), purpose, iteration, *index)
 
@@ -134,7 +134,7 @@ class Stage:
         self.barrier()
 
     def latest_resume(self) -> Artifact | None:
-        """The newest resume point that an earlier attempt of this very stage committed."""
+        """Find the newest resume point that an earlier attempt of this very stage committed."""
         for name in reversed(self.resume_points()):
             if self._is_own(artifact := Artifact(f"{self.out_url}/resume/{name}")):
                 return artifact
@@ -144,12 +144,12 @@ class Stage:
         return {"params": point.manifest.params, "inputs": point.manifest.inputs} == self._identity()
 
     def resume_points(self) -> list[str]:
-        """Names of the resume points below the output, oldest first."""
+        """List the names of the resume points below the output, oldest first."""
         keys = Store(self.out_url).keys("resume")
         return sorted(key.split("/")[1] for key in keys if key.endswith(f"/{MANIFEST}"))
 
     def _bring(self, draft: Draft) -> None:
-        """Before the leader commits: what every machine has written is where the leader finds it."""
+        """Bring what every machine has written to where the leader finds it, before it commits."""
         self.barrier()
         if self.local_rank == 0 and not self.leader:
             draft.contribute(self.rank)

@@ -116,7 +116,7 @@ END_CLASSES = (SUCCEEDED, MISTAKE, INTERRUPTION, AWAY, FOR_NOW, EVICTED, ENGINE,
 
 
 def classify_end(phase: str, code: int, message: str) -> EndClass:
-    """The class of an attempt's end.
+    """Return the class of an attempt's end.
 
     Args:
         phase: of the attempt's node, ``Succeeded``, ``Failed`` or ``Error``.
@@ -142,15 +142,8 @@ def classify_end(phase: str, code: int, message: str) -> EndClass:
 
 
 def strip_exit(message: str) -> str:
-    """The process's own last line, of a message that begins with its exit code as Argo or we name it."""
+    """Return the process's own last line, of a message that begins with its exit code as Argo or we name it."""
     return re.sub(r"^.*?exit code \d+(\)| \([^)]*\))?: ", "", message)
-
-
-def format_table() -> str:
-    """The classes as a Markdown table, as docs/ends.md has it."""
-    rows = [("class", "recognized by", "started again"), ("---",) * 3]
-    rows += [(end.name, end.recognized, end.retried) for end in END_CLASSES]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 _SIGNALS: Mapping[int, str] = {
@@ -173,7 +166,7 @@ def describe_exit(code: int, message: str = "") -> str:
 
 
 def name_signal(code: int) -> str:
-    """The signal that an exit code stands for, as ``SIGILL, illegal instruction``; empty where it stands for none."""
+    """Name the signal that an exit code stands for, as ``SIGILL, illegal instruction``; empty where there is none."""
     try:
         name = signal.Signals(code - 128).name
     except ValueError:

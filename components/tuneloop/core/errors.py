@@ -85,7 +85,7 @@ def report_error(error: UserError | Retryable) -> int:
 
 
 def name_class(error: Retryable) -> str:
-    """The class of an end with `EXIT_RETRY`, as its line begins."""
+    """Name the class of an end with `EXIT_RETRY`, as its line begins."""
     if isinstance(error, Interrupted):
         return INTERRUPTED
     return UNAVAILABLE if isinstance(error, Unavailable) else FAILED_FOR_NOW

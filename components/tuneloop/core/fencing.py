@@ -64,7 +64,7 @@ def read_lease_grant() -> Grant | None:
     try:
         found = Grant.model_validate_json(Path(path).read_bytes())
     except (OSError, ValueError) as error:
-        raise Unavailable(f"turn: {path} can not be read ({error}): who holds it has ended") from error
+        raise Unavailable(f"turn: {path} cannot be read ({error}): who holds it has ended") from error
     if found.refused:
         raise UserError("turn", found.group, found.refused)
     return found
@@ -121,5 +121,5 @@ def _watch(over: threading.Event, poll: float) -> None:
 
 
 def _end(error: Retryable | UserError) -> NoReturn:
-    """At once: the device may be somebody else's in a moment."""
+    """End at once: the device may be somebody else's in a moment."""
     os._exit(report_error(error))

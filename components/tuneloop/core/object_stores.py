@@ -22,21 +22,21 @@ ENDPOINT = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>
 
 
 def is_plain_http() -> bool:
-    """Whether the environment names an S3 without TLS.
+    """Say whether the environment names an S3 without TLS.
 
     Raises:
-        UserError: it names one that is no URL; obstore would panic.
+        UserError: it names one that is not a URL; obstore would panic.
     """
     given = {name: value for name in ENDPOINTS if (value := os.environ.get(name))}
     for name, value in given.items():
         found = ENDPOINT.fullmatch(value)
         if not found or int(found["port"] or 0) >= 1 << 16:
-            raise UserError(name, value, "is no URL of an S3; write http://HOST:PORT or https://HOST")
+            raise UserError(name, value, "is not the URL of an S3; write http://HOST:PORT or https://HOST")
     return any(value.startswith("http://") for value in given.values())
 
 
 def shorten_error(error: BaseException) -> str:
-    """What a service said: of its XML the code alone, which its manual explains."""
+    """Shorten what a service said: of its XML the code alone, which its manual explains."""
     text = str(error)
     if code := re.search(r"<Code>([^<]+)</Code>", text):
         return code[1]

@@ -93,5 +93,5 @@ def _package(family: str) -> str:
 
 @cache
 def _registered() -> Any:
-    """Reads the metadata of every distribution that is installed: once a process."""
+    """Read the metadata of every distribution that is installed, once a process."""
     return entry_points()

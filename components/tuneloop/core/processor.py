@@ -56,19 +56,21 @@ def check_processor() -> None:
 
 
 def limit_workers() -> None:
-    """vLLM calls this in each of its processes (entry point in ``vllm.general_plugins``): those that a process of ours
-    started with limits get them, too. Others' vLLM is let alone."""
+    """Limit a process of vLLM that was started by one of ours with limits; others' vLLM is let alone.
+
+    vLLM calls this in each of its processes (entry point in ``vllm.general_plugins``).
+    """
     if os.environ.get(VARIABLE) == "bad":
         limit_libraries(f"{VARIABLE}=bad")
 
 
 def describe_limits() -> dict[str, str]:
-    """For the provenance: what is held back here, and why; empty where nothing is."""
+    """Say, for the provenance, what is held back here, and why; empty where nothing is."""
     return dict(_limited)
 
 
 def find_answer() -> tuple[Answer, str]:
-    """Whether what is advertised works, and how that is known: as told, as found since the last boot, or by trying."""
+    """Find out whether what is advertised works, and by what: as told, as found since the last boot, or by trying."""
     told = os.environ.get(VARIABLE, "auto")
     answers: dict[str, Answer] = {"good": "good", "bad": "bad"}
     if told in answers:
@@ -94,14 +96,14 @@ def _find_here() -> tuple[Answer, str]:
 
 
 def advertises_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the kernel lists AMX among the processor's flags."""
+    """Say whether the kernel lists AMX among the processor's flags."""
     with contextlib.suppress(OSError), cpuinfo.open() as lines:
         return any("amx_tile" in line.split() for line in lines if line.startswith("flags"))
     return False
 
 
 def try_product() -> int:
-    """Let a child multiply as oneDNN likes to, unlimited: the number of the signal that ended it, or 0.
+    """Let a child multiply as oneDNN likes to, unlimited; return the number of the signal that ended it, or 0.
 
     The child is a fork, which takes milliseconds where torch was imported, and has no use for any thread.
 
@@ -120,7 +122,7 @@ def try_product() -> int:
 
 
 def _multiply() -> None:
-    """In the child, which ends here, without a word and without a core file."""
+    """Multiply in the child, which ends here, without a word and without a core file."""
     import resource
 
     import torch
@@ -158,7 +160,7 @@ def limit_libraries(why: str) -> None:
 
 
 def deny_amx() -> bool:
-    """What `torch.cpu` answers whoever asks for AMX."""
+    """Answer for `torch.cpu` whoever asks for AMX."""
     return False
 
 
@@ -167,7 +169,7 @@ def _file() -> Path:
 
 
 def _key() -> dict[str, str]:
-    """What an answer holds for: this boot of this machine, and the torch that gave it."""
+    """Return what an answer holds for: this boot of this machine, and the torch that gave it."""
     import torch
 
     return {"boot": BOOT.read_text().strip(), "torch": torch.__version__}
@@ -182,7 +184,7 @@ def _recall() -> tuple[Answer, str] | None:
 
 
 def _keep(found: tuple[Answer, str]) -> None:
-    """For the next program of this boot; where nothing can be written, that one tries for itself."""
+    """Keep it for the next program of this boot; where nothing can be written, that one tries for itself."""
     with contextlib.suppress(OSError, RuntimeError):
         path = _file()
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -100,7 +100,7 @@ def parse_arguments(
 
 
 def write_outputs(values: Mapping[str, Any]) -> None:
-    """One file a value below ``$TUNELOOP_OUTPUTS``, where the workflow engine picks them up."""
+    """Write one file a value below ``$TUNELOOP_OUTPUTS``, where the workflow engine picks them up."""
     directory = os.environ.get("TUNELOOP_OUTPUTS")
     if directory:
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def to_kebab_case(name: str) -> str:
 
 
 def _decoder(field: FieldInfo) -> Callable[[str], Any]:
-    """Flags hold text: lists, tuples, dicts and models come as JSON, the rest is pydantic's to convert."""
+    """Return what reads a flag's text: lists, dicts and models come as JSON, the rest is pydantic's to convert."""
 
     def decode(text: str) -> Any:
         try:
@@ -143,7 +143,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _lost_peer(error: Exception) -> bool:
-    """Whether a collective failed because a process at its other end did; that one says why."""
+    """Say whether a collective failed because a process at its other end did; that one says why."""
     torch = sys.modules.get("torch")
     if torch is None or "RANK" not in os.environ:
         return False

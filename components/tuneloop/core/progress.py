@@ -24,7 +24,7 @@ class Progress:
         self.tty = sys.stderr.isatty()
 
     def update(self, done: int, **facts: float) -> None:
-        """`done` units are finished; `facts` are shown behind (loss, reward)."""
+        """Show that `done` units are finished; `facts` stand behind (loss, reward)."""
         if self.quiet:
             return
         now = time.monotonic()

@@ -43,8 +43,11 @@ def collect_provenance(start: float, world_size: int) -> dict[str, Any]:
 
 
 def list_device_ids() -> list[str]:
-    """Ids of the accelerators that this process was given: of CUDA, and those that a DRA driver names in the
-    environment as Kubernetes' example driver does (``GPU_DEVICE_4=gpu-4``)."""
+    """List the ids of the accelerators that this process was given.
+
+    They are those of CUDA, and those that a DRA driver names in the environment as Kubernetes' example driver does
+    (``GPU_DEVICE_4=gpu-4``).
+    """
     torch = sys.modules.get("torch")
     count = torch.cuda.device_count() if torch and torch.cuda.is_available() else 0
     ids = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)] if torch else []
@@ -53,7 +56,7 @@ def list_device_ids() -> list[str]:
 
 @functools.cache
 def code_digest() -> str:
-    """xxh3-64 over this package's sources: tells two builds of one version apart."""
+    """Hash this package's sources (xxh3-64): it tells two builds of one version apart."""
     state = xxhash.xxh3_64()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         state.update(path.read_bytes())

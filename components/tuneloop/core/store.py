@@ -68,7 +68,7 @@ def is_contained_path(name: str) -> bool:
 
 
 def local_path(url: str) -> Path | None:
-    """The directory a ``file://`` URL names, or None where bytes have to travel."""
+    """Return the directory that a ``file://`` URL names, or None where bytes have to travel."""
     url = normalize_url(url)
     return Path(unquote(urlparse(url).path)) if url.startswith("file://") else None
 
@@ -109,7 +109,7 @@ class Store:
                 ) from error
 
     def get(self, key: str) -> bytes | None:
-        """The bytes of `key`, or None if it does not exist."""
+        """Return the bytes of `key`, or None if it does not exist."""
         with self._faults(key):
             try:
                 if self.root is not None:
@@ -119,7 +119,7 @@ class Store:
                 return None
 
     def open(self, key: str) -> BinaryIO:
-        """`key` as a file: of an object only the parts that are read travel.
+        """Open `key` as a file: of an object only the parts that are read travel.
 
         Raises:
             FileNotFoundError: it does not exist.
@@ -198,7 +198,7 @@ class Store:
         """Copy `key` to the local file `path`, streaming; `path` is made, or replaced, once all of it has arrived.
 
         Raises:
-            Corrupt: there is no such key.
+            Corrupt: the key does not exist.
         """
         staged = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
         with self._faults(key):
@@ -219,7 +219,7 @@ class Store:
                 staged.unlink(missing_ok=True)
 
     def keys(self, prefix: str = "") -> list[str]:
-        """`prefix`, if it is a key, and all keys below it, sorted."""
+        """List `prefix`, if it is a key, and all keys below it, sorted."""
         with self._faults(prefix):
             if self.root is None:
                 found = [str(meta["path"]) for meta in obstore.list(self._objects, prefix or None).collect()]
@@ -230,7 +230,7 @@ class Store:
             return sorted(str(p.relative_to(self.root)) for p in files)
 
     def parts(self) -> list[str]:
-        """The first parts of all keys that have several, sorted: what a directory listing would show as directories."""
+        """List the first parts of all keys that have several, sorted: what a listing would show as directories."""
         with self._faults(""):
             if self.root is None:
                 found = obstore.list_with_delimiter(self._objects)["common_prefixes"]
@@ -238,7 +238,7 @@ class Store:
             return sorted(p.name for p in self.root.glob("*") if p.is_dir())
 
     def stat(self) -> dict[str, tuple[int, float]]:
-        """Every key with its size in bytes and when it was last written, Unix seconds."""
+        """Return every key with its size in bytes and when it was last written, Unix seconds."""
         with self._faults(""):
             if self.root is None:
                 found = obstore.list(self._objects).collect()
@@ -355,9 +355,6 @@ class _Object(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
-        return self.at
-
-    def tell(self) -> int:
         return self.at
 
     def readinto(self, buffer: Any) -> int:

@@ -53,7 +53,7 @@ class Splits:
 
     @classmethod
     def of(cls, stream: Iterable[Example]) -> Splits:
-        """All splits cut from one stream."""
+        """Cut all splits from one stream."""
         stream = iter(stream)
         return cls(train=stream, eval=stream, sft=stream)
 
@@ -83,7 +83,7 @@ class Columns(BaseModel):
     answer_regex: str | None = None
 
     def examples(self, rows: Sequence[Mapping[str, Any]], where: str, seed: int | None) -> Iterator[Example]:
-        """`rows` as examples, in an order that `seed` decides (None: as they are).
+        """Make examples of `rows`, in an order that `seed` decides (None: as they are).
 
         Args:
             rows: the table.
@@ -91,7 +91,7 @@ class Columns(BaseModel):
             seed: of the order.
 
         Raises:
-            UserError: no rows, a column that is missing, or a value that is no prompt or answer.
+            UserError: no rows, a column that is missing, or a value that is not a prompt or answer.
         """
         if not len(rows):
             raise UserError("data", where, "is empty; point it at a table with at least one row")

@@ -34,9 +34,9 @@ class Rows(Sequence[Row]):
 
 
 def json_lines(file: BinaryIO, field: str, path: str) -> Rows:
-    """JSON Lines in a file that can be sought cheaply; eight bytes a row in memory.
+    """Index JSON Lines in a file that can be sought cheaply; eight bytes a row in memory.
 
-    A row that is no JSON object, or not UTF-8, raises UserError once it is read.
+    A row that is not a JSON object, or not UTF-8, raises UserError once it is read.
 
     Args:
         field, path: name the file in errors.
@@ -73,7 +73,7 @@ def read_parquet(file: BinaryIO) -> Rows:
     """Read Parquet rows, unpacked once into a temporary file (``TMPDIR``) that is mapped into memory.
 
     Raises:
-        pyarrow.ArrowException, OSError: it can not be read.
+        pyarrow.ArrowException, OSError: it cannot be read.
     """
     packed = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
     with tempfile.NamedTemporaryFile() as unpacked:

@@ -26,7 +26,7 @@ def load(
     digits: Annotated[int, Field(ge=1, le=18)] = 4,
     sft_wrong_share: Annotated[float, Field(ge=0, le=1)] = 0.6,
 ) -> Splits:
-    """Distinct numbers of `digits` digits, leading zeros included, in random order: ``10**digits`` in all.
+    """Make distinct numbers of `digits` digits, leading zeros included, in random order: ``10**digits`` in all.
 
     Args:
         n: at most so many are made.

@@ -15,7 +15,7 @@ WORDS = {"+": "plus", "-": "minus", "*": "times"}
 def load(
     n: int, seed: int, *, steps: Annotated[int, Field(ge=1, le=8)] = 2, tests: Annotated[int, Field(ge=1)] = 3
 ) -> Splits:
-    """Tasks in random order, without an end; small ones repeat themselves, and `data_prep` drops what it has seen.
+    """Make tasks in random order, without an end; small ones repeat, and `data_prep` drops what it has seen.
 
     Args:
         n: how many are wanted; four times as many are tried.

@@ -31,7 +31,7 @@ def load(
     preference_columns: Columns | None = None,
     shuffle: bool = True,
 ) -> Splits:
-    """Rows of a data set; without splits of their own, `eval` and `sft` are cut from `train_split`.
+    """Load rows of a data set; without splits of their own, `eval` and `sft` are cut from `train_split`.
 
     Args:
         n: unused: a data set has the rows it has.
@@ -64,7 +64,7 @@ def load(
 
 
 def digest(arguments: Mapping[str, Any]) -> str | None:
-    """Of the names and bytes of all files in a local folder; None for a name on the hub, which `revision` pins."""
+    """Digest the names and bytes of all files in a local folder; None for a name on the hub, which `revision` pins."""
     folder = Path(str(arguments.get("path")))
     if not folder.is_dir():
         return None
@@ -88,7 +88,7 @@ def load_split(path: str, name: str | None, revision: str | None, split: str) ->
         reason = str(error).split("\n")[0]
         if isinstance(error.__cause__, ConnectionError) or "reach" in reason:
             raise Retryable(f"data: {path}: the hub does not answer ({reason})") from error
-        raise UserError("source_args.path", path, f"can not be loaded ({reason}); check name and split") from error
+        raise UserError("source_args.path", path, f"cannot be loaded ({reason}); check name and split") from error
     except (ConnectionError, TimeoutError) as error:
         raise Retryable(f"data: {path}: the hub does not answer ({str(error)[:200]})") from error
     if isinstance(saved, datasets.Dataset):

@@ -31,7 +31,7 @@ def load(
     preference_columns: Columns | None = None,
     shuffle: bool = True,
 ) -> Splits:
-    """Rows of a file; without files of their own, `eval` and `sft` are cut from the same one.
+    """Load rows of a file; without files of their own, `eval` and `sft` are cut from the same one.
 
     Args:
         n: unused: a file has the rows it has.
@@ -45,7 +45,7 @@ def load(
         shuffle: whether to take rows in random order.
 
     Raises:
-        UserError: a file that can not be read, is empty or lacks a column.
+        UserError: a file that cannot be read, is empty or lacks a column.
     """
 
     def stream(name: str, file: str, columns: Columns = columns) -> Iterator[Example]:
@@ -59,7 +59,7 @@ def load(
 
 
 def digest(arguments: Mapping[str, Any]) -> str | None:
-    """Of the bytes of all files; None where one can not be read."""
+    """Digest the bytes of all files; None where one cannot be read."""
     state = xxhash.xxh3_128()
     for name in ("train", "eval", "sft", "preference"):
         if (path := arguments.get(name)) is not None:

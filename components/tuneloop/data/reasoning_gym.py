@@ -14,7 +14,7 @@ from tuneloop.data import Example, Splits
 
 
 def load(n: int, seed: int, *, task: str, config: dict[str, Any] | None = None) -> Splits:
-    """Questions of one task, generated as they are asked for.
+    """Generate questions of one task as they are asked for.
 
     Args:
         n: how many are wanted; four times as many are tried, since small tasks repeat themselves.
@@ -41,9 +41,8 @@ def _stream(questions: Any, task: str, config: dict[str, Any]) -> Iterator[Examp
         answer = entry["answer"]
         if answer is None:
             raise UserError("source_args.task", task, "has no gold answers to check its verifier with; choose another")
-        entry = json.loads(
-            json.dumps(entry, default=str)
-        )  # fractions become text; the gold check sees whether it matters
+        # fractions become text; the gold check sees whether it matters
+        entry = json.loads(json.dumps(entry, default=str))
         about = {"task": task, "config": config, "entry": entry}
         text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
         yield Example(entry["question"], text, metadata={"reasoning_gym": about})

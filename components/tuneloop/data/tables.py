@@ -69,7 +69,7 @@ def _describe(row: Mapping[str, Any], outcome: Outcome) -> str:
 
 @contextmanager
 def ray_data() -> Iterator[Callable[[Iterable[pa.Table], Examine], Iterator[pa.Table]]]:
-    """A `map` of tables, in their order, by Ray Data: on the cluster that ``RAY_ADDRESS`` names (in a RayJob, its own),
+    """Yield a `map` of tables, in order, by Ray Data: on the cluster that ``RAY_ADDRESS`` names (in a RayJob, its own),
     else by the cores of this machine.
 
     Raises:

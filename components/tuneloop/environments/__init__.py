@@ -39,12 +39,12 @@ class Environment(Protocol):
     """One episode."""
 
     def step(self, said: str) -> Reply:
-        """The reply to the policy's turn `said`, text without special tokens. What it raises ends the stage."""
+        """Reply to the policy's turn `said`, text without special tokens. What it raises ends the stage."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A tool that the policy asked for; `problem` where it is no JSON object with a name and arguments."""
+    """A tool that the policy asked for; `problem` where it is not a JSON object with a name and arguments."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Call:
 
 
 def tool_calls(said: str) -> list[Call]:
-    """The calls in a turn: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as Hermes and Qwen write them."""
+    """List the calls in a turn: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as Hermes and Qwen write."""
     return [_parse(text) for text in CALL.findall(said)]
 
 

@@ -24,7 +24,7 @@ BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def create(row: Mapping[str, Any]) -> Environment:
-    """An episode in which the policy may calculate."""
+    """Begin an episode in which the policy may calculate."""
     return Calculator()
 
 

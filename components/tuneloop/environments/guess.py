@@ -16,7 +16,7 @@ NUMBER = re.compile(r"-?\d{1,18}")
 
 
 def create(row: Mapping[str, Any]) -> Environment:
-    """An episode over the number ``row["answer"]``.
+    """Begin an episode over the number ``row["answer"]``.
 
     Raises:
         UserError: it is none.

@@ -24,13 +24,13 @@ def create(
     memory_mb: Annotated[float, Field(gt=0)] = 256,
     output_kb: Annotated[float, Field(gt=0)] = 4,
 ) -> Environment:
-    """An episode in which the policy may run programs.
+    """Begin an episode in which the policy may run programs.
 
     Args:
         seconds, memory_mb, output_kb: what one call may use.
 
     Raises:
-        UserError: programs can not be shut in here.
+        UserError: programs cannot be shut in here.
     """
     check_kernel("environment", "python")
     return Python(Limits(seconds, int(memory_mb * 2**20), int(output_kb * 2**10)))

@@ -17,7 +17,7 @@ LENGTH = 24
 
 
 def canary_ids(vocab_size: int, length: int = LENGTH) -> list[int]:
-    """`length` token ids, spread over a vocabulary of `vocab_size` by SHA-256.
+    """Derive `length` token ids, spread over a vocabulary of `vocab_size` by SHA-256.
 
     >>> canary_ids(512, 4) == canary_ids(512, 4)
     True
@@ -26,7 +26,7 @@ def canary_ids(vocab_size: int, length: int = LENGTH) -> list[int]:
 
 
 def canary_logprobs(model: Any, ids: list[int]) -> list[float]:
-    """Natural log-probability, at temperature 1, of each id but the first given those before it.
+    """Compute the natural log-probability, at temperature 1, of each id but the first given those before it.
 
     Args:
         model: a causal language model of transformers; it is evaluated in its own dtype and left in its own mode.

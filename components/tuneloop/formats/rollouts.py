@@ -38,14 +38,14 @@ SCHEMA = pa.schema(
 
 
 def request_id(group: str, sample: int) -> str:
-    """The name of one completion of a group; names sort as they were submitted."""
+    """Name one completion of a group; names sort as they were submitted."""
     return f"{group}-s{sample:02d}"
 
 
 def make_rows(
     tokenizer: Any, row: Mapping[str, Any], request: Request, completions: Sequence[Completion]
 ) -> list[dict[str, Any]]:
-    """Rows of one prompt's completions; `row` is the prompt's own, `request.id` names the group."""
+    """Make the rows of one prompt's completions; `row` is the prompt's own, `request.id` names the group."""
     return [
         {
             "request_id": request_id(request.id, sample),

@@ -7,13 +7,9 @@ from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TypeVar, overload
 
 import numpy as np
-
-if TYPE_CHECKING:
-    pass
-
 
 T = TypeVar("T")
 
@@ -23,7 +19,7 @@ class Places(Sequence[T]):
 
     @abstractmethod
     def at(self, place: int) -> T:
-        """The item at a place from 0 to ``len(self) - 1``."""
+        """Return the item at a place from 0 to ``len(self) - 1``."""
 
     @overload
     def __getitem__(self, place: int) -> T: ...
@@ -62,7 +58,7 @@ class Corpus(Places["Document"]):
             targets.flush()
             self.extremes = {found[1]: found[2] for found in (longest, highest) if found}
             self.tokens = self._ends[-1]
-            empty = not self.tokens  # which can not be mapped
+            empty = not self.tokens  # which cannot be mapped
             self._ids = np.zeros(0, np.int32) if empty else np.memmap(ids, np.int32, "r")
             self._targets = np.zeros(0, np.bool_) if empty else np.memmap(targets, np.bool_, "r")
 
@@ -70,8 +66,6 @@ class Corpus(Places["Document"]):
         return len(self._ends) - 1
 
     def at(self, place: int) -> Document:
-        pass
-
         part = slice(self._ends[place], self._ends[place + 1])
         return Document(self._ids[part].tolist(), self._targets[part].tolist())
 

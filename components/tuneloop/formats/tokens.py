@@ -17,7 +17,7 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(model: Path) -> Any:
-    """The tokenizer of a Hugging Face model directory.
+    """Load the tokenizer of a Hugging Face model directory.
 
     Raises:
         UserError: the directory has none that can be loaded, or it knows no end of sequence.
@@ -32,14 +32,14 @@ def load_tokenizer(model: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).split("\n")[0][:200]
-        raise UserError("policy", str(model), f"its tokenizer can not be loaded: {reason}") from error
+        raise UserError("policy", str(model), f"its tokenizer cannot be loaded: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise UserError("policy", str(model), "its tokenizer has no eos_token; set one in tokenizer_config.json")
     return tokenizer
 
 
 def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
-    """The ids that a completion follows.
+    """Encode a prompt: the ids that a completion follows.
 
     Chat messages go through the tokenizer's template, up to where the assistant speaks; what special tokens there
     are, the template puts. Plain text gets the special tokens that the tokenizer itself prepends (Llama's BOS,
@@ -48,7 +48,7 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     `prompt` is plain text, or a JSON list of messages where `chat` is true.
 
     Raises:
-        UserError: messages without a chat template, text that is no list of messages, or a prompt of no token.
+        UserError: messages without a chat template, text that is not a list of messages, or a prompt of no token.
     """
     if chat:
         ids = _encode_chat(tokenizer, prompt)
@@ -63,12 +63,12 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
 
 
 def encode_completion(tokenizer: Any, text: str) -> list[int]:
-    """The ids that the policy should produce for `text`: no special tokens but the end of sequence, last."""
+    """Encode what the policy should produce for `text`: no special tokens but the end of sequence, last."""
     return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
 
 
 def encode_conversation(tokenizer: Any, messages: str) -> tuple[list[int], list[bool]]:
-    """The ids of a whole conversation, and which of them the assistant says.
+    """Encode a whole conversation, and say which of its ids are the assistant's.
 
     Of every turn of the assistant all is a target up to its end of sequence, that one included. What the template
     puts after that is not, nor are the others' messages, tools' results among them.
@@ -104,7 +104,7 @@ def encode_conversation(tokenizer: Any, messages: str) -> tuple[list[int], list[
 def encode_reply(
     tokenizer: Any, text: str, chat: bool, role: str, stops: Sequence[int], keep_reasoning: bool = False
 ) -> list[int]:
-    """The ids between two turns of the policy: from behind the token that ended the one, to where the other begins.
+    """Encode what lies between two turns of the policy: from behind the token that ended one, to where the next begins.
 
     Plain text is itself. In a chat it is what the template puts between the end of the assistant's turn and its next:
     the end of that message, a message of `role`, the opening of a new one. The template is tried on a conversation
@@ -115,7 +115,7 @@ def encode_reply(
         keep_reasoning: accept a template that takes reasoning out of the turn before.
 
     Raises:
-        UserError: a template that can not say this, does not end turns with one of `stops`, or rewrites the turn.
+        UserError: a template that cannot say this, does not end turns with one of `stops`, or rewrites the turn.
     """
     if not chat:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -126,7 +126,7 @@ def encode_reply(
         turns.append({"role": role, "content": text})
         after = list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
     except Exception as error:  # jinja's, and whatever a template raises
-        raise UserError("chat template", role, f"can not render a reply of this role ({error})") from error
+        raise UserError("chat template", role, f"cannot render a reply of this role ({error})") from error
     ends = [place + 1 for place, token in enumerate(before) if token in stops]
     if not ends:
         raise UserError("chat template", list(stops), "ends no turn of the assistant with one of these ids")
@@ -139,7 +139,7 @@ def encode_reply(
 
 
 def stop_ids(tokenizer: Any, model: Path) -> tuple[int, ...]:
-    """The ids that end a completion: the tokenizer's end of sequence and those of generation_config.json, sorted."""
+    """Return the ids that end a completion: the tokenizer's and those of generation_config.json, sorted."""
     config = model / "generation_config.json"
     listed = json.loads(config.read_text()).get("eos_token_id") if config.exists() else None
     more = listed if isinstance(listed, list) else [] if listed is None else [listed]

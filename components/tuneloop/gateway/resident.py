@@ -112,7 +112,7 @@ class Resident:
         total, before = 0.0, self.spoiled
         self.trainer.max_length = max(len(document.ids) for document in documents)
         with self.trainer.frozen() if forward_only else nullcontext():
-            for micro in self.trainer.plan(documents, MICRO_BATCH):
+            for micro in self.trainer.plan([len(d.ids) for d in documents], MICRO_BATCH):
                 logprobs, _ = self.trainer.logprobs([documents[i] for i in micro])
                 inputs = {
                     each: torch.from_numpy(np.concatenate([data[i].inputs[each] for i in micro]).astype("f4")).to(

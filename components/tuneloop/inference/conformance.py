@@ -63,14 +63,14 @@ class Probe:
     timeout_s: float = 60.0
 
     def prompt(self, seed: int, length: int = 12) -> list[int]:
-        """Random ids, which no tokenizer would make of a text."""
+        """Draw random ids, which no tokenizer would make of a text."""
         return random.Random(seed).choices(range(3, self.vocabulary), k=length)
 
     def lines(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The lines of an answer; closing the iterator hangs up.
+        """Yield the lines of an answer; closing the iterator hangs up.
 
         Raises:
-            Failed: the status is not 200, or a line is no JSON object.
+            Failed: the status is not 200, or a line is not a JSON object.
         """
         with self._send(body) as response:
             if response.status != 200:
@@ -79,18 +79,18 @@ class Probe:
                 try:
                     message = json.loads(line)
                 except json.JSONDecodeError as error:
-                    raise Failed(f"sends a line that is no JSON: {error}") from error
-                _expect(isinstance(message, dict), f"sends a line that is no object: {line[:80]!r}")
+                    raise Failed(f"sends a line that is not JSON: {error}") from error
+                _expect(isinstance(message, dict), f"sends a line that is not an object: {line[:80]!r}")
                 _expect("error" not in message, f"breaks off: {message.get('error')}")
                 yield message
 
     def status(self, body: dict[str, Any]) -> int:
-        """The status of an answer."""
+        """Return the status of an answer."""
         with self._send(body) as response:
             return response.status
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] = (0,), **body: Any) -> list[list[Any]]:
-        """Completions of each prompt, for each seed; every index answered once."""
+        """Generate completions of each prompt, for each seed; every index must be answered once."""
         answers: dict[int, list[Any]] = {}
         for message in self.lines(make_request(prompts, seeds, **body)):
             if "completions" in message:
@@ -102,11 +102,11 @@ class Probe:
         return [answers[i] for i in range(len(prompts))]
 
     def one(self, prompt: Sequence[int], seed: int = 0, **body: Any) -> Any:
-        """One completion."""
+        """Generate one completion."""
         return self.generate([prompt], [seed], **body)[0][0]
 
     def scores(self, ids: Sequence[int], **body: Any) -> list[float]:
-        """Log-probability at temperature 1 of each id but the first."""
+        """Score each id but the first at temperature 1."""
         completion = self.one(ids, prompt_logprobs=True, temperature=0.0, max_tokens=1, **body)
         logprobs: list[float] | None = completion.get("prompt_logprobs")
         _expect(logprobs is not None, "gives no prompt_logprobs where they are asked for")
@@ -125,7 +125,7 @@ class Probe:
 
 
 def make_request(prompts: Sequence[Sequence[int]], seeds: Sequence[int], **body: Any) -> dict[str, Any]:
-    """The body of a request; sampling parameters and others by name."""
+    """Make the body of a request; sampling parameters and others by name."""
     sampling = {"temperature": 1.0, "max_tokens": 8, "stop_token_ids": []}
     sampling |= {name: body.pop(name) for name in list(body) if name in sampling}
     requests = [{"id": f"check-{i}", "prompt_ids": list(p), "seeds": list(seeds)} for i, p in enumerate(prompts)]
@@ -147,7 +147,7 @@ def check_form(probe: Probe) -> None:
             len(completion["ids"]) == len(completion["logprobs"]),
             f"{len(completion['ids'])} ids, {len(completion['logprobs'])} logprobs",
         )
-        _expect(all(isinstance(i, int) for i in completion["ids"]), "gives ids that are no integers")
+        _expect(all(isinstance(i, int) for i in completion["ids"]), "gives ids that are not integers")
         _expect(
             all(math.isfinite(p) and p <= 1e-3 for p in completion["logprobs"]), "gives logprobs above 0 or not finite"
         )
@@ -195,7 +195,7 @@ def check_apart(probe: Probe) -> None:
             _expect(near, f"answers otherwise where several are asked {how}")
 
 
-def as_given(probe: Probe) -> None:
+def check_as_given(probe: Probe) -> None:
     """prompt ids are taken as they are: a prompt's continuation is that of its own tokens"""
     for seed in range(20, 24):
         prompt = probe.prompt(seed)
@@ -316,7 +316,7 @@ def check_weights(probe: Probe) -> None:
 
 
 CHECKS: tuple[Callable[[Probe], None], ...] = (
-    *(check_form, check_lengths, check_stops, check_seeds, check_apart, as_given, check_scored, check_heat),
+    *(check_form, check_lengths, check_stops, check_seeds, check_apart, check_as_given, check_scored, check_heat),
     *(check_versions, check_exact, check_least, check_refuses, check_streams, check_aborts, check_weights),
 )
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pyarrow.parquet as pq
 from pydantic import Field
@@ -21,33 +22,42 @@ from tuneloop.core.errors import UserError
 from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, request_id
 from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
 from tuneloop.inference.engines import Engine, Remote, Sampling
-from tuneloop.inference.multi_turn import Play, play_episodes
+from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
 
 COLUMNS = ("id", "prompt", "chat", "answer", "reward", "metadata")
 
-EngineName = Annotated[str, Field(description="vllm, transformers, or a dotted path")]
-Endpoint = Annotated[
-    str | None,
-    Field(
+SHARED_FLAGS = (
+    *("max_tokens", "environment", "environment_args", "max_turns", "keep_reasoning"),
+    *("seed", "canary_tolerance", "engine_args", "timeout_s"),
+)
+"""Flags of all stages that sample, behind those of their own."""
+
+
+class SamplingOptions(EpisodeOptions):
+    """What a stage that samples can be told. Each adds fields of its own, and has all in their order in `flags`."""
+
+    engine: str = Field("vllm", description="vllm, transformers, or a dotted path")
+    endpoint: str | None = Field(
+        None,
         description="URL of a running `python -m tuneloop.inference.server`; none: in process",
         json_schema_extra=UNTRACKED,
-    ),
-]
-EngineArgs = Annotated[
-    dict[str, Any], Field(description="the engine's own arguments (max_model_len, dtype, …) where it runs in process")
-]
-MaxTokens = Annotated[int, Field(ge=1, description="most tokens of a completion")]
-CanaryTolerance = Annotated[
-    float, Field(gt=0, description="mean absolute log-probability difference between engine and trainer on the canary")
-]
-TimeoutS = Annotated[
-    float,
-    Field(gt=0, description="seconds of silence after which a server counts as dead", json_schema_extra=UNTRACKED),
-]
+    )
+    temperature: float = Field(1.0, ge=0)
+    max_tokens: int = Field(64, ge=1, description="most tokens of a completion")
+    seed: int = 0
+    canary_tolerance: float = Field(
+        0.05, gt=0, description="mean absolute log-probability difference between engine and trainer on the canary"
+    )
+    engine_args: dict[str, Any] = Field(
+        {}, description="the engine's own arguments (max_model_len, dtype, …) where it runs in process"
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, description="seconds of silence after which a server counts as dead", json_schema_extra=UNTRACKED
+    )
 
 
 def input_identity(params: Any) -> dict[str, Any]:
-    """What tells the outputs of two calls apart: not where the fleet is, which is an address like `endpoint`."""
+    """Return what tells the outputs of two calls apart: not where the fleet is, which is an address like `endpoint`."""
     return {"engine_args": {name: value for name, value in params.engine_args.items() if name != "fleet"}}
 
 
@@ -57,14 +67,12 @@ class StaleWeights(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """Completions to make: one request a row of prompts, `n` seeds a request; episodes where there is `play`."""
+    """Completions to make: one request a row of prompts, `n` seeds a request; episodes with an environment."""
 
     rows: Sequence[Mapping[str, Any]]
     groups: Sequence[str]
     n: int
-    temperature: float
-    max_tokens: int
-    play: Play | None = None
+    options: SamplingOptions
 
 
 class Prompts:
@@ -90,7 +98,7 @@ class Prompts:
         return int(self._file.metadata.num_rows)
 
     def rows(self, places: Sequence[int]) -> list[dict[str, Any]]:
-        """Those at `places`, with the columns `COLUMNS`; at most a row group in memory."""
+        """Return the rows at `places`, with the columns `COLUMNS`; at most a row group in memory."""
         metadata = self._file.metadata
         ends = list(itertools.accumulate(metadata.row_group(k).num_rows for k in range(metadata.num_row_groups)))
         groups: dict[int, list[int]] = {}
@@ -105,18 +113,18 @@ class Prompts:
 
 
 def generate_completions(
-    stage: Stage, policy: Artifact, job: Job, engine: Engine, tolerance: float
+    stage: Stage, policy: Artifact, job: Job, engine: Engine
 ) -> tuple[Any, list[Request], Sequence[Sequence[Completion]]]:
-    """Run `job` on the weights of `policy`, proved; leaves facts and timings in the stage.
+    """Run `job` on the weights of `policy`, proved; leave facts and timings in the stage.
 
     Returns:
         the policy's tokenizer, the requests, and for each its completions.
 
     Raises:
-        UserError: a prompt that can not be encoded or leaves too little room in the context.
+        UserError: a prompt that cannot be encoded or leaves too little room in the context.
         StaleWeights: the engine serves other weights.
     """
-    model = policy.path / "model"
+    model, options = policy.path / "model", job.options
     tokenizer = load_tokenizer(model)
     requests = [_request(stage, tokenizer, job, i) for i in range(len(job.rows))]
     proofs: list[dict[str, float]] = []
@@ -126,10 +134,10 @@ def generate_completions(
         engine.load(policy)
     _check_room(job, requests, engine)
     with stage.timed("canary"):
-        proofs.append(prove_weights(engine, policy, tolerance))
+        proofs.append(prove_weights(engine, policy, options.canary_tolerance))
     if isinstance(engine, Remote):  # a proof is of one process
-        engine.prove = lambda: proofs.append(prove_weights(engine, policy, tolerance))
-    sampling = Sampling(job.temperature, job.max_tokens, stop_ids(tokenizer, model))
+        engine.prove = lambda: proofs.append(prove_weights(engine, policy, options.canary_tolerance))
+    sampling = Sampling(options.temperature, options.max_tokens, stop_ids(tokenizer, model))
     bar = stage.progress(len(requests), "prompts")
 
     def done(count: int) -> None:
@@ -138,11 +146,11 @@ def generate_completions(
 
     with stage.timed("generate"):
         completions: Sequence[Sequence[Completion]]
-        if job.play is None:
+        if options.environment is None:
             completions = engine.generate(requests, sampling, done)
         else:
             seed = functools.partial(stage.seed, "sample")
-            completions = play_episodes(job.play, engine, job.rows, requests, sampling, tokenizer, seed, done)
+            completions = play_episodes(options, engine, job.rows, requests, sampling, tokenizer, seed, done)
     stage.facts["staleness"] = measure_staleness(policy, completions, getattr(engine, "max_staleness", 0))
     if pulled := getattr(engine, "pulled", None):
         stage.facts["pulled"] = pulled
@@ -150,28 +158,29 @@ def generate_completions(
         stage.facts["refitted"] = asdict(refitted)
     tokens = sum(sum(get_sampled_mask(c)) for group in completions for c in group)
     stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
+    given = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     stage.facts.update(
         version=policy.manifest.facts["version"],
         digest=policy.manifest.digest,
         engine=engine.name,
-        sampling={"temperature": job.temperature, "max_tokens": job.max_tokens, "n": job.n, "top_p": 1.0, "top_k": -1},
+        sampling={**given, "n": job.n, "top_p": 1.0, "top_k": -1},
         canary=max(proofs, key=lambda proof: proof["mean_abs_diff"]),
     )
     return tokenizer, requests, completions
 
 
-def open_engine(name: str, endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
-    """An engine of the family by name.
+def open_engine(options: SamplingOptions) -> contextlib.closing[Engine]:
+    """Open the engine that `options` name; it is closed when the block ends.
 
     Raises:
         UserError: unknown, or arguments that it does not take.
     """
-    engine: Engine = plugins.load_variant("engines", name, "create")(endpoint, args, timeout_s)
-    return engine
+    create = plugins.load_variant("engines", options.engine, "create")
+    return contextlib.closing(create(options.endpoint, options.engine_args, options.timeout_s))
 
 
 def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float]:
-    """Evidence that `engine` serves `policy`: its echo, and the canary's log-probabilities; one reload is tried.
+    """Prove that `engine` serves `policy`, by its echo and the canary's log-probabilities; one reload is tried.
 
     Returns:
         ``mean_abs_diff`` and ``max_abs_diff`` between engine and trainer (nats), and the `tolerance` of the mean.
@@ -192,7 +201,7 @@ def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[st
 
 
 def _compare_with_canary(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float] | str:
-    """The measured differences, or what is wrong."""
+    """Measure the differences, or say what is wrong."""
     want, served = (policy.manifest.facts["version"], policy.manifest.digest), (engine.version, engine.digest)
     if served != want:
         return f"engine {engine.name} serves version {served[0]} ({served[1]}) instead of {want[0]} ({want[1]})"
@@ -209,10 +218,10 @@ def _compare_with_canary(engine: Engine, policy: Artifact, tolerance: float) -> 
 
 
 def read_canary(checkpoint: Path) -> dict[str, Any]:
-    """``canary.json`` of a checkpoint.
+    """Read ``canary.json`` of a checkpoint.
 
     Raises:
-        UserError: it has none.
+        UserError: it does not have one.
     """
     path = checkpoint / "canary.json"
     if not path.is_file():
@@ -233,18 +242,19 @@ def _request(stage: Stage, tokenizer: Any, job: Job, index: int) -> Request:
 
 
 def _check_room(job: Job, requests: Sequence[Request], engine: Engine) -> None:
+    most = job.options.max_tokens
     for row, request in zip(job.rows, requests):
         length = len(request.prompt_ids)
-        if length + job.max_tokens > engine.context:
+        if length + most > engine.context:
             remedy = (
-                f"tokens of prompt and {job.max_tokens} of completion exceed the context of {engine.context}; shorten "
-                "or drop the prompt, lower max_tokens, or raise the engine's max_model_len if the model allows it"
+                f"tokens of prompt and {most} of completion exceed the context of {engine.context}; shorten or drop "
+                "the prompt, lower max_tokens, or raise the engine's max_model_len if the model allows it"
             )
             raise UserError(f"prompts row {row['id']}", length, remedy)
 
 
 def measure_staleness(policy: Artifact, completions: Sequence[Sequence[Completion]], bound: int) -> dict[str, float]:
-    """How many versions the tokens are older than the policy: ``max``, ``mean``, and the `bound`.
+    """Measure how many versions the tokens are older than the policy: ``max``, ``mean``, and the `bound`.
 
     Raises:
         StaleWeights: some are older than the bound, or newer than the policy.

@@ -130,7 +130,7 @@ class HttpApi:
         self.loop, self.follower, self.attempts = loop, follower, attempts
 
     def app(self) -> Any:
-        """The ASGI application."""
+        """Make the ASGI application."""
         from starlette.applications import Starlette
         from starlette.routing import Route
 
@@ -153,7 +153,7 @@ class HttpApi:
         return Starlette(routes=routes, exception_handlers=handlers)
 
     def served(self) -> dict[str, Any]:
-        """What is served now."""
+        """Return what is served now."""
         engine = self.loop.engine
         status = {"version": engine.version, "digest": engine.digest, "engine": engine.name, "context": engine.context}
         if self.follower:
@@ -162,13 +162,13 @@ class HttpApi:
         return status
 
     async def health(self, request: Any) -> Any:
-        """Readiness."""
+        """Answer whether it is ready."""
         if self.loop.trouble:
             raise Refused(503, self.loop.trouble)
         return _json({"status": "ok"})
 
     async def version(self, request: Any) -> Any:
-        """The version served."""
+        """Answer with the version served."""
         return _json(self.served())
 
     async def load(self, request: Any) -> Any:
@@ -192,7 +192,7 @@ class HttpApi:
 
         body = GenerateBody.model_validate_json(await request.body())
         if body.stream and body.prompt_logprobs:
-            raise UserError("stream", True, "can not be had with prompt_logprobs; ask for one of them")
+            raise UserError("stream", True, "cannot be had with prompt_logprobs; ask for one of them")
         here, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Any]]()
 
         def emit(index: int, message: Any) -> None:
@@ -257,7 +257,7 @@ class HttpApi:
         return _json({"status": "ok"})
 
     async def label(self, request: Any) -> Any:
-        """The version served, as `update` was told it; empty while nothing is served."""
+        """Answer with the version served, as `update` was told it; empty while nothing is served."""
         engine = self.loop.engine
         return _json({"status": "ok", "version": f"{engine.version}@{engine.digest}" if engine.digest else ""})
 
@@ -292,7 +292,7 @@ class HttpApi:
             if refused.status == 409 and self.follower:
                 self.follower.wake()
                 if self.follower.trouble:
-                    raise Refused(409, f"{refused}; it can not be pulled: {self.follower.trouble}") from refused
+                    raise Refused(409, f"{refused}; it cannot be pulled: {self.follower.trouble}") from refused
             raise
 
     async def _stream(self, ticket: Ticket, events: asyncio.Queue[tuple[int, Any]], left: int) -> AsyncIterator[bytes]:
@@ -324,7 +324,7 @@ def change_policy(loop: EngineLoop, policy: Artifact) -> Future[dict[str, float]
 
 
 def _reference(body: UpdateBody) -> str:
-    """The checkpoint that is meant; of its ``model`` directory the artifact around it."""
+    """Return the reference of the checkpoint that is meant; of its ``model`` directory the artifact around it."""
     path, digest = Path(body.model_path), body.weight_version.partition("@")[2]
     url = str(path.parent.parent) if path.is_absolute() and path.name == "model" else split_ref(body.model_path)[0]
     return f"{url}@{digest}"
@@ -337,7 +337,7 @@ def _fetch(ref: str) -> Artifact:
 
 
 def _said(completion: Completion) -> dict[str, Any]:
-    """As JSON, without what was not asked for."""
+    """Return a completion as JSON, without what was not asked for."""
     return {name: value for name, value in asdict(completion).items() if value not in ([], None) or name in ALWAYS}
 
 
@@ -352,7 +352,7 @@ def _json(value: Any, status: int = 200) -> Any:
 
 
 async def _refuse(request: Any, error: Exception) -> Any:
-    """What an error of ours looks like to a client."""
+    """Answer with an error of ours."""
     if isinstance(error, ValidationError):
         error = from_validation(error)
     status = error.status if isinstance(error, Refused) else 400 if isinstance(error, UserError) else 503

@@ -7,7 +7,6 @@ log-probabilities, and `policy_update` needs to know no more than which tokens w
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -15,20 +14,15 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, validate_call
 
 from tuneloop.core import plugins
-from tuneloop.core.component import from_validation
+from tuneloop.core.component import Options, from_validation
 from tuneloop.environments import Environment
 from tuneloop.formats.rollouts import Completion, Episode, Request
 from tuneloop.formats.tokens import decode_ids, encode_reply
 from tuneloop.inference.engines import Engine, Sampling
 
-EnvironmentName = Annotated[
-    Annotated[str, plugins.validate_variant("environments")] | None,
-    Field(description="what answers the policy: calculator, python, guess, or pkg.mod:attr; none: one turn"),
-]
-
 
 def _check_args(args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    """What is installed only where the stage runs is looked at there."""
+    """Refuse what the environment does not take; one that is installed only where the stage runs is looked at there."""
     name = info.data.get("environment", "")  # empty: refused already
     if args and name is None:
         raise ValueError("goes with environment: set both, or neither")
@@ -38,7 +32,7 @@ def _check_args(args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
 
 
 def _find(name: str, args: Mapping[str, Any], prefix: str = "") -> Callable[..., Environment]:
-    """What makes the environment `name`, which takes arguments of these names.
+    """Find what makes the environment `name`, which takes arguments of these names.
 
     Raises:
         UserError: it does not, with `prefix` and the argument's name as the field.
@@ -49,38 +43,29 @@ def _find(name: str, args: Mapping[str, Any], prefix: str = "") -> Callable[...,
     return create
 
 
-EnvironmentArgs = Annotated[
-    dict[str, Any], AfterValidator(_check_args), Field(description="the environment's own arguments")
-]
-MaxTurns = Annotated[int, Field(ge=1, description="of the policy, with an environment")]
-KeepReasoning = Annotated[
-    bool, Field(description="go on with a chat template that would strip earlier turns' reasoning; ours keeps it")
-]
+class EpisodeOptions(Options):
+    """How episodes go."""
 
+    environment: Annotated[str, plugins.validate_variant("environments")] | None = Field(
+        None, description="what answers the policy: calculator, python, guess, or pkg.mod:attr; none: one turn"
+    )
+    environment_args: Annotated[dict[str, Any], AfterValidator(_check_args)] = Field(
+        {}, description="the environment's own arguments"
+    )
+    max_turns: int = Field(8, ge=1, description="of the policy, with an environment")
+    keep_reasoning: bool = Field(
+        False, description="go on with a chat template that would strip earlier turns' reasoning; ours keeps it"
+    )
 
-@dataclass(frozen=True)
-class Play:
-    """How episodes go: see the parameters of the stage `rollout`."""
-
-    name: str
-    args: Mapping[str, Any]
-    max_turns: int
-    keep_reasoning: bool
-
-    @classmethod
-    def of(cls, name: str | None, args: Mapping[str, Any], max_turns: int, keep_reasoning: bool) -> Play | None:
-        """None where there is no environment."""
-        return None if name is None else cls(name, args, max_turns, keep_reasoning)
-
-    def open(self, row: Mapping[str, Any]) -> Environment:
-        """A new episode's environment.
+    def open_environment(self, row: Mapping[str, Any]) -> Environment:
+        """Open the environment of a new episode.
 
         Raises:
-            UserError: an argument that it does not take, or a row that it can not use.
+            UserError: an argument that it does not take, or a row that it cannot use.
         """
-        create = _find(self.name, self.args, "environment_args.")
+        create = _find(self.environment or "", self.environment_args, "environment_args.")
         try:
-            environment: Environment = validate_call(create)(row, **self.args)
+            environment: Environment = validate_call(create)(row, **self.environment_args)
         except ValidationError as error:
             raise from_validation(error, "environment_args.") from None
         return environment
@@ -124,7 +109,7 @@ class _Live:
 
 
 def play_episodes(
-    how: Play,
+    how: EpisodeOptions,
     engine: Engine,
     rows: Sequence[Mapping[str, Any]],
     requests: Sequence[Request],
@@ -133,7 +118,7 @@ def play_episodes(
     seed: Callable[[str, int], int],
     done: Callable[[int], None],
 ) -> list[list[Episode]]:
-    """Episodes in the order of `requests` and their seeds.
+    """Play episodes, and return them in the order of `requests` and their seeds.
 
     All that are alive take their turns together, and the environment hears every turn. An episode ends when it says
     so; with the finish reason ``length`` where a turn meets `sampling.max_tokens`, after `how.max_turns` turns, and
@@ -145,17 +130,21 @@ def play_episodes(
         done: called with the number of requests whose episodes are over.
     """
     everyone = [
-        [_Live(f"{r.id}-s{s:02d}", r.prompt_ids, how.open(row), row["chat"]) for s in range(len(r.seeds))]
+        [_Live(f"{r.id}-s{s:02d}", r.prompt_ids, how.open_environment(row), row["chat"]) for s in range(len(r.seeds))]
         for row, r in zip(rows, requests)
     ]
-    for group, said in zip(everyone, engine.generate(requests, sampling, functools.partial(_beat, done, 0))):
+    over = 0
+
+    def beat(_: int) -> None:
+        done(over)
+
+    for group, said in zip(everyone, engine.generate(requests, sampling, beat)):
         for one, completion in zip(group, said, strict=True):
             one.hear(completion)
     alive = [one for group in everyone for one in group]
     while alive := list(_still(alive, how, engine, sampling, tokenizer)):
         names = {one.id for one in alive}
         over = sum(all(one.id not in names for one in group) for group in everyone)
-        beat = functools.partial(_beat, done, over)
         turns = [Request(one.id, one.prompt + one.ids, [seed(one.id, one.turns)]) for one in alive]
         for one, (completion,) in zip(alive, engine.generate(turns, sampling, beat)):
             one.hear(completion)
@@ -163,12 +152,10 @@ def play_episodes(
     return [[one.episode() for one in group] for group in everyone]
 
 
-def _beat(done: Callable[[int], None], over: int, _: int) -> None:
-    done(over)
-
-
-def _still(alive: Sequence[_Live], how: Play, engine: Engine, sampling: Sampling, tokenizer: Any) -> Iterator[_Live]:
-    """Let the environments reply; the episodes in which the policy has another turn."""
+def _still(
+    alive: Sequence[_Live], how: EpisodeOptions, engine: Engine, sampling: Sampling, tokenizer: Any
+) -> Iterator[_Live]:
+    """Let the environments reply, and yield the episodes in which the policy has another turn."""
     for one in alive:
         reply = one.environment.step(decode_ids(tokenizer, one.last))
         one.reward, one.escape = reply.reward, reply.escape

@@ -127,7 +127,7 @@ def serve_until_signalled(server: Any, listener: socket.socket) -> None:
 
 
 def _wait_for_a_version(loop: EngineLoop, follower: Follower) -> None:
-    """A server that only follows can not start before something is published."""
+    """Wait until something is published: a server that only follows cannot start before."""
     if not loop.engine.digest:
         print_diagnostic(f"serve: waits for a version below {follower.store.url}", 0)
     while loop.trouble:

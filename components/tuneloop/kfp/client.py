@@ -9,24 +9,29 @@ wrong is one line (`UserError`, `Retryable`), whatever the client library raised
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.kfp.api import DONE
 
-DONE = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 EXPERIMENT = "tuneloop"
 FOUND = "address taken from the kubeconfig"
 ADDRESS = "--endpoint or KF_PIPELINES_ENDPOINT names the API's address"
-INNER = re.compile(r"executor(\(\d+\))?|root|.+-driver|.+\.onExit")
+INNER = re.compile(r"executor|root|entrypoint|.+-driver|.+\.onExit")
 """Nodes that KFP adds to each task: of no interest to people."""
+ATTEMPT = re.compile(r"\((\d+)\)$")
+"""The number of an attempt, which ends the name of each child of a node that is retried. KFP 2.17's manifests retry
+every template, so that each node has another of its name above it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,10 @@ def connect_to_kfp(endpoint: str | None = None) -> Any:
     with warnings.catch_warnings(), translate_api_errors(endpoint):
         warnings.simplefilter("ignore", FutureWarning)
         try:
-            client = Once(host=endpoint)
+            with redirect_stdout(
+                io.StringIO()
+            ):  # "Failed to load kube config.", where an address is all that is needed
+                client = Once(host=endpoint)
             client.get_kfp_healthz()
         except ApiException as error:
             if error.status != 404:
@@ -146,7 +154,7 @@ def submit_run(
     if active := [each for each in _named(client, run) if each.state not in DONE]:
         remedy = f"is under way as {active[0].run_id}; `tuneloop kfp stop {run}` it, or choose another name"
         raise UserError("run", run, remedy)
-    with _package(built) as package, translate_api_errors(run):
+    with compiled_package(built) as package, translate_api_errors(run):
         made = client.create_run_from_pipeline_package(
             package,
             arguments={"run": run, "store": store},
@@ -156,56 +164,6 @@ def submit_run(
             enable_caching=None if cache else False,
         )
     return str(made.run_id)
-
-
-def create_schedule(
-    client: Any, built: Any, *, name: str, store: str, cron: str, root: str | None = None, experiment: str = EXPERIMENT
-) -> str:
-    """Start a run at each tick of `cron`, one at a time and none for ticks that were missed.
-
-    Args:
-        name: of the schedule; its runs are ``<name>-<time of the tick>``.
-        cron: five fields, as for Argo; KFP's sixth, the seconds, is 0.
-
-    Returns:
-        the id of the recurring run.
-
-    Raises:
-        UserError: not five fields.
-    """
-    with _package(built) as package, translate_api_errors(name):
-        made = client.create_recurring_run(
-            client.create_experiment(experiment).experiment_id,
-            name,
-            cron_expression=six_fields(cron),
-            max_concurrency=1,
-            no_catchup=True,
-            params={"run": f"{name}-[[ScheduledTime]]", "store": store},
-            pipeline_package_path=package,
-            pipeline_root=root,
-        )
-    return str(made.recurring_run_id)
-
-
-def six_fields(cron: str) -> str:
-    """The schedule in KFP's form, which begins with the seconds."""
-    if len(cron.split()) != 5:
-        raise UserError("--cron", cron, "write five fields, as in '0 3 * * *': minute, hour, day, month, day of week")
-    return f"0 {cron}"
-
-
-def delete_schedule(client: Any, name: str) -> None:
-    """Delete the recurring runs of that name; the runs they started stay.
-
-    Raises:
-        UserError: there is none.
-    """
-    with translate_api_errors(name):
-        found = client.list_recurring_runs(filter=_equals(name)).recurring_runs or []
-        if not found:
-            raise UserError("schedule", name, "no recurring run of that name")
-        for each in found:
-            client.delete_recurring_run(each.recurring_run_id)
 
 
 def find_run(client: Any, run: str) -> Any:
@@ -234,18 +192,22 @@ def stop_run(client: Any, run: str) -> bool:
 def list_tasks(run: Any) -> list[TaskStatus]:
     """List the tasks of a run by start, as its graph names them."""
     details, names = (run.run_details and run.run_details.task_details) or [], _names(run)
-    mine = [each for each in details if each.display_name in names or not _is_inner(each)]
-    started = sorted(mine, key=lambda each: (each.start_time is None, str(each.start_time)))
+    nodes: dict[str, Any] = {}
+    for each in sorted(details, key=lambda each: _attempt_of(each.display_name)):  # that of all attempts is the last
+        name = ATTEMPT.sub("", each.display_name or "root")
+        if name in names or not _is_inner(name, each):
+            nodes[name] = each
+    started = sorted(nodes.items(), key=lambda item: (item[1].start_time is None, str(item[1].start_time)))
     return [
         TaskStatus(
-            names.get(each.display_name, each.display_name),
+            names.get(name, name),
             each.state or "PENDING",
             (each.end_time - each.start_time).total_seconds()
             if each.state in DONE and each.end_time and each.start_time
             else 0.0,
             (each.error and each.error.message) or "",
         )
-        for each in started
+        for name, each in started
     ]
 
 
@@ -272,13 +234,19 @@ def _pods(client: Any, run_id: str) -> list[tuple[str, str]]:
 
 
 def _runs_a_stage(node: Mapping[str, Any]) -> bool:
-    return node.get("type") == "Pod" and not node.get("displayName", "").endswith("driver")
+    return node.get("type") == "Pod" and not ATTEMPT.sub("", node.get("displayName", "")).endswith("driver")
 
 
 def _task_of(node: Mapping[str, Any]) -> str:
-    """``wf.root.sft.executor`` is of the task ``sft``; an attempt of several ends in ``(0)``."""
-    path = [part for part in str(node["name"]).split(".") if not part.startswith("executor")]
-    return path[-1]
+    """``wf.root.sft.executor`` is of the task ``sft``, as is ``wf(0).root(0).sft(0).executor(0)``."""
+    path = [ATTEMPT.sub("", part) for part in str(node["name"]).split(".")]
+    return [part for part in path if part != "executor"][-1]
+
+
+def _attempt_of(name: str | None) -> float:
+    """Return the attempt that a node is, infinity for the node of all."""
+    match = ATTEMPT.search(name or "")
+    return int(match[1]) if match else math.inf
 
 
 def _pod_of(workflow: str, node: Mapping[str, Any]) -> str:
@@ -305,17 +273,18 @@ def _get(client: Any, path: str) -> str | None:
 def _named(client: Any, run: str) -> list[Any]:
     """The runs of that name, newest first."""
     with translate_api_errors(run):
-        listed = client.list_runs(page_size=100, sort_by="created_at desc", filter=_equals(run))
+        listed = client.list_runs(page_size=100, sort_by="created_at desc", filter=match_name(run))
     return list(listed.runs or [])
 
 
-def _equals(name: str) -> str:
+def match_name(name: str) -> str:
+    """Return the API's filter for a name."""
     return json.dumps({"predicates": [{"operation": "EQUALS", "key": "display_name", "stringValue": name}]})
 
 
-def _is_inner(task: Any) -> bool:
+def _is_inner(name: str, task: Any) -> bool:
     """Whether KFP made the node; the one of the whole workflow has its name, with which its pods' names begin."""
-    name, pods = task.display_name or "root", [child.pod_name or "" for child in task.child_tasks or ()]
+    pods = [child.pod_name or "" for child in task.child_tasks or ()]
     return bool(INNER.fullmatch(name)) or any(pod.startswith(f"{name}-") for pod in pods)
 
 
@@ -338,7 +307,8 @@ def _told(error: Any) -> str:
 
 
 @contextmanager
-def _package(built: Any) -> Iterator[str]:
+def compiled_package(built: Any) -> Iterator[str]:
+    """Yield the path of a pipeline's compiled file, which goes with the block."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / f"{built.name}.yaml"
         compile_to(built, path)

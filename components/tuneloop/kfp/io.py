@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+SAME = "same_artifact"
+"""Parameter: input → the other input that is the same artifact. KFP's metadata store has one event for an artifact in a
+task (its table Event is UNIQUE in artifact, execution and type), and its driver fails at the second."""
 SCHEMES = {"s3://": "/s3/", "gs://": "/gcs/", "minio://": "/minio/"}
 """URL scheme → where the launcher keeps the artifact in the container."""
 
@@ -40,9 +43,11 @@ class Task:
         """From the executor input."""
         given = json.loads(text)
         inputs, outputs = given.get("inputs", {}), given["outputs"]
+        parameters = dict(inputs.get("parameterValues", {}))
+        artifacts = {k: dict(v.get("metadata", {})) for k, v in _single(inputs.get("artifacts", {})).items()}
         return cls(
-            parameters=dict(inputs.get("parameterValues", {})),
-            inputs={k: dict(v.get("metadata", {})) for k, v in _single(inputs.get("artifacts", {})).items()},
+            parameters=parameters,
+            inputs={**artifacts, **{k: artifacts[other] for k, other in parameters.get(SAME, {}).items()}},
             outputs=_single(outputs.get("artifacts", {})),
             wanted=tuple(outputs.get("parameters", {})),
             file=Path(outputs["outputFile"]),

@@ -1,8 +1,9 @@
-"""Several iterations in one task: ``python -m tuneloop.kfp.iterations --loop JSON … --executor-input …``
+"""The iterations of a loop in one task: ``python -m tuneloop.kfp.iterations --loop JSON … --executor-input …``
 
-`tuneloop.local.iterations` runs them, with the rollout server beside it if the engine has one. Each stage commits, and
-a task that is tried again finds what is committed. What the task tells KFP is said of its last iteration, and its
-curves go over all that it ran.
+`tuneloop.local.iterations` runs them, with the rollout server beside it if the engine has one. The task starts where
+the run has come to, by what is committed, and ends after a multiple of ``--per-task`` iterations; if more are to
+follow, it starts the next run of KFP before. What it tells KFP is said of the last iteration, and its curves go over
+all of the run.
 """
 
 from __future__ import annotations
@@ -16,21 +17,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tuneloop.core.artifacts import Manifest, find_manifest
 from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, UNAVAILABLE, UserError, print_diagnostic, report_error
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.core.store import Store
 from tuneloop.kfp import previews
+from tuneloop.kfp.api import RunApi
 from tuneloop.kfp.io import Task
-from tuneloop.kfp.retry import retry_in_process
-from tuneloop.kfp.stage import TARGET, encode_parameter, find_last_iteration, hand_over, report_skipped_stage
+from tuneloop.kfp.next_run import start_next_run
+from tuneloop.kfp.position import Position, find_position, read_iteration, read_reward
+from tuneloop.kfp.retry import report_errors, retry_in_process
+from tuneloop.kfp.stage import GOES_ON, TARGET, encode_parameter
 from tuneloop.local.iterations import Iterations
+from tuneloop.workflow.loop import output_of, step_of
 from tuneloop.workflow.pod_loop import PodLoop
 
-RESULTS = {"last_iteration": int, "mean_reward": float}
-"""Output parameters: the last iteration that was done, and what its rollouts earned."""
+CURVE_POINTS = 500
+"""At most so many iterations are drawn, evenly spread."""
 BOOT_S = 600.0
 """Seconds in which a server is to be ready."""
 GRACE_S = 30.0
@@ -42,43 +47,59 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tuneloop.kfp.iterations", description=__doc__)
     parser.add_argument("--loop", required=True, metavar="JSON", help="the steps, see tuneloop.workflow.pod_loop")
     parser.add_argument("--iterations", required=True, type=int, help="the number of the last")
-    parser.add_argument("--per-pod", required=True, type=int, help="iterations after whose multiples a task ends")
+    parser.add_argument("--per-task", required=True, type=int, help="iterations after whose multiples a task ends")
+    parser.add_argument("--api", required=True, help="address of the KFP API, as pods reach it")
     parser.add_argument("--endpoint", default="", help="of rollout servers that somebody else runs")
     parser.add_argument("--server", type=json.loads, metavar="JSON", help="port, engine_args and pull of one to run")
     parser.add_argument("--weights", help="URL of published versions; default: below the run's")
     parser.add_argument("--executor-input", required=True)
     given = parser.parse_args(argv)
     task = Task.read(given.executor_input)
-    if (iteration := find_last_iteration(task)) is not None:
-        report_skipped_stage(task, "checkpoint", RESULTS, iteration)
-        return 0
-    url, last = task.parameters["url"], 0
-    values = {name: handle["ref"] for name, handle in task.inputs.items()}
-    values |= {name: encode_parameter(task.parameters[name]) for name in ("iteration", "seed")}
-    values |= {"endpoint": given.endpoint, "weights": given.weights or f"{url}/weights"}
-    limits: Any = {"last": given.iterations, "per_pod": given.per_pod, "target": task.parameters[TARGET]}
+    url, target = task.parameters["url"], float(task.parameters[TARGET])
     loop = PodLoop.model_validate_json(given.loop)
+    values = {name: handle["ref"] for name, handle in task.inputs.items()}
+    values |= {"seed": encode_parameter(task.parameters["seed"])}
+    values |= {"endpoint": given.endpoint, "weights": given.weights or f"{url}/weights"}
+
+    def locate() -> Position:
+        return find_position(loop, url, task.inputs, iterations=given.iterations, target_reward=target)
 
     def run() -> int:
-        nonlocal last
-        pod = Iterations(loop, run=url, **limits)
+        position = locate()
+        if position.ended:
+            return 0
+        carried = {name: handle["ref"] for name, handle in position.carried.items()}
+        start = {**values, **carried, "iteration": str(position.last + 1)}
+        pod = Iterations(loop, run=url, last=given.iterations, per_pod=given.per_task, target=target)
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(pod.handle_signals())
                 if given.server:
-                    values["endpoint"] = stack.enter_context(run_server(given.server, url, values, pod))
-                code, outputs = pod.run(values)
+                    start["endpoint"] = stack.enter_context(run_server(given.server, url, start, pod))
+                return pod.run(start)[0]
         except ServerEnded as error:
             return error.code
         except UserError as error:
             return report_error(error)
-        last = int(outputs.get("iteration", 0))
-        return code
 
-    code = retry_in_process(run, lambda: " ".join(Store(url).keys("iterations")))
-    if code == 0:
-        report_iterations(task, last)
-    return code
+    if code := retry_in_process(run, lambda: " ".join(Store(url).keys("iterations")), url=f"{url}/iterations"):
+        return code
+    position = locate()
+    if not position.ended:
+
+        def go_on() -> None:
+            made = start_next_run(RunApi(given.api), task.parameters["run_id"])
+            print(f"after iteration {position.last} the run goes on as {made}", file=sys.stderr)
+
+        if code := retry_in_process(report_errors(go_on), str):
+            return code
+    report_iterations(task, loop, position)
+    return 0
+
+
+def get_output_name(value: str) -> str:
+    """Return the output artifact that has a value of the loop as the task leaves it."""
+    return f"last_{value}"
 
 
 class ServerEnded(Exception):
@@ -134,28 +155,31 @@ def _await_ready(process: subprocess.Popen[bytes], url: str, pod: Iterations) ->
     raise ServerEnded(process.returncode if process.returncode > 0 else EXIT_RETRY)
 
 
-def report_iterations(task: Task, last: int) -> None:
-    """Tell KFP what was committed, of which the iteration `last` was the last."""
-    urls = {i: f"{task.parameters['url']}/iterations/{i}" for i in range(int(task.parameters["iteration"]), last + 1)}
+def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
+    """Tell KFP how far the loop has come."""
+    url, last = task.parameters["url"], position.last
+    stride = -(-last // CURVE_POINTS)
+    with ThreadPoolExecutor() as pool:  # the newest is always among them
+        shown = range(last, 0, -stride)[::-1]
+        made = list(pool.map(lambda i: read_iteration(loop, url, i), shown))
     rows = [
-        {"iteration": i, **_made(f"{url}/reward").scalars, **_made(f"{url}/policy-update").scalars}
-        for i, url in urls.items()
+        {"iteration": i, **{k: v for manifest in each.values() if manifest for k, v in manifest.scalars.items()}}
+        for i, each in zip(shown, made)
     ]
-    policy, rewards = f"{urls[last]}/policy-update", f"{urls[last]}/reward"
-    update, scored = _made(policy), _made(rewards)
-    task.results = {"last_iteration": last, "mean_reward": scored.results["mean_reward"]}
-    hand_over(task, "checkpoint", policy, update, scored.results["mean_reward"], last)
+    reward = output_of(loop.reward).replace("-", "_")
+    task.results = {"last_iteration": last, reward: read_reward(loop, made[-1])}
+    for name, carried in position.carried.items():
+        handle = {**carried, **({} if position.ended else {GOES_ON: last})}
+        task.describe(get_output_name(name), handle)
+        task.write(get_output_name(name), f"{json.dumps(handle, indent=1)}\n")
     task.describe("results", rows[-1])
-    previews.write_artifact_page(task, "preview", rewards, scored)
-    previews.write_confidence(task, "confidence", rewards, scored)
     task.write("curves", previews.render_charts(rows, "iteration"))
+    scored, at = made[-1][step_of(loop.reward)], f"{url}/iterations/{last}/{step_of(loop.reward)}"
+    assert scored is not None, "the last iteration is committed"
+    for name, draw in (("preview", previews.write_artifact_page), ("confidence", previews.write_confidence)):
+        if name in task.outputs:
+            draw(task, name, at, scored)
     task.finish()
-
-
-def _made(url: str) -> Manifest:
-    manifest = find_manifest(url)
-    assert manifest is not None, f"the task has just committed {url}"
-    return manifest
 
 
 if __name__ == "__main__":

@@ -1,4 +1,11 @@
-"""A loop as KFP tasks: written out if it is short, else a ParallelFor over committed state."""
+"""A loop as KFP tasks: its iterations in one task, or written out, a task a stage.
+
+KFP cannot leave a loop, hands nothing from one round of a ParallelFor to the next, and Argo, to which it translates,
+keeps the state of every task in an object of at most 1 MiB. So one task runs the iterations, and after `per_workflow`
+of them the run goes on in another run of KFP: its size is constant, however long the loop is. What follows the loop is
+no condition of KFP (a DAG whose last task is left out stays RUNNING in its metadata): those tasks do nothing, by what
+the handle of the policy says, while the loop goes on.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +16,17 @@ from typing import Any
 from kfp import dsl
 
 from tuneloop.config.loop import LoopPipelineConfig
+from tuneloop.kfp.iterations import get_output_name
 from tuneloop.kfp.stage import TARGET
-from tuneloop.workflow.loop import Loop, Step, output_of, step_of
+from tuneloop.workflow.loop import Loop, Step, step_of
 
 Steps = Mapping[str, Any]
 """Name of a stage → the function that makes its task."""
+
+
+def is_written_out(config: LoopPipelineConfig) -> bool:
+    """Return whether each stage of each iteration is a task of its own."""
+    return config.loop.iterations <= config.kfp.unroll
 
 
 @dataclass
@@ -37,64 +50,45 @@ class LoopTasks:
 
     def draw(self) -> None:
         """Evaluate the policy, run the loop, evaluate and finish."""
-        check = self.loop.check.name
-        self.call(self.loop.check, f"{check}-before", self.url, {**self.values, "iteration": 0})
-        settings = self.config
-        stride = settings.loop.iterations_per_pod or 1
-        rounds = range(1, settings.loop.iterations + 1, stride)
-        # A pod of several iterations evaluates by itself.
-        every = 0 if settings.loop.iterations_per_pod else settings.loop.evaluate_every
-        written_out = len(rounds) <= settings.kfp.unroll
-        trained = self.write_out(rounds, every) if written_out else self.repeat(stride, every)
-        self.call(self.loop.check, f"{check}-after", self.url, {**self.values, **trained, "iteration": 0})
-        for step in self.loop.finish:
-            self.call(step, step.name, self.url, {**self.values, **trained})
+        check = self.loop.check
+        self.call(check, f"{check.name}-before", self.url, {**self.values, "iteration": 0})
+        if is_written_out(self.config):
+            self.finish(self.write_out())
+            return
+        task = self.steps["iterations"](
+            "iterations",
+            **{"url": self.url, "run_id": dsl.PIPELINE_JOB_ID_PLACEHOLDER, "seed": self.shared["seed"]},
+            **{TARGET: self.target, **self.values},
+        )
+        self.finish({name: task.outputs[get_output_name(name)] for name in self.loop.carry})
 
-    def write_out(self, rounds: range, every: int) -> dict[str, Any]:
+    def finish(self, trained: Mapping[str, Any]) -> None:
+        """Evaluate the last policy, and make of it what the loop is to."""
+        values, check = {**self.values, **trained, "iteration": 0}, self.loop.check
+        self.call(check, f"{check.name}-after", self.url, values)
+        for step in self.loop.finish:
+            self.call(step, step.name, self.url, values)
+
+    def write_out(self) -> dict[str, Any]:
         """Write every iteration out; return what the last one hands on."""
         carried: dict[str, Any] = {}
-        for i in rounds:
+        every = self.config.loop.evaluate_every
+        for i in range(1, self.config.loop.iterations + 1):
             at = f"{self.url}/iterations/{i}"
             values = {**self.values, **carried, "iteration": i}
-            _, carried = self.iterate(values, at)
+            carried = self.iterate(values, at)
             if every and i % every == 0:
                 self.call(self.loop.check, self.loop.check.name, at, {**values, **carried})
         return carried
 
-    def repeat(self, stride: int, every: int) -> dict[str, Any]:
-        """Repeat the iterations that are not committed yet, one after the other; return what the last one hands on."""
-        (policy,) = self.loop.carry
-        asked = {
-            **{"policy": self.values[policy], "run": self.url, "iterations": self.config.loop.iterations},
-            **{"evaluate_every": every, TARGET: self.target, "stride": stride},
-        }
-        position = self.steps["position"]
-        plan = position("plan", iteration=0, **asked)
-        with dsl.ParallelFor(plan.outputs["todo"], parallelism=1) as i:
-            start = position("turn", iteration=i, **asked)
-            at = start.outputs["at"]  # made there: a number of KFP's becomes 1 in one text, and 1.0 in another
-            values = {**self.values, policy: start.outputs["start"], "iteration": i}
-            task, carried = self.iterate(values, at)
-            if every:
-                with dsl.If(start.outputs["evaluate"] == True):  # noqa: E712 - kfp reads the comparison
-                    self.call(self.loop.check, self.loop.check.name, at, {**values, **carried})
-        last = position("last", iteration=0, **asked).after(task)
-        return {policy: last.outputs["start"]}
-
-    def iterate(self, values: Mapping[str, Any], url: Any) -> tuple[Any, dict[str, Any]]:
-        """Make the tasks of one iteration, or the one of several in a pod; return the last, and what it hands on."""
-        if self.config.loop.iterations_per_pod:
-            given = {name: values[name] for name in self.loop.passed}
-            task = self.steps["iterations"](
-                "iterations", url=self.url, seed=self.shared["seed"], **{TARGET: self.target}, **given
-            )
-            return task, {name: task.outputs[output_of(wire)] for name, wire in self.loop.carry.items()}
+    def iterate(self, values: Mapping[str, Any], url: str) -> dict[str, Any]:
+        """Make the tasks of one iteration; return what it hands on."""
         known = dict(values)
         for step in self.loop.steps:
             ends_loop = step_of(self.loop.reward) in map(step_of, step.wires.values())
             task = self.call(step, step.name, url, known, **({TARGET: self.target} if ends_loop else {}))
             known |= {f"{step.name}.{name.replace('_', '-')}": output for name, output in task.outputs.items()}
-        return task, {name: known[wire] for name, wire in self.loop.carry.items()}
+        return {name: known[wire] for name, wire in self.loop.carry.items()}
 
     def call(self, step: Step, name: str, url: Any, values: Mapping[str, Any], **more: Any) -> Any:
         """Make the task of a step, which commits to `name` below `url`; where the engine is, KFP's stages know."""

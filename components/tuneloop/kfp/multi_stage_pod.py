@@ -1,4 +1,4 @@
-"""Several iterations of a loop in one task, as a step of a pipeline: what `tuneloop.kfp.iterations` runs.
+"""The iterations of a loop in one task, as a step of a pipeline: what `tuneloop.kfp.iterations` runs.
 
 The twin of `tuneloop.argo.multi_stage_pod`; the seed, which there is fixed, is here the pipeline's to give.
 """
@@ -10,47 +10,70 @@ from collections.abc import Sequence
 from typing import Any
 
 from kfp import dsl
-from kfp.dsl import HTML, ClassificationMetrics, Dataset, Input, Markdown, Metrics, Model, Output
+from kfp.dsl import HTML, ClassificationMetrics, Dataset, Markdown, Metrics, Output
 
 from tuneloop.argo.multi_stage_pod import describe_loop
 from tuneloop.config.loop import LoopPipelineConfig
-from tuneloop.kfp.iterations import RESULTS
+from tuneloop.core.errors import UserError
+from tuneloop.kfp.io import SAME
+from tuneloop.kfp.iterations import get_output_name
 from tuneloop.kfp.stage import TARGET
-from tuneloop.kfp.template import REQUIRED, Step, configure_task_pod, define_container_component
-from tuneloop.workflow.loop import Loop, StageSpec
+from tuneloop.kfp.template import (
+    REQUIRED,
+    TYPES,
+    Step,
+    configure_task_pod,
+    define_container_component,
+    define_inputs,
+    pass_artifacts_once,
+)
+from tuneloop.workflow.loop import Loop, StageSpec, output_of, step_of
 
 ABOUT = {
     "url": "of the run: what the iterations make is committed below it",
-    "iteration": "the first to run",
+    "run_id": "KFP's own, of the run that this task belongs to",
     "seed": "every random stream of the run is derived from it",
     TARGET: "rewards of this mean end the loop",
+    SAME: "input → the other input that is the same artifact",
 }
 
 
 def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipelineConfig) -> Step:
-    """Return the step that runs several iterations of a loop, and the rollout server beside them.
+    """Return the step that runs the iterations of a loop, and the rollout server beside them.
 
     Args:
         specs: the stages that the loop calls, with their parameters.
+
+    Raises:
+        UserError: a stage spans several nodes.
     """
     image = config.cluster.images.format(image="rollout")
     settings, engine = config.loop, config.engine
+    if spread := [spec.component.template for spec in specs if spec.nodes > 1]:
+        remedy = f"{spread[0]} would have to run inside of a pod: set kfp.unroll to loop.iterations, or this to 1"
+        raise UserError("nodes", config.nodes, remedy)
     described = describe_loop(loop, specs, {}, ["seed", *config.published("")], settings.evaluate_every)
     server = {"port": engine.port, "engine_args": engine.options, "pull": engine.pull}
     written = [
         *("--loop", described.model_dump_json(exclude_defaults=True), "--iterations", str(settings.iterations)),
-        *("--per-pod", str(settings.iterations_per_pod), "--endpoint", engine.rollout_endpoint_url or ""),
+        *("--per-task", str(settings.per_workflow), "--api", config.kfp.api),
+        *("--endpoint", engine.rollout_endpoint_url or ""),
         *(("--weights", engine.weights) if engine.weights else ()),
         *(("--server", json.dumps(server, separators=(",", ":"))) if engine.name == "vllm" else ()),
     ]
+    taken = {wire: name for step in loop.steps for name, wire in step.wires.items()}
+    types = {name: TYPES.get(taken[name], Dataset) for name in (*loop.carry, *loop.constants)}
+    rewards = next(step.component for step in loop.steps if step.name == step_of(loop.reward))
+    shown = {"results": Metrics, "preview": Markdown, "curves": HTML}
+    if rewards.kind == "rewards":
+        shown["confidence"] = ClassificationMetrics
     signature: dict[str, tuple[Any, Any]] = {
-        **{"policy": (Input[Model], REQUIRED), "prompts": (Input[Dataset], REQUIRED)},
-        **{"reference": (Input[Model], REQUIRED), "url": (str, REQUIRED), "iteration": (int, REQUIRED)},
-        **{"seed": (int, REQUIRED), TARGET: (float, REQUIRED)},
-        **{"checkpoint": (Output[Model], REQUIRED), "results": (Output[Metrics], REQUIRED)},
-        **{"preview": (Output[Markdown], REQUIRED), "curves": (Output[HTML], REQUIRED)},
-        "confidence": (Output[ClassificationMetrics], REQUIRED),
-        **{name: (dsl.OutputPath(kind), REQUIRED) for name, kind in RESULTS.items()},
+        **define_inputs(types, dict.fromkeys(types, True)),
+        **{"url": (str, REQUIRED), "run_id": (str, REQUIRED), "seed": (int, REQUIRED), TARGET: (float, REQUIRED)},
+        **{get_output_name(name): (Output[types[name]], REQUIRED) for name in loop.carry},
+        **{name: (Output[kind], REQUIRED) for name, kind in shown.items()},
+        "last_iteration": (dsl.OutputPath(int), REQUIRED),
+        output_of(loop.reward).replace("-", "_"): (dsl.OutputPath(float), REQUIRED),
     }
     command = ["python3", "-m", "tuneloop.kfp.iterations"]
     made = define_container_component(
@@ -58,8 +81,9 @@ def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipeline
     )
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
-        task = made(**arguments).set_display_name(name)
-        configure_task_pod(task, image, config.cluster, config.kfp, True)
+        task = made(**pass_artifacts_once(arguments)).set_display_name(name)
+        # It goes on from what the run has committed by now.
+        configure_task_pod(task.set_caching_options(False), image, config.cluster, config.kfp, True)
         return task
 
     return step

@@ -11,10 +11,10 @@ from kfp import dsl
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
-from tuneloop.kfp.loop import LoopTasks, Steps
+from tuneloop.kfp.loop import LoopTasks, Steps, is_written_out
 from tuneloop.kfp.multi_stage_pod import iterations_step
 from tuneloop.kfp.stage import TARGET
-from tuneloop.kfp.template import position_step, report_step, stage_step
+from tuneloop.kfp.template import report_step, stage_step
 from tuneloop.workflow.loop import Graph, Loop, StageSpec
 
 ABOUT = {
@@ -31,11 +31,7 @@ def build_pipeline(
     """Return a pipeline as KFP's compiler takes it; its description is the docstring of `draw`.
 
     Args:
-        name: of the pipeline, in kebab-case.
-        config: a `PipelineConfig`; with a loop, a `LoopPipelineConfig`.
-        specs: its stages.
-        draw: calls them.
-        loop: what `draw` calls as the loop.
+        name, config, specs, draw, loop: as `tuneloop.argo.pipeline.build_workflow` takes them.
 
     Raises:
         UserError: a setting that Kubeflow Pipelines have nothing for, or a step of the loop is not among the stages.
@@ -72,12 +68,12 @@ def build_steps(config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> d
                 raise UserError(name, True, "is built for Argo and for one machine: leave it out here")
         engine = {"endpoint": config.engine.rollout_endpoint_url}
     passed = ["seed", *(["iteration"] if loop else []), *config.published("")]
-    steps: dict[str, Any] = {"report": report_step(**pods), "position": position_step(**pods)}
+    steps: dict[str, Any] = {"report": report_step(**pods)}
     for spec in specs:
         given = {**spec.parameters, **{name: engine[name] for name in spec.accepted(list(engine))}}
         about: Any = {"processes": spec.processes, "nodes": spec.nodes, **pods}
         steps[spec.component.template] = stage_step(spec.component, given, dynamic=spec.accepted(passed), **about)
-    if loop and config.loop.iterations_per_pod:
+    if loop and not is_written_out(config):
         steps["iterations"] = iterations_step(loop, specs, config)
     return steps
 

@@ -1,90 +1,77 @@
-"""Where the loop of a run stands, by what it has committed: ``python -m tuneloop.kfp.position --executor-input …``
-
-KFP's ParallelFor hands nothing from one round to the next, so each round asks the store. Asked for an iteration, this
-gives the policy it starts from; asked before the loop, the rounds still to do; after it, the last policy.
-"""
+"""Where the loop of a run stands, by what it has committed: the task that runs the rest of it starts there."""
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-from tuneloop.core.artifacts import find_below
-from tuneloop.kfp.io import Task
+from tuneloop.core.artifacts import Manifest, find_manifest
 from tuneloop.kfp.stage import build_handle
+from tuneloop.workflow.loop import output_of, step_of
+from tuneloop.workflow.pod_loop import PodLoop
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a loop has come.
+
+    Attributes:
+        last: number of the last iteration that is committed; 0: none is.
+        ended: no iteration follows it, because it is the last or its reward reaches the target.
+        carried: value → handle, as the next iteration takes it.
+    """
+
+    last: int
+    ended: bool
+    carried: Mapping[str, Mapping[str, Any]]
 
 
 def find_position(
-    run: str, start: dict[str, Any], *, iteration: int, iterations: int, target_reward: float, stride: int = 1
-) -> tuple[dict[str, Any], list[int]]:
-    """Find the policy that `iteration` starts from, and the iterations that are left.
-
-    Before and after the loop every reward is looked at, several at a time. A round of it looks only for where it
-    stands: the rewards before the first round were below the target, or there would be no round.
+    loop: PodLoop, run: str, start: Mapping[str, Mapping[str, Any]], *, iterations: int, target_reward: float
+) -> Position:
+    """Find how far a loop has come. An iteration whose artifacts were deleted is run again, and so are those after it.
 
     Args:
+        loop: its steps.
         run: URL of the run.
-        start: handle of the policy before the first iteration.
-        iteration: 1, 2, …; 0 asks for the last policy of all.
-        iterations: at most so many.
+        start: value → handle, of those that the first iteration is carried.
+        iterations: the number of the last.
         target_reward: mean reward that ends the loop.
-        stride: iterations of a round.
-
-    Returns:
-        the handle, with ``stopped`` if the loop ended before `iteration`; and the first iterations of the rounds that
-        are left.
     """
 
-    def made(i: int) -> tuple[dict[str, Any], float] | None:
-        at = f"{run}/iterations/{i}"
-        by_role = {manifest.role: (name, manifest) for name, manifest in find_below(at).items()}  # the last of each
-        if not {"trainer", "scorer"} <= by_role.keys():
+    def read(i: int) -> tuple[dict[str, Any], float] | None:
+        made = read_iteration(loop, run, i)
+        if any(manifest is None for manifest in made.values()):
             return None
-        name, update = by_role["trainer"]
-        return build_handle(f"{at}/{name}", update), by_role["scorer"][1].results["mean_reward"]
+        at = f"{run}/iterations/{i}"
+        carried = {
+            name: build_handle(f"{at}/{step_of(wire)}", made[step_of(wire)])  # type: ignore[arg-type]
+            for name, wire in loop.carry.items()
+        }
+        return carried, read_reward(loop, made)
 
-    last = (iteration or iterations + 1) - 1
-    done = bisect_left(range(1, last + 1), True, key=lambda i: made(i) is None)
-    policy, asked = start, range(max(done, 1) if iteration else 1, done + 1)
+    committed = bisect_left(range(1, iterations + 1), True, key=lambda i: read(i) is None)
+    last, carried = 0, {name: dict(start[name]) for name in loop.carry}
     with ThreadPoolExecutor() as pool:
-        for i, found in zip(asked, pool.map(made, asked)):
+        for i, found in enumerate(pool.map(read, range(1, committed + 1)), 1):
             if found is None:
-                return policy, _rounds(i, iterations, stride)
-            policy, reward = found
+                break
+            last, (carried, reward) = i, found
             if reward >= target_reward:
-                return {**policy, "stopped": i}, []
-    return policy, _rounds(done + 1, iterations, stride)
+                return Position(last, True, carried)
+    return Position(last, last == iterations, carried)
 
 
-def _rounds(first: int, iterations: int, stride: int) -> list[int]:
-    """The first iteration of each round, from the one that has `first` in it."""
-    return list(range(first - (first - 1) % stride, iterations + 1, stride))
+def read_iteration(loop: PodLoop, run: str, i: int) -> dict[str, Manifest | None]:
+    """Return what each step of iteration `i` has committed."""
+    return {step.name: find_manifest(f"{run}/iterations/{i}/{step.name}") for step in loop.steps}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run as a program."""
-    task = Task.read(argv[1])
-    given = task.parameters
-    policy, todo = find_position(
-        given["run"],
-        task.inputs["policy"],
-        iteration=int(given["iteration"]),
-        iterations=int(given["iterations"]),
-        target_reward=given["target_reward"],
-        stride=int(given["stride"]),
-    )
-    print(f"policy {policy['ref']}; to do: {todo or 'nothing'}", file=sys.stderr)
-    task.describe("start", policy)
-    task.write("start", f"{policy}\n")
-    every, iteration = int(given["evaluate_every"]), int(given["iteration"])
-    at = f"{given['run']}/iterations/{iteration}"
-    task.results = {"todo": todo, "at": at, "evaluate": bool(every and iteration % every == 0)}
-    task.finish()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def read_reward(loop: PodLoop, made: Mapping[str, Manifest | None]) -> float:
+    """Return the reward that may end the loop, of an iteration that is committed."""
+    manifest = made[step_of(loop.reward)]
+    assert manifest is not None, "the iteration is committed"
+    return float(manifest.results[output_of(loop.reward).replace("-", "_")])

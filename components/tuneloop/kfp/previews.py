@@ -50,6 +50,8 @@ def write_curves(task: Task, name: str, url: str, manifest: Manifest) -> None:
 def render_charts(rows: Sequence[Mapping[str, float]], over: str) -> str:
     """Render an HTML page with a chart for each quantity of `rows` over the one named `over`."""
     names = dict.fromkeys(column for row in rows for column in row if column != over)
+    if not names:
+        return f"<!doctype html><meta charset=utf-8><p>No {over} was taken here, so there is nothing to draw.</p>\n"
     drawn = [render_chart(each, [(row[over], row[each]) for row in rows if each in row], over) for each in names]
     style = "body{font:14px sans-serif}svg{width:420px;height:180px;margin:8px;background:#f7f7f7}"
     return f"<!doctype html><meta charset=utf-8><style>{style}</style>{''.join(drawn)}\n"

@@ -5,23 +5,36 @@ same budget as on Argo (`tuneloop.core.attempts`); one that was asked to end is 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tuneloop.core.attempts import BUDGET
+from tuneloop.core.attempts import BUDGET, FAILURE
 from tuneloop.core.ends import AWAY, AWAY_BUDGET, INTERRUPTION, classify_end
-from tuneloop.core.errors import EXIT_RETRY, TERMINATION_LOG, write_termination_message
+from tuneloop.core.errors import (
+    EXIT_RETRY,
+    TERMINATION_LOG,
+    Retryable,
+    UserError,
+    report_error,
+    write_termination_message,
+)
+from tuneloop.core.store import Store
 
 PAUSE_S = 10.0
 """Seconds between two attempts, as on Argo."""
 
 
-def retry_in_process(run: Callable[[], int], read_progress: Callable[[], str], pause_s: float = PAUSE_S) -> int:
+def retry_in_process(
+    run: Callable[[], int], read_progress: Callable[[], str], pause_s: float = PAUSE_S, *, url: str = ""
+) -> int:
     """Call `run` until it ends with another code than 75, its budget is used up, or SIGTERM has arrived.
 
     Ranks of torchrun are not run again: they would have to agree on it.
@@ -29,6 +42,7 @@ def retry_in_process(run: Callable[[], int], read_progress: Callable[[], str], p
     Args:
         run: returns an exit code; finds by itself what an earlier call has committed.
         read_progress: names what was reached so far; another text than before is progress.
+        url: where it is left why the last call failed.
 
     Returns:
         the exit code of the last call.
@@ -57,7 +71,28 @@ def retry_in_process(run: Callable[[], int], read_progress: Callable[[], str], p
         signal.signal(signal.SIGTERM, previous)
     if line:
         write_termination_message(line)
+    if code and url:
+        _record_failure(url, line or f"exit code {code}")
     return code
+
+
+def report_errors(call: Callable[[], None]) -> Callable[[], int]:
+    """Return `call` as a function that returns an exit code, and prints the line of what it raises."""
+
+    def run() -> int:
+        try:
+            call()
+        except (UserError, Retryable) as error:
+            return report_error(error)
+        return 0
+
+    return run
+
+
+def _record_failure(url: str, message: str) -> None:
+    """Leave below `url` why a task failed, for the report of its run: KFP tells that no more than that one did."""
+    with contextlib.suppress(UserError, Retryable):  # the store may be what failed
+        Store(url).put(FAILURE, json.dumps({"message": message, "time": time.time()}).encode())
 
 
 def _run_and_read_line(run: Callable[[], int]) -> tuple[int, str]:

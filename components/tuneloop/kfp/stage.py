@@ -7,9 +7,11 @@ artifact that holds the manifest), scalars, a preview, curves. The weights stay 
 
 A stage of several nodes is a JobSet, which this program launches and follows in its stead.
 
-**The end of a loop.** A graph of KFP cannot leave a loop, so the stages of iterations after the last one run as empty
-tasks: the `policy_update` of the iteration whose rewards reach ``target_reward`` marks its handle ``stopped``, a stage
-of a later iteration that is given such a handle does nothing and gives none on, and `policy_update` passes the policy.
+**The end of a loop.** A graph of KFP cannot leave a loop, so the stages of written-out iterations after the last one
+run as empty tasks: the `policy_update` of the iteration whose rewards reach ``target_reward`` marks its handle
+``stopped``, a stage of a later iteration that is given such a handle does nothing and gives none on, and
+`policy_update` passes the policy. So do the stages after a loop that goes on in another run: they are given a handle
+marked ``goes_on``.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from tuneloop.kfp.retry import retry_in_process
 
 URL, TARGET = "url", "target_reward"
 """Parameters of the adapter's own: where the output is committed; the mean reward that ends a loop."""
+GOES_ON = "goes_on"
+"""Mark of a handle: the loop goes on in another run after this iteration."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,17 +50,16 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     stage: Component = plugins.load_variant("stages", given.stage)
     task = Task.read(given.executor_input)
-    if (iteration := find_last_iteration(task)) is not None:
-        report_skipped_stage(
-            task, stage.output, {get_result_name(stage, name): kind for name, kind in stage.results.items()}, iteration
-        )
+    if reason := find_reason_to_skip(task):
+        results = {get_result_name(stage, name): kind for name, kind in stage.results.items()}
+        report_skipped_stage(task, stage.output, results, reason)
         return 0
     url = task.parameters[URL]
 
     def run() -> int:
         return (given.job and launch_jobset(stage, task, **given.job)) or stage.run(build_stage_args(stage, task))
 
-    if code := retry_in_process(run, lambda: " ".join(Store(f"{url}/resume").keys())):
+    if code := retry_in_process(run, lambda: " ".join(Store(f"{url}/resume").keys()), url=url):
         return code
     if int(os.environ.get("RANK", "0")) == 0:
         manifest = find_manifest(url)
@@ -97,22 +100,24 @@ def build_stage_args(stage: Component, task: Task) -> list[str]:
     return [word for name, value in given.items() for word in (f"--{to_kebab_case(name)}", encode_parameter(value))]
 
 
-def find_last_iteration(task: Task) -> int | None:
-    """Return the iteration with which the loop ended, if this task belongs to a later one."""
+def find_reason_to_skip(task: Task) -> str:
+    """Return why this task has nothing to do, or nothing: the loop ended before it, or has not ended in this run."""
     for handle in task.inputs.values():
         stopped = handle.get("stopped")
         if stopped is not None and ("ref" not in handle or stopped < task.parameters.get("iteration", 0)):
-            return int(stopped)
-    return None
+            return f"the loop ended with iteration {stopped:.0f}"
+        if GOES_ON in handle:
+            return f"after iteration {handle[GOES_ON]:.0f} the loop goes on in the next run"
+    return ""
 
 
-def report_skipped_stage(task: Task, output: str, results: Mapping[str, type], iteration: int) -> None:
+def report_skipped_stage(task: Task, output: str, results: Mapping[str, type], reason: str) -> None:
     """Tell KFP that nothing was done: no reference goes on, but for a policy, which stays what it was."""
-    said = f"nothing was done here: the loop ended with iteration {iteration}"
+    said = f"nothing was done here: {reason}"
     print(said, file=sys.stderr)
-    before = task.inputs.get("policy") or task.inputs.get("checkpoint") or {}
-    policy = before if output.startswith("checkpoint") else {}
-    task.describe(output, {**policy, "stopped": iteration})
+    marks = {k: v for handle in task.inputs.values() for k, v in handle.items() if k in ("stopped", GOES_ON)}
+    policy = task.inputs.get("policy", {}) if output.startswith("checkpoint") else {}
+    task.describe(output, {**policy, **marks})
     for name in task.outputs:
         task.write(name, f"{said}\n")
     task.results = {name: kind() for name, kind in results.items()}

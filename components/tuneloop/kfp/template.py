@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origi
 
 from kfp import dsl, kubernetes
 from kfp.dsl import HTML, ClassificationMetrics, Dataset, Input, Markdown, Metrics, Model, Output
+from kfp.dsl.pipeline_channel import PipelineArtifactChannel
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -22,6 +23,7 @@ from tuneloop.argo.pod_fields import STORE
 from tuneloop.config.kfp import Kfp
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
+from tuneloop.kfp.io import SAME
 from tuneloop.kfp.stage import TARGET, URL, get_result_name
 from tuneloop.workflow.settings import Cluster
 
@@ -78,7 +80,7 @@ def stage_step(
     own = cluster.model_copy(update=LAUNCHER) if spread else cluster
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
-        task = made(**fixed, **arguments).set_display_name(name)
+        task = made(**fixed, **pass_artifacts_once(arguments)).set_display_name(name)
         task.set_env_variable("TUNELOOP_NODE_NAME", name)
         configure_task_pod(task, image, own, kfp, component.accelerator and not spread)
         return task
@@ -86,25 +88,17 @@ def stage_step(
     return step
 
 
-def position_step(*, cluster: Cluster | None = None, kfp: Kfp | None = None) -> Step:
-    """`tuneloop.kfp.position` as a step: where the loop of a run stands."""
-    signature = {
-        "policy": (Input[Model], REQUIRED),
-        "run": (str, REQUIRED),
-        "iteration": (int, REQUIRED),
-        "iterations": (int, REQUIRED),
-        "evaluate_every": (int, REQUIRED),
-        "stride": (int, REQUIRED),
-        TARGET: (float, REQUIRED),
-        "start": (Output[Model], REQUIRED),
-        "todo": (dsl.OutputPath(list[int]), REQUIRED),
-        "at": (dsl.OutputPath(str), REQUIRED),
-        "evaluate": (dsl.OutputPath(bool), REQUIRED),
-    }
-    about = {"run": "URL of the run", "iteration": "which asks; 0: after the last", "policy": "before the first"}
-    about["stride"] = "iterations of a round"
-    summary = "Where the loop stands: the policy an iteration starts from, and what is left to do."
-    return _uncached("position", summary, signature, about, cluster or Cluster(), kfp or Kfp())
+def pass_artifacts_once(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a task with each artifact once; `SAME` says which input is which other."""
+    passed: dict[str, Any] = {}
+    first: dict[str, str] = {}
+    same: dict[str, str] = {}
+    for name, value in arguments.items():
+        if isinstance(value, PipelineArtifactChannel) and (other := first.setdefault(str(value), name)) != name:
+            same[name] = other
+        else:
+            passed[name] = value
+    return {**passed, **({SAME: same} if same else {})}
 
 
 def report_step(*, cluster: Cluster | None = None, kfp: Kfp | None = None) -> Step:
@@ -116,12 +110,12 @@ def report_step(*, cluster: Cluster | None = None, kfp: Kfp | None = None) -> St
         "rewards": (Output[Metrics], REQUIRED),
     }
     about = {"run": "name of the run", "store": "URL of the store"}
-    return _uncached(
+    return define_uncached_step(
         "report", "Report on a run, however it ended.", signature, about, cluster or Cluster(), kfp or Kfp()
     )
 
 
-def _uncached(
+def define_uncached_step(
     name: str,
     summary: str,
     signature: Mapping[str, tuple[Any, Any]],
@@ -129,7 +123,7 @@ def _uncached(
     cluster: Cluster,
     kfp: Kfp,
 ) -> Step:
-    """A program of ours that reads what the run has committed by now: never from KFP's cache."""
+    """Return a program of ours as a step whose task never comes from KFP's cache: it reads what is there by now."""
     image = cluster.images.format(image="base")
     made = define_container_component(name, summary, signature, about, image, ["python3", "-m", f"tuneloop.kfp.{name}"])
 
@@ -163,9 +157,8 @@ def stage_signature(component: Component, passed: set[str]) -> tuple[dict[str, t
     """Name → (kfp type, default) of a stage's inputs and outputs, and name → description."""
     fields = {k: f for k, f in component.Params.model_fields.items() if k in passed or f.default is not None}
     ends_loop = component.role == "trainer" and "iteration" in fields
-    inputs = {name: Input[TYPES.get(name, Dataset)] for name in component.inputs}
     signature: dict[str, tuple[Any, Any]] = {
-        **{k: (inputs[k], REQUIRED) if need else (Optional[inputs[k]], None) for k, need in component.inputs.items()},
+        **define_inputs({name: TYPES.get(name, Dataset) for name in component.inputs}, component.inputs),
         URL: (str, REQUIRED),
         **{name: _parameter(field) for name, field in fields.items()},
         **({TARGET: (Optional[float], None)} if ends_loop else {}),
@@ -176,7 +169,21 @@ def stage_signature(component: Component, passed: set[str]) -> tuple[dict[str, t
         },
     }
     about = {name: field.description or "" for name, field in fields.items()}
-    return signature, {URL: "where the output is committed", TARGET: "rewards of this mean end the loop", **about}
+    return signature, {
+        **{URL: "where the output is committed", TARGET: "rewards of this mean end the loop"},
+        **{SAME: "input → the other input that is the same artifact", **about},
+    }
+
+
+def define_inputs(types: Mapping[str, Any], required: Mapping[str, bool]) -> dict[str, tuple[Any, Any]]:
+    """Return the signature of input artifacts; of two that have a type, the second may be the same artifact."""
+    earlier: set[Any] = set()
+    signature: dict[str, tuple[Any, Any]] = {}
+    for name, kind in types.items():
+        needed = required[name] and kind not in earlier
+        signature[name] = (Input[kind], REQUIRED) if needed else (Optional[Input[kind]], None)
+        earlier.add(kind)
+    return {**signature, **({SAME: (dict, {})} if len(earlier) < len(types) else {})}
 
 
 def define_container_component(

@@ -45,8 +45,9 @@ def translate_api_errors(cluster: Connection) -> Iterator[None]:
 
 
 def retry_until_available(look: Callable[[], T], *, patience: float = PATIENCE, pause: float = 1.0) -> T:
-    """What `look` gives. Where the API server is in trouble, it is asked again: after `pause` seconds, then twice, four
-    times as many, up to 30.
+    """Call `look` until the API server is not in trouble, and return what it gives.
+
+    It is called again after `pause` seconds, then after twice, four times as many, up to 30.
 
     Raises:
         Retryable, Unreachable: it was in trouble for `patience` seconds.
@@ -63,7 +64,7 @@ def retry_until_available(look: Callable[[], T], *, patience: float = PATIENCE, 
 
 
 def read_api_message(error: Any) -> str:
-    """The API server's own words of an ApiException."""
+    """Read the API server's own words of an ApiException."""
     try:
         return " ".join(str(json.loads(error.body)["message"]).split())
     except (TypeError, ValueError, KeyError):

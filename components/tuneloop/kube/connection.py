@@ -41,7 +41,7 @@ class Connection:
     auth: Any
 
     def get(self, group: str, version: str, plural: str, name: str) -> dict[str, Any]:
-        """A custom object of the namespace."""
+        """Return a custom object of the namespace."""
         found: dict[str, Any] = self.custom.get_namespaced_custom_object(group, version, self.namespace, plural, name)
         return found
 
@@ -73,7 +73,7 @@ class Connection:
         return True
 
     def list(self, group: str, version: str, plural: str, selector: str = "") -> list[dict[str, Any]]:
-        """The custom objects of the namespace, oldest first."""
+        """List the custom objects of the namespace, oldest first."""
         found = self.custom.list_namespaced_custom_object(
             group, version, self.namespace, plural, label_selector=selector, _request_timeout=30
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tuneloop.local.journal import BROKEN, DONE, Journal, Node, Workflow
+from tuneloop.local.journal import DONE, Journal, Node, Workflow
 from tuneloop.local.pod_files import PodFilesystem
 from tuneloop.local.processes import Launcher, Process, end_process
 from tuneloop.local.results import Call, Result, Scope
@@ -55,11 +54,8 @@ class Execution:
         on_log: OnLog | None,
     ) -> None:
         metadata, spec = workflow.get("metadata", {}), workflow["spec"]
-        defaults = spec.get("templateDefaults", {})
         self.name = str(metadata.get("name") or metadata.get("generateName", "run-").rstrip("-"))
-        self.templates = {
-            template["name"]: manifest.merge_defaults(template, defaults) for template in spec["templates"]
-        }
+        self.templates = {template["name"]: template for template in spec["templates"]}
         self.parameters, self.workdir, self.launcher = dict(parameters), workdir, launcher
         self.cwd, self.grace = cwd, grace
         self.began = time.time()
@@ -102,7 +98,7 @@ class Execution:
 
     def settle(self, node: Node, result: Result) -> None:
         """Record the result of a node; a daemon that is ready goes on."""
-        node.outputs = result.parameters | {f"artifact:{k}": str(v) for k, v in result.artifacts.items()}
+        node.outputs = result.parameters
         node.exit_code = result.exit_code
         if result.daemon is None:
             self._finish(node, result.phase, result.message)
@@ -134,23 +130,18 @@ class Execution:
 
     def attempt_type(self, template: str) -> str:
         """Return the type of node that an attempt of a template is."""
-        fields = self.templates.get(template, {})
-        return "DAG" if "dag" in fields else "Steps" if "steps" in fields else "Pod"
+        return "DAG" if "dag" in self.templates.get(template, {}) else "Pod"
 
     def global_scope(self) -> Scope:
         """Return the tags that every template may use."""
-        scope = self._tags | self.published | {"workflow.duration": f"{time.time() - self.began:f}"}
-        if self.status != "Running":
-            failures = [_failure(node) for node in self.nodes.values() if node.phase in BROKEN]
-            scope["workflow.failures"] = json.dumps(format_value(failures))  # text within text, as Argo has it
-        return scope | {"workflow.status": self.status}
+        duration = f"{time.time() - self.began:f}"
+        return self._tags | self.published | {"workflow.duration": duration, "workflow.status": self.status}
 
-    def publish_output(self, kind: str, name: str, value: Any) -> None:
+    def publish_output(self, name: str, value: str) -> None:
         """Set a global output."""
         with self._lock:
-            self.published = {**self.published, f"workflow.outputs.{kind}.{name}": value}
-            if kind == "parameters":
-                self.outputs[name] = value
+            self.published = {**self.published, f"workflow.outputs.parameters.{name}": value}
+            self.outputs[name] = value
 
     # Pods
 
@@ -167,14 +158,9 @@ class Execution:
                 env[item["name"]] = fields[path]
         return env
 
-    @contextlib.contextmanager
-    def pod_slot(self, daemon: bool) -> Iterator[None]:
-        """Wait for a place among the pods that may run at a time; daemons take none."""
-        if daemon:
-            yield
-            return
-        with self._slots:
-            yield
+    def pod_slot(self, daemon: bool) -> contextlib.AbstractContextManager[object]:
+        """Return a place among the pods that may run at a time, to be waited for; daemons take none."""
+        return contextlib.nullcontext() if daemon else self._slots
 
     @contextlib.contextmanager
     def watch_pod(self, node: Node, process: Process, grace: float) -> Iterator[None]:
@@ -190,26 +176,13 @@ class Execution:
             with self._lock:
                 self._running.pop(node.id, None)
 
-    @contextlib.contextmanager
-    def follow_pods(self) -> Iterator[None]:
-        """Follow progress files and logs of running pods."""
-        over = threading.Event()
-
-        def tick() -> None:
-            while not over.wait(0.2):
-                with self._lock:
-                    running = [node for node, _, _ in self._running.values()]
-                for node in running:
-                    self._follow_log(node)
-                    self._follow_progress(node)
-
-        thread = threading.Thread(target=tick, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+    def follow_pods(self) -> None:
+        """Read what running pods have written since the last time to their progress files and logs."""
+        with self._lock:
+            running = [node for node, _, _ in self._running.values()]
+        for node in running:
+            self._follow_log(node)
+            self._follow_progress(node)
 
     def _follow_progress(self, node: Node) -> None:
         with contextlib.suppress(OSError):
@@ -279,7 +252,7 @@ class Execution:
     def find_end_reason(self, name: str) -> str | None:
         """Say why nothing may run at the node `name`; None where it may."""
         for path, reason in self._end_reasons.items():
-            if re.match(rf"{re.escape(path)}([.(\[]|$)", name):
+            if re.match(rf"{re.escape(path)}([.(]|$)", name):
                 return reason
         return None
 
@@ -311,24 +284,10 @@ def _workflow_tags(
     }
 
 
-def _failure(node: Node) -> dict[str, str]:
-    """Return a failed node as ``workflow.failures`` lists it."""
-    finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(node.finished))
-    return {
-        "displayName": node.display_name,
-        "message": node.message,
-        "templateName": node.template,
-        "phase": node.phase,
-        "podName": node.id,
-        "finishedAt": finished,
-    }
-
-
 def _display(path: str) -> str:
     """Return a node's own part of its path; the exit handler has the workflow's name before it."""
     base = path.removesuffix(".onExit")
-    own = re.search(r"\[\d+\]$", base)  # a group of steps
-    return (own[0] if own else base[_last_dot(base) + 1 :]) + path[len(base) :]
+    return base[_last_dot(base) + 1 :] + path[len(base) :]
 
 
 def _last_dot(name: str) -> int:

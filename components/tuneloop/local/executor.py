@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.threads import repeat_in_background
 from tuneloop.local.execution import Execution, OnLog, OnNode
 from tuneloop.local.graph import run_template
 from tuneloop.local.journal import Node, Workflow, lock_workdir, outcome_code
@@ -97,30 +98,16 @@ def execute_workflow(
             on_log=on_log,
         )
         entry = Call(start, execution.name, "", 0, parameters | dict(arguments or {}))
-        with execution.handle_signals(), execution.follow_pods():
-            return _run(execution, entry, spec.get("activeDeadlineSeconds"), spec.get("onExit"))
+        with execution.handle_signals(), repeat_in_background(execution.follow_pods, 0.2):
+            return _run(execution, entry, spec.get("onExit"))
 
 
-def _run(execution: Execution, entry: Call, seconds: Any, exit_handler: str | None) -> Outcome:
+def _run(execution: Execution, entry: Call, exit_handler: str | None) -> Outcome:
     """Run a workflow to its end, exit handler included."""
     record = Workflow(execution.name, started=execution.began, pid=os.getpid(), parameters=execution.parameters)
     execution.record_workflow(record)
-    late = threading.Event()
-
-    def expire() -> None:
-        late.set()
-        execution.stopping.set()
-
-    timer = threading.Timer(float(seconds or 0), expire)
-    timer.daemon = True
-    if seconds:
-        timer.start()
     try:
         result = _run_apart(execution, lambda: _run_entry(execution, entry))
-        timer.cancel()
-        if late.is_set() and execution.stopped_by is None:
-            result.phase, result.message = "Failed", f"exceeded its deadline of {seconds} s"
-            execution.stopping.clear()
         execution.status = "Succeeded" if result.phase in ("Skipped", "Omitted") else result.phase
         record.phase, record.message = execution.status, result.message
         if exit_handler and execution.stopped_by is None:
@@ -170,7 +157,7 @@ def _parameters(spec: Mapping[str, Any], given: Mapping[str, str], strict: bool)
     declared = spec.get("arguments", {}).get("parameters", [])
     names = [parameter["name"] for parameter in declared]
     if strict and (unknown := [name for name in given if name not in names]):
-        raise UserError(f"parameter {unknown[0]}", given[unknown[0]], f"is no parameter; known: {', '.join(names)}")
+        raise UserError(f"parameter {unknown[0]}", given[unknown[0]], f"is not a parameter; known: {', '.join(names)}")
     values = {}
     for parameter in declared:
         name = parameter["name"]

@@ -44,16 +44,15 @@ class Node:
         name: the path through the graph, ``grpo.loop(0).update``.
         display_name: its last part.
         template: whose template it runs.
-        type: ``Pod Steps StepGroup DAG TaskGroup Retry Skipped``.
+        type: ``Pod DAG TaskGroup Retry Skipped``.
         phase: ``Pending Running`` or one of `DONE`.
-        parent: id of the DAG, steps, group or retry node it belongs to; empty at the root.
+        parent: id of the DAG, group or retry node it belongs to; empty at the root.
         daemoned: a daemon that is ready, and running as long as its scope.
         started, finished: Unix seconds; 0.0 when not yet.
         exit_code: of a pod; None when it has none (yet). Ended by signal n: 128 + n.
         progress: ``N/M`` as the pod wrote it to ``$ARGO_PROGRESS_FILE``.
         log: path of the log below the work directory; empty for nodes without a pod.
-        inputs: parameter name → value; artifacts as ``artifact:<name>`` → local path.
-        outputs: the same.
+        inputs, outputs: parameter name → value.
     """
 
     id: str
@@ -107,7 +106,7 @@ class State:
 
 
 def read_state(workdir: Path) -> State | None:
-    """The state of the run in `workdir`; None when nothing was run there."""
+    """Read the state of the run in `workdir`; None when nothing was run there."""
     path = workdir / "nodes.jsonl"
     if not path.exists():
         return None
@@ -175,7 +174,7 @@ def _held(workdir: Path) -> bool:
 
 
 def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) -> int:
-    """The exit code of a run: 0; 130 or 75 when a signal stopped it; 2 or 75 if that is how a pod failed it; else 1."""
+    """Return a run's exit code: 0; 130 or 75 if a signal stopped it; 2 or 75 if that is how a pod failed it; else 1."""
     if stopped_by is not None:
         return 130 if stopped_by == signal.SIGINT else 75
     if phase == "Succeeded":
@@ -185,8 +184,5 @@ def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) 
 
 
 def _broke_the_run(node: Node, nodes: Mapping[str, Node]) -> bool:
-    """Whether all above a node are broken as well: neither another attempt nor ``continueOn`` made up for it."""
+    """Say whether all above a node are broken as well: neither another attempt nor another task made up for it."""
     return node.phase in BROKEN and (node.parent not in nodes or _broke_the_run(nodes[node.parent], nodes))
-
-
-__all__ = ["BROKEN", "DONE", "Journal", "Node", "State", "Workflow", "lock_workdir", "outcome_code", "read_state"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import socket
-import subprocess
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +40,7 @@ class PodDaemon:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def close(self) -> None:
-        """SIGTERM, then SIGKILL after the grace period."""
+        """Send SIGTERM, then SIGKILL after the grace period."""
         self._closing = True
         end_process(self._process, self._grace)
         self.over.wait()
@@ -59,14 +57,11 @@ class PodDaemon:
         self.over.set()
 
 
-def run_pod(
-    execution: Execution, template: Mapping[str, Any], node: Node, artifacts: Mapping[str, Path | str]
-) -> Result:
+def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Result:
     """Run the container of a template whose tags are substituted already."""
     container = template["container"]
     home = execution.workdir / "nodes" / node.id
     files = PodFilesystem(home, template)
-    files.place_inputs(artifacts)
     node.log = f"logs/{node.id}.log"
     log = execution.workdir / node.log
     log.parent.mkdir(exist_ok=True)
@@ -93,7 +88,7 @@ def run_pod(
         process = execution.launcher.start(command, env, execution.cwd, log, log, patient)
         with execution.watch_pod(node, process, grace):
             if template.get("daemon"):
-                return _become_daemon(execution, container, node, process, grace, env)
+                return _become_daemon(execution, container, node, process, grace)
             deadline = _deadline(template)
             late = not process.ended.wait(deadline)
             if late:
@@ -110,16 +105,15 @@ def run_pod(
 
 
 def _collect(files: PodFilesystem, code: int) -> Result:
-    parameters, no_parameter = files.read_parameters()
-    artifacts, no_artifact = files.find_artifacts()
-    result = Result("Succeeded" if code == 0 else "Failed", "", parameters, dict(artifacts), code)
-    if code == 0 and (no_parameter or no_artifact):
-        result.phase, result.message = "Error", f"did not write its output {', '.join(no_parameter + no_artifact)}"
+    parameters, missing = files.read_parameters()
+    result = Result("Succeeded" if code == 0 else "Failed", "", parameters, code)
+    if code == 0 and missing:
+        result.phase, result.message = "Error", f"did not write its output {', '.join(missing)}"
     return result
 
 
 def _last_words(log: Path) -> str:
-    """The end of a log as the reason of a failure."""
+    """Return the end of a log as the reason of a failure."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 2000))
         lines = file.read().decode(errors="replace").split("\n")
@@ -127,7 +121,7 @@ def _last_words(log: Path) -> str:
 
 
 def _expand(word: str, env: Mapping[str, str]) -> str:
-    """Kubernetes' ``$(NAME)`` in commands and arguments; ``$$`` is a dollar; an unknown name stays."""
+    """Replace Kubernetes' ``$(NAME)`` in commands and arguments; ``$$`` is a dollar; an unknown name stays."""
     return re.sub(r"\$\$|\$\((\w+)\)", lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0]), word)
 
 
@@ -137,7 +131,7 @@ def _deadline(template: Mapping[str, Any]) -> float | None:
 
 
 def _grace(template: Mapping[str, Any], default: float) -> float:
-    """terminationGracePeriodSeconds, which Argo has only in ``podSpecPatch``."""
+    """Read terminationGracePeriodSeconds, which Argo has only in ``podSpecPatch``."""
     try:
         patch = json.loads(template.get("podSpecPatch") or "{}")
     except json.JSONDecodeError:  # it may be YAML; a cluster's reader takes care of it
@@ -146,17 +140,12 @@ def _grace(template: Mapping[str, Any], default: float) -> float:
 
 
 def _become_daemon(
-    execution: Execution,
-    container: Mapping[str, Any],
-    node: Node,
-    process: Process,
-    grace: float,
-    env: Mapping[str, str],
+    execution: Execution, container: Mapping[str, Any], node: Node, process: Process, grace: float
 ) -> Result:
     probe = container.get("readinessProbe") or {}
     pause = min(float(probe.get("periodSeconds", 1)), 0.1)
     over = process.ended.wait(float(probe.get("initialDelaySeconds", 0)))
-    while not over and not _ready(probe, container, execution.cwd, env):
+    while not over and not _is_ready(probe, container):
         if execution.stopping.is_set():
             end_process(process, grace)
             return Result("Failed", "stopped", exit_code=process.code)
@@ -167,23 +156,15 @@ def _become_daemon(
     return Result("Running", daemon=PodDaemon(execution, node, process, grace))
 
 
-def _ready(probe: Mapping[str, Any], container: Mapping[str, Any], cwd: Path, env: Mapping[str, str]) -> bool:
-    timeout_s = float(probe.get("timeoutSeconds", 1))
+def _is_ready(probe: Mapping[str, Any], container: Mapping[str, Any]) -> bool:
+    get = probe.get("httpGet")
+    if not get:
+        return True
+    named = {port.get("name"): port["containerPort"] for port in container.get("ports", [])}
+    address = f"127.0.0.1:{named.get(get['port'], get['port'])}/{str(get.get('path', '')).removeprefix('/')}"
+    headers = {h["name"]: h["value"] for h in get.get("httpHeaders", [])}
+    url = f"{str(get.get('scheme', 'http')).lower()}://{address}"
     try:
-        if get := probe.get("httpGet"):
-            address = f"127.0.0.1:{_port(get['port'], container)}/{str(get.get('path', '')).removeprefix('/')}"
-            headers = {h["name"]: h["value"] for h in get.get("httpHeaders", [])}
-            url = f"{str(get.get('scheme', 'http')).lower()}://{address}"
-            return send_request("GET", url, headers=headers, timeout_s=timeout_s)[0] < 400
-        if tcp := probe.get("tcpSocket"):
-            socket.create_connection(("127.0.0.1", _port(tcp["port"], container)), timeout=timeout_s).close()
-        if command := probe.get("exec"):
-            subprocess.run(command["command"], check=True, capture_output=True, timeout=timeout_s, cwd=cwd, env=env)
-    except (OSError, Unanswered, subprocess.SubprocessError):
+        return send_request("GET", url, headers=headers, timeout_s=float(probe.get("timeoutSeconds", 1)))[0] < 400
+    except (OSError, Unanswered):
         return False
-    return True
-
-
-def _port(port: int | str, container: Mapping[str, Any]) -> int:
-    named = {p.get("name"): p["containerPort"] for p in container.get("ports", [])}
-    return int(named.get(port, port))

@@ -1,7 +1,7 @@
 """A pod's private corner of the file system.
 
 On a cluster every pod has its own ``/tmp/tuneloop/outputs``; here they share one machine. So each path that a template
-declares (an output parameter's, an artifact's, an emptyDir's) is mapped below the node's directory, by rewriting it
+declares (an output parameter's, an emptyDir's) is mapped below the node's directory, by rewriting it
 wherever it appears in the command, the arguments and the environment. A directory that holds
 declared outputs is mapped where it is a whole value, as in ``TUNELOOP_OUTPUTS=/tmp/tuneloop/outputs``.
 ``/tmp`` and ``/dev/shm`` as emptyDirs are the machine's own.
@@ -24,7 +24,7 @@ class PodFilesystem:
     def __init__(self, root: Path, template: Mapping[str, Any]) -> None:
         self.root = root
         self._template = template
-        declared = [*_outputs(template).values(), *_artifacts(template, "inputs"), *_artifacts(template, "outputs")]
+        declared = [source["path"] for source in _sources(template).values()]
         self._paths = sorted({*declared, *_empty_dirs(template)}, key=len, reverse=True)
         self._parents = {str(PurePosixPath(path).parent) for path in declared} - {"/", *SHARED}
         shutil.rmtree(root, ignore_errors=True)
@@ -48,60 +48,24 @@ class PodFilesystem:
         pattern = "|".join(map(re.escape, self._paths))
         return re.sub(rf"(?<![\w./-])(?:{pattern})(?![\w-])", lambda match: str(self.local_path(match[0])), text)
 
-    def place_inputs(self, artifacts: Mapping[str, Path | str]) -> None:
-        """Put input artifacts where the container looks for them; text is the content of a file.
-
-        They are copies: a pod that writes to its input changes no one else's.
-        """
-        for artifact in self._template.get("inputs", {}).get("artifacts", []):
-            source = artifacts.get(artifact["name"])
-            if source is None or "path" not in artifact:
-                continue
-            target = self.local_path(artifact["path"])
-            if isinstance(source, str):
-                target.write_text(source)
-            elif source.is_dir():
-                shutil.copytree(source, target, symlinks=True)
-            else:
-                shutil.copy2(source, target)
-            if "mode" in artifact:
-                target.chmod(artifact["mode"])
-
     def read_parameters(self) -> tuple[dict[str, str], list[str]]:
         """Return the output parameters that the pod wrote or that have a default, and the names of the missing ones."""
         values, missing = {}, []
-        for parameter in self._template.get("outputs", {}).get("parameters", []):
-            source = parameter.get("valueFrom", {})
-            if "path" not in source:
-                continue
+        for name, source in _sources(self._template).items():
             file = self.local_path(source["path"])
             if file.exists():
-                values[parameter["name"]] = file.read_text().removesuffix("\n")
+                values[name] = file.read_text().removesuffix("\n")
             elif "default" in source:
-                values[parameter["name"]] = str(source["default"])
+                values[name] = str(source["default"])
             else:
-                missing.append(parameter["name"])
+                missing.append(name)
         return values, missing
 
-    def find_artifacts(self) -> tuple[dict[str, Path], list[str]]:
-        """Return the output artifacts that the pod wrote, and the names of the missing ones that are not optional."""
-        paths, missing = {}, []
-        for artifact in self._template.get("outputs", {}).get("artifacts", []):
-            path = self.local_path(artifact["path"])
-            if path.exists():
-                paths[artifact["name"]] = path
-            elif not artifact.get("optional"):
-                missing.append(artifact["name"])
-        return paths, missing
 
-
-def _outputs(template: Mapping[str, Any]) -> dict[str, str]:
+def _sources(template: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return where the output parameters of a template come from that the pod writes to a file."""
     parameters = template.get("outputs", {}).get("parameters", [])
-    return {p["name"]: p["valueFrom"]["path"] for p in parameters if "path" in p.get("valueFrom", {})}
-
-
-def _artifacts(template: Mapping[str, Any], side: str) -> list[str]:
-    return [a["path"] for a in template.get(side, {}).get("artifacts", []) if "path" in a]
+    return {p["name"]: p["valueFrom"] for p in parameters if "path" in p.get("valueFrom", {})}
 
 
 def _empty_dirs(template: Mapping[str, Any]) -> list[str]:

@@ -62,15 +62,13 @@ class ProcessServer:
     Attributes:
         settled: set once the server is ready, or has failed.
         failure: why there is no server (any more); None while there is.
-        took: seconds it needed to be ready.
     """
 
     def __init__(self, command: Sequence[str] | str, env: Mapping[str, str], ready: bool) -> None:
-        """`command` starts it; a path is the socket of one that serves others too."""
+        """Start the server by `command`; a path is the socket of one that serves others too."""
         self.env = dict(env)
         self.settled = threading.Event()
         self.failure: str | None = None
-        self.took = 0.0
         self._ids = itertools.count()
         self._processes: dict[int, Process] = {}
         self._lock = threading.Lock()
@@ -144,7 +142,6 @@ class ProcessServer:
                 process = self._processes.pop(message["ended"])
             process.end(message["code"])
         elif "ready" in message:
-            self.took = message["took"]
             if not is_compatible(message.get("env", self.env), self.env):
                 self.failure = f"that of {WARM} was started with other variables that take effect at import"
             elif "code" in message and message["code"] != [sys.executable, code_digest()]:
@@ -210,7 +207,7 @@ def _connect(path: str) -> socket.socket:
 
 
 def base_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """What every pod inherits: ours, `extra`, and this interpreter first on PATH.
+    """Return what every pod inherits: ours, `extra`, and this interpreter first on PATH.
 
     numpy's pool of threads and that of Arrow's allocator start when they are imported, and would keep the warm process
     from forking: both are off, for every pod alike. Torch's threads are OMP_NUM_THREADS' matter; they wait without

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from tuneloop.core.ends import NO_EXIT_CODE
 from tuneloop.local.journal import BROKEN
-from tuneloop.workflow.expression_values import ExpressionError, format_value
+from tuneloop.workflow.expression_values import format_value
 
 Scope = dict[str, Any]
 """Tag → value."""
@@ -26,8 +25,7 @@ class Call:
         name: the node's path, ``grpo.loop.next``.
         parent: id of the node it belongs to.
         depth: templates entered above it.
-        parameters, artifacts: arguments, substituted.
-        own: further names that its tags may use: ``tasks.name``, ``steps.name``.
+        parameters: arguments, substituted.
     """
 
     template: str
@@ -35,8 +33,6 @@ class Call:
     parent: str
     depth: int
     parameters: Mapping[str, str] = field(default_factory=dict)
-    artifacts: Mapping[str, Path | str] = field(default_factory=dict)
-    own: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -46,7 +42,6 @@ class Result:
     Attributes:
         phase: one of `tuneloop.local.journal.DONE`, or ``Running`` for a daemon that is ready.
         parameters: output parameters.
-        artifacts: output artifacts: where they lie, or their text.
         everything: of a loop: all items' parameters, as a JSON list of maps.
         phases: of a loop: its items'.
     """
@@ -54,7 +49,6 @@ class Result:
     phase: str
     message: str = ""
     parameters: dict[str, str] = field(default_factory=dict)
-    artifacts: dict[str, Path | str] = field(default_factory=dict)
     exit_code: int | None = None
     daemon: Daemon | None = None
     everything: str | None = None
@@ -97,7 +91,7 @@ def combine_items(results: Sequence[Result]) -> Result:
 
 
 def _json_list(values: Sequence[str]) -> str:
-    """Lists and maps stay what they are if all are; else every value is text."""
+    """Write values as a JSON list: lists and maps stay what they are if all are; else every value is text."""
     decoded = [_decoded(value) for value in values]
     return format_value(decoded if all(isinstance(value, list | dict) for value in decoded) else list(values))
 
@@ -107,11 +101,6 @@ def _decoded(value: str) -> Any:
         return json.loads(value)
     except json.JSONDecodeError:
         return value
-
-
-def merge_scopes(scopes: Iterable[Scope]) -> Scope:
-    """Return the tags of all `scopes`."""
-    return {tag: value for scope in scopes for tag, value in scope.items()}
 
 
 def dependency_scope(names: Sequence[str], results: Mapping[str, Result]) -> Scope:
@@ -127,38 +116,13 @@ def dependency_scope(names: Sequence[str], results: Mapping[str, Result]) -> Sco
     return scope
 
 
-def find_ancestors(name: str, logic: Mapping[str, tuple[list[str], str]]) -> set[str]:
-    """Return the names of all tasks that `name` waits for, also through others."""
-    ancestors: set[str] = set()
-    queue = list(logic[name][0])
-    while queue:
-        other = queue.pop()
-        if other == name:
-            raise ExpressionError(f"task {name} depends on itself")
-        if other not in ancestors:
-            ancestors.add(other)
-            queue += logic[other][0]
-    return ancestors
-
-
-def branch_result(
-    name: str,
-    tasks: Mapping[str, Mapping[str, Any]],
-    logic: Mapping[str, tuple[list[str], str]],
-    results: Mapping[str, Result],
-) -> Result:
-    """Return the result of a target's branch: a task that did not complete takes over from those above it."""
+def branch_result(name: str, waits: Mapping[str, Sequence[str]], results: Mapping[str, Result]) -> Result:
+    """Return the result of a leaf's branch: a task that did not complete takes over from those above it."""
     result = results[name]
     if result.phase in ("Succeeded", "Failed", "Error"):
-        return Result("Succeeded") if result.broken and may_continue(tasks[name], result) else result
-    above = [branch_result(other, tasks, logic, results) for other in logic[name][0]]
+        return result
+    above = [branch_result(other, waits, results) for other in waits[name]]
     return next((each for each in above if each.broken), Result("Succeeded"))
-
-
-def may_continue(task: Mapping[str, Any], result: Result) -> bool:
-    """Say whether the graph goes on although `task` is broken."""
-    allowed = task.get("continueOn") or {}
-    return bool(allowed.get("failed") if result.phase == "Failed" else allowed.get("error"))
 
 
 def find_reason(results: Mapping[str, Result]) -> str:

@@ -33,23 +33,9 @@ POLICIES = {
 }
 
 
-def run_attempts(
-    execution: Execution,
-    strategy: Mapping[str, Any],
-    node: Node,
-    call: Call,
-    attempt: Callable[[Node, Scope], Result],
-) -> Result:
-    """Run attempts, each a node ``<name>(n)`` below `node`, until one does not fail or the strategy says so."""
-    execution.start(node)
-    attempts = _Attempts(execution, strategy, node, call, attempt)
-    result = attempts.run()
-    if result.daemon:
-        result.daemon = _RestartedDaemon(attempts, result.daemon)
-    return result
+class Attempts:
+    """The attempts of a template under a retry strategy, each a node ``<name>(n)`` below `node`."""
 
-
-class _Attempts:
     def __init__(
         self,
         execution: Execution,
@@ -60,13 +46,20 @@ class _Attempts:
     ) -> None:
         self.execution, self.node = execution, node
         self._strategy, self._call, self._attempt = strategy, call, attempt
-        self._began = time.monotonic()
         self._number = 0
         self._last = FIRST
         self._child = node
 
     def run(self) -> Result:
-        """Attempts until one succeeds, is ready (a daemon), or is the last."""
+        """Run attempts until one does not fail or the strategy says so; a daemon is then restarted when it ends."""
+        self.execution.start(self.node)
+        result = self.run_until_ready()
+        if result.daemon:
+            result.daemon = _RestartedDaemon(self, result.daemon)
+        return result
+
+    def run_until_ready(self) -> Result:
+        """Run attempts until one succeeds, is ready (a daemon), or is the last."""
         while True:
             name = f"{self._call.name}({self._number})"
             self._child = self.execution.create_node(
@@ -86,10 +79,11 @@ class _Attempts:
         if self.execution.stopping.is_set() or self.execution.find_end_reason(self.node.name):
             return False
         self._last = _facts(result, self._child, self._number)
-        refusal, pause = _refusal(self._strategy, self._last, result, self._number, time.monotonic() - self._began)
+        refusal = _refusal(self._strategy, self._last, result, self._number)
         if refusal is not None:
             result.message = f"{refusal}: {result.message}" if refusal else result.message
             return False
+        pause = _pause(self._strategy.get("backoff") or {}, self._number)
         self._number += 1
         daemon = self.execution.templates[self._call.template].get("daemon")
         message = self._announce_restart(result) if daemon else _announce(result, self._number, pause)
@@ -97,7 +91,7 @@ class _Attempts:
         return not self.execution.pause(pause, self.node.name)
 
     def _announce_restart(self, result: Result) -> str:
-        """What people read of a server that died, and is started again."""
+        """Say what people read of a server that died, and is started again."""
         signal = name_signal(result.code)
         died = f"server died: {signal}" if signal else result.message
         # Fewer where the strategy's limit is lower; a number above them means that it has answered in between.
@@ -109,7 +103,7 @@ class _Attempts:
 
 
 def _announce(result: Result, number: int, pause: float) -> str:
-    """What people read of an attempt that is to be followed by another: the class of its end, and its last words."""
+    """Say what people read of an attempt before another: the class of its end, and its last words."""
     end = classify_end(result.phase, result.code, result.message)
     # What ends with 75 says its class itself; the number says no more.
     reason = result.message.removeprefix(f"{describe_exit(EXIT_RETRY)}: ").removeprefix(f"{end.name}: ")
@@ -123,7 +117,7 @@ class _RestartedDaemon:
         over: set when it has ended for good; `result` says how.
     """
 
-    def __init__(self, attempts: _Attempts, daemon: Daemon) -> None:
+    def __init__(self, attempts: Attempts, daemon: Daemon) -> None:
         self._attempts, self._daemon = attempts, daemon
         self.over = threading.Event()
         self.result = Result("Succeeded")
@@ -144,7 +138,7 @@ class _RestartedDaemon:
             result = self._daemon.result
             if self._closing or not self._attempts.try_again(result):
                 break
-            result = self._attempts.run()
+            result = self._attempts.run_until_ready()
             if result.daemon is None:
                 break
             self._daemon = result.daemon
@@ -167,38 +161,19 @@ def _facts(result: Result, child: Node, number: int) -> Scope:
     }
 
 
-def _refusal(
-    strategy: Mapping[str, Any], last: Scope, result: Result, number: int, elapsed: float
-) -> tuple[str | None, float]:
-    """Why there is no further attempt (None: there is), and the pause before it."""
-    backoff = strategy.get("backoff") or {}
-    pause = _pause(backoff, number)
-    if backoff.get("maxDuration") and elapsed + pause > parse_duration(backoff["maxDuration"]):
-        return "Backoff would exceed max duration limit", pause
+def _refusal(strategy: Mapping[str, Any], last: Scope, result: Result, number: int) -> str | None:
+    """Return why there is no further attempt; None: there is."""
     expression = strategy.get("expression")
     policy = strategy.get("retryPolicy") or ("Always" if expression else "OnFailure")
     if result.phase not in POLICIES.get(policy, ()):
-        return "", pause
+        return ""
     if strategy.get("limit") is not None and number >= int(strategy["limit"]):
-        return "No more retries left", pause
+        return "No more retries left"
     if expression and not expressions.evaluate_boolean(expression, last):
-        return "", pause
-    return None, pause
+        return ""
+    return None
 
 
 def _pause(backoff: Mapping[str, Any], number: int) -> float:
-    """Seconds before attempt `number` + 2: duration · factor^number in the controller's 64-bit nanoseconds, which
-    overflow; at most ``cap``."""
-    if not backoff.get("duration"):
-        return 0.0
-    pause = int(parse_duration(backoff["duration"]) * 1e9)
-    if factor := int(backoff.get("factor") or 0):
-        power = factor**number
-        pause = _wrap(pause * (power if power < 1 << 63 else -1 << 63))
-    cap = int(parse_duration(backoff["cap"]) * 1e9) if backoff.get("cap") else pause
-    return max(0, min(pause, cap)) / 1e9
-
-
-def _wrap(value: int) -> int:
-    """`value` as Go keeps it in 64 bits."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+    """Return the seconds before attempt `number` + 2."""
+    return parse_duration(backoff.get("duration") or 0) * float(int(backoff.get("factor") or 1)) ** number

@@ -64,7 +64,7 @@ def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
 
 
 def end_all() -> None:
-    """SIGKILL everything that descends from this process."""
+    """Send SIGKILL to everything that descends from this process."""
     while True:
         victims = _descendants(os.getpid())
         for pid in victims:
@@ -98,7 +98,7 @@ def _receive(channel: socket.socket) -> bytes:
 
 
 def _fork(channel: socket.socket, pids: dict[int, int], request: dict[str, Any], pipes: tuple[int, int]) -> bool:
-    """True in the server, False in the child."""
+    """Fork; return True in the server, False in the child."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -147,7 +147,7 @@ def _signal(pid: int | None, number: int) -> None:
 
 
 def _quietly(call: Any, *arguments: Any) -> None:
-    """Whom the signal or message was for may have gone."""
+    """Call it, though whom the signal or message was for may have gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError, BrokenPipeError, ConnectionResetError):
         call(*arguments)
 

@@ -5,7 +5,7 @@ of its own all the same: own process group, environment, working directory, log,
 imports vLLM, which no stage needs, beside the first stages; so the server has only its engine left to start.
 
 Run as ``python -m tuneloop.local.warm stages FD``, or ``server FD``, by `tuneloop.local.processes`; it speaks the
-protocol of `tuneloop.local.spawn`. It says ``{"ready": true, "took": s}`` once it has imported `LIBRARIES`, or
+protocol of `tuneloop.local.spawn`. It says ``{"ready": true}`` once it has imported `LIBRARIES`, or
 ``{"failed": reason}``: a thread that lives before the fork (an OpenMP pool, a CUDA context) would be missing in the
 child, so none may.
 
@@ -28,7 +28,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,22 +96,22 @@ READ_AT_IMPORT = (
 )
 READ_AT_START = ("PYTHON",)
 """Variables with these prefixes take effect when a library or the interpreter starts: a stage that wants
-others than the warm process has can not be its fork."""
+others than the warm process has cannot be its fork."""
 
 
 def is_stage(argv: Sequence[str]) -> bool:
-    """Whether `argv` is one of tuneloop's stages in a single process: ``python -m tuneloop.stages.… …``."""
+    """Say whether `argv` is one of tuneloop's stages in a single process: ``python -m tuneloop.stages.… …``."""
     package, _, _ = (name := _program(argv)).rpartition(".")
     return package == "stages" or name == "local.iterations"
 
 
 def is_server(argv: Sequence[str]) -> bool:
-    """Whether `argv` is tuneloop's vLLM server."""
+    """Say whether `argv` is tuneloop's vLLM server."""
     return _program(argv) == "inference.server"
 
 
 def _program(argv: Sequence[str]) -> str:
-    """The module below `tuneloop` that `argv` runs, or nothing."""
+    """Return the module below `tuneloop` that `argv` runs, or nothing."""
     python, flag, module = (*argv[:3], "", "", "")[:3]
     name = module.removeprefix("tuneloop.")
     known = Path(python).name in ("python", "python3", Path(sys.executable).name)
@@ -120,7 +119,7 @@ def _program(argv: Sequence[str]) -> str:
 
 
 def is_compatible(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
-    """Whether a process with environment `theirs` may be a fork of one started with `ours`."""
+    """Say whether a process with environment `theirs` may be a fork of one started with `ours`."""
     prefixes = READ_AT_IMPORT + READ_AT_START
     names = {name for name in {*ours, *theirs} if name.startswith(prefixes)}
     return all(ours.get(name) == theirs.get(name) for name in names)
@@ -130,7 +129,6 @@ def main() -> None:
     kind, place, *more = sys.argv[1:]
     own = place.isdigit()
     channel = socket.socket(fileno=int(place)) if own else _listen(Path(place))
-    clock = time.perf_counter()
     code = [] if own else [sys.executable, code_digest()]  # of now: what is imported below is of no later state
     env = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT + READ_AT_START)}
     die_with(os.getppid())  # as long as imports keep it from seeing that the channel closed
@@ -152,10 +150,10 @@ def main() -> None:
         return
     gc.collect()
     gc.freeze()  # children do not walk, and so do not copy, what was imported
-    message: dict[str, object] = {"ready": True, "took": time.perf_counter() - clock}
+    message: dict[str, object] = {"ready": True}
     if not own:
         channel = _connection(channel)
-        message = {"ready": True, "took": 0.0, "env": env, "code": code}
+        message |= {"env": env, "code": code}
     channel.sendall(json.dumps(message).encode() + b"\n")
     die_with(None)
     adopt_orphans()
@@ -167,7 +165,7 @@ def main() -> None:
 
 
 def _listen(path: Path) -> socket.socket:
-    """A socket at `path`, for this user alone; who connects waits until the imports are done."""
+    """Listen at `path`, for this user alone; who connects waits until the imports are done."""
     listener = socket.socket(socket.AF_UNIX)
     unheard = path.with_name(f"{path.name}.{os.getpid()}")
     before = os.umask(0o077)
@@ -225,7 +223,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> NoReturn:
 
 
 def _disown_exit_handlers() -> None:
-    """What the libraries registered cleans up after the warm process, slowly; what a stage registers itself stays."""
+    """Forget the libraries' exit handlers: they clean up after the warm process, slowly; a stage's own stay."""
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     atexit._clear()
@@ -235,7 +233,7 @@ def _disown_exit_handlers() -> None:
 
 @contextlib.contextmanager
 def _hushed() -> Iterator[None]:
-    """What libraries say when they are imported is for no run's terminal; their loggers keep the stream for later."""
+    """Hush libraries while they are imported: that is for no run's terminal; their loggers keep the stream."""
     terminal, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
     try:
@@ -247,8 +245,10 @@ def _hushed() -> Iterator[None]:
 
 
 def _read_conversions() -> None:
-    """The first model that transformers opens has it make a table of how to rename weights, with 700 regular
-    expressions: a quarter of what a small `policy_update` computes."""
+    """Have transformers make its table of how to rename weights, which it does for the first model that it opens.
+
+    The table has 700 regular expressions: a quarter of what a small `policy_update` computes.
+    """
     with contextlib.suppress(ImportError):  # releases before 5 have no such table
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

@@ -6,7 +6,7 @@
 - ``{"call": "add(1, 2)", "returns": 3}``: an expression evaluated after the program, and its value;
 - ``"assert add(1, 2) == 3"``: the same, where one side of ``==`` is a literal.
 
-What is expected never enters the sandbox, so that a program can not copy it; an assertion of another form would have
+What is expected never enters the sandbox, so that a program cannot copy it; an assertion of another form would have
 to be decided inside, by whoever is judged, and is refused. ``metadata["code"]`` may hold the limits: `seconds` (of all
 tests together, 4; stay below the stage's `timeout_s`), `memory_mb` (256) and `output_kb` (64).
 """
@@ -39,7 +39,7 @@ class Test:
     expected: Any
 
     def passed(self, ending: Ending) -> bool:
-        """Whether a program that ended so passes."""
+        """Return whether a program that ended so passes."""
         if ending.kind != "done":
             return False
         if self.call is None:
@@ -51,7 +51,7 @@ class Test:
 
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float, dict[str, float]] | None:
-    """The share of tests that the program in `completion` passes, and the shares that ended by each of `REASONS`.
+    """Return the share of tests that the program in `completion` passes, and those that ended by each of `REASONS`.
 
     The last fenced block is the program, else all of it. None without tests, with one of no form
     above, or with other limits.
@@ -87,7 +87,7 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float
 
 
 def extract_code(completion: str) -> str:
-    """The program that a completion gives.
+    """Return the program that a completion gives.
 
     >>> extract("Sure:\\n```python\\nprint(1)\\n```\\nThat is all.")
     'print(1)\\n'
@@ -125,7 +125,7 @@ def _assertion(text: str) -> Test | None:
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists, for JSON has no tuples."""
+    """Turn tuples into lists, for JSON has no tuples."""
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
     return {key: _plain(part) for key, part in value.items()} if isinstance(value, dict) else value

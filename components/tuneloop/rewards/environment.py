@@ -8,6 +8,6 @@ NEEDS_EPISODE = True
 
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
-    """The environment's reward; None without an environment, or from one that has no opinion."""
+    """Return the environment's reward; None without an environment, or from one that has no opinion."""
     reward = metadata.get("environment", {}).get("reward")
     return None if reward is None else float(reward)

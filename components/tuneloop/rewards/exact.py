@@ -6,5 +6,5 @@ from typing import Any
 
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float:
-    """1.0 for equal text, else 0.0."""
+    """Return 1.0 for equal text, else 0.0."""
     return float(completion.strip() == answer.strip())

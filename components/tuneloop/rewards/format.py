@@ -10,7 +10,7 @@ from typing import Any
 
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
-    """1.0 if the pattern matches all of the stripped completion (a dot matches line ends, too), else 0.0.
+    """Return 1.0 if the pattern matches all of the stripped completion (a dot matches line ends, too), else 0.0.
 
     None where the metadata hold no pattern.
     """

@@ -13,7 +13,7 @@ RANGE = (-1.0, 0.0)
 
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
-    """0.0 up to ``max_length - buffer`` characters, -1.0 from `max_length` on; None where the metadata set none."""
+    """Return 0.0 up to ``max_length - buffer`` characters, -1.0 from `max_length` on; None without limits."""
     limits = metadata.get("length_penalty")
     if limits is None:
         return None

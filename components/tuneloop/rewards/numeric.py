@@ -14,7 +14,7 @@ for _name in ("math_verify.parser", "math_verify.grader"):
 
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
-    """1.0 if the last expression of `completion` equals `answer`, else 0.0; None if no expression is in `answer`."""
+    """Return 1.0 if the last expression of `completion` equals `answer`, else 0.0; None if `answer` has none."""
     gold = _gold(answer)
     if not gold:
         return None

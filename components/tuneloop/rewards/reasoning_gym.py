@@ -14,7 +14,7 @@ import reasoning_gym
 
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
-    """The task's own score of the stripped completion, 0 to 1; None for a prompt that is not from reasoning_gym."""
+    """Return the task's own score of the stripped completion, 0 to 1; None for a prompt from elsewhere."""
     task = metadata.get("reasoning_gym")
     if task is None:
         return None

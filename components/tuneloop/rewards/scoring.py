@@ -6,7 +6,7 @@ A reward is a module of the family ``rewards`` (or ``package.module:function``):
 
     def score(completion: str, answer: str, metadata: dict) -> float | None | tuple[float, dict[str, float]]: ...
 
-None says that it can not judge (the gold answer does not parse, metadata is missing); a pair adds what the breakdown
+None says that it cannot judge (the gold answer does not parse, metadata is missing); a pair adds what the breakdown
 is to say besides; `Escape` is for a completion whose program tried to leave its sandbox. An episode in which the policy
 tried that of its environment is an escape whatever its rewards say. Rewards run in a forked
 process that reports after every call; the parent watches the clock. Whatever a call does (raise, exit, crash the
@@ -66,7 +66,7 @@ class Outcome:
 
 class Reward(NamedTuple):
     """A reward function, the closed interval it promises to stay in, and whether it judges an episode with an
-    environment only (``NEEDS_EPISODE``), so that a gold answer by itself can not be checked with it."""
+    environment only (``NEEDS_EPISODE``), so that a gold answer by itself cannot be checked with it."""
 
     function: Callable[[str, str, dict[str, Any]], float | tuple[float, dict[str, float]] | None]
     low: float
@@ -87,7 +87,7 @@ class _Job(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def find_reward(name: str) -> Reward:
-    """The reward called `name`.
+    """Find the reward called `name`.
 
     Raises:
         UserError: unknown, not importable, or not a reward.
@@ -108,7 +108,7 @@ def find_reward(name: str) -> Reward:
 
 @functools.lru_cache(maxsize=1024)
 def parse_spec(text: str) -> Mapping[str, float]:
-    """A ``reward_spec`` (JSON object name → weight), checked.
+    """Parse and check a ``reward_spec`` (JSON object name → weight).
 
     Raises:
         UserError: not such an object, empty, or a weight that is not finite.
@@ -126,14 +126,14 @@ def parse_spec(text: str) -> Mapping[str, float]:
 
 
 def may_pass(outcome: Outcome) -> bool:
-    """Whether judging a rollout without a score again may give one: its rewards were hindered, they did not fail by
-    themselves, which they would do again on the same text."""
+    """Return whether judging a rollout without a score again may give one: its rewards were hindered, they did not fail
+    by themselves, which they would do again on the same text."""
     reasons = [value for value in outcome.breakdown.values() if isinstance(value, str)]
     return outcome.outcome in ("timeout", "infra_error") and not any(r.startswith((RAISED, RETURNED)) for r in reasons)
 
 
 def full_marks(spec: Mapping[str, float]) -> float:
-    """The most that a completion can earn under `spec`: each reward at the end of its range that its weight favours."""
+    """Compute the most that can be earned under `spec`: each reward at the end of its range that its weight favours."""
     rewards = {name: find_reward(name) for name in spec}
     return math.fsum(w * (rewards[n].high if w > 0 else rewards[n].low) for n, w in spec.items())
 
@@ -200,7 +200,7 @@ class _Worker:
         self._start()
 
     def receive(self) -> Iterable[tuple[_Job, _Verdict]]:
-        """The verdicts that have arrived; the process is replaced if it died."""
+        """Return the verdicts that have arrived; replace the process if it died."""
         data = os.read(self.pipe, 1 << 16)
         if not data:
             return self.replace("infra_error", "the process that ran it died")
@@ -237,13 +237,13 @@ class _Worker:
 
 
 def _own_group(pid: int) -> None:
-    """Called on both sides of the fork: whoever comes first, no kill can miss."""
+    """Give a process a group of its own, on both sides of the fork: whoever comes first, no kill can miss."""
     with contextlib.suppress(PermissionError, ProcessLookupError):
         os.setpgid(pid, pid)
 
 
 def _serve(pipe: int, jobs: Sequence[_Job], rows: Sequence[Row], rewards: Mapping[str, Reward]) -> NoReturn:
-    """The child: never returns into the parent's code, and dies when the parent does."""
+    """Judge in the child, which never returns into the parent's code, and dies when the parent does."""
     try:
         _own_group(os.getpid())
         if sys.platform == "linux":
@@ -284,6 +284,6 @@ def _judge(reward: Reward, row: Row) -> _Verdict:
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised: the innermost line of the reward's own traceback."""
+    """Say where it was raised: the innermost line of the reward's own traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if len(frames) > 1 else ""

@@ -62,6 +62,7 @@ def _facts(run: Run) -> str:
     facts = {
         "pipeline": run.record.pipeline if run.record else "not known here: the run was started elsewhere",
         "state": "as its artifacts tell; its executor is elsewhere" if run.phase == "elsewhere" else run.phase,
+        "failed": "; ".join(f"{task}: {message}" for task, message in run.read_failures().items()),
         "mean reward": reward_line(run),
         "iterations": iterations_line(run),
         "ran on": ", ".join(list_devices(run.entries)),

@@ -26,6 +26,7 @@ from typing import Any
 import xxhash
 
 from tuneloop.core.artifacts import MANIFEST, File, Manifest, Role, file_digest, parse_manifest, split_ref
+from tuneloop.core.attempts import FAILURE
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store, normalize_url
 from tuneloop.local import journal
@@ -176,6 +177,13 @@ class Run:
                 )
         standing = [entry for entry in self._known.values() if f"{entry.key}/{MANIFEST}" in present]
         self.entries = sorted(standing, key=lambda e: (e.started, e.key))
+        self._failures = [key for key in committed if key.endswith(f"/{FAILURE}")]
+
+    def read_failures(self) -> dict[str, str]:
+        """Return task → why it failed, of those after which nothing was committed; only runs on KFP leave that."""
+        newest = max((entry.started for entry in self.entries), default=0.0)
+        read = {key: json.loads(Store(self.url).get(key) or b"{}") for key in self._failures}
+        return {key.removesuffix(f"/{FAILURE}"): each["message"] for key, each in read.items() if each["time"] > newest}
 
     def with_role(self, *roles: Role) -> list[Entry]:
         """List the artifacts of the stages that have one of these roles, oldest first."""

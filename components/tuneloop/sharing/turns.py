@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from tuneloop.core.errors import Interrupted, Retryable, Unavailable, UserError
 from tuneloop.core.fencing import Grant, read_clock
 from tuneloop.core.store import Conflict
+from tuneloop.core.threads import repeat_in_background
 from tuneloop.sharing.document import Document, Policy, Refused
 
 SAFE = 2 / 3
@@ -265,21 +266,16 @@ class Held:
     def renewing(self, told: Callable[[Grant], None] | None = None) -> Iterator[None]:
         """Renew on another thread until the end, or until the turn is lost."""
         tell = told or (lambda grant: None)
-        over = threading.Event()
         tell(self.grant)
 
         def renew() -> None:
-            while not over.wait(self.turns.patience / BEATS) and not self.lost.is_set():
-                try:
-                    self.beat()
-                except Exception as error:  # in trouble: again in a moment, until the clock says that it is too late
-                    log.warning("%s", error)
-                tell(self.grant)
+            if self.lost.is_set():
+                return
+            try:
+                self.beat()
+            except Exception as error:  # in trouble: again in a moment, until the clock says that it is too late
+                log.warning("%s", error)
+            tell(self.grant)
 
-        thread = threading.Thread(target=renew, daemon=True, name="turn")
-        thread.start()
-        try:
+        with repeat_in_background(renew, self.turns.patience / BEATS):
             yield
-        finally:
-            over.set()
-            thread.join()

@@ -90,7 +90,7 @@ def base_model(
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens; equal texts give equal files.
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens; equal texts give equal files.
 
     It can spell any text (all 256 bytes are in it), has ``<|im_end|>`` as the end of sequence, ``<|endoftext|>`` for
     padding, and ChatML as its chat template.
@@ -123,7 +123,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
 
 
 def _text(prompts: Artifact | None, model: str) -> Iterator[str]:
-    """What a tokenizer may learn from: training prompts and answers, demonstrations, the contents of chats."""
+    """Yield what a tokenizer may learn from: training prompts and answers, demonstrations, the contents of chats."""
     if prompts is None:
         raise UserError("--prompts", None, f"is required for {model}: its tokenizer is trained on their text")
     if not (prompts.path / "train.parquet").is_file():
@@ -154,7 +154,7 @@ def _tiny(name: str, tokenizer: Any, context: int) -> Any:
 
 
 def _pretrained(model: str, revision: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
-    """A model and its tokenizer, from a directory or the hub."""
+    """Load a model and its tokenizer, from a directory or the hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     _check_directory(model)
@@ -166,7 +166,7 @@ def _pretrained(model: str, revision: str | None, trust_remote_code: bool) -> tu
         reason = " ".join(str(error).split())[:300]
         if _unreachable(error):
             raise Retryable(f"base_model: {model}: the hub does not answer ({reason})") from error
-        raise UserError("base_model.model", model, f"can not be loaded: {reason}") from error
+        raise UserError("base_model.model", model, f"cannot be loaded: {reason}") from error
     policy, found = loaded
     if found["missing_keys"]:  # transformers would go on with random numbers
         remedy = f"its weights lack {', '.join(sorted(found['missing_keys'])[:3])}; use the config.json they came with"
@@ -199,7 +199,7 @@ def _check_directory(model: str) -> None:
 
 
 def _unreachable(error: BaseException | None) -> bool:
-    """Whether a failed connection is among the causes."""
+    """Return whether a failed connection is among the causes."""
     while error is not None:
         if isinstance(error, ConnectionError | TimeoutError) or "ConnectError" in type(error).__name__:
             return True

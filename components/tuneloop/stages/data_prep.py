@@ -49,7 +49,7 @@ SCHEMAS: dict[Split, pa.Schema] = {
 
 
 def source_digest(params: Any) -> dict[str, str]:
-    """What tells the files that a source reads from others of the same name; nothing where it reads none."""
+    """Return what tells the files that a source reads from others of the same name; nothing where it reads none."""
     try:
         digest = getattr(plugins.load_variant("data", params.source), "digest", None)
     except (ImportError, UserError):  # the stage says so, if it runs
@@ -59,7 +59,7 @@ def source_digest(params: Any) -> dict[str, str]:
 
 
 def _find(source: str, arguments: Mapping[str, Any], prefix: str) -> Callable[..., Splits]:
-    """What loads the source, which takes arguments of these names.
+    """Find what loads the source, which takes arguments of these names.
 
     Raises:
         UserError: it does not, or needs another one; with `prefix` and the argument's name as the field.
@@ -73,7 +73,7 @@ def _find(source: str, arguments: Mapping[str, Any], prefix: str) -> Callable[..
 
 
 def _fitting(arguments: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    """Refuses arguments before anything runs, where the source ships with tuneloop and what it needs is installed."""
+    """Refuse arguments before anything runs, where the source ships with tuneloop and what it needs is installed."""
     source = info.data.get("source")  # None: refused already
     if source in plugins.list_shipped_variants("data"):
         with suppress(ImportError):
@@ -95,9 +95,7 @@ def data_prep(
         Field(description="digits, functions, reasoning_gym, jsonl, huggingface, or a dotted path"),
     ] = "digits",
     source_args: Annotated[
-        dict[str, Any],
-        AfterValidator(_fitting),
-        Field(description="the source's own arguments", validate_default=True),
+        dict[str, Any], AfterValidator(_fitting), Field(description="the source's own arguments", validate_default=True)
     ] = {},  # noqa: B006
     train: Annotated[int, Field(ge=0, description="training prompts, at most: what the others leave")] = 10_000,
     eval: Annotated[int, Field(ge=0, description="held-out prompts")] = 256,
@@ -123,7 +121,7 @@ def data_prep(
 
     No prompt is in two splits or twice in one: `eval` is filled first, then `sft`, then the pairs, then `train` takes
     what is left, up to its number. Each example's solution is scored by the very rewards that will judge the policy;
-    what has no answer (prompts, demonstrations or pairs only) can not be checked, and ``facts.unchecked`` counts it.
+    what has no answer (prompts, demonstrations or pairs only) cannot be checked, and ``facts.unchecked`` counts it.
 
     Raises:
         UserError: an unknown source, argument or reward; too few examples; a gold answer that its reward rejects.
@@ -131,8 +129,7 @@ def data_prep(
     parse_spec(spec := json.dumps(rewards, sort_keys=True))
     if system is not None and not chat:
         raise UserError("data_prep.system", system, "needs --chat true")
-    order: tuple[Split, ...] = ("eval", "sft", "preference_eval", "preference", "train")
-    wanted = dict(zip(order, (eval, sft, preference_eval, preference, train)))
+    wanted = dict(zip(SCHEMAS, (eval, sft, preference_eval, preference, train)))
     splits = load_source(source, source_args, sum(wanted.values()), stage.seed("data"))
     pairs = iter(splits.train if splits.preference is None else splits.preference)
     streams = {"eval": splits.eval, "sft": splits.sft, "preference_eval": pairs, "preference": pairs}
@@ -176,7 +173,7 @@ def _check_count(source: str, name: Split, number: int, found: int) -> None:
 
 
 def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) -> Splits:
-    """The splits of a source, its arguments checked against the types that it declares.
+    """Load the splits of a source, its arguments checked against the types that it declares.
 
     Raises:
         UserError: an unknown source or argument, a wrong type, a package that is not installed.
@@ -204,7 +201,7 @@ def _rows(
     chat: bool,
     system: str | None,
 ) -> Iterator[dict[str, Any]]:
-    """Up to `number` rows with prompts that are not in `seen`; reads no further than it must."""
+    """Yield up to `number` rows with prompts that are not in `seen`; read no further than needed."""
     stream = iter(examples)
     made = 0
     while made < number and (example := next(stream, None)) is not None:
@@ -239,7 +236,7 @@ def _rows(
 
 
 def _check_form(split: Split, example: Example, completion: str | None) -> None:
-    """Whether a split can use an example of this form.
+    """Check that a split can use an example of this form.
 
     Raises:
         UserError: a demonstration without a completion, or a conversation that leaves nothing to say.
@@ -289,7 +286,7 @@ class Tally:
         self.examples += troubles[: 3 - len(self.examples)]
 
     def check(self) -> None:
-        """Whether every gold answer earned full marks.
+        """Check that every gold answer earned full marks.
 
         Raises:
             UserError: one did not; the first ones are named.

@@ -49,7 +49,7 @@ def export(
 
 
 def count_parameters(path: Path) -> int:
-    """The number of elements in a safetensors file, from its header alone."""
+    """Count the elements in a safetensors file, from its header alone."""
     with path.open("rb") as file:
         header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
     return sum(prod(about["shape"]) for name, about in header.items() if name != "__metadata__")
@@ -61,7 +61,7 @@ def copy_out(model: Path, target: Path) -> None:
     Where it is one already, nothing happens; an empty directory is replaced.
 
     Raises:
-        UserError: it holds something else, or can not be written.
+        UserError: it holds something else, or cannot be written.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         if target.is_dir() and hash_files(target) == hash_files(model):

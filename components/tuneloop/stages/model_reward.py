@@ -26,7 +26,7 @@ def model_reward(
     per_device_eval_batch_size: Annotated[int, Field(ge=1, description="rollouts in a micro-batch")] = 64,
     options: ScoringOptions,
 ) -> Results:
-    """The reward model reads the very tokens that were sampled, so it must have the policy's tokenizer.
+    """Score the very tokens that were sampled with a reward model, which must have the policy's tokenizer.
 
     Given rollouts, it scores them; given what `reward` made, it adds ``weight * score`` to the scores there, and what
     has none keeps none. ``breakdown`` holds the bare score as ``model``.
@@ -39,7 +39,7 @@ def model_reward(
 
     table = read_rollouts(rollouts)
     sequences = [a + b for a, b in zip(table["prompt_ids"].to_pylist(), table["completion_ids"].to_pylist())]
-    ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)
+    ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("load"):
         longest = max(map(len, sequences)) + 1
         model = Scorer(scorer.path / "model", ranks, max_length=longest, **options.model_options)
@@ -71,7 +71,7 @@ def read_rollouts(rollouts: Artifact) -> pa.Table:
 
 
 def with_scores(table: pa.Table, found: list[float], weight: float) -> pa.Table:
-    """`table` with the model's scores taken up in `outcome`, `score` and `breakdown`."""
+    """Return `table` with the model's scores taken up in `outcome`, `score` and `breakdown`."""
     if "score" in table.column_names:
         before = table.select(["outcome", "score", "breakdown"]).to_pylist()
         table = table.drop_columns(["outcome", "score", "breakdown"])
@@ -90,12 +90,9 @@ def with_scores(table: pa.Table, found: list[float], weight: float) -> pa.Table:
 
 
 def _score(stage: Stage, model: Any, sequences: list[list[int]], limit: int) -> list[float]:
-    from tuneloop.training import batching
-
-    lengths = [len(ids) for ids in sequences]
     found: dict[int, list[float]] = {}
     with model.frozen():
-        for micro in batching.plan_micro_batches(lengths, limit, model.ranks.world, model.packed)[model.ranks.rank]:
+        for micro in model.plan([len(ids) for ids in sequences], limit):
             checkpoint.check_stop(stage, model)
             found |= {i: [v] for i, v in zip(micro, model.scores([sequences[i] for i in micro]).tolist())}
     merged = model.ranks.merge(found)

@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
-from tuneloop.core import plugins
+from tuneloop.algorithms._objective import Completions, PolicyGradient
+from tuneloop.algorithms._terms import estimate_kl
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.component import Input, OptionalInput, Results, Stage, component
+from tuneloop.core.component import Input, OptionalInput, Results, Stage
 from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
-from tuneloop.training.options import TrainerOptions
+from tuneloop.training.lora import disable_adapters
+from tuneloop.training.options import Optimization, TrainerOptions
 from tuneloop.training.policy_gradient import Objective
 from tuneloop.training.resident import RESIDENT
 from tuneloop.training.samples import Sample, check_sampling, read_samples, to_float32
-from tuneloop.weights.publication import Weights, publish_checkpoint
+from tuneloop.weights.publication import Weights
 
 if TYPE_CHECKING:
-    from tuneloop.algorithms._objective import PolicyGradient
     from tuneloop.training.fsdp.policy import Policy
     from tuneloop.training.fsdp.ranks import Ranks
     from tuneloop.training.fsdp.trainer import Trainer
-    from tuneloop.training.options import Optimization
 
 
 def _check_schedule(max_steps: int, info: ValidationInfo) -> int:
@@ -55,14 +55,7 @@ class PolicyUpdateOptions(TrainerOptions):
     max_staleness: int = Field(0, ge=0, description="versions that rollouts may be older than the policy")
 
 
-@component(
-    "checkpoint",
-    image="trainer",
-    accelerator=True,
-    role="trainer",
-    results={"loss": float, "version": int},
-    after=publish_checkpoint,
-)
+@checkpoint.checkpoint_stage(loss=float, version=int)
 def policy_update(
     stage: Stage,
     policy: Input,
@@ -71,16 +64,11 @@ def policy_update(
     *,
     iteration: Annotated[int, Field(ge=0, description="of the loop; part of every random stream's name")] = 0,
     algorithm: Annotated[
-        str,
-        plugins.validate_variant("algorithms"),
-        epochs.algorithm_of("PolicyGradient"),
+        epochs.AlgorithmName,
+        epochs.validate_kind(PolicyGradient),
         Field(description="grpo, dr_grpo, dapo, gspo, cispo, rloo, …, or pkg.mod:attr"),
     ] = "grpo",
-    algorithm_args: Annotated[
-        dict[str, Any],
-        epochs.options_of("PolicyGradient"),
-        Field(description="the algorithm's own options", validate_default=True),
-    ] = {},  # noqa: B006
+    algorithm_args: epochs.AlgorithmArgs = {},  # noqa: B006
     options: PolicyUpdateOptions,
     reset_optimizer: Annotated[
         bool, Field(description="forget moments, step count, and that there were adapters")
@@ -102,12 +90,12 @@ def policy_update(
             at temperature 0; a missing column; no reference where `beta` is set.
         Interrupted: on SIGTERM. Nothing is kept: a retry begins anew.
     """
-    objective: PolicyGradient = epochs.open_algorithm(algorithm, algorithm_args, "PolicyGradient")
+    objective = epochs.open_algorithm(algorithm, algorithm_args, PolicyGradient)
     if objective.beta and reference is None:
         raise UserError("algorithm_args.beta", objective.beta, "needs --reference, a checkpoint; or set it to 0")
     temperature = check_sampling(policy, rewards, options.max_staleness)
     samples = read_samples(rewards, int(policy.manifest.facts["version"]), options.max_staleness)
-    ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)
+    ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("load"):
         trainer, optimizer = open_trainer(stage, policy, ranks, options, reset_optimizer)
         trainer.max_length = max(len(sample.document.ids) for sample in samples)
@@ -136,7 +124,7 @@ def policy_update(
 def open_trainer(
     stage: Stage, policy: Artifact, ranks: Ranks, options: PolicyUpdateOptions, reset: bool
 ) -> tuple[Trainer, str]:
-    """The trainer of `policy`, and what became of the optimizer's state.
+    """Open the trainer of `policy`, and say what became of the optimizer's state.
 
     Adapters are carried on together with it; where it is fresh they begin anew, over the model with the old ones in it.
     Where this very process wrote `policy`, its trainer is taken up again (`tuneloop.training.resident`).
@@ -162,7 +150,7 @@ def open_trainer(
 def why_fresh(
     state: Mapping[str, Any] | None, optimization: Optimization, about: Mapping[str, Any], reset: bool
 ) -> str | None:
-    """Why the optimizer can not go on from ``trainer/state.json``; None where it can."""
+    """Say why the optimizer cannot go on from ``trainer/state.json``; None where it can."""
     if state is None:
         return "the checkpoint has no trainer state"
     if reset:
@@ -176,7 +164,7 @@ def why_fresh(
 def take_steps(
     stage: Stage, trainer: Trainer, learner: Objective, samples: Sequence[Sample], updates: int, *, watch: bool
 ) -> list[float]:
-    """Take an optimizer step on each mini-batch that has something to teach; the losses.
+    """Take an optimizer step on each mini-batch that has something to teach; return the losses.
 
     Args:
         updates: mini-batches.
@@ -198,9 +186,6 @@ def take_steps(
 def give_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None:
     """Set the advantages of all samples, and with them which of them count and which are used."""
     import torch
-
-    from tuneloop.algorithms._objective import Completions
-    from tuneloop.algorithms._terms import estimate_kl
 
     targets = torch.tensor([s.document.target_count for s in samples])
     kl = None
@@ -247,10 +232,9 @@ def mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[li
 
 @contextmanager
 def reference_policy(reference: Artifact, trainer: Trainer, options: PolicyUpdateOptions) -> Iterator[Policy]:
-    """The reference, for scoring: another model, or the trainer's own without adapters, where they are all that parts
-    the two."""
+    """Open the reference for scoring: another model, or the trainer's own without adapters, where they are all that
+    parts the two."""
     from tuneloop.training.fsdp.policy import Policy
-    from tuneloop.training.lora import disable_adapters
 
     if trainer.lora and trainer.base.manifest.digest == reference.manifest.digest:
         with disable_adapters(trainer.model):
@@ -265,14 +249,8 @@ def reference_policy(reference: Artifact, trainer: Trainer, options: PolicyUpdat
 def _report(stage: Stage, samples: Sequence[Sample], iteration: int, steps: int) -> None:
     scored = [sample for sample in samples if sample.score is not None]
     used = [sample for sample in samples if sample.used]
-    about = {
-        "rollouts": len(samples),
-        "scored": len(scored),
-        "used": len(used),
-        "updates": steps,
-        "iteration": iteration,
-    }
-    stage.facts.update(about)
+    counts = {"rollouts": len(samples), "scored": len(scored), "used": len(used), "updates": steps}
+    stage.facts.update(counts, iteration=iteration)
     if not steps:
         why = "no rollout has a score" if not scored else "in every group all rewards are equal"
         stage.facts["skipped"] = f"{why}: no step taken, same parameters"

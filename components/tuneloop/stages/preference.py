@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from tuneloop.core import plugins
+from tuneloop.algorithms._preference import Judged, Preference
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.options import PairOptions
-from tuneloop.training.pairs import (
-    Mismatched,
-    Pairs,
-    Split,
-    check_fits,
-    plan_pairs,
-    read_pairs,
-    score_documents,
-    sum_logprobs,
-)
-from tuneloop.weights.publication import Weights, publish_checkpoint
+from tuneloop.training.pairs import Mismatched, Pairs, Split, check_fits, read_pairs, score_documents, sum_logprobs
+from tuneloop.weights.publication import Weights
 
 if TYPE_CHECKING:
-    from tuneloop.algorithms._preference import Preference
     from tuneloop.training.fsdp.trainer import Trainer
 
 Reference = Mapping[str, np.ndarray]
 """``chosen``, ``rejected``, and where KTO needs them ``chosen_kl``, ``rejected_kl``: float64 ``[pairs]`` each."""
 
 
-@component(
-    "checkpoint",
-    image="trainer",
-    accelerator=True,
-    role="trainer",
-    results={"loss": float, "accuracy": float, "version": int},
-    after=publish_checkpoint,
-)
+@checkpoint.checkpoint_stage(loss=float, accuracy=float, version=int)
 def preference(
     stage: Stage,
     policy: Input,
@@ -51,16 +34,9 @@ def preference(
     logprobs: Input,
     *,
     algorithm: Annotated[
-        str,
-        plugins.validate_variant("algorithms"),
-        epochs.algorithm_of("Preference"),
-        Field(description="dpo, ipo, kto, or pkg.mod:attr"),
+        epochs.AlgorithmName, epochs.validate_kind(Preference), Field(description="dpo, ipo, kto, or pkg.mod:attr")
     ] = "dpo",
-    algorithm_args: Annotated[
-        dict[str, Any],
-        epochs.options_of("Preference"),
-        Field(description="the algorithm's own options", validate_default=True),
-    ] = {},  # noqa: B006
+    algorithm_args: epochs.AlgorithmArgs = {},  # noqa: B006
     options: PairOptions,
     weights: Weights = None,
     seed: int = 0,
@@ -76,8 +52,8 @@ def preference(
     """
     from tuneloop.training.fsdp.trainer import Trainer
 
-    objective: Preference = epochs.open_algorithm(algorithm, algorithm_args, "Preference")
-    ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)
+    objective = epochs.open_algorithm(algorithm, algorithm_args, Preference)
+    ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("data"):
         pairs = read_pairs(prompts, policy, "preference")
         reference = read_reference(logprobs, pairs, "preference", objective.needs_kl)
@@ -89,8 +65,7 @@ def preference(
     with stage.timed("evaluate"):
         before = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
     learner = Learner(stage, trainer, objective, pairs, reference, options.per_device_train_batch_size)
-    batch = options.per_device_train_batch_size * options.gradient_accumulation_steps * ranks.world
-    loss = epochs.train_epochs(stage, trainer, len(pairs), batch, options.max_steps, options.save_steps, learner.step)
+    loss = epochs.train_epochs(stage, trainer, len(pairs), options, learner.step)
     with stage.timed("evaluate"):
         after = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
     stage.facts.update(accuracy_before=before, reference=logprobs.manifest.facts["digest"])
@@ -100,7 +75,7 @@ def preference(
 
 
 def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: bool) -> Reference:
-    """What the reference says of `pairs`, in their order.
+    """Read what the reference says of `pairs`, in their order.
 
     Raises:
         UserError: it saw other pairs or other tokens, or not what KTO needs.
@@ -128,29 +103,22 @@ class Learner:
     """Steps on pairs, at most `limit` of them at once."""
 
     def __init__(
-        self,
-        stage: Stage,
-        trainer: Trainer,
-        objective: Preference,
-        pairs: Pairs,
-        reference: Reference,
-        limit: int,
+        self, stage: Stage, trainer: Trainer, objective: Preference, pairs: Pairs, reference: Reference, limit: int
     ) -> None:
         self.stage, self.trainer, self.objective = stage, trainer, objective
         self.pairs, self.reference, self.limit = pairs, reference, limit
         self.others = Mismatched(pairs) if objective.needs_kl else []
 
     def step(self, chosen: list[int]) -> tuple[dict[str, float], int]:
-        """One optimizer step; see `epochs.Step`."""
+        """Take one optimizer step; see `epochs.Step`."""
         import torch
-
-        from tuneloop.algorithms._preference import Judged
 
         picked = [self.pairs[i] for i in chosen]
         divergence = self._divergence(chosen)
         torch.manual_seed(self.stage.seed("dropout", self.trainer.step, self.stage.rank))
         totals: dict[str, float] = {}
-        for micro in self.trainer.accumulate(plan_pairs(self.trainer, picked, self.limit)):
+        plan = self.trainer.plan([pair.length for pair in picked], self.limit)
+        for micro in self.trainer.accumulate(plan):
             pairs = [picked[i] for i in micro]
             documents = [document for pair in pairs for document in pair.documents()]
             found = sum_logprobs(self.trainer, documents)
@@ -172,7 +140,7 @@ class Learner:
         return measures | ({"kl": divergence} if self.others else {}), sum(pair.length for pair in picked)
 
     def _divergence(self, chosen: list[int]) -> float:
-        """The mean log-ratio over mismatched completions of this step, at least 0, without gradient."""
+        """Compute the mean log-ratio over mismatched completions of this step, at least 0, without gradient."""
         if not self.others:
             return 0.0
         documents = [self.others[place] for i in chosen for place in (2 * i, 2 * i + 1)]

@@ -38,7 +38,7 @@ def reference_logprobs(
     """
     from tuneloop.training.fsdp.policy import Policy
 
-    ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)
+    ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("load"):
         model = Policy(checkpoint.model_dir(policy), ranks, **options.model_options)
         checkpoint.load_masters(model, policy)

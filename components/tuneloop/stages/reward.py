@@ -79,7 +79,7 @@ def reward(
 
 
 def _write(rollouts: Path, outcomes: Sequence[Outcome], scored: Path) -> None:
-    """The rollouts with their outcomes, a row group after the other."""
+    """Write the rollouts with their outcomes, a row group after the other."""
     file, left = pq.ParquetFile(rollouts), iter(outcomes)
     added = pa.schema({"outcome": pa.string(), "score": pa.float32(), "breakdown": pa.string()})
     with pq.ParquetWriter(scored, pa.schema([*file.schema_arrow, *added])) as out:
@@ -92,7 +92,7 @@ def _write(rollouts: Path, outcomes: Sequence[Outcome], scored: Path) -> None:
 
 
 def summarize_rewards(rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What `reward` says of its output; rows without a score count in `outcomes` alone. One must have a score."""
+    """Summarize the output of `reward`; rows without a score count in `outcomes` alone. One must have a score."""
     scores: list[float] = []
     solved: list[bool] = []
     groups: dict[str, list[float]] = defaultdict(list)

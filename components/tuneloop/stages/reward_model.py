@@ -11,7 +11,7 @@ from pydantic import Field
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.options import PairOptions
-from tuneloop.training.pairs import Pair, check_fits, plan_pairs, read_pairs
+from tuneloop.training.pairs import Pair, check_fits, read_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ def reward_model(
     """
     from tuneloop.training.scorer import ScoreTrainer
 
-    ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)
+    ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("data"):
         pairs = read_pairs(prompts, policy, "preference")
         held_out = read_pairs(prompts, policy, "preference_eval") or pairs
@@ -53,8 +53,7 @@ def reward_model(
         measures = train_step(stage, trainer, picked, options.per_device_train_batch_size, center_rewards_coefficient)
         return measures, sum(pair.length for pair in picked)
 
-    batch = options.per_device_train_batch_size * options.gradient_accumulation_steps * ranks.world
-    loss = epochs.train_epochs(stage, trainer, len(pairs), batch, options.max_steps, options.save_steps, step)
+    loss = epochs.train_epochs(stage, trainer, len(pairs), options, step)
     with stage.timed("evaluate"):
         right = compute_accuracy(stage, trainer, held_out, options.per_device_train_batch_size)
     with stage.timed("save"):
@@ -70,12 +69,12 @@ def reward_model(
 def train_step(
     stage: Stage, trainer: ScoreTrainer, pairs: Sequence[Pair], limit: int, center: float
 ) -> dict[str, float]:
-    """One optimizer step on `pairs`, which every rank is given all of; its measures, under TRL's names."""
+    """Take one optimizer step on `pairs`, which every rank is given all of; its measures, under TRL's names."""
     import torch
 
     torch.manual_seed(stage.seed("dropout", trainer.step, stage.rank))
     totals = torch.zeros(3, dtype=torch.float64)
-    for micro in trainer.accumulate(plan_pairs(trainer, pairs, limit)):
+    for micro in trainer.accumulate(trainer.plan([pair.length for pair in pairs], limit)):
         chosen, rejected = _scores(trainer, [pairs[i] for i in micro])
         loss = bradley_terry(chosen, rejected, center).sum() / len(pairs)
         loss.backward()
@@ -89,7 +88,7 @@ def train_step(
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, center: float) -> Tensor:
-    """The loss of each pair: minus the log-probability that the chosen one wins, and the pull of the sum to 0."""
+    """Compute each pair's loss: minus the log-probability that the chosen one wins, and the pull of the sum to 0."""
     from torch.nn.functional import logsigmoid
 
     return center * (chosen + rejected).square() - logsigmoid(chosen - rejected)
@@ -99,7 +98,7 @@ def compute_accuracy(stage: Stage, scorer: Scorer, pairs: Sequence[Pair], limit:
     """Compute the share of pairs whose chosen completion scores above the rejected one."""
     right = 0.0
     with scorer.frozen():
-        for micro in plan_pairs(scorer, pairs, limit):
+        for micro in scorer.plan([pair.length for pair in pairs], limit):
             checkpoint.check_stop(stage, scorer)
             chosen, rejected = _scores(scorer, [pairs[i] for i in micro])
             right += float((chosen > rejected).sum())
@@ -107,7 +106,7 @@ def compute_accuracy(stage: Stage, scorer: Scorer, pairs: Sequence[Pair], limit:
 
 
 def _scores(scorer: Scorer, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-    """Of the chosen and of the rejected ones, ``[pairs]`` each."""
+    """Score the chosen and the rejected ones, ``[pairs]`` each."""
     found = scorer.scores([d.ids for pair in pairs for d in pair.documents()])
     chosen, rejected = found.view(-1, 2).unbind(1)
     return chosen, rejected

@@ -5,27 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 from array import array
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.seeds import derive_seed
 from tuneloop.formats import rollouts
-from tuneloop.inference.generate import (
-    CanaryTolerance,
-    Endpoint,
-    EngineArgs,
-    EngineName,
-    Job,
-    MaxTokens,
-    Prompts,
-    TimeoutS,
-    generate_completions,
-    input_identity,
-    open_engine,
-)
-from tuneloop.inference.multi_turn import EnvironmentArgs, EnvironmentName, KeepReasoning, MaxTurns, Play
+from tuneloop.inference import generate
+from tuneloop.inference.generate import SamplingOptions
 
 
 def _uncut(off: float) -> AfterValidator:
@@ -40,37 +28,31 @@ def _uncut(off: float) -> AfterValidator:
     return AfterValidator(check)
 
 
+class RolloutOptions(SamplingOptions):
+    """What is sampled."""
+
+    flags: ClassVar[tuple[str, ...]] = (
+        *("engine", "endpoint", "iteration", "prompts_per_iteration", "n", "temperature", "top_p", "top_k"),
+        *generate.SHARED_FLAGS,
+    )
+
+    iteration: int = Field(0, ge=0, description="which batch of prompts")
+    prompts_per_iteration: int = Field(16, ge=1, description="prompts in a batch")
+    n: int = Field(8, ge=1, le=100, description="completions a prompt")
+    temperature: float = Field(1.0, ge=0.01, description="of the sampled distribution")
+    top_p: Annotated[float, _uncut(1.0)] = Field(1.0, description="must stay 1")
+    top_k: Annotated[int, _uncut(-1)] = Field(-1, description="must stay -1")
+
+
 @component(
     "rollouts",
     image="rollout",
     accelerator=True,
     role="sampler",
     results={"completions": int, "mean_length": float},
-    identity=input_identity,
+    identity=generate.input_identity,
 )
-def rollout(
-    stage: Stage,
-    policy: Input,
-    prompts: Input,
-    *,
-    engine: EngineName = "vllm",
-    endpoint: Endpoint = None,
-    iteration: Annotated[int, Field(ge=0, description="which batch of prompts")] = 0,
-    prompts_per_iteration: Annotated[int, Field(ge=1, description="prompts in a batch")] = 16,
-    n: Annotated[int, Field(ge=1, le=100, description="completions a prompt")] = 8,
-    temperature: Annotated[float, Field(ge=0.01, description="of the sampled distribution")] = 1.0,
-    top_p: Annotated[float, _uncut(1.0), Field(description="must stay 1")] = 1.0,
-    top_k: Annotated[int, _uncut(-1), Field(description="must stay -1")] = -1,
-    max_tokens: MaxTokens = 64,
-    environment: EnvironmentName = None,
-    environment_args: EnvironmentArgs = {},  # noqa: B006
-    max_turns: MaxTurns = 8,
-    keep_reasoning: KeepReasoning = False,
-    seed: int = 0,
-    canary_tolerance: CanaryTolerance = 0.05,
-    engine_args: EngineArgs = {},  # noqa: B006
-    timeout_s: TimeoutS = 600.0,
-) -> Results:
+def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOptions) -> Results:
     """Generate `n` completions for each prompt of the iteration's batch; with an environment, `n` episodes.
 
     The batch is a function of (seed, iteration): prompts come from a permutation of ``train.parquet`` for each epoch.
@@ -78,20 +60,16 @@ def rollout(
     log-probabilities, and by the version on every completion.
 
     Raises:
-        UserError: data or options that can not work.
+        UserError: data or options that cannot work.
         Retryable: the server is away, breaks off or keeps silent.
         StaleWeights: the engine serves other weights.
     """
-    train = Prompts(prompts, "train")
-    chosen = train.rows(select_prompt_indices(len(train), prompts_per_iteration, seed, iteration))
+    train, iteration = generate.Prompts(prompts, "train"), options.iteration
+    chosen = train.rows(select_prompt_indices(len(train), options.prompts_per_iteration, options.seed, iteration))
     groups = [f"i{iteration:06d}-p{p:05d}" for p in range(len(chosen))]
-    play = Play.of(environment, environment_args, max_turns, keep_reasoning)
-    job = Job(chosen, groups, n, temperature, max_tokens, play)
-    served = open_engine(engine, endpoint, engine_args, timeout_s)
-    try:
-        tokenizer, requests, completions = generate_completions(stage, policy, job, served, canary_tolerance)
-    finally:
-        served.close()
+    with generate.open_engine(options) as engine:
+        job = generate.Job(chosen, groups, options.n, options)
+        tokenizer, requests, completions = generate.generate_completions(stage, policy, job, engine)
     rows = (rollouts.make_rows(tokenizer, *each) for each in zip(chosen, requests, completions))
     rollouts.write_rollouts(stage.out, itertools.chain.from_iterable(rows))
     made = [said for group in completions for said in group]

@@ -10,15 +10,15 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
-from tuneloop.formats.token_files import Corpus
+from tuneloop.formats.token_files import Corpus, Document
+from tuneloop.formats.tokens import encode_completion, encode_conversation, encode_prompt, load_tokenizer
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.options import TrainerOptions
-from tuneloop.weights.publication import Weights, publish_checkpoint
+from tuneloop.weights.publication import Weights
 
 if TYPE_CHECKING:
-    from tuneloop.formats.token_files import Document
     from tuneloop.training.fsdp.trainer import Trainer
 
 COLUMNS = ("id", "prompt", "chat", "completion")
@@ -37,22 +37,9 @@ class SftOptions(TrainerOptions):
     adam_beta2: float = Field(0.95, ge=0, lt=1)
 
 
-@component(
-    "checkpoint",
-    image="trainer",
-    accelerator=True,
-    role="trainer",
-    results={"loss": float, "version": int},
-    after=publish_checkpoint,
-)
+@checkpoint.checkpoint_stage(loss=float, version=int)
 def sft(
-    stage: Stage,
-    policy: Input,
-    prompts: Input,
-    *,
-    options: SftOptions,
-    weights: Weights = None,
-    seed: int = 0,
+    stage: Stage, policy: Input, prompts: Input, *, options: SftOptions, weights: Weights = None, seed: int = 0
 ) -> Results:
     """Fine-tune on demonstrations: cross-entropy of the completion's tokens and its end of sequence.
 
@@ -66,7 +53,7 @@ def sft(
     """
     from tuneloop.training.fsdp.trainer import Trainer
 
-    ranks = checkpoint.open_ranks(stage, options.device, options.expected_world_size)
+    ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("data"):
         documents = read_demonstrations(prompts, checkpoint.model_dir(policy), options.max_length)
     with stage.timed("load"):
@@ -74,7 +61,6 @@ def sft(
         extremes = {name: [document] for name, document in documents.extremes.items()}
         epochs.check_fits(extremes, trainer, options.max_length)
     stage.log(f"{len(documents)} demonstrations, {trainer.chosen()}")
-    batch = options.per_device_train_batch_size * options.gradient_accumulation_steps * ranks.world
 
     def step(chosen: list[int]) -> tuple[dict[str, float], int]:
         picked = [documents[i] for i in chosen]
@@ -83,13 +69,13 @@ def sft(
         measures = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "targets": targets}
         return measures, sum(len(document.ids) for document in picked)
 
-    loss = epochs.train_epochs(stage, trainer, len(documents), batch, options.max_steps, options.save_steps, step)
+    loss = epochs.train_epochs(stage, trainer, len(documents), options, step)
     version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype)
     return {"loss": loss, "version": version}
 
 
 def train_step(stage: Stage, trainer: Trainer, documents: Sequence[Document], limit: int) -> tuple[float, float, float]:
-    """One optimizer step on `documents`, which every rank is given all of.
+    """Take one optimizer step on `documents`, which every rank is given all of.
 
     Returns:
         Mean negative log-probability of a target, gradient norm before clipping, learning rate.
@@ -99,7 +85,7 @@ def train_step(stage: Stage, trainer: Trainer, documents: Sequence[Document], li
     torch.manual_seed(stage.seed("dropout", trainer.step, stage.rank))
     targets = sum(document.target_count for document in documents)
     total = 0.0
-    for micro in trainer.accumulate(trainer.plan(documents, limit)):
+    for micro in trainer.accumulate(trainer.plan([len(document.ids) for document in documents], limit)):
         logprobs, _ = trainer.logprobs([documents[i] for i in micro])
         loss = -logprobs.sum() / targets
         loss.backward()
@@ -109,21 +95,19 @@ def train_step(stage: Stage, trainer: Trainer, documents: Sequence[Document], li
 
 
 def read_demonstrations(prompts: Artifact, model: Path, max_length: int) -> Corpus:
-    """The demonstrations, tokenized, never all in memory at once.
+    """Read the demonstrations, tokenized, never all in memory at once.
 
     A target is every completion token, or in a conversation all that the assistant says.
 
     Raises:
         UserError: none, a missing column, or one longer than `max_length`.
     """
-    from tuneloop.formats.tokens import load_tokenizer
-
     if "sft.parquet" not in prompts.manifest.files:
         raise UserError("--prompts", prompts.url, "holds no sft.parquet; give it what data_prep commits")
     table = pq.ParquetFile(prompts.path / "sft.parquet")
     for column in COLUMNS:
         if column not in table.schema_arrow.names:
-            raise UserError("--prompts", column, f"is no column of {prompts.url}/sft.parquet; make the data again")
+            raise UserError("--prompts", column, f"is not a column of {prompts.url}/sft.parquet; make the data again")
     if not table.metadata.num_rows:
         raise UserError("--prompts", prompts.url, "holds no demonstrations; raise data_prep's sft, or leave sft out")
     tokenizer = load_tokenizer(model)
@@ -133,9 +117,6 @@ def read_demonstrations(prompts: Artifact, model: Path, max_length: int) -> Corp
 
 
 def _tokenize(row: dict[str, Any], tokenizer: Any, max_length: int) -> Document:
-    from tuneloop.formats.token_files import Document
-    from tuneloop.formats.tokens import encode_completion, encode_conversation, encode_prompt
-
     if row["completion"] is None:
         ids, targets = encode_conversation(tokenizer, row["prompt"])
     else:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.core.artifacts import Artifact, dump_canonical_json
-from tuneloop.core.component import Stage
+from tuneloop.core.component import Component, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import canary_ids, canary_logprobs
+from tuneloop.training.options import TrainerOptions
+from tuneloop.weights.publication import publish_checkpoint
 
 if TYPE_CHECKING:
     from tuneloop.training.fsdp.policy import Policy
@@ -25,8 +28,15 @@ if TYPE_CHECKING:
     from tuneloop.training.fsdp.trainer import Trainer
 
 
+def checkpoint_stage(**results: type) -> Callable[[Callable[..., Results]], Component]:
+    """Make a stage of a function that trains a policy: its checkpoint is committed, and then published."""
+    return component(
+        "checkpoint", image="trainer", accelerator=True, role="trainer", results=results, after=publish_checkpoint
+    )
+
+
 def model_dir(policy: Artifact) -> Path:
-    """The directory ``model/`` of a checkpoint.
+    """Return the directory ``model/`` of a checkpoint.
 
     Raises:
         UserError: `policy` is not one.
@@ -37,25 +47,25 @@ def model_dir(policy: Artifact) -> Path:
 
 
 def trainer_state(policy: Artifact) -> dict[str, Any] | None:
-    """``trainer/state.json``, or None where nothing has been trained yet."""
+    """Read ``trainer/state.json``; None where nothing has been trained yet."""
     if "trainer/state.json" not in policy.manifest.files:
         return None
     state: dict[str, Any] = json.loads((policy.path / "trainer" / "state.json").read_text())
     return state
 
 
-def open_ranks(stage: Stage, device: Any, expected_world_size: int | None) -> Ranks:
-    """The processes that train; says where, and loudly when a CPU stands in for a GPU.
+def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
+    """Bring the processes that train together; say where, and loudly when a CPU stands in for a GPU.
 
     Raises:
         UserError: another device or number of processes than was asked for.
     """
     from tuneloop.training.fsdp.ranks import Ranks
 
-    ranks = Ranks(device, expected_world_size)
+    ranks = Ranks(options.device, options.expected_world_size)
     stage.barrier = ranks.barrier
     stage.facts.update(device=ranks.device.type, world_size=ranks.world)
-    if device == "auto" and ranks.device.type == "cpu":
+    if options.device == "auto" and ranks.device.type == "cpu":
         stage.facts["device_fallback"] = "no CUDA device: the CPU stands in"
         stage.log("no CUDA device here: training on the CPU")
     return ranks
@@ -82,7 +92,7 @@ def load_masters(target: Policy, policy: Artifact) -> None:
 
 
 def lora_base(policy: Artifact) -> Artifact:
-    """The checkpoint that the adapters in ``trainer/`` belong to.
+    """Open the checkpoint that the adapters in ``trainer/`` belong to.
 
     Raises:
         UserError: it is gone.
@@ -135,7 +145,7 @@ def write_checkpoint(
 
 
 def _canary_ids(policy: Artifact, vocab_size: int) -> list[int]:
-    """The input's, which keep to tokens that its tokenizer knows."""
+    """Return the ids of the input's canary, which keep to tokens that its tokenizer knows."""
     if "canary.json" not in policy.manifest.files:
         return canary_ids(vocab_size)
     ids: list[int] = json.loads((policy.path / "canary.json").read_text())["ids"]

@@ -4,61 +4,55 @@ train."""
 from __future__ import annotations
 
 import functools
-import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, ValidationError, ValidationInfo
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, ValidationInfo
 
+from tuneloop.algorithms._objective import PolicyGradient
+from tuneloop.algorithms._preference import Preference
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact, dump_canonical_json
 from tuneloop.core.component import Stage, from_validation
 from tuneloop.core.errors import UserError
+from tuneloop.formats.token_files import Document
 from tuneloop.training import checkpoint
+from tuneloop.training.options import Optimization, TrainerOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tuneloop.formats.token_files import Document
     from tuneloop.training.fsdp.policy import Policy
     from tuneloop.training.fsdp.ranks import Ranks
-    from tuneloop.training.options import Optimization, TrainerOptions
 
-Kind = Literal["PolicyGradient", "Preference"]
-KINDS: dict[Kind, tuple[str, str]] = {
-    "PolicyGradient": (
-        "tuneloop.algorithms._objective",
-        "is no policy gradient; preferences are for the stage preference",
-    ),
-    "Preference": (
-        "tuneloop.algorithms._preference",
-        "learns from rewards, not from pairs; that is for the stage policy_update",
-    ),
+Kind = TypeVar("Kind", bound=BaseModel)
+OTHER_KIND: dict[type[BaseModel], str] = {
+    PolicyGradient: "is not a policy gradient; preferences are for the stage preference",
+    Preference: "learns from rewards, not from pairs; that is for the stage policy_update",
 }
-"""Of algorithms: where the class is, and what to say of one that is not of it."""
+"""Kind of algorithm that is wanted → what to say of one of another kind."""
 
 Step = Callable[[list[int]], tuple[dict[str, float], int]]
 """Takes one optimizer step on the examples of these indices; its measures, `loss` first of all, and its tokens."""
 
 
-def find_algorithm(name: str, kind: Kind) -> Any:
-    """The class of the algorithm called `name`.
+def find_algorithm(name: str, kind: type[Kind]) -> type[Kind]:
+    """Find the class of the algorithm called `name`.
 
     Raises:
         UserError: unknown, or of another kind.
     """
-    module, remedy = KINDS[kind]
     found = plugins.load_variant("algorithms", name, "Algorithm")
-    if not (isinstance(found, type) and issubclass(found, getattr(importlib.import_module(module), kind))):
-        raise UserError("algorithm", name, remedy)
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise UserError("algorithm", name, OTHER_KIND[kind])
     return found
 
 
-def open_algorithm(name: str, options: dict[str, Any], kind: Kind, prefix: str = "algorithm_args.") -> Any:
-    """The algorithm called `name`, with its own options: a model of class `kind`; `prefix` begins their fields.
+def open_algorithm(name: str, options: dict[str, Any], kind: type[Kind], prefix: str = "algorithm_args.") -> Kind:
+    """Make the algorithm called `name` with its own options, whose names follow `prefix` in errors.
 
     Raises:
         UserError: unknown, of another kind, or an option that is unknown or impossible.
@@ -74,9 +68,9 @@ def open_algorithm(name: str, options: dict[str, Any], kind: Kind, prefix: str =
         raise from_validation(error, prefix) from None
 
 
-def algorithm_of(kind: Kind) -> AfterValidator:
-    """Marks a parameter that names an algorithm: one that ships with tuneloop and is of another kind is refused before
-    anything runs. What else there is may be installed only where the stage runs."""
+def validate_kind(kind: type[BaseModel]) -> AfterValidator:
+    """Return a validator that refuses an algorithm of another kind that ships with tuneloop. What else there is may be
+    installed only where the stage runs."""
 
     def check(name: str) -> str:
         if name in plugins.list_shipped_variants("algorithms"):
@@ -89,20 +83,24 @@ def algorithm_of(kind: Kind) -> AfterValidator:
     return AfterValidator(check)
 
 
-def options_of(kind: Kind) -> AfterValidator:
-    """Marks the parameter with the options of the algorithm that the parameter ``algorithm`` before it names."""
+def _check_algorithm_args(options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    name = info.data.get("algorithm")  # None: refused already
+    if name in plugins.list_shipped_variants("algorithms"):
+        open_algorithm(name, options, BaseModel, "")
+    return options
 
-    def check(options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        name = info.data.get("algorithm")  # None: refused already
-        if name in plugins.list_shipped_variants("algorithms"):
-            open_algorithm(name, options, kind, "")
-        return options
 
-    return AfterValidator(check)
+AlgorithmName = Annotated[str, plugins.validate_variant("algorithms")]
+AlgorithmArgs = Annotated[
+    dict[str, Any],
+    AfterValidator(_check_algorithm_args),
+    Field(description="the algorithm's own options", validate_default=True),
+]
+"""Options of the algorithm that the parameter ``algorithm`` before it names."""
 
 
 def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: Ranks, options: TrainerOptions) -> Any:
-    """A trainer with a stage's options.
+    """Open a trainer with a stage's options.
 
     Args:
         kind: the class.
@@ -118,7 +116,7 @@ def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: Ranks, option
 def new_trainer(
     stage: Stage, kind: Any, policy: Artifact, ranks: Ranks, optimization: Optimization, about: Mapping[str, Any]
 ) -> Any:
-    """A trainer of the model in `policy`, before its masters are read; adapters begin the same on all ranks."""
+    """Make a trainer of the model in `policy`, before its masters are read; adapters begin the same on all ranks."""
     import torch
 
     torch.manual_seed(stage.seed("adapters"))
@@ -127,10 +125,8 @@ def new_trainer(
     return trainer
 
 
-def train_epochs(
-    stage: Stage, trainer: Any, count: int, batch: int, max_steps: int, save_steps: int, step: Step
-) -> float:
-    """Train up to `max_steps`, from where an earlier attempt stopped, and return the last loss.
+def train_epochs(stage: Stage, trainer: Any, count: int, options: TrainerOptions, step: Step) -> float:
+    """Train up to ``options.max_steps``, from where an earlier attempt stopped, and return the last loss.
 
     Examples come in epochs, each in a random order that is a function of (seed, epoch): resuming must know the step
     and the batch alone. A resumed run keeps the batch it began with, whatever its number of processes: steps stay the
@@ -140,15 +136,14 @@ def train_epochs(
         stage: gets metrics, resume points, and ``timings.tokens_per_s``.
         trainer: of `tuneloop.training.fsdp`.
         count: of examples.
-        batch: examples in a step, over all processes.
-        max_steps: optimizer steps in all.
-        save_steps: a resume point each so many steps; 0: on SIGTERM only.
+        options: say how many steps, how many examples in each, and how often to save a resume point.
         step: see `Step`.
 
     Raises:
         Interrupted: after SIGTERM, once a resume point is committed.
     """
-    batch = _resume(stage, trainer, batch)
+    max_steps, examples = options.max_steps, options.per_device_train_batch_size * options.gradient_accumulation_steps
+    batch = _resume(stage, trainer, examples * trainer.ranks.world)
     bar = stage.progress(max_steps, "steps", trainer.step)
     loss, seen, began = float("nan"), 0, time.perf_counter()
     second = min(trainer.step + 1, max_steps - 1)  # the first one warms up
@@ -160,7 +155,7 @@ def train_epochs(
             stage.metric(trainer.step, **measures)
             loss, seen = measures["loss"], seen + tokens
             bar.update(trainer.step, loss=loss)
-            due = save_steps and trainer.step % save_steps == 0
+            due = options.save_steps and trainer.step % options.save_steps == 0
             if (stop or due) and trainer.step < max_steps:
                 stage.save_resume(trainer.step, lambda path: _write_resume(stage, trainer, batch, path))
                 if stop:  # a signal that came while saving is for the next step: no rank leaves alone, none is lost
@@ -183,14 +178,14 @@ def draw_indices(stage: Stage, count: int, start: int, batch: int) -> list[int]:
 
 @functools.lru_cache(2)
 def _shuffled(count: int, seed: int) -> Tensor:
-    """0 … count - 1 in random order, int64; kept, for every step of an epoch asks for the same one."""
+    """Shuffle 0 … count - 1 (int64); the result is kept, for every step of an epoch asks for the same one."""
     import torch
 
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
 def check_fits(documents: Mapping[str, Sequence[Document]], policy: Policy, max_length: int) -> None:
-    """Whether a model can take all documents of all examples.
+    """Check that a model can take all documents of all examples.
 
     Raises:
         UserError: one is longer than `max_length` or the model's context, or its tokens are beyond the vocabulary.
@@ -207,7 +202,7 @@ def check_fits(documents: Mapping[str, Sequence[Document]], policy: Policy, max_
 
 
 def _resume(stage: Stage, trainer: Any, batch: int) -> int:
-    """Go on from where an earlier attempt was interrupted; the batch that it had."""
+    """Go on from where an earlier attempt was interrupted, and return the batch that it had."""
     point = stage.latest_resume()
     if point is None:
         return batch

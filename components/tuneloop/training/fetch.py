@@ -25,7 +25,7 @@ def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
     """Copy `source` to the directory `into`, under a temporary name first; what an earlier call put there goes.
 
     Raises:
-        UserError: nothing is committed there, the artifact has no such part, or rows that `messages` can not be;
+        UserError: nothing is committed there, the artifact has no such part, or rows that `messages` cannot be;
             `into` holds something that no earlier call put there.
     """
     into = into.resolve()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from typing import Any
 
 from tuneloop.core.errors import UserError
 
@@ -35,10 +34,3 @@ def check_hardware_options(
         raise UserError("--use-liger-kernel", True, "its kernels run on a GPU only, and this is a CPU; leave it out")
     if use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
         raise UserError("--use-liger-kernel", True, "needs the package: pip install liger-kernel, or leave it out")
-
-
-def use_liger_kernel(model: Any) -> None:
-    """Replace parts of a model of transformers; never its loss or output layer, which the trainer has its own for."""
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)

@@ -50,7 +50,7 @@ class Optimization:
     max_grad_norm: float
 
     def rate(self, step: int) -> float:
-        """The learning rate of `step`, counted from 1."""
+        """Compute the learning rate of `step`, counted from 1."""
         if step <= self.warmup_steps:
             return self.learning_rate * step / self.warmup_steps
         if self.lr_scheduler_type == "constant":

@@ -14,13 +14,13 @@ import xxhash
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
 from tuneloop.core.errors import UserError
-from tuneloop.formats.token_files import Corpus, Places
+from tuneloop.formats.token_files import Corpus, Document, Places
+from tuneloop.formats.tokens import encode_completion, encode_prompt, load_tokenizer
 from tuneloop.training import checkpoint, epochs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tuneloop.formats.token_files import Document
     from tuneloop.training.fsdp.policy import Policy
 
 Split = Literal["preference", "preference_eval"]
@@ -49,14 +49,12 @@ class Pair:
         return 2 * len(self.prompt) + len(self.chosen) + len(self.rejected)
 
     def documents(self) -> list[Document]:
-        """The chosen and the rejected one."""
+        """Build the chosen and the rejected document."""
         return [build_document(self.prompt, self.chosen), build_document(self.prompt, self.rejected)]
 
 
 def build_document(prompt: list[int], completion: list[int]) -> Document:
     """Build a document whose completion is the target."""
-    from tuneloop.formats.token_files import Document
-
     return Document(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 
 
@@ -92,11 +90,11 @@ class Pairs(Places[Pair]):
         return Pair(self.ids[place].as_py(), prompt, list(chosen.ids[start:]), list(rejected.ids[start:]))
 
     def digests(self) -> pa.StringArray:
-        """`Pair.digest` of each."""
+        """Compute `Pair.digest` of each pair."""
         return pa.array((pair.digest for pair in self), pa.string())
 
 
-class Mismatched(Places["Document"]):
+class Mismatched(Places[Document]):
     """Each prompt with the chosen, then the rejected completion of the pair before it: samples of neither side, to
     estimate KL from (KTO)."""
 
@@ -113,14 +111,12 @@ class Mismatched(Places["Document"]):
 
 
 def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> Pairs:
-    """The pairs of a split, tokenized as the policy has it, never all in memory at once; none where the split is not
-    there.
+    """Read the pairs of a split, tokenized as the policy has it, never all in memory at once; none where the split is
+    not there.
 
     Raises:
         UserError: there is no training split.
     """
-    from tuneloop.formats.tokens import encode_completion, encode_prompt, load_tokenizer
-
     if f"{split}.parquet" not in prompts.manifest.files:
         if split == "preference":
             raise UserError("--prompts", prompts.url, "holds no preference.parquet; set data_prep's preference")
@@ -140,18 +136,10 @@ def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> Pairs:
 
 
 def check_fits(pairs: Iterable[Pairs], policy: Policy, max_length: int) -> None:
-    """As `epochs.check_fits`, of all documents of `pairs`."""
-    extremes = [found for each in pairs for found in each.documents.extremes.items()]
-    for name, document in extremes:
-        epochs.check_fits({name: [document]}, policy, max_length)
-
-
-def plan_pairs(policy: Policy, pairs: Sequence[Pair], limit: int) -> list[list[int]]:
-    """Plan this rank's micro-batches of whole pairs, as indices."""
-    from tuneloop.training import batching
-
-    lengths = [pair.length for pair in pairs]
-    return batching.plan_micro_batches(lengths, limit, policy.ranks.world, policy.packed)[policy.ranks.rank]
+    """Check all documents of `pairs` as `epochs.check_fits` does."""
+    for each in pairs:
+        for name, document in each.documents.extremes.items():
+            epochs.check_fits({name: [document]}, policy, max_length)
 
 
 def sum_logprobs(policy: Policy, documents: Sequence[Document]) -> Tensor:
@@ -175,7 +163,7 @@ def score_documents(stage: Stage | None, policy: Policy, documents: Sequence[Doc
         part = documents[start : start + PLANNED]
         found: dict[int, list[float]] = {}
         with policy.frozen():
-            for micro in policy.plan(part, limit):
+            for micro in policy.plan([len(document.ids) for document in part], limit):
                 if stage is not None:
                     checkpoint.check_stop(stage, policy)
                 found |= {i: [v] for i, v in zip(micro, sum_logprobs(policy, [part[i] for i in micro]).tolist())}

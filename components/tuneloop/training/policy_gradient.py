@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from tuneloop.algorithms._objective import PolicyGradient, Tokens
 from tuneloop.core.component import Stage
 from tuneloop.training import checkpoint
 from tuneloop.training.samples import Sample, to_float32
@@ -13,7 +14,6 @@ from tuneloop.training.samples import Sample, to_float32
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tuneloop.algorithms._objective import PolicyGradient
     from tuneloop.training.fsdp.policy import Policy
     from tuneloop.training.fsdp.ranks import Ranks
     from tuneloop.training.fsdp.trainer import Trainer
@@ -32,7 +32,7 @@ class Objective:
         """Set `name` of all samples to the log-probabilities under `policy`, on every rank."""
         found: dict[int, list[float]] = {}
         with policy.frozen():
-            for micro in policy.plan([s.document for s in samples], self.limit):
+            for micro in policy.plan([len(s.document.ids) for s in samples], self.limit):
                 checkpoint.check_stop(self.stage, policy)
                 values, _ = policy.logprobs([samples[i].document for i in micro], self.temperature)
                 parts = values.split([samples[i].document.target_count for i in micro])
@@ -41,7 +41,7 @@ class Objective:
             setattr(samples[i], name, to_float32(logprobs))
 
     def step(self, trainer: Trainer, batch: Sequence[Sample]) -> float:
-        """One optimizer step on a mini-batch; its loss. Measures go to the stage's metrics."""
+        """Take one optimizer step on a mini-batch, and return its loss; measures go to the stage's metrics."""
         import torch
 
         counted = [sample for sample in batch if sample.counted]
@@ -50,7 +50,7 @@ class Objective:
         weight = {sample.id: value for sample, value in zip(counted, weights.tolist())}
         torch.manual_seed(self.stage.seed("dropout", trainer.step, self.stage.rank))
         tally = Tally(trainer.ranks)
-        for micro in trainer.accumulate(trainer.plan([s.document for s in used], self.limit)):
+        for micro in trainer.accumulate(trainer.plan([len(s.document.ids) for s in used], self.limit)):
             checkpoint.check_stop(self.stage, trainer)
             loss, measures = self._forward(trainer, [used[i] for i in micro], weight)
             loss.sum().backward()
@@ -74,10 +74,8 @@ class Objective:
     def _forward(
         self, trainer: Trainer, samples: Sequence[Sample], weight: dict[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighed loss of each target token, and measures."""
+        """Compute the weighed loss of each target token, and measures."""
         import torch
-
-        from tuneloop.algorithms._objective import Tokens
 
         def column(name: str) -> Tensor:
             values = [value for sample in samples for value in getattr(sample, name)]
@@ -114,12 +112,12 @@ class Tally:
         self.parts: dict[str, list[Tensor]] = {}
 
     def add(self, **measures: Tensor) -> None:
-        """One value a token."""
+        """Add one value a token."""
         for name, values in measures.items():
             self.parts.setdefault(name, []).append(values.double().cpu())
 
     def result(self) -> dict[str, float]:
-        """The mean of each, ``logprob_gap_max``, and ``importance_ess``: effective sample size over token count.
+        """Return the mean of each, ``logprob_gap_max``, and ``importance_ess``: effective sample size over token count.
 
         That is ``(Σw)² / (n Σw²)`` (Kish).
         """

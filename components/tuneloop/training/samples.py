@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,9 +14,7 @@ import pyarrow.parquet as pq
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.formats.rollouts import ROWS
-
-if TYPE_CHECKING:
-    from tuneloop.formats.token_files import Document
+from tuneloop.formats.token_files import Document
 
 TOKENS = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "policy_versions")
 COLUMNS = ("request_id", "group", *TOKENS, "finish_reason", "outcome", "score")
@@ -60,7 +58,7 @@ def to_float32(values: Sequence[float]) -> array[float]:
 
 
 def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> float:
-    """The temperature of the rollouts, once it is sure that they can teach this policy.
+    """Check that the rollouts can teach this policy, and return their temperature.
 
     Raises:
         UserError: another policy, or one that is too old, sampled them, or it did so greedily.
@@ -85,18 +83,18 @@ def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> f
 
 
 def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sample]:
-    """The rollouts with their scores.
+    """Read the rollouts with their scores.
 
     Raises:
         UserError: none, a missing column, a token of a version that is too old or newer than `version`, or values
-            that can not be.
+            that cannot be.
     """
     if "rewards.parquet" not in rewards.manifest.files:
         raise UserError("--rewards", rewards.url, "holds no rewards.parquet; give it what the stage reward commits")
     table = pq.ParquetFile(rewards.path / "rewards.parquet")
     for column in COLUMNS:
         if column not in table.schema_arrow.names:
-            raise UserError("--rewards", column, f"is no column of {rewards.url}/rewards.parquet; run reward again")
+            raise UserError("--rewards", column, f"is not a column of {rewards.url}/rewards.parquet; run reward again")
     if not table.metadata.num_rows:
         raise UserError("--rewards", rewards.url, "holds no rollouts; run the stage that makes them again")
     groups: dict[str, int] = {}
@@ -105,7 +103,7 @@ def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sa
 
 
 def _rows(table: pq.ParquetFile) -> Iterator[dict[str, Any]]:
-    """Rows whose `TOKENS` are NumPy arrays: as Python's objects, a token would be some hundred bytes."""
+    """Yield rows whose `TOKENS` are NumPy arrays: as Python's objects, a token would be some hundred bytes."""
     others = [name for name in COLUMNS if name not in TOKENS]
     for batch in table.iter_batches(ROWS, columns=list(COLUMNS)):
         for i, row in enumerate(batch.select(others).to_pylist()):
@@ -113,8 +111,6 @@ def _rows(table: pq.ParquetFile) -> Iterator[dict[str, Any]]:
 
 
 def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -> Sample:
-    from tuneloop.formats.token_files import Document
-
     name, prompt, mask, versions = row["request_id"], row["prompt_ids"], row["loss_mask"], row["policy_versions"]
     for column in ("logprobs", "loss_mask", "policy_versions"):
         if len(row[column]) != len(row["completion_ids"]):

@@ -46,13 +46,13 @@ class Scorer(Policy):
         return _Scoring(made.model, made.score, made.config)
 
     def scores(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Float32 ``[sequences]`` with gradient: the head's number at each one's last token; one forward pass."""
+        """Score sequences in one forward pass: the head's number at each one's last token, with gradient."""
         # The position that predicts a target is the one before it: a target after the end gives the end.
         documents = [Document([*ids, 0], [False] * len(ids) + [True]) for ids in sequences]
         return self._logits(self.collate(documents)).float()[:, 0]
 
     def load_masters(self, directory: Path) -> None:
-        """Those of a language model; they have no such head."""
+        """Load the parameters of a language model, which does not have such a head."""
         distributed_checkpoint.load_tensors(
             {name: value for name, value in self.masters().items() if name != "model.score.weight"}, directory
         )
@@ -82,7 +82,7 @@ def _open(directory: Path, dtype: torch.dtype, attention: str) -> Any:
         made = AutoModelForSequenceClassification.from_pretrained(directory, config=config, **about)
     except (ImportError, OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError("policy", str(directory), f"can not be loaded as a reward model ({reason})") from error
+        raise UserError("policy", str(directory), f"cannot be loaded as a reward model ({reason})") from error
     finally:
         logging.set_verbosity(said)
     if not any("SequenceClassification" in name for name in config.architectures or ()):

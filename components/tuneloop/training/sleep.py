@@ -43,11 +43,11 @@ class Bed:
         self._bytes = 0
 
     def take(self) -> Moved:
-        """To the host."""
+        """Move the state to the host."""
         return self._move(self._out)
 
     def give(self) -> Moved:
-        """Back."""
+        """Move the state back."""
         return self._move(self._back)
 
     def _move(self, how: Callable[[Tensor], Tensor]) -> Moved:

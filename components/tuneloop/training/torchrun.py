@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def exit_code(codes: Iterable[int]) -> int:
-    """The exit code that explains those of several ranks; a negative one is a signal's.
+    """Choose the exit code that explains those of several ranks; a negative one is a signal's.
 
     What a rank did by itself comes before what its end does to the others: they lose a peer (75), or get SIGTERM.
     """

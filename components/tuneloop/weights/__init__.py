@@ -4,31 +4,21 @@ The trainer calls `publish_version`, a replica `materialize_version`; `docs/weig
 written so that either side can be replaced.
 """
 
-from tuneloop.weights.inspect import (
-    Difference,
-    Listed,
-    Verified,
-    delete_unused_versions,
-    diff_versions,
-    list_versions,
-    verify_version,
-)
+from tuneloop.weights.inspect import Listed, delete_unused_versions, diff_versions, list_versions, verify_version
 from tuneloop.weights.materialize import Materialized, materialize_version
 from tuneloop.weights.pointer import PointerConflict, PointerRewind
 from tuneloop.weights.publish import Published, publish_version
 
 __all__ = [
-    "Difference",
     "Listed",
     "Materialized",
     "PointerConflict",
     "PointerRewind",
     "Published",
-    "Verified",
     "delete_unused_versions",
     "diff_versions",
     "list_versions",
     "materialize_version",
     "publish_version",
     "verify_version",
-]  # fmt: skip
+]

@@ -97,7 +97,7 @@ class _Pass:
         self.old, self.new, self.digest = old, new, xxhash.xxh3_128()
 
     def blocks(self, size: int) -> Iterator[Bytes]:
-        """The blocks of the new bytes in order, holding the old ones; the caller changes them before it goes on."""
+        """Yield the blocks of the new bytes in order, holding the old ones; the caller changes them and goes on."""
         for start in range(0, len(self.new), size):
             block = self.new[start : start + size]
             if self.old is self.new:
@@ -119,7 +119,7 @@ def _compress(data: Any) -> bytes:
 
 
 def _decompress(frame: Any, size: int | None = None, at_most: int = 1 << 62) -> Bytes:
-    """One frame, whose size must be stated in it, and be `size` (or `at_most` that), before memory is taken for it."""
+    """Decompress a frame; its size must be stated in it, and be `size` (or `at_most` that), before memory is taken."""
     stated = zstandard.frame_content_size(frame)
     if stated < 0 or stated > at_most or size not in (None, stated):
         raise _corrupt(f"a frame of {stated} bytes")
@@ -171,7 +171,7 @@ def find_changed_elements(old: Bytes, new: Bytes, width: int) -> tuple[NDArray[n
 
 
 def _to_gaps(positions: NDArray[np.int64]) -> Bytes:
-    """Distance of each position from the one before (the first from 0) as bytes: 255 adds 255 and goes on."""
+    """Encode the distance of each position from the one before (the first from 0): 255 adds 255 and goes on."""
     gaps = positions.astype(np.uint32)
     gaps[1:] -= gaps[:-1]
     small = gaps.astype(np.uint8)

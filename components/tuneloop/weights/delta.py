@@ -64,9 +64,8 @@ def write_delta(
 
     digest = "0" * 32
     widest = {n: {"dtype": "U8", "shape": [2 * new.size], "data_offsets": [2 * new.size] * 2} for n in new.tensors}
-    room = len(
-        encode_header({"__metadata__": dict.fromkeys(new.tensors, digest), **widest})
-    )  # offsets are not known yet
+    # offsets are not known yet
+    room = len(encode_header({"__metadata__": dict.fromkeys(new.tensors, digest), **widest}))
     done = Written([], {}, {}, 0, 0, 0, True)
     header: dict[str, Any] = {"__metadata__": {}}
     at = 0
@@ -173,7 +172,7 @@ _local = threading.local()
 
 
 def _buffer(size: int) -> Bytes:
-    """Memory that the thread's next tensor takes over: fresh pages would take four times as long to fill."""
+    """Return memory that the thread's next tensor takes over: fresh pages would take four times as long to fill."""
     if not hasattr(_local, "buffer") or len(_local.buffer) < size:
         _local.buffer = np.empty(size, np.uint8)
     buffer: Bytes = _local.buffer[:size]
@@ -216,5 +215,5 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], threads: int
 
 
 def thread_count() -> int:
-    """CPUs that this process may use; more than eight do not help a memory-bound pass."""
+    """Count the CPUs that this process may use; more than eight do not help a memory-bound pass."""
     return min(8, len(os.sched_getaffinity(0)))

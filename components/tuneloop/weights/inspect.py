@@ -133,13 +133,9 @@ def delete_unused_versions(
     dropped = [v for v in chain.versions if v < chain.latest and v not in needed]
     if not delete:
         return dropped
-    for version in dropped:
-        chain.store.delete(
-            f"{get_version_directory(version)}/{INDEX}"
-        )  # first: without it the version is gone as a whole
-    whole = {get_version_directory(v) for v in needed} | {
-        get_version_directory(v) for v in chain.versions if v >= chain.latest
-    }
+    for version in dropped:  # the index first: without it the version is gone as a whole
+        chain.store.delete(f"{get_version_directory(version)}/{INDEX}")
+    whole = {get_version_directory(v) for v in {*needed, *(v for v in chain.versions if v >= chain.latest)}}
     for place in sorted({key.partition("/")[0] for key in chain.keys}):
         number = place.removeprefix("weight_v")
         if place not in whole and number != place and number.isdigit() and int(number) < chain.latest:

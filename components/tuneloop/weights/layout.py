@@ -40,7 +40,7 @@ class Tensor:
 
     @property
     def width(self) -> int:
-        """Bytes an element; 1 where elements are no whole number of 1, 2, 4 or 8 bytes."""
+        """Bytes an element; 1 where elements are not a whole number of 1, 2, 4 or 8 bytes."""
         elements = math.prod(self.shape)
         width = (self.end - self.start) // elements if elements else 1
         return width if width in (1, 2, 4, 8) and width * elements == self.end - self.start else 1
@@ -65,7 +65,7 @@ class Header:
 
 
 def read_header(path: Path, name: str = "", blame: Blame | None = None) -> Header:
-    """The header of the safetensors file at `path`, whose tensors will call the file `name`.
+    """Read the header of the safetensors file at `path`, whose tensors will call the file `name`.
 
     Raises:
         Corrupt: it is not a safetensors file.
@@ -75,7 +75,7 @@ def read_header(path: Path, name: str = "", blame: Blame | None = None) -> Heade
         size = file.read(8)
         length = int.from_bytes(size, "little")
         if len(size) < 8 or length > path.stat().st_size - 8:
-            raise blame("is no safetensors file: its header is cut short")
+            raise blame("is not a safetensors file: its header is cut short")
         raw = file.read(length)
     try:
         entries = json.loads(raw)
@@ -87,7 +87,7 @@ def read_header(path: Path, name: str = "", blame: Blame | None = None) -> Heade
             for key, e in entries.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise blame(f"is no safetensors file ({error!r})") from error
+        raise blame(f"is not a safetensors file ({error!r})") from error
     at = 8 + length
     for start, end in sorted((t.start, t.end) for t in tensors.values()):
         if start != at or end < start:
@@ -104,7 +104,7 @@ class Checkpoint:
     Attributes:
         tensors: name → where it lies, sorted by name.
         headers: safetensors file → digest of its header: equal where names, dtypes, shapes and order are.
-        others: the files that are no safetensors (config, tokenizer), hidden ones left out.
+        others: the files that are not safetensors (config, tokenizer), hidden ones left out.
         size: bytes of all safetensors files.
 
     Args:
@@ -141,7 +141,7 @@ class Checkpoint:
         self.size = sum(len(m) for m in self._maps.values())
 
     def view(self, name: str) -> Bytes:
-        """The bytes of a tensor (flat uint8), in the file itself."""
+        """Return the bytes of a tensor (flat uint8), in the file itself."""
         tensor = self.tensors[name]
         return self._maps[tensor.file][tensor.start : tensor.end]
 
@@ -161,7 +161,7 @@ def write_bytes_at(path: Path, start: int, data: Bytes) -> None:
 
 
 def visible_files(directory: Path) -> list[Path]:
-    """Files below `directory`, sorted, without those that are hidden or lie in a hidden directory."""
+    """List files below `directory`, sorted, without those that are hidden or lie in a hidden directory."""
     paths = (p for p in directory.rglob("*") if p.is_file())
     return sorted(p for p in paths if not any(part.startswith(".") for part in p.relative_to(directory).parts))
 
@@ -190,13 +190,13 @@ def preallocate_safetensors(
 
 
 def encode_header(header: Mapping[str, Any], length: int = 0) -> bytes:
-    """The bytes before the data, padded with spaces to a multiple of eight, to `length` where that is more."""
+    """Encode the bytes before the data, padded with spaces to a multiple of eight, to `length` if that is more."""
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     raw = raw.ljust(max(-(-len(raw) // 8) * 8, length - 8))
     return len(raw).to_bytes(8, "little") + raw
 
 
-def file_names(names: Iterable[str]) -> None:
+def check_file_names(names: Iterable[str]) -> None:
     """Refuse names that would leave the directory they are written to.
 
     Raises:
@@ -204,4 +204,4 @@ def file_names(names: Iterable[str]) -> None:
     """
     for name in names:
         if not is_contained_path(name) or any(part.startswith(".") for part in name.split("/")):
-            raise Corrupt("weights", name, "is no name for a file of a model directory; publish the version again")
+            raise Corrupt("weights", name, "is not a name for a file of a model directory; publish the version again")

@@ -31,7 +31,7 @@ def announce_version(root: Store, replica: str, version: int) -> None:
     """Announce that `replica` serves `version`, from now until `RENEW_S` from now.
 
     Raises:
-        UserError, Retryable: the store can not be written to.
+        UserError, Retryable: the store cannot be written to.
     """
     root.put(f"{PLACE}/{replica}.json", dump_canonical_json({"version": version}).encode())
 

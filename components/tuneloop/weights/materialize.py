@@ -115,7 +115,7 @@ class _Plan:
 
 
 def _plan(chain: Chain, target: int, held: int | None) -> _Plan:
-    """The cheaper way: deltas from what is held, or from the newest full version at or below the target."""
+    """Choose the cheaper way: deltas from what is held, or from the newest full version at or below the target."""
     steps: list[Entry] = []
     restore: _Plan | None = None
     for step, entry in chain.steps(target):
@@ -217,7 +217,7 @@ def _assemble(chain: Chain, plan: _Plan, deltas: list[delta.DeltaFile | None], d
 
 
 def _origin(store: Store, plan: _Plan, directory: Path) -> Callable[[str], Blame]:
-    """Where the plan's first state of a file comes from: the full version's stored file, or the directory's own."""
+    """Say where the plan's first state of a file comes from: the full version's stored file, or the directory's own."""
     if plan.full is None:
         return lambda name: build_blame(directory / name, _AGAIN)
     place, files = f"{store.url}/{plan.full.place}", plan.full.index.tuneloop.files
@@ -225,7 +225,7 @@ def _origin(store: Store, plan: _Plan, directory: Path) -> Callable[[str], Blame
 
 
 def _fetch_others(store: Store, plan: _Plan, incoming: Path, blame: Callable[[str], Blame]) -> dict[str, Path]:
-    """The newest of each file that deltas carry whole (config, tokenizer), verified."""
+    """Fetch the newest of each file that deltas carry whole (config, tokenizer), verified."""
     newest = {
         name: f"{step.place}/{file.stored}"
         for step in plan.steps
@@ -255,7 +255,7 @@ def _mark(directory: Path, target: Entry) -> None:
 
 
 def _held(directory: Path, chain: Chain, target: int, threads: int) -> int | None:
-    """The version that the directory holds, or None where it holds none that this chain knows or is damaged."""
+    """Return the version that the directory holds; None where it holds none that this chain knows, or is damaged."""
     try:
         marker = Marker.model_validate_json((directory / MARKER).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -289,7 +289,7 @@ def check_directory(directory: Path, entry: Entry, threads: int) -> int:
 
 
 def _same_files(model: Checkpoint, entry: Entry) -> bool:
-    """Whether everything but the tensors' bytes is as in the version."""
+    """Return whether everything but the tensors' bytes is as in the version."""
     found = {**model.headers, **{n: file_digest(model.directory / n) for n in model.others}}
     return found == {n: f.header or f.digest for n, f in entry.index.tuneloop.files.items()}
 
@@ -299,7 +299,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
     """Lock the directory for this process; the kernel releases it when the process dies.
 
     Raises:
-        UserError: it holds files that `materialize_version` did not put there, or can not be written.
+        UserError: it holds files that `materialize_version` did not put there, or cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

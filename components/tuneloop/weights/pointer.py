@@ -42,7 +42,7 @@ def _parse(store: Store, data: bytes) -> Latest:
     try:
         return Latest.model_validate_json(data)
     except ValueError as error:
-        raise Corrupt("weights", f"{store.url}/{KEY}", "is no pointer; restore it from a copy") from error
+        raise Corrupt("weights", f"{store.url}/{KEY}", "is not a pointer; restore it from a copy") from error
 
 
 def advance_pointer(root: str | Store, latest: Latest) -> bool:

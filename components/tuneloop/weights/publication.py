@@ -11,20 +11,17 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from tuneloop.core.artifacts import Artifact, dump_canonical_json, file_digest
-from tuneloop.core.component import UNTRACKED
+from tuneloop.core.artifacts import Artifact, Manifest, dump_canonical_json, file_digest
+from tuneloop.core.component import UNTRACKED, Stage
 from tuneloop.core.errors import Corrupt
 from tuneloop.core.store import Store, local_path
-
-if TYPE_CHECKING:
-    from tuneloop.core.artifacts import Manifest
-    from tuneloop.core.component import Stage
-    from tuneloop.weights import Published
-    from tuneloop.weights.versions import Chain
+from tuneloop.weights.pointer import PointerConflict, PointerRewind
+from tuneloop.weights.publish import Published, publish_version
+from tuneloop.weights.versions import Chain
 
 RECORDS = "published"
 """Below the root: ``published/NNNNNN.json``, what publishing took. For people and reports; no reader needs it."""
@@ -48,9 +45,6 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
     root = getattr(stage.params, "weights", None)
     if root is None:
         return
-    from tuneloop.weights import publish_version
-    from tuneloop.weights.versions import Chain
-
     version = int(manifest.facts["version"])
     ran = bool(stage.timings)  # else an earlier attempt committed it, and later versions may stand
     chain = Chain(root)
@@ -81,8 +75,6 @@ def read_publication(root: str, version: int) -> dict[str, Any] | None:
 
 
 def _accept_overtaken(chain: Chain, version: int, manifest: Manifest, ran: bool) -> None:
-    from tuneloop.weights import PointerConflict, PointerRewind
-
     where = f"{chain.store.url} is at version {chain.latest} already"
     if version in chain.versions:
         if chain.entry(version).index.tuneloop.source != manifest.digest:
@@ -92,7 +84,7 @@ def _accept_overtaken(chain: Chain, version: int, manifest: Manifest, ran: bool)
 
 
 def _model(artifact: Artifact, scratch: Path) -> Path:
-    """``model/`` of a checkpoint, verified; fetched without the trainer's state where it lies elsewhere."""
+    """Return ``model/`` of a checkpoint, verified; fetched without the trainer's state where it lies elsewhere."""
     local = local_path(artifact.url)
     held = (local or scratch) / (artifact.manifest.root if local else "")
     for name, want in artifact.manifest.files.items():
@@ -106,7 +98,7 @@ def _model(artifact: Artifact, scratch: Path) -> Path:
 
 
 def _base(manifest: Manifest) -> tuple[int | None, Path | None]:
-    """The policy that the checkpoint follows: in an undisturbed run the base, which `publish_version` proves.
+    """Find the policy that the checkpoint follows: in an undisturbed run the base, which `publish_version` proves.
 
     One whose files are gone (`tuneloop gc --keep`) is left to the chain.
     """

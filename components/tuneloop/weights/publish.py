@@ -186,7 +186,7 @@ class _Attempt:
         )
 
     def describe_full(self) -> None:
-        """The index of the version in full."""
+        """Make the index of the version in full."""
         if self.checksums is None:
             self.checksums = delta.compute_checksums(self.new, self.threads)
         files = self._files(self.checksums)
@@ -203,7 +203,7 @@ class _Attempt:
         )
 
     def _files(self, checksums: dict[str, str]) -> dict[str, File]:
-        """The assembled directory's files as a full version stores them.
+        """List the assembled directory's files as a full version stores them.
 
         Weights are named by their content: two attempts with different bytes never write to one key.
         """
@@ -259,7 +259,7 @@ class _Attempt:
         self.sent += index.tuneloop.stored_bytes
 
     def stand_by(self) -> Published:
-        """The version exists: make sure that it is ours, and that the pointer says so."""
+        """Make sure that the version which exists is ours, and that the pointer says so."""
         assert self.full is not None
         standing = self.chain.entry(self.version)
         if not standing.index.same_state(self.full):

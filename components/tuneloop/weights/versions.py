@@ -25,7 +25,7 @@ from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
 from tuneloop.weights import pointer
 from tuneloop.weights.codec import Encoding
-from tuneloop.weights.layout import file_names
+from tuneloop.weights.layout import check_file_names
 
 INDEX = "model.safetensors.index.json"
 _DIRECTORY = re.compile(rf"(weight_v(\d{{6,}}))/{re.escape(INDEX)}")
@@ -103,7 +103,7 @@ class Index(BaseModel):
         return self.model_dump_json(exclude_none=True).encode()
 
     def same_state(self, other: Index) -> bool:
-        """Whether both assemble to the same files."""
+        """Return whether both assemble to the same files."""
 
         def bare(index: Index) -> dict[str, tuple[int, str | None, str | None]]:
             return {name: (f.size, f.header, f.digest) for name, f in index.tuneloop.files.items()}
@@ -123,17 +123,17 @@ class Entry:
             self.index = Index.model_validate_json(data)
             self.version = self.index.version
         except ValueError as error:
-            raise Corrupt("weights", f"{store.url}/{place}/{INDEX}", f"is no index of a version ({error!r})") from error
-        file_names(self.index.tuneloop.files)
-        file_names(f.stored for f in self.index.tuneloop.files.values() if f.stored)
-        file_names(self.index.weight_map.values())
+            wrong = f"is not an index of a version ({error!r})"
+            raise Corrupt("weights", f"{store.url}/{place}/{INDEX}", wrong) from error
+        files = self.index.tuneloop.files
+        check_file_names([*files, *(f.stored for f in files.values() if f.stored), *self.index.weight_map.values()])
         if get_version_directory(self.version) != place.partition("/")[0]:
             raise Corrupt("weights", f"{store.url}/{place}", f"says that it is version {self.version}")
         if (self.index.encoding is None) != (self.index.base is None) or (self.index.base or -1) >= self.version:
             raise Corrupt("weights", f"{store.url}/{place}", f"cannot be a delta on version {self.index.base}")
 
     def keys(self) -> set[str]:
-        """All keys that the version consists of at this place."""
+        """Return all keys that the version consists of at this place."""
         stored = {f.stored for f in self.index.tuneloop.files.values() if f.stored}
         return {f"{self.place}/{name}" for name in (INDEX, *stored, *self.index.weight_map.values())}
 
@@ -172,7 +172,7 @@ class Chain:
         return self.pointed.version
 
     def target(self, version: int | None) -> int:
-        """`version`, or the latest.
+        """Return `version`, or the latest.
 
         Raises:
             UserError: it is not published.
@@ -204,7 +204,7 @@ class Chain:
             version, expected = delta.index.base, delta.index.tuneloop.base_index
 
     def delta(self, entry: Entry) -> Entry | None:
-        """The entry that holds the step from the base version, if one is stored."""
+        """Return the entry that holds the step from the base version, if one is stored."""
         if entry.index.encoding is not None:
             return entry
         if entry.index.tuneloop.delta_index is None:
@@ -216,7 +216,7 @@ class Chain:
 
 
 def delta_place(place: str, full: Index) -> str:
-    """Where a full version keeps the step from its base version; named by content, as weights are."""
+    """Return where a full version keeps the step from its base version; named by content, as weights are."""
     return f"{place}/delta.{(full.tuneloop.delta_index or '')[:12]}"
 
 

@@ -15,7 +15,7 @@ class ExpressionError(ValueError):
 
 
 def format_value(value: Any) -> str:
-    """A value as Argo writes it into a parameter: JSON, without quotes around a string."""
+    """Format a value as Argo writes it into a parameter: JSON, without quotes around a string."""
     return value if isinstance(value, str) else format_json(value)
 
 
@@ -56,7 +56,7 @@ def get_member(value: Any, key: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number; a boolean is not."""
+    """Say whether a value is a number; a boolean is not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

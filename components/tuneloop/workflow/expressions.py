@@ -105,7 +105,7 @@ def _resolve(tag: str, scope: Scope) -> str:
 
 
 def _nest(scope: Scope) -> dict[str, Any]:
-    """``{"a.b": 1}`` → ``{"a": {"b": 1}}``; where a name is both a value and a prefix, the members win."""
+    """Turn ``{"a.b": 1}`` into ``{"a": {"b": 1}}``; where a name is both a value and a prefix, the members win."""
     root: dict[str, Any] = {}
     for name in sorted(scope):
         *path, last = name.split(".")
@@ -155,7 +155,6 @@ _BINARY = {
     **{"+": 6, "-": 6, "*": 7, "/": 7, "%": 7, "**": 9, "^": 9, "??": 10},
 }
 _UNSUPPORTED = {"..": "ranges", "|": "pipes", ";": "sequences", "#": "predicates", "{": "predicates"}
-_MISSING: Any = object()
 
 
 class _Parser:

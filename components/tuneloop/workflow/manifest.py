@@ -18,8 +18,6 @@ IGNORED = "ignored"  # has no meaning on one machine
 
 _PROBE: Fields = {
     "httpGet": {"path": ANY, "port": ANY, "scheme": ANY, "httpHeaders": ANY, "host": ANY},
-    "tcpSocket": {"port": ANY, "host": ANY},
-    "exec": {"command": ANY},
     **dict.fromkeys(("initialDelaySeconds", "periodSeconds", "timeoutSeconds", "successThreshold"), ANY),
     "failureThreshold": IGNORED,  # an unready pod is waited for
 }
@@ -29,18 +27,13 @@ _PARAMETER: Fields = {
     "description": IGNORED,
     "valueFrom": _VALUE_FROM,
 }
-_ARTIFACT: Fields = {
-    **dict.fromkeys(("name", "path", "from", "fromExpression", "optional", "mode", "subPath", "globalName"), ANY),
-    **dict.fromkeys(("archive", "artifactGC"), IGNORED),
-    "raw": {"data": ANY},
-}
-_IO: Fields = {"parameters": [_PARAMETER], "artifacts": [_ARTIFACT]}
+_IO: Fields = {"parameters": [_PARAMETER]}
 _RETRY: Fields = {
     "limit": ANY,
     "retryPolicy": ANY,
     "expression": ANY,
     "affinity": IGNORED,
-    "backoff": dict.fromkeys(("duration", "factor", "maxDuration", "cap"), ANY),
+    "backoff": {"duration": ANY, "factor": ANY},
 }
 _ENV: Fields = {
     "name": ANY,
@@ -67,27 +60,19 @@ _SIDECAR: Fields = {
 }
 """The one that holds the stage's turn, see `tuneloop.argo.lease_sidecar`; it is not run, the executor does the same."""
 _TASK: Fields = {
-    **dict.fromkeys(("name", "template", "when", "withItems", "withParam", "withSequence"), ANY),
-    "arguments": _IO,
-    "continueOn": dict.fromkeys(("failed", "error"), ANY),
+    **dict.fromkeys(("name", "template", "when", "withItems", "withParam", "dependencies", "depends"), ANY),
+    "arguments": {"parameters": [{"name": ANY, "value": ANY, "description": IGNORED}]},
 }
 _POD: Fields = dict.fromkeys(
     (
-        *("affinity", "automountServiceAccountToken", "executor", "metrics", "nodeSelector", "podSpecPatch"),
-        *(
-            "priorityClassName",
-            "schedulerName",
-            "securityContext",
-            "serviceAccountName",
-            "tolerations",
-            "archiveLocation",
-        ),
+        *("affinity", "archiveLocation", "automountServiceAccountToken", "executor", "metrics", "nodeSelector"),
+        *("podSpecPatch", "priorityClassName", "schedulerName", "securityContext", "serviceAccountName", "tolerations"),
     ),
     IGNORED,
 )
 _VOLUMES: Fields = {"name": ANY, "emptyDir": IGNORED, "projected": IGNORED}
 _TEMPLATE: Fields = {
-    **dict.fromkeys(("name", "activeDeadlineSeconds", "timeout", "daemon", "parallelism", "failFast"), ANY),
+    **dict.fromkeys(("name", "activeDeadlineSeconds", "timeout", "daemon", "parallelism"), ANY),
     **_POD,
     "metadata": IGNORED,
     "annotations": IGNORED,
@@ -97,11 +82,10 @@ _TEMPLATE: Fields = {
     "retryStrategy": _RETRY,
     "container": _CONTAINER,
     "initContainers": [_SIDECAR],
-    "dag": {"target": ANY, "failFast": ANY, "tasks": [{**_TASK, "dependencies": ANY, "depends": ANY}]},
-    "steps": [[_TASK]],
+    "dag": {"failFast": IGNORED, "tasks": [_TASK]},  # the tasks that do not wait for a broken one go on
 }
 _SPEC: Fields = {
-    **dict.fromkeys(("entrypoint", "onExit", "parallelism", "activeDeadlineSeconds"), ANY),
+    **dict.fromkeys(("entrypoint", "onExit", "parallelism"), ANY),
     **_POD,
     **dict.fromkeys(
         (
@@ -112,13 +96,12 @@ _SPEC: Fields = {
         IGNORED,
     ),
     "arguments": _IO,
-    "retryStrategy": _RETRY,
     "synchronization": {"mutexes": IGNORED, "mutex": IGNORED},  # the lock of the work directory does it
-    "templateDefaults": _TEMPLATE,
     "templates": [_TEMPLATE],
     "volumes": [_VOLUMES],
 }
-KINDS = ("container", "dag", "steps")
+KINDS = ("container", "dag")
+UNSUPPORTED = "is not supported by the local executor; remove it, or submit to a cluster"
 
 FIELD_PATHS = (
     *("metadata.name", "metadata.namespace", "metadata.uid"),
@@ -139,7 +122,7 @@ def check_workflow(spec: Mapping[str, Any]) -> None:
             told = "is an object of a cluster: submit it to one, or say nodes=1, and as many processes"
             raise UserError(f"spec.templates.{template['name']}.resource", template["resource"].get("action"), told)
     for path in _unknown(spec, _SPEC, "spec"):
-        raise UserError(path, "…", "is not supported by the local executor; remove it, or submit to a cluster")
+        raise UserError(path, "…", UNSUPPORTED)
     if output := re.search(r"(?:steps|tasks)\.[\w-]+\.outputs\.result\b", json.dumps(templates)):
         raise UserError("spec.templates", output[0], "is not supported here; let the pod write a file (valueFrom.path)")
     names = {template["name"] for template in templates}
@@ -165,7 +148,7 @@ def list_calls(template: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def effective_spec(workflow: Mapping[str, Any]) -> dict[str, Any]:
-    """What the controller runs: the workflow's own spec over that of the WorkflowTemplate that it was made from."""
+    """Return what the controller runs: the workflow's own spec over that of the WorkflowTemplate it was made from."""
     return {**(workflow.get("status", {}).get("storedWorkflowTemplateSpec") or {}), **workflow["spec"]}
 
 
@@ -176,19 +159,16 @@ def parse_applied_object(template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def labels_of(found: Mapping[str, Any]) -> Mapping[str, str]:
-    """Of any object, or of a template's pod."""
+    """Return the labels of any object, or of a template's pod."""
     given: Mapping[str, str] = (found.get("metadata") or {}).get("labels") or {}
     return given
 
 
 def _check_order(template: Mapping[str, Any]) -> None:
     tasks = {task["name"]: task for task in template["dag"]["tasks"]}
-    waiting = {name: set(parse_depends(task, tasks)[0]) for name, task in tasks.items()}
-    while waiting:
-        ready = {name for name, names in waiting.items() if not names & waiting.keys()}
-        if not ready:
-            raise UserError(f"templates.{template['name']}.dag", sorted(waiting), "these tasks wait for one another")
-        waiting = {name: names for name, names in waiting.items() if name not in ready}
+    waits = {name: parse_depends(task, tasks)[0] for name, task in tasks.items()}
+    if circle := sorted(name for name in tasks if name in find_ancestors(name, waits)):
+        raise UserError(f"templates.{template['name']}.dag", circle, "these tasks wait for one another")
 
 
 def _check_pod(template: Mapping[str, Any]) -> None:
@@ -196,34 +176,27 @@ def _check_pod(template: Mapping[str, Any]) -> None:
     if container is None:
         return
     at = f"templates.{template['name']}"
+    references = [(f"{at}.envFrom", item) for item in container.get("envFrom", [])]
     for item in container.get("env", []):
-        _check_reference(template["name"], item)
-        path = (item.get("valueFrom") or {}).get("fieldRef", {}).get("fieldPath")
+        field, source = f"{at}.env.{item['name']}", item.get("valueFrom") or {}
+        references.append((field, source))
+        path = source.get("fieldRef", {}).get("fieldPath")
         if path and path not in FIELD_PATHS:
-            raise UserError(f"{at}.env.{item['name']}.fieldRef", path, f"known here: {', '.join(FIELD_PATHS)}")
-    for item in container.get("envFrom", []):
-        for reference in (item.get("secretRef"), item.get("configMapRef")):
-            if reference and not reference.get("optional"):
+            raise UserError(f"{field}.fieldRef", path, f"known here: {', '.join(FIELD_PATHS)}")
+    for field, source in references:
+        for kind in ("secretRef", "configMapRef", "secretKeyRef", "configMapKeyRef"):
+            if source.get(kind) and not source[kind].get("optional"):
                 told = "secrets and config maps are a cluster's; make it optional"
-                raise UserError(f"{at}.envFrom", reference.get("name"), told)
+                raise UserError(f"{field}.{kind}", source[kind].get("name"), told)
     for each in template.get("initContainers", ()):
         if each.get("command") != ["python", "-m", "tuneloop.sharing.sidecar"]:
-            told = "is not supported by the local executor; remove it, or submit to a cluster"
-            raise UserError(f"spec.{at}.initContainers", each.get("name"), told)
+            raise UserError(f"spec.{at}.initContainers", each.get("name"), UNSUPPORTED)
     if not container.get("command"):
         raise UserError(f"{at}.command", None, "is needed: without the image, its entrypoint is not known")
 
 
-def _check_reference(template: str, item: Mapping[str, Any]) -> None:
-    for kind in ("secretKeyRef", "configMapKeyRef"):
-        reference = item.get("valueFrom", {}).get(kind)
-        if reference and not reference.get("optional"):
-            field = f"templates.{template}.env.{item['name']}.{kind}"
-            raise UserError(field, reference.get("name"), "secrets and config maps are a cluster's; make it optional")
-
-
 def _unknown(value: Any, fields: Any, path: str) -> Iterator[str]:
-    """The paths of all fields in `value` that `fields` does not have."""
+    """Yield the paths of all fields in `value` that `fields` does not have."""
     if fields in (ANY, IGNORED) or value is None:
         return
     if isinstance(fields, list):
@@ -237,19 +210,6 @@ def _unknown(value: Any, fields: Any, path: str) -> Iterator[str]:
             yield f"{path}.{key}"
         else:
             yield from _unknown(item, known, f"{path}.{key}")
-
-
-def merge_defaults(template: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `template` with what it leaves out taken from ``templateDefaults``."""
-    result = dict(template)
-    for key, value in defaults.items():
-        if key in KINDS and key not in template:
-            continue
-        if isinstance(value, dict) and isinstance(result.get(key, {}), dict):
-            result[key] = merge_defaults(result.get(key, {}), value)
-        else:
-            result.setdefault(key, value)
-    return result
 
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -270,13 +230,13 @@ _DEPENDENCY = re.compile(r"([a-zA-Z0-9][-a-zA-Z0-9]*?)\.([A-Z][a-zA-Z]+)|([a-zA-
 
 
 def parse_depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], str]:
-    """The tasks that `task` waits for, and the condition on their results, as an expression over
-    ``<task, hyphens as underscores>.<result>``; empty without dependencies.
+    """Return the tasks that `task` waits for, and the condition on their results.
 
-    A task without a result means ``Succeeded || Skipped || Daemoned``, and what its ``continueOn`` allows.
+    The condition is an expression over ``<task, hyphens as underscores>.<result>``, empty without dependencies. A task
+    without a result means ``Succeeded || Skipped || Daemoned``.
 
     Raises:
-        UserError: a name that is no task of the same DAG, or no result.
+        UserError: a name that is not a task of the same DAG, or not a result.
     """
     logic = task.get("depends") or " && ".join(task.get("dependencies") or [])
     names: dict[str, None] = {}
@@ -284,15 +244,28 @@ def parse_depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]
     def expand(match: re.Match[str]) -> str:
         name, result = (match[1], match[2]) if match[1] else (match[3], None)
         if name not in tasks:
-            raise UserError(f"tasks.{task['name']}.depends", name, f"is no task; known: {', '.join(tasks)}")
+            raise UserError(f"tasks.{task['name']}.depends", name, f"is not a task; known: {', '.join(tasks)}")
         if result not in (None, *RESULTS):
             raise UserError(f"tasks.{task['name']}.depends", f"{name}.{result}", f"known results: {', '.join(RESULTS)}")
         names[name] = None
-        allowed = tasks[name].get("continueOn") or {}
         results = [result] if result else ["Succeeded", "Skipped", "Daemoned"]
-        if result is None:
-            results += ["Errored"] * bool(allowed.get("error")) + ["Failed"] * bool(allowed.get("failed"))
         return "(" + " || ".join(f"{name.replace('-', '_')}.{each}" for each in results) + ")"
 
     condition = _DEPENDENCY.sub(expand, logic)  # fills names
     return list(names), condition
+
+
+def find_ancestors(name: str, waits: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return the names of all tasks that `name` waits for, also through others: itself among them, if they circle.
+
+    Args:
+        waits: task → those that it waits for.
+    """
+    ancestors: set[str] = set()
+    queue = list(waits[name])
+    while queue:
+        other = queue.pop()
+        if other not in ancestors:
+            ancestors.add(other)
+            queue += waits[other]
+    return ancestors

@@ -63,7 +63,7 @@ class Stage:
             return {}
 
     def number(self, name: str) -> float | None:
-        """A flag as a number; None where it is absent, null or decided while the workflow runs."""
+        """Return a flag as a number; None where it is absent, null or decided while the workflow runs."""
         try:
             return float(self.flags[name])
         except (KeyError, ValueError):
@@ -71,7 +71,7 @@ class Stage:
 
 
 def read_stage(template: Mapping[str, Any]) -> Stage:
-    """What a leaf template says of its stage."""
+    """Read what a leaf template says of its stage."""
     job = parse_applied_object(template)
     body, group = container_of(template, job), group_of(job)
     words = [*body.get("command", ()), *body.get("args", ())]
@@ -94,7 +94,7 @@ def read_stage(template: Mapping[str, Any]) -> Stage:
 
 
 def read_loop(workflow: Mapping[str, Any]) -> dict[str, Role]:
-    """The stages that each iteration of a workflow's loop runs: template → role, in the order of the graph.
+    """Find the stages that each iteration of a workflow's loop runs: template → role, in the order of the graph.
 
     A loop is a template that calls itself.
     """
@@ -113,7 +113,7 @@ def read_loop(workflow: Mapping[str, Any]) -> dict[str, Role]:
 
 
 def container_of(template: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
-    """The container that works: the template's own, or of the JobSet `job` that it applies; empty where none is."""
+    """Return the container that works: the template's, or that of the JobSet `job` it applies; empty without one."""
     if job.get("kind") == "JobSet":
         found: dict[str, Any] = group_of(job)["template"]["spec"]["containers"][0]
         return found
@@ -121,7 +121,7 @@ def container_of(template: Mapping[str, Any], job: Mapping[str, Any]) -> dict[st
 
 
 def group_of(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec of the one Job of our JobSets; empty for what is none."""
+    """Return the spec of the one Job of our JobSets; empty for any other object."""
     if job.get("kind") != "JobSet":
         return {}
     found: dict[str, Any] = job["spec"]["replicatedJobs"][0]["template"]["spec"]

@@ -65,7 +65,7 @@ RULES: list[tuple[Change, str, str]] = [
         "tasks.a",
         "no such input",
     ),
-    (lambda s, pod, loop, main: update(loop["dag"]["tasks"][1], depends="zz"), "tasks.next.depends", "is no task"),
+    (lambda s, pod, loop, main: update(loop["dag"]["tasks"][1], depends="zz"), "tasks.next.depends", "is not a task"),
     (lambda s, pod, loop, main: update(loop["dag"]["tasks"][0], depends="next"), "tasks.work", "waits for itself"),
     (lambda s, pod, loop, main: loop["dag"]["tasks"][1].pop("when"), "tasks.next", "needs a when"),
     (
@@ -73,7 +73,7 @@ RULES: list[tuple[Change, str, str]] = [
             loop["dag"]["tasks"][1], arguments=given(i="{{tasks.zz.outputs.parameters.out}}")
         ),
         "tasks.next",
-        "is no task of this DAG",
+        "is not a task of this DAG",
     ),
     (
         lambda s, pod, loop, main: loop["dag"]["tasks"].append(

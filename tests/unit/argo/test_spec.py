@@ -8,7 +8,7 @@ import pytest
 from tests.unit.argo.making import dag, run, shell, task, workflow
 from tuneloop.core.errors import UserError
 from tuneloop.local.executor import execute_workflow
-from tuneloop.workflow.manifest import merge_defaults, parse_duration
+from tuneloop.workflow.manifest import parse_duration
 
 OK = shell("ok", "true")
 MAIN = dag(task("t", "ok"))
@@ -40,11 +40,18 @@ def container(**more: Any) -> dict[str, Any]:
         ([OK, MAIN], {"synchronization": {"semaphores": []}}, "spec.synchronization.semaphores"),
         ([OK, MAIN], {"shutdown": "Stop"}, "spec.shutdown"),
         ([OK, dag(task("t", "ok", inline={"container": {}}))], {}, "spec.templates.main.dag.tasks.t.inline"),
-        (
-            [OK, dag(task("t", "ok", arguments={"artifacts": [{"name": "a", "s3": {"key": "k"}}]}))],
-            {},
-            "artifacts.a.s3",
-        ),
+        ([OK, dag(task("t", "ok", arguments={"artifacts": []}))], {}, "tasks.t.arguments.artifacts"),
+        ([pod(outputs={"artifacts": []}), MAIN], {}, "spec.templates.ok.outputs.artifacts"),
+        ([OK, dag(task("t", "ok", withSequence={"count": 2}))], {}, "spec.templates.main.dag.tasks.t.withSequence"),
+        ([OK, dag(task("t", "ok", continueOn={"failed": True}))], {}, "spec.templates.main.dag.tasks.t.continueOn"),
+        ([OK, {"name": "main", "dag": {"target": "t", "tasks": []}}], {}, "spec.templates.main.dag.target"),
+        ([OK, {**MAIN, "failFast": True}], {}, "spec.templates.main.failFast"),
+        ([OK, {"name": "main", "steps": [[task("t", "ok")]]}], {}, "spec.templates.main.steps"),
+        ([container(readinessProbe={"exec": {}}), MAIN], {}, "spec.templates.ok.container.readinessProbe.exec"),
+        ([pod(retryStrategy={"backoff": {"cap": "1m"}}), MAIN], {}, "spec.templates.ok.retryStrategy.backoff.cap"),
+        ([OK, MAIN], {"activeDeadlineSeconds": 1}, "spec.activeDeadlineSeconds"),
+        ([OK, MAIN], {"templateDefaults": {}}, "spec.templateDefaults"),
+        ([OK, MAIN], {"retryStrategy": {"limit": 1}}, "spec.retryStrategy"),
         ([{"name": "ok", "resource": {"action": "create"}}, MAIN], {}, "spec.templates.ok.resource"),
         ([{"name": "ok", "http": {"url": "u"}}, MAIN], {}, "spec.templates.ok.http"),
         ([{"name": "ok", "script": {"source": "true"}}, MAIN], {}, "spec.templates.ok.script"),
@@ -108,7 +115,7 @@ def test_what_only_a_cluster_reads_is_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parameters", "arguments", "told"),
     [
-        ([{"name": "n", "value": "1"}], {"m": "2"}, "parameter m: '2': is no parameter; known: n"),
+        ([{"name": "n", "value": "1"}], {"m": "2"}, "parameter m: '2': is not a parameter; known: n"),
         ([{"name": "n"}], {}, "parameter n: None: is required"),
         ([{"name": "n", "enum": ["a", "b"]}], {"n": "c"}, "parameter n: 'c': use one of a, b"),
     ],
@@ -126,17 +133,6 @@ def test_entrypoint_and_exit_handler_must_exist(tmp_path: Path) -> None:
         run(tmp_path, OK, MAIN, entrypoint="other")
     with pytest.raises(UserError, match=r"spec.onExit: 'bye': no such template"):
         run(tmp_path, OK, MAIN, onExit="bye")
-
-
-def test_template_defaults_fill_what_is_left_out() -> None:
-    template = {"name": "a", "container": {"image": "i"}, "retryStrategy": {"limit": 1}}
-    defaults = {"retryStrategy": {"limit": 2, "retryPolicy": "Always"}, "timeout": "1m", "dag": {"tasks": []}}
-    assert merge_defaults(template, defaults) == {
-        "name": "a",
-        "container": {"image": "i"},
-        "retryStrategy": {"limit": 1, "retryPolicy": "Always"},
-        "timeout": "1m",
-    }
 
 
 @pytest.mark.parametrize(

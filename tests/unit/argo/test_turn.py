@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from tuneloop.argo.pod_fields import pod_fields
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.core.errors import UserError
 from tuneloop.local.executor import execute_workflow
+from tuneloop.local.journal import Node
 from tuneloop.sharing.opening import open_turns
 from tuneloop.stages.rollout import rollout
 from tuneloop.workflow.settings import Cluster, Share
@@ -49,18 +52,25 @@ def test_stages_of_a_run_take_turns_here(tmp_path: Path) -> None:
     assert open_turns(f"{tmp_path}/.turns/g", who="a").read().idle
 
 
+def stop_where_it_waits(node: Node) -> None:
+    """Stop the run, as `tuneloop stop` does, once a stage of it waits for another run."""
+    if node.message.startswith("waits for its turn"):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_a_stage_waits_for_another_run_and_stops_waiting(tmp_path: Path) -> None:
     with open_turns(f"{tmp_path}/.turns/g", who="other", patience=60).acquire() as held:
-        made = build(1)
-        made["spec"]["activeDeadlineSeconds"] = 1
-        outcome = execute_workflow(made, workdir=tmp_path / "work", arguments={"run": "a", "store": str(tmp_path)})
-        assert outcome.phase == "Failed"
+        arguments = {"run": "a", "store": str(tmp_path)}
+        outcome = execute_workflow(
+            build(1), workdir=tmp_path / "work", arguments=arguments, on_node=stop_where_it_waits
+        )
+        assert (outcome.phase, outcome.exit_code) == ("Failed", 75)
         assert not (tmp_path / "0.begin").exists()
         told = (tmp_path / "work" / "nodes.jsonl").read_text()
         assert "waits for its turn in group g" in told
         assert held.beat() and held.turns.read().waiting == ()
         held.turns.change(lambda document: document.model_copy(update={"patience": 19}))
-        outcome = execute_workflow(build(1), workdir=tmp_path / "work", arguments={"run": "a", "store": str(tmp_path)})
+        outcome = execute_workflow(build(1), workdir=tmp_path / "work", arguments=arguments)
         assert outcome.exit_code == 2 and "the runs of group g say 19.0" in outcome.message
 
 

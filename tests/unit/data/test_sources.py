@@ -101,7 +101,7 @@ def test_huggingface_folder(tmp_path: Path, saved: bool) -> None:
 
 
 def test_huggingface_without_such_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"source_args.path: .*can not be loaded"):
+    with pytest.raises(UserError, match=r"source_args.path: .*cannot be loaded"):
         load_source("huggingface", {"path": str(tmp_path / "none")}, 0, 0)
 
 

@@ -20,7 +20,7 @@ from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.inference.engines import Remote, Sampling
 from tuneloop.inference.engines._client import LOSSES, Client, Lost
-from tuneloop.inference.multi_turn import Play, play_episodes
+from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
 from tuneloop.stages.rollout import rollout
 
 REQUESTS = [Request("a", [1, 2], [0]), Request("b", [3], [1])]
@@ -376,7 +376,7 @@ def test_the_signal_is_heard_while_the_server_is_silent() -> None:
 def test_episodes_go_on_where_the_server_died(policy: Artifact) -> None:
     """It dies in the second turn: the first is not played again, nor are episodes that had their answer."""
     rows = [{"id": str(i), "answer": "", "metadata": "{}", "chat": False} for i in range(len(BATCH))]
-    how = Play("tests.unit.test_episodes:echo", {"replies": 1}, max_turns=2, keep_reasoning=False)
+    how = EpisodeOptions(environment="tests.unit.test_episodes:echo", environment_args={"replies": 1}, max_turns=2)
     words = load_tokenizer(policy.path / "model")
     played = []
     for lives in ([None], [7, None]):

@@ -64,5 +64,5 @@ def test_what_can_not_be_read_back_is_not_served(tmp_path: Path) -> None:
         prove_weights(engine, tmp_path)  # type: ignore[arg-type]
     files["wrong.weight"][1, 2] -= 1
     save_file({"right.weight": files["right.weight"], "experts.weight": files["wrong.weight"]}, path)
-    with pytest.raises(RuntimeError, match=r"1 of 2 tensors can not be read back from this engine, experts\.weight"):
+    with pytest.raises(RuntimeError, match=r"1 of 2 tensors cannot be read back from this engine, experts\.weight"):
         prove_weights(engine, tmp_path)  # type: ignore[arg-type]

@@ -1,21 +1,19 @@
-"""The client against kfp's own SDK and an HTTP server that keeps runs as API v2beta1 of KFP 2.17 shapes them.
-
-What is recorded below has the shape of what a KFP 2.17.0 API server answered.
-"""
+"""The client, and tasks that ask the API: kfp's own SDK, and an HTTP server that keeps runs (tests/kfp_api.py)."""
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
-from urllib.parse import parse_qs, urlparse
 
 import pytest
 
+from tests.kfp_api import Api, serve_api
 from tuneloop.cli import run_cli
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kfp import client
+from tuneloop.kfp.api import RunApi
+from tuneloop.kfp.check_data import start_scheduled_run
+from tuneloop.kfp.next_run import start_next_run
+from tuneloop.kfp.schedule import convert_cron
 
 NODES = {
     "wf-1": {"id": "wf-1", "name": "wf", "type": "DAG", "displayName": "wf", "templateName": "entrypoint"},
@@ -48,97 +46,15 @@ TASKS = [
 ]
 
 
-class Backend(ThreadingHTTPServer):
-    """What the API server keeps."""
-
-    def __init__(self) -> None:
-        self.runs: list[dict[str, Any]] = []
-        self.recurring: list[dict[str, Any]] = []
-        self.missing, self.asked = False, 0
-        super().__init__(("127.0.0.1", 0), Handler)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    """The part of API v2beta1 (and v1) that the client needs."""
-
-    server: Backend
-
-    def do_GET(self) -> None:
-        url = urlparse(self.path)
-        query = {k: v[0] for k, v in parse_qs(url.query).items()}
-        match url.path.removeprefix("/apis/").split("/"):
-            case ["v2beta1", "healthz"] if self.server.missing:
-                self.server.asked += 1
-                self.reply({"message": 'services "ml-pipeline" not found'}, 404)
-            case ["v2beta1", "healthz"]:
-                self.reply({"multi_user": False})
-            case ["v2beta1", "experiments"]:
-                self.reply({"experiments": [{"experiment_id": "e1", "display_name": "tuneloop"}]})
-            case ["v2beta1", "runs"]:
-                self.reply({"runs": self.named(self.server.runs, query)[::-1]})
-            case ["v2beta1", "runs", run_id]:
-                self.reply(next(run for run in self.server.runs if run["run_id"] == run_id))
-            case ["v2beta1", "recurringruns"]:
-                self.reply({"recurringRuns": self.named(self.server.recurring, query)})
-            case ["v1beta1", "runs", run_id]:
-                workflow = {"metadata": {"name": "wf"}, "status": {"nodes": NODES}}
-                self.reply({"run": {"id": run_id}, "pipeline_runtime": {"workflow_manifest": json.dumps(workflow)}})
-            case ["v1alpha1", "runs", _, "nodes", pod, "log"] if pod in LOGS:
-                self.reply(LOGS[pod])
-            case _:
-                self.reply({"error_message": "Failed to read logs: pods not found"}, 500)
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")
-        path = urlparse(self.path).path
-        if path == "/apis/v2beta1/runs":
-            made = {**body, "run_id": f"r{len(self.server.runs) + 1}", "state": "RUNNING"}
-            self.server.runs.append(made | {"run_details": {"task_details": TASKS}})
-            self.reply(made)
-        elif path == "/apis/v2beta1/recurringruns":
-            self.server.recurring.append({**body, "recurring_run_id": f"j{len(self.server.recurring) + 1}"})
-            self.reply(self.server.recurring[-1])
-        elif match := re.fullmatch(r"/apis/v2beta1/runs/(\w+):terminate", path):
-            next(run for run in self.server.runs if run["run_id"] == match[1])["state"] = "CANCELED"
-            self.reply({})
-        else:
-            self.reply({"error_message": f"no {path}"}, 404)
-
-    def do_DELETE(self) -> None:
-        name = self.path.rpartition("/")[2]
-        self.server.recurring = [each for each in self.server.recurring if each["recurring_run_id"] != name]
-        self.reply({})
-
-    def named(self, listed: list[dict[str, Any]], query: dict[str, str]) -> list[dict[str, Any]]:
-        (predicate,) = json.loads(query["filter"])["predicates"]
-        assert (predicate["operation"], predicate["key"]) == ("EQUALS", "display_name")
-        return [each for each in listed if each["display_name"] == predicate["stringValue"]]
-
-    def reply(self, body: Any, code: int = 200) -> None:
-        data = (body if isinstance(body, str) else json.dumps(body)).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "text/plain" if isinstance(body, str) else "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None: ...
-
-
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
-    with Backend() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
+    with serve_api() as server:
+        server.nodes, server.logs, server.task_details = NODES, LOGS, TASKS
         monkeypatch.setenv("KF_PIPELINES_ENDPOINT", server.url)
         yield server
-        server.shutdown()
 
 
-def test_a_run_from_submission_to_its_end(backend: Backend, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_from_submission_to_its_end(backend: Api, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["submit", "sft", "--to", "kfp", "--run", "demo", "--store", "s3://b/runs", "--pipeline-root", "s3://b/kfp"]
     assert run_cli(line) == 0
     (run,) = backend.runs
@@ -169,23 +85,98 @@ def test_a_run_from_submission_to_its_end(backend: Backend, capsys: pytest.Captu
     assert client.find_run(client.connect_to_kfp(backend.url), "demo").run_id == "r2"
 
 
-def test_schedule(backend: Backend) -> None:
-    line = ["schedule", "sft", "--to", "kfp", "--name", "nightly", "--store", "s3://b/runs", "--cron", "30 2 * * 1-5"]
-    assert run_cli(line) == 0
+def test_where_every_template_is_retried_tasks_have_a_row_and_logs(
+    backend: Api, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """KFP 2.17's own manifests: a node of all attempts above each node."""
+    assert run_cli(["submit", "sft", "--to", "kfp", "--run", "demo", "--store", "s3://b/runs"]) == 0
+    names = ("wf", "entrypoint", "root-driver", "root", "sft-driver", "sft", "executor", "exit-handler-1-driver")
+    done = {"state": "SUCCEEDED", "start_time": "2026-11-21T08:00:00Z", "end_time": "2026-11-21T08:00:05Z"}
+    first = {**done, "state": "FAILED", "end_time": "2026-11-21T08:00:02Z"}
+    children = {"wf": [{"pod_name": "wf-1"}]}
+    rows = [
+        {"display_name": f"{name}{attempt}", "child_tasks": children.get(name, []), **each}
+        for name in names
+        for attempt, each in (("", done), ("(0)", first), ("(1)", done))
+    ]
+    backend.runs[0]["run_details"]["task_details"] = rows
+    assert run_cli(["status", "demo", "--to=kfp", "--json"]) == 0
+    text = capsys.readouterr().out
+    shown = json.loads(text[text.index("{") :])["tasks"]
+    assert shown == [{"task": "sft", "phase": "SUCCEEDED", "seconds": 5.0, "message": ""}]
+    path = {"displayName": "executor(0)", "name": "wf(0).root(0).sft(0).executor(0)", "templateName": "impl"}
+    driver = {**path, "displayName": "sft-driver(0)", "name": "wf(0).root(0).sft-driver(0)", "templateName": "driver"}
+    backend.nodes = {f"wf-{i}": {"id": f"wf-{i}", "type": "Pod", **each} for i, each in enumerate((path, driver))}
+    backend.logs = {"wf-impl-0": "sft: step 1\n", "wf-driver-1": "driver\n"}
+    assert run_cli(["kfp", "logs", "demo", "sft"]) == 0
+    assert capsys.readouterr().out == "sft | sft: step 1\n"
+
+
+def test_a_schedule_looks_for_new_data_and_starts_its_run(backend: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    place = ["--name", "nightly", "--store", "s3://b/runs", "--cron", "30 2 * * 1-5"]
+    line = ["schedule", "sft", "--to", "kfp", *place, "--set", "data.train=64"]
+    assert run_cli([*line, "--pipeline-root", "s3://b/kfp"]) == 0
     (made,) = backend.recurring
     assert made["trigger"] == {"cron_schedule": {"cron": "0 30 2 * * 1-5"}}
     assert (made["max_concurrency"], made["no_catchup"], made["mode"]) == (1, True, "ENABLE")
-    assert made["runtime_config"]["parameters"]["run"] == "nightly-[[ScheduledTime]]"
+    (task,) = made["pipeline_spec"]["pipeline_spec"]["root"]["dag"]["tasks"].values()
+    given = {k: v["runtimeValue"]["constant"] for k, v in task["inputs"]["parameters"].items()}
+    assert (given["schedule"], given["pipeline_id"], given["pipeline_version_id"]) == ("nightly", "p1", "v1")
+    assert given["run_id"] == "{{$.pipeline_job_uuid}}"
+    assert given["data"]["train"] == 64 and given["data"]["seed"] == 0 and "url" not in given["data"]
+
+    assert run_cli(line) == 2
+    assert "--name: 'nightly': is a schedule already" in capsys.readouterr().err
     assert run_cli(["kfp", "unschedule", "nightly"]) == 0
     assert backend.recurring == []
+    assert run_cli(line) == 0
+    assert (len(backend.pipelines), len(backend.versions)) == (1, 1), "the same pipeline is uploaded once"
 
 
-def test_what_is_refused(backend: Backend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rule_of_a_tick(backend: Api) -> None:
+    """New data is a new run, known data is skipped, what failed is resumed, what is under way is left alone."""
+    api = RunApi(backend.url)
+    own = {"experiment_id": "e1", "runtime_config": {"pipeline_root": "s3://b/kfp"}, "service_account": "runner"}
+    wanted = {"schedule": "nightly", "store": "s3://b/runs", "pipeline_id": "p1", "pipeline_version_id": "v1", "x": 1}
+
+    def tick(digest: str) -> str:
+        return start_scheduled_run(api, own, f"xxh3:{digest}", wanted)
+
+    api.start_run({"display_name": "nightly-tick", "experiment_id": "e1"})  # nobody's run: another name
+    assert tick("0123456789") == "started nightly-01234567 as r2"
+    (run,) = backend.runs[1:]
+    assert run["runtime_config"] == {
+        **{"parameters": {"run": "nightly-01234567", "store": "s3://b/runs"}, "pipeline_root": "s3://b/kfp"}
+    }
+    assert run["pipeline_version_reference"] == {"pipeline_id": "p1", "pipeline_version_id": "v1"}
+    assert tick("fedcba9876") == "skipped: nightly-01234567 is under way"
+    run["state"] = "FAILED"
+    assert tick("0123456789") == "started nightly-01234567 as r3"
+    backend.runs[2]["state"] = "SUCCEEDED"
+    assert tick("0123456789") == "skipped: no new data since nightly-01234567"
+    assert tick("fedcba9876") == "started nightly-fedcba98 as r4"
+
+
+def test_a_loop_goes_on_once(backend: Api) -> None:
+    line = ["submit", "grpo", "--to", "kfp", "--run", "long", "--store", "s3://b/runs", "--pipeline-root", "s3://b/kfp"]
+    assert run_cli(line) == 0
+    api = RunApi(backend.url)
+    assert start_next_run(api, "r1") == "r2"
+    assert start_next_run(api, "r1") == "r2", "tried again, it finds the run that it has started"
+    first, second = backend.runs
+    for key in ("display_name", "experiment_id", "pipeline_spec", "runtime_config"):
+        assert first[key] == second[key]
+    with pytest.raises(Retryable, match=r"kfp\.api"):
+        RunApi("http://127.0.0.1:1").read_run("r1")
+
+
+def test_what_is_refused(backend: Api, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="write five fields"):
-        client.six_fields("0 0 2 * * *")
+        convert_cron("0 0 2 * * *")
     for line, told in (
         (["kfp", "status", "nobody"], "no run of that name"),
         (["kfp", "unschedule", "nobody"], "no recurring run of that name"),
+        (["submit", "sft", "--to", "kfp", "--run", "No Name", "--store", "s3://b/r"], "--run: 'No Name'"),
         (["submit", "sft", "--to", "airflow"], "argo or kfp"),
     ):
         assert run_cli(line) == 2
@@ -196,7 +187,7 @@ def test_what_is_refused(backend: Backend, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_a_cluster_without_the_backend_is_asked_once_and_said_in_a_line(
-    backend: Backend, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    backend: Api, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     backend.missing = True
     assert run_cli(["kfp", "status", "demo"]) == 2

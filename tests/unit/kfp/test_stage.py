@@ -15,6 +15,7 @@ from tests.unit import toy
 from tuneloop.core.artifacts import Artifact, find_manifest
 from tuneloop.kfp import io, stage
 from tuneloop.kfp.position import find_position
+from tuneloop.workflow.pod_loop import PodLoop, StageCall
 
 
 class Launcher:
@@ -105,29 +106,45 @@ def test_the_loop_ends_at_its_target(launcher: Launcher) -> None:
     assert find_manifest(f"{launcher.run}/evaluate-after") is not None, "the last policy is evaluated"
 
 
+def test_nothing_follows_a_loop_that_goes_on_in_the_next_run(launcher: Launcher) -> None:
+    assert launcher.start("sft", "sft", skill=1) == 0
+    policy = {**launcher.handle("sft", "checkpoint"), stage.GOES_ON: 60.0}
+    assert launcher.start("evaluate", "evaluate-after", {"policy": policy}) == 0
+    assert find_manifest(f"{launcher.run}/evaluate-after") is None
+    assert launcher.handle("evaluate-after", "metrics") == {stage.GOES_ON: 60.0}
+
+
 def test_position_is_read_from_what_is_committed(launcher: Launcher, tmp_path: Path) -> None:
     launcher.start("sft", "sft", skill=0)
-    start = launcher.handle("sft", "checkpoint")
-    asked: Any = {"iterations": 5, "target_reward": 2.0}
-    assert find_position(launcher.run, start, iteration=0, **asked) == (start, [1, 2, 3, 4, 5])
-    policy = start
+    start = {"policy": launcher.handle("sft", "checkpoint")}
+    names = ("rollout", "reward", "policy-update")
+    steps = [StageCall(name=name, command=[], flags=[], wires={}, output="x") for name in names]
+    loop = PodLoop(steps=steps, carry={"policy": "policy-update.checkpoint"}, reward="reward.mean-reward")
+
+    def locate(**limits: float) -> tuple[int, bool, str]:
+        limits = {"iterations": 5, "target_reward": 2.0, **limits}
+        found = find_position(loop, launcher.run, start, **limits)  # type: ignore[arg-type]
+        return found.last, found.ended, found.carried["policy"]["ref"]
+
+    assert locate() == (0, False, start["policy"]["ref"])
+    made = [policy := start["policy"]]
     for i in (1, 2):
-        policy = launcher.iteration(i, policy, target=2.0)
+        made.append(policy := launcher.iteration(i, policy, target=2.0))
     launcher.start("rollout", "iterations/3/rollout", {"policy": policy}, iteration=3)
-    found, todo = find_position(launcher.run, start, iteration=0, **asked)
-    assert (found["ref"], todo) == (policy["ref"], [3, 4, 5])
-    assert find_position(launcher.run, start, iteration=1, **asked)[0] == start
-    assert find_position(launcher.run, start, iteration=3, **asked)[0]["ref"] == policy["ref"]
-    assert find_position(launcher.run, start, iteration=0, stride=2, **asked)[1] == [3, 5], (
-        "the round of 3 and 4 is not done"
-    )
-    assert find_position(launcher.run, start, iteration=0, stride=3, **asked)[1] == [1, 4]
-    ended, todo = find_position(launcher.run, start, iteration=0, iterations=5, target_reward=0.5)
-    assert (ended["ref"], ended["stopped"], todo) == (policy["ref"], 2, []), "skill 1 has earned 0.5"
-    late, _ = find_position(launcher.run, start, iteration=5, iterations=5, target_reward=0.5)
-    assert late == ended, "a round after the end finds the end"
+    assert locate() == (2, False, policy["ref"]), "the third is not committed whole"
+    assert locate(iterations=2) == (2, True, policy["ref"])
+    assert locate(target_reward=0.5) == (2, True, policy["ref"]), "skill 1 has earned 0.5"
+    assert locate(target_reward=0.25) == (1, True, made[1]["ref"])
     shutil.rmtree(tmp_path / "run/iterations/1/policy-update")
-    assert find_position(launcher.run, start, iteration=0, **asked)[1] == [1, 2, 3, 4, 5], "what is lost is made again"
+    assert locate() == (0, False, start["policy"]["ref"]), "what is lost is made again"
+
+
+def test_an_artifact_that_two_inputs_take_is_passed_once(launcher: Launcher) -> None:
+    handle = {"ref": "r"}
+    given = {"inputs": {"parameterValues": {"same_artifact": {"reference": "policy"}}, "artifacts": {}}}
+    given["inputs"]["artifacts"] = {"policy": {"artifacts": [{"metadata": handle}]}}
+    task = io.Task.read(json.dumps({**given, "outputs": {"outputFile": "/x"}}))
+    assert task.inputs == {"policy": handle, "reference": handle}
 
 
 @pytest.mark.parametrize(
@@ -146,7 +163,8 @@ def test_where_the_launcher_keeps_an_artifact(artifact: dict[str, str], path: st
 
 def test_what_runs_in_a_stage_needs_no_kfp() -> None:
     code = (
-        "import tuneloop.kfp.stage, tuneloop.kfp.position, tuneloop.kfp.report, tuneloop.config.kfp, sys;"
+        "import tuneloop.kfp.stage, tuneloop.kfp.iterations, tuneloop.kfp.report, tuneloop.config.kfp, sys;"
+        "import tuneloop.kfp.check_data;"
         "print(*({'kfp', 'kubernetes', 'google.protobuf', 'torch'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == []

@@ -30,14 +30,14 @@ def test_pods_ask_for_what_the_cluster_section_says(compiled: Any) -> None:
     spec, pods = compiled("sft_then_grpo", *keys, *more, "kfp.retries=7", "processes=2")
     queue = {"kueue.x-k8s.io/queue-name": "gpus", "kueue.x-k8s.io/priority-class": "high"}
     labels = {name: pod.get("podMetadata", {}).get("labels") for name, pod in pods.items()}
-    accelerated = {"exec-sft", "exec-rollout", "exec-policy-update", "exec-evaluate"}
-    assert {name for name, found in labels.items() if found} == accelerated | {"exec-evaluate-2"}
+    accelerated = {"exec-sft", "exec-iterations", "exec-evaluate", "exec-evaluate-2"}
+    assert {name for name, found in labels.items() if found} == accelerated
     assert all(found == queue for found in labels.values() if found)
     train = pods["exec-sft"]
     assert train["nodeSelector"] == {"labels": {"gpu": "h100"}}
     assert [(each["key"], each["operator"]) for each in train["tolerations"]] == [("gpu", "Exists")]
     assert train["emptyDirMounts"][0]["sizeLimit"] == "8Gi" and train["emptyDirMounts"][0]["mountPath"] == "/dev/shm"
-    assert "nodeSelector" not in pods["exec-reward"]
+    assert "nodeSelector" not in pods["exec-data-prep"]
     for name, pod in pods.items():
         assert pod["activeDeadlineSeconds"] == "60" and pod["pvcMount"][0]["mountPath"] == "/data", name
         assert pod["securityContext"]["runAsNonRoot"] is True, name
@@ -49,29 +49,19 @@ def test_pods_ask_for_what_the_cluster_section_says(compiled: Any) -> None:
     assert "--nproc-per-node=2" in container["command"]
     inner = spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]
     assert inner["sft"]["retryPolicy"]["maxRetryCount"] == 7
-    assert "cachingOptions" in inner["sft"] and not inner["position"].get("cachingOptions", {}).get("enableCache")
+    assert "cachingOptions" in inner["sft"] and not inner["iterations"].get("cachingOptions", {}).get("enableCache")
 
 
 def test_every_image_is_named_with_its_tag(compiled: Any) -> None:
-    spec, _ = compiled("grpo", "cluster.images=registry.example/t/{image}:1.2")
+    spec, _ = compiled("grpo", "kfp.unroll=60", "cluster.images=registry.example/t/{image}:1.2")
     images = {each["container"]["image"] for each in spec["deploymentSpec"]["executors"].values()}
     assert images == {f"registry.example/t/{name}:1.2" for name in ("base", "trainer", "rollout")}
 
 
-def test_the_long_form_does_not_grow(compiled: Any) -> None:
-    few, many = (compiled("grpo", f"loop.iterations={n}")[0] for n in (9, 900))
+def test_a_loop_in_one_task_does_not_grow(compiled: Any) -> None:
+    few, many = (compiled("grpo", f"loop.iterations={n}")[0] for n in (9, 1000))
     assert few["components"].keys() == many["components"].keys()
-    assert few["deploymentSpec"] == many["deploymentSpec"]
-
-
-def test_no_address_is_made_of_a_number(compiled: Any) -> None:
-    """KFP writes 1 into a text as ``1`` in one place, and as ``1.0`` in another."""
-    spec, _ = compiled("grpo", "loop.iterations=9")
-    tasks = [task for each in spec["components"].values() for task in each.get("dag", {}).get("tasks", {}).values()]
-    given = [task["inputs"].get("parameters", {}) for task in tasks]
-    urls = [value["runtimeValue"]["constant"] for each in given if "runtimeValue" in (value := each.get("url", {}))]
-    assert sum("position-2-at" in url for url in urls) == 3
-    assert not any("loop-item" in url for url in urls)
+    assert few["root"] == many["root"]
 
 
 def test_stages_that_span_nodes_are_launched_from_the_small_image(compiled: Any) -> None:
@@ -86,7 +76,7 @@ def test_stages_that_span_nodes_are_launched_from_the_small_image(compiled: Any)
 
 
 def test_handles_are_typed_and_parameters_described(compiled: Any) -> None:
-    spec, _ = compiled("grpo", "loop.iterations=1")
+    spec, _ = compiled("grpo", "loop.iterations=1", "kfp.unroll=1")
     reward = spec["components"]["comp-reward"]
     kinds = {k: v["artifactType"]["schemaTitle"] for k, v in reward["outputDefinitions"]["artifacts"].items()}
     assert kinds["rewards"] == "system.Dataset" and kinds["confidence"] == "system.ClassificationMetrics"
@@ -99,3 +89,5 @@ def test_handles_are_typed_and_parameters_described(compiled: Any) -> None:
 def test_wrong_settings_are_refused_before_anything_is_compiled(compiled: Any) -> None:
     with pytest.raises(UserError, match=r"kfp\.retries"):
         compiled("sft", "kfp.retries=-1")
+    with pytest.raises(UserError, match=r"nodes.*kfp\.unroll"):
+        compiled("grpo", "nodes=2")

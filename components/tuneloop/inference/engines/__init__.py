@@ -55,13 +55,13 @@ class Engine(Protocol):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
     ) -> list[list[Completion]]:
-        """Completions in the order of `requests` and their seeds.
+        """Generate completions, in the order of `requests` and their seeds.
 
         `done` is called with the number of requests finished so far; what it raises ends the generation.
         """
 
     def score(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability at temperature 1 of each id but the first, given those before it."""
+        """Compute the log-probability at temperature 1 of each id but the first, given those before it."""
 
     def close(self) -> None:
         """Give back memory and connections."""
@@ -81,7 +81,7 @@ class Remote(Engine, Protocol):
 
 
 def check_args(name: str, args: Mapping[str, Any], prefix: str) -> None:
-    """Refuse arguments that the engine `name` can not take; of one that is not tuneloop's nothing is known here.
+    """Refuse arguments that the engine `name` cannot take; of one that is not tuneloop's nothing is known here.
 
     Raises:
         UserError: with `prefix` and the argument's name as the field.

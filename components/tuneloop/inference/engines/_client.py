@@ -42,7 +42,7 @@ of the stage is told."""
 
 
 class Lost(Unavailable):
-    """The server can not be reached, broke off, or can not answer now."""
+    """The server cannot be reached, broke off, or cannot answer now."""
 
 
 class Client:
@@ -127,7 +127,7 @@ class Client:
         finished: Callable[[], int] = lambda: 0,
         total: int = 0,
     ) -> Value:
-        """What `attempt` returns; each time that the server is lost another one, on the one that comes after it.
+        """Return what `attempt` does; each time that the server is lost, try again on the one that comes after it.
 
         Args:
             renew: makes a server that was away ready for `attempt`.

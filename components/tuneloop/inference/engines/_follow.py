@@ -102,7 +102,7 @@ class Follower(threading.Thread):
         self._pull(version, force=force)
 
     def verify(self) -> tuple[int, Readback]:
-        """The version that is served, and all that the engine holds compared with its files."""
+        """Compare all that the engine holds with its files, and return the version that is served with the result."""
         with self._one:
             comparison = self.loop.call(lambda engine: (engine.version, read_back(engine.engine, self.directory)))
             return comparison.result()  # type: ignore[no-any-return]
@@ -125,7 +125,7 @@ class Follower(threading.Thread):
             live.announce_version(self.store, self._name, version)
         except (UserError, Retryable) as error:
             remedy = f"pin version {version} where versions are dropped (tuneloop weights gc --pin)"
-            print(f"serve: can not say what it serves ({error}); {remedy}", file=sys.stderr, flush=True)
+            print(f"serve: cannot say what it serves ({error}); {remedy}", file=sys.stderr, flush=True)
 
     def _pull(self, version: int, *, force: bool = False) -> None:
         with self._one:
@@ -150,27 +150,23 @@ class Follower(threading.Thread):
                 (self.directory / MARKER).unlink(missing_ok=True)
                 raise
             self.trouble, self.pulled = "", _about(done, took, comparisons[0])
-            self._record()
-
-    def _record(self) -> None:
-        """For people and reports (`tuneloop.runs.delivery`): a store that refuses is passed over."""
-        with suppress(UserError, Retryable):
-            live.record_pull(self.store, self._name, self.pulled)
+            with suppress(UserError, Retryable):  # it is for people and reports (`tuneloop.runs.delivery`)
+                live.record_pull(self.store, self._name, self.pulled)
 
     def converged_s(self) -> float | None:
-        """Seconds from the publication of the version last pulled until it was served; None where nobody said when."""
+        """Compute the seconds from publishing the version last pulled until it was served; None where unknown."""
         record = self.store.get(f"published/{self.pulled['version']:06d}.json") if self.pulled else None
         return None if record is None else max(0.0, self.pulled["served_at"] - json.loads(record)["at"])
 
 
 def prove_weights(engine: Vllm, model: Path) -> Readback:
-    """What the engine holds is what lies in `model`: every tensor of it, or nothing is served.
+    """Prove that the engine holds what lies in `model`: every tensor of it, or nothing is served.
 
     Raises:
         RuntimeError: it is not, or for some tensors nobody can tell.
     """
     comparison = read_back(engine.engine, model, PROBE)
-    for names, what in ((comparison.different, "differ"), (comparison.unread, "can not be read back from this engine")):
+    for names, what in ((comparison.different, "differ"), (comparison.unread, "cannot be read back from this engine")):
         if names:
             raise RuntimeError(f"{len(names)} of {comparison.tensors} tensors {what}, {names[0]} among them")
     return comparison

@@ -29,7 +29,7 @@ Mode = Literal["wait", "keep"]
 
 
 class Refused(RuntimeError):
-    """The server can not do this, or not now: `status` as HTTP has it."""
+    """The server cannot do this, or not now: `status` as HTTP has it."""
 
     def __init__(self, status: int, reason: str) -> None:
         self.status = status
@@ -96,7 +96,27 @@ class EngineLoop(threading.Thread):
         The future holds seconds: ``drain``, in which what ran finished and nothing was admitted; then ``change`` and
         ``check``, in which nothing was stepped: the pause.
         """
-        return self._command(lambda: self._change(model, version, digest, mode, check))
+
+        def work() -> dict[str, float]:
+            begun = time.perf_counter()
+            if mode == "wait" and not self.paused:
+                self._drain()
+            if self.broken:
+                raise Refused(503, self.trouble)
+            drained = time.perf_counter()
+            try:
+                self.engine.change(model, version, digest)
+                changed = time.perf_counter()
+                if check is not None:
+                    check(self.engine)
+            except UserError:
+                raise
+            except Exception as error:
+                self.engine.poison()
+                raise Refused(503, f"loading version {version} failed ({error}); load a version again") from error
+            return {"drain": drained - begun, "change": changed - drained, "check": time.perf_counter() - changed}
+
+        return self._command(work)
 
     def generate(
         self,
@@ -114,31 +134,69 @@ class EngineLoop(threading.Thread):
         The future raises `Refused`: 409 for another version, 503 where nothing is served, 400 for bad requests.
         """
         how = {"prompt_logprobs": prompt_logprobs, "stream": stream}
-        return self._command(lambda: self._admit(requests, sampling, version, min_version, emit, how), pausable=True)
+
+        def work() -> Ticket:
+            self._check(version, min_version)
+            ticket = Ticket(next(self._numbers), emit)
+            try:
+                for i, request in enumerate(requests):
+                    ticket.waiting[i] = [None] * len(request.seeds)
+                    for j, seed in enumerate(request.seeds):
+                        self.engine.submit(f"{ticket.number}-{i}-{j}", request.prompt_ids, seed, sampling, **how)
+            except ValueError as error:
+                self.engine.abort(ticket.keys)
+                raise Refused(400, f"request {i}: {error}") from error
+            self._tickets[ticket.number] = ticket
+            return ticket
+
+        return self._command(work, pausable=True)
 
     def pause(self, mode: Mode) -> Future[None]:
         """Generate nothing until `resume`: what runs finishes first (``wait``) or stays where it is (``keep``); who
         comes meanwhile waits."""
-        return self._command(lambda: self._pause(mode))
+
+        def work() -> None:
+            if mode == "wait" and not self.paused:
+                self._drain()
+            self.paused = True
+
+        return self._command(work)
 
     def resume(self) -> Future[None]:
         """Go on after `pause`, or do nothing."""
-        return self._command(self._resume)
+
+        def work() -> None:
+            self.paused, commands, self._held = False, self._held, []
+            for execute in commands:
+                execute()
+
+        return self._command(work)
 
     def sleep(self, level: int) -> Future[None]:
         """Give back the device's memory once all that runs has finished, as `Vllm.sleep` says."""
-        return self._command(lambda: self._sleep(level))
+
+        def work() -> None:
+            self._drain()
+            self.engine.sleep(level)
+            self.asleep = True
+
+        return self._command(work)
 
     def wake_up(self) -> Future[None]:
         """Take the device's memory again; where the weights are gone, nothing is served until they are loaded."""
-        return self._command(self._wake_up)
+
+        def work() -> None:
+            self.engine.wake_up()
+            self.asleep = False
+
+        return self._command(work)
 
     def call(self, work: Callable[[Vllm], Any]) -> Future[Any]:
         """Run `work` on the engine's thread, between two steps."""
         return self._command(lambda: work(self.engine))
 
     def cancel(self, ticket: Ticket) -> None:
-        """Nobody waits for these any more: drop what is still running."""
+        """Drop what is still running of requests that nobody waits for any more."""
         self._cancelled.put(ticket)
         self._inbox.put(lambda: None)  # wake up
 
@@ -149,19 +207,15 @@ class EngineLoop(threading.Thread):
 
     def run(self) -> None:
         while not self._stopping:
-            if self.paused or not self._busy:
+            if self.paused or not self._tickets:
                 self._inbox.get()()
             while not self._inbox.empty():
                 self._inbox.get()()
             if not self.paused:
                 self._step()
 
-    @property
-    def _busy(self) -> bool:
-        return bool(self._tickets)
-
     def _command(self, work: Callable[[], Any], *, pausable: bool = False) -> Future[Any]:
-        """Run `work` on this thread, in its turn; while the loop is paused not, if it is to be held."""
+        """Run `work` on this thread in its turn; if it is `pausable`, not while the loop is paused."""
         answer: Future[Any] = Future()
 
         def execute() -> None:
@@ -176,71 +230,9 @@ class EngineLoop(threading.Thread):
         self._inbox.put(execute)
         return answer
 
-    def _change(
-        self, model: Path, version: int, digest: str, mode: Mode, check: Callable[[Vllm], None] | None
-    ) -> dict[str, float]:
-        begun = time.perf_counter()
-        if mode == "wait" and not self.paused:
-            self._drain()
-        if self.broken:
-            raise Refused(503, self.trouble)
-        drained = time.perf_counter()
-        try:
-            self.engine.change(model, version, digest)
-            changed = time.perf_counter()
-            if check is not None:
-                check(self.engine)
-        except UserError:
-            raise
-        except Exception as error:
-            self.engine.poison()
-            raise Refused(503, f"loading version {version} failed ({error}); load a version again") from error
-        return {"drain": drained - begun, "change": changed - drained, "check": time.perf_counter() - changed}
-
     def _drain(self) -> None:
-        while self._busy:
+        while self._tickets:
             self._step()
-
-    def _pause(self, mode: Mode) -> None:
-        if mode == "wait" and not self.paused:
-            self._drain()
-        self.paused = True
-
-    def _resume(self) -> None:
-        self.paused, commands, self._held = False, self._held, []
-        for execute in commands:
-            execute()
-
-    def _sleep(self, level: int) -> None:
-        self._drain()
-        self.engine.sleep(level)
-        self.asleep = True
-
-    def _wake_up(self) -> None:
-        self.engine.wake_up()
-        self.asleep = False
-
-    def _admit(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        version: int | None,
-        min_version: int | None,
-        emit: Callable[[int, Any], None],
-        how: dict[str, bool],
-    ) -> Ticket:
-        self._check(version, min_version)
-        ticket = Ticket(next(self._numbers), emit)
-        try:
-            for i, request in enumerate(requests):
-                ticket.waiting[i] = [None] * len(request.seeds)
-                for j, seed in enumerate(request.seeds):
-                    self.engine.submit(f"{ticket.number}-{i}-{j}", request.prompt_ids, seed, sampling, **how)
-        except ValueError as error:
-            self.engine.abort(ticket.keys)
-            raise Refused(400, f"request {i}: {error}") from error
-        self._tickets[ticket.number] = ticket
-        return ticket
 
     def _check(self, version: int | None, min_version: int | None) -> None:
         served = self.engine.version
@@ -256,7 +248,7 @@ class EngineLoop(threading.Thread):
             ticket = self._cancelled.get()
             if self._tickets.pop(ticket.number, None):
                 self.engine.abort(ticket.keys)
-        if not self._busy:
+        if not self._tickets:
             return
         try:
             for key, answer in self.engine.step():
@@ -278,7 +270,7 @@ class EngineLoop(threading.Thread):
             del self._tickets[number]
 
     def _fail(self, error: Exception) -> None:
-        """An engine that raised is not trusted again: everybody who waits is told, and later callers too."""
+        """Trust an engine that raised no more: everybody who waits is told, and later callers too."""
         self.broken = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         for ticket in self._tickets.values():
             ticket.emit(-1, self.trouble)

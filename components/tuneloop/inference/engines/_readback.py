@@ -1,7 +1,7 @@
 """What a running vLLM engine holds, compared with the files it was loaded from: evidence, not trust.
 
 On a CPU vLLM keeps linear layers packed for its kernels and drops the weights. Such a layer is asked for a column of
-its weights by multiplying it with a unit vector, which is exact; only the sign of a zero can not be told that way.
+its weights by multiplying it with a unit vector, which is exact; only the sign of a zero cannot be told that way.
 Experts are packed by a function that can be called again: what the files say, packed, is what has to be there.
 
 Under tensor parallelism each worker is asked for its own part of every tensor, and what the sizes of its layers say
@@ -50,7 +50,7 @@ def read_back(engine: Any, model: Path, every: int = 1) -> Readback:
 
 
 def compare_tensors(worker: Any, model: str, every: int) -> dict[str, bool | None]:
-    """Tensor name → whether this worker holds its part of it; None where it can not be read. Runs in vLLM's worker."""
+    """Map each tensor to whether this worker holds its part; None where it cannot be read. Runs in vLLM's worker."""
     from safetensors import safe_open
 
     module = worker.get_model()
@@ -96,7 +96,7 @@ def _holds(model: Any, name: str, want: Tensor, every: int) -> bool | None:
 
 
 def _own(layer: Any, want: Tensor, rows: int | None) -> Tensor | None:
-    """This worker's part of a tensor; None where that can not be told from the sizes of the layer."""
+    """Cut out this worker's part of a tensor; None where that cannot be told from the sizes of the layer."""
     if shard := getattr(layer, "shard_indices", None):  # of a vocabulary, the last worker's part is shorter
         return want[shard.org_vocab_start_index : shard.org_vocab_end_index]
     width = getattr(layer, "input_size_per_partition", None) if want.ndim == 2 else None
@@ -111,7 +111,7 @@ def _own(layer: Any, want: Tensor, rows: int | None) -> Tensor | None:
 
 
 def _views(layer: Any, leaf: str, tensor: Tensor, want: Tensor, rows: Any, every: int) -> Iterator[bool]:
-    """Each way in which the layer holds the tensor, and whether it agrees."""
+    """Yield for each way in which the layer holds the tensor whether it agrees."""
     import torch
 
     want = want.to(tensor.dtype)
@@ -168,7 +168,7 @@ class _Experts:
         return identical
 
     def _packed(self, weights: Tensor) -> Tensor:
-        """As the kernel that this layer chose wants them."""
+        """Pack weights as the kernel that this layer chose wants them."""
         isa = getattr(self.layer.quant_method.moe_kernel.fused_experts, "isa", None)
         if isa is None:
             return weights

@@ -13,6 +13,11 @@ def reload_weights(engine: Any, model: Path) -> None:
     requests that run are computed again from their tokens.
     """
     engine.collective_rpc(_reload, args=(str(model),))
+    reset_prefix_cache(engine)
+
+
+def reset_prefix_cache(engine: Any) -> None:
+    """Drop all cached keys and values; requests that run compute theirs again."""
     if not engine.reset_prefix_cache(reset_running_requests=True):
         raise RuntimeError("vLLM did not drop its prefix cache")
 

@@ -61,7 +61,7 @@ class Options(BaseModel):
 
 
 def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
-    """The engine behind a URL.
+    """Open the engine behind a URL.
 
     Args:
         endpoint: absolute, ``/generate`` is appended; several have commas between. None: the fleet's, or its workers'.
@@ -80,7 +80,7 @@ def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> E
 
 
 def check(args: Mapping[str, Any], prefix: str = "engine_args.") -> Options:
-    """`args` as options.
+    """Check `args`, and return them as options.
 
     Raises:
         UserError: an unknown or impossible one, with `prefix` and its name as the field.
@@ -92,10 +92,10 @@ def check(args: Mapping[str, Any], prefix: str = "engine_args.") -> Options:
 
 
 def check_url(url: str) -> str:
-    """`url` without a trailing slash.
+    """Check `url`, and return it without a trailing slash.
 
     Raises:
-        UserError: it is no absolute http or https URL.
+        UserError: it is not an absolute http or https URL.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
@@ -104,7 +104,7 @@ def check_url(url: str) -> str:
 
 
 def check_urls(text: str) -> list[str]:
-    """The URLs in `text`, which commas separate.
+    """Check the URLs in `text`, which commas separate.
 
     Raises:
         UserError: one of them is none.
@@ -152,7 +152,7 @@ class Endpoint:
         self._stopping = threading.Event()
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
-        """Requests demand this version from now on; a fleet that does not pull is brought to it."""
+        """Demand this version from now on; a fleet that does not pull is brought to it."""
         if self.fleet:
             self.refitted = refit_fleet(self.fleet, make_target(policy), timeout_s=self.timeout_s, force=force)
             self.urls = self._given or self.refitted.urls
@@ -178,7 +178,7 @@ class Endpoint:
             pool.shutdown(cancel_futures=True)
 
     def score(self, ids: Sequence[int]) -> list[float]:
-        """As `Engine.score`, by the very version of the policy: waits until a replica has it."""
+        """Score as `Engine.score` does, by the very version of the policy: wait until a replica has it."""
         self._stopping.clear()
         request, sampling = Request("canary", list(ids), [0]), Sampling(0.0, 1, ())
         body = {"sampling": asdict(sampling), "version": self.version, "prompt_logprobs": True}
@@ -193,7 +193,7 @@ class Endpoint:
         self._stopping.set()
 
     def _complete(self, request: Request, sampling: Sampling) -> list[Completion]:
-        """One prompt's completions, over as many attempts as it takes."""
+        """Complete one prompt, over as many attempts as it takes."""
         body = {"sampling": asdict(sampling), **self._demand()}
         if not self.options.partial_rollout:
             return self._retry(lambda url: self._whole(url, request, body, sampling))
@@ -207,7 +207,7 @@ class Endpoint:
         return {"min_version": self.version - self.max_staleness}
 
     def _retry(self, attempt: Callable[[str], Result]) -> Result:
-        """What `attempt` of a URL returns. Each goes to the next URL; the wait doubles once all had their turn."""
+        """Return what `attempt` of a URL does. Each goes to the next URL; the wait doubles once all had their turn."""
         turn, tries = next(self._turns), 0
         while True:
             url = self.urls[(turn + tries) % len(self.urls)]
@@ -222,7 +222,7 @@ class Endpoint:
                 self.retries += 1
 
     def _whole(self, url: str, request: Request, body: Mapping[str, Any], sampling: Sampling) -> list[Completion]:
-        """All completions of one prompt from one answer."""
+        """Read all completions of one prompt from one answer."""
         with self._ask(url, {"requests": [asdict(request)], **body}) as lines:
             for message in lines:
                 if "completions" in message:
@@ -252,18 +252,16 @@ class Endpoint:
             with self._ask(url, payload) as lines:
                 for message in lines:
                     if "sample" in message:
-                        self._extend(some[message["index"]], message)
+                        self._check_version(message["version"])
+                        part = some[message["index"]]
+                        part.ids += message["ids"]
+                        part.logprobs += message["logprobs"]
+                        part.versions += [message["version"]] * len(message["ids"])
                     elif "completions" in message:
                         part = some[message["index"]]
                         part.done = self._finish(part, message["completions"][0], sampling)
                 if any(part.done is None for part in some):
                     raise Lost("broke off before the end")
-
-    def _extend(self, part: Partial, message: Mapping[str, Any]) -> None:
-        self._check_version(message["version"])
-        part.ids += message["ids"]
-        part.logprobs += message["logprobs"]
-        part.versions += [message["version"]] * len(message["ids"])
 
     def _finish(self, part: Partial, fields: Mapping[str, Any], sampling: Sampling) -> Completion:
         if fields["finish_reason"] == "abort":
@@ -277,7 +275,7 @@ class Endpoint:
         )
 
     def _read(self, fields: Mapping[str, Any], max_tokens: int) -> Completion:
-        """A completion, if it can be one."""
+        """Read a completion, if it can be one."""
         try:
             completion = Completion(**fields)
         except TypeError as error:
@@ -309,7 +307,7 @@ class Endpoint:
 
     @contextmanager
     def _ask(self, url: str, payload: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
-        """The lines of one answer."""
+        """Yield the lines of one answer."""
         sent = self._prepare(url, payload)
         options: Any = {"timeout_s": self.timeout_s, "body": sent["payload"], "headers": sent["headers"]}
         try:
@@ -354,14 +352,14 @@ class Endpoint:
 
 
 def _ended(part: Partial, sampling: Sampling) -> str:
-    """The finish reason of a completion that needs no further token, else nothing."""
+    """Return the finish reason of a completion that needs no further token, else nothing."""
     if part.ids and part.ids[-1] in sampling.stop_token_ids:
         return "stop"
     return "length" if len(part.ids) >= sampling.max_tokens else ""
 
 
 def _seed(part: Partial) -> int:
-    """Of the request that goes on from what is there: the stream of the first would repeat itself."""
+    """Return the seed of a request that goes on from what is there: the stream of the first would repeat itself."""
     return derive_seed(part.seed, "continue", len(part.ids)) if part.ids else part.seed
 
 

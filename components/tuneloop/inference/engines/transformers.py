@@ -30,7 +30,7 @@ ARGS = ("dtype", "max_model_len", "max_num_seqs", "attn_implementation")
 
 
 def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
-    """The engine; `args` may hold vLLM's dtype, max_model_len, max_num_seqs and transformers' attn_implementation.
+    """Make the engine; `args` may hold vLLM's dtype, max_model_len, max_num_seqs, transformers' attn_implementation.
 
     Raises:
         UserError: another argument, or an endpoint.
@@ -128,7 +128,7 @@ class Transformers:
         self.__dict__.pop("model", None)
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
-        """Indices of requests of similar length (little padding), at most `max_num_seqs` completions together."""
+        """Yield indices of requests of similar length (little padding), at most `max_num_seqs` completions together."""
         batch: list[int] = []
         rows = 0
         for i in sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids)):
@@ -141,7 +141,7 @@ class Transformers:
             yield batch
 
     def _run(self, requests: Sequence[Request], sampling: Sampling, beat: Callable[[], None]) -> list[Completion]:
-        """One batch to its end; rows are (request, seed) pairs in order."""
+        """Run one batch to its end; rows are (request, seed) pairs in order."""
         import torch
         from transformers import DynamicCache
 
@@ -175,7 +175,7 @@ class Transformers:
         ]
 
     def _prefill(self, requests: Sequence[Request], cache: DynamicCache) -> tuple[Tensor, Tensor]:
-        """Each prompt once, padded left; then cache, logits and mask repeated for each completion of a prompt."""
+        """Prefill each prompt once, padded left; then repeat cache, logits and mask for each completion of a prompt."""
         import torch
 
         width = max(len(r.prompt_ids) for r in requests)
@@ -188,7 +188,7 @@ class Transformers:
         return logits[owner], mask[owner]
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
-        """Logits after the last of `ids`: float32, rows by vocabulary. `mask` covers the cached tokens too."""
+        """Compute logits after the last of `ids`: float32, rows by vocabulary. `mask` covers the cached tokens too."""
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         optional = {"position_ids": positions, "logits_to_keep": 1}  # alibi models take no positions
         out = self.model(
@@ -203,7 +203,7 @@ class Transformers:
 
 
 def _noise(seeds: Sequence[int], length: int) -> Tensor:
-    """Uniform numbers in [0, 1), float64, a row of `length` for each seed, whatever the other seeds are."""
+    """Draw uniform numbers in [0, 1), float64, a row of `length` for each seed, whatever the other seeds are."""
     import torch
 
     rows = [torch.rand(length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
@@ -211,7 +211,7 @@ def _noise(seeds: Sequence[int], length: int) -> Tensor:
 
 
 def _choose(logits: Tensor, temperature: float, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """A token a row, by inversion of the distribution function at `noise`, and its log-probability."""
+    """Choose a token a row by inversion of the distribution function at `noise`; return it and its log-probability."""
     import torch
 
     logprobs = (logits / (temperature or 1.0)).log_softmax(-1)

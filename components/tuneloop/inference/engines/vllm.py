@@ -23,7 +23,7 @@ from tuneloop.core.processor import check_processor
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Engine, Sampling
 from tuneloop.inference.engines._client import Client
-from tuneloop.inference.engines._reload import reload_weights
+from tuneloop.inference.engines._reload import reload_weights, reset_prefix_cache
 
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
 """Engine arguments that tuneloop sets: another value would break what a rollout promises."""
@@ -45,7 +45,7 @@ Answer = Completion | Tokens
 
 
 def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
-    """A client where there is an endpoint, else an engine in this process.
+    """Open a client where there is an endpoint, else an engine in this process.
 
     Args:
         endpoint: URL of a running `tuneloop.inference.server`.
@@ -174,18 +174,18 @@ class Vllm:
 
     def flush(self) -> None:
         """Drop all cached keys and values; requests that run compute theirs again."""
-        if self.engine is not None and not self.engine.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError("vLLM did not drop its prefix cache")
+        if self.engine is not None:
+            reset_prefix_cache(self.engine)
 
     def poison(self) -> None:
-        """Nothing is served until the next change succeeds."""
+        """Serve nothing until the next change succeeds."""
         self.version, self.digest = -1, ""
 
     def sleep(self, level: int) -> None:
         """Give back the device's memory; no request may be running. Level 1 keeps weights on the host, 2 drops them.
 
         Raises:
-            UserError: the device can not, or the engine was not started for it.
+            UserError: the device cannot, or the engine was not started for it.
         """
         from vllm.platforms import current_platform
 
@@ -226,6 +226,7 @@ class Vllm:
             ValueError: vLLM refuses it (too long), or an id is not in the vocabulary.
         """
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
@@ -240,12 +241,19 @@ class Vllm:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
         )
-        self._add(key, prompt_ids, params)
+        vocabulary = self.engine.model_config.get_vocab_size()
+        if not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary:  # vLLM would crash on it
+            raise ValueError(f"prompt ids must be at least one, from 0 to {vocabulary - 1}")
+        try:
+            (prompt,) = self.engine.renderer.render_cmpl([{"prompt_token_ids": list(prompt_ids)}])
+            self.engine.add_request(key, prompt, params)
+        except VLLMClientError as error:
+            raise ValueError(str(error)) from error
         if stream:
             self._streamed[key] = Tokens([], [], self.version)
 
     def step(self) -> Iterator[tuple[str, Answer]]:
-        """One forward of all that is queued; names and answers of what it finished, and of what is streamed."""
+        """Run one forward of all that is queued; yield names and answers of what ended, and of what is streamed."""
         for out in self.engine.step():
             key, output = out.request_id, out.outputs[0]
             new = Tokens(list(output.token_ids), list(map(float, output.logprobs.logprobs)), self.version)
@@ -284,27 +292,15 @@ class Vllm:
         self._spans.pop(key, None)
         self._streamed.pop(key, None)
 
-    def _add(self, key: str, ids: Sequence[int], params: Any) -> None:
-        vocabulary = self.engine.model_config.get_vocab_size()
-        if not ids or min(ids) < 0 or max(ids) >= vocabulary:  # vLLM, without a tokenizer, would crash on it
-            raise ValueError(f"prompt ids must be at least one, from 0 to {vocabulary - 1}")
-        from vllm.exceptions import VLLMClientError
-
-        try:
-            (prompt,) = self.engine.renderer.render_cmpl([{"prompt_token_ids": list(ids)}])
-            self.engine.add_request(key, prompt, params)
-        except VLLMClientError as error:
-            raise ValueError(str(error)) from error
-
 
 def quiet_vllm() -> None:
-    """Before vLLM is imported: its core in this process, and its log for errors, unless somebody said otherwise."""
+    """Have vLLM, before it is imported, keep its core here and log errors only; variables that are set stay."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def _start(model: Path, args: Mapping[str, Any]) -> Any:
-    """A vLLM engine on `model`, its core in this process."""
+    """Start a vLLM engine on `model`, its core in this process."""
     quiet_vllm()
     try:
         from vllm.engine.arg_utils import EngineArgs
@@ -331,14 +327,14 @@ def _start(model: Path, args: Mapping[str, Any]) -> Any:
             config, UsageContext.LLM_CLASS, disable_log_stats=engine_args.disable_log_stats
         )
     except (TypeError, ValueError, AssertionError) as error:
-        raise UserError("--engine-args", dict(args), _first_line(error)) from error
+        raise UserError("--engine-args", dict(args), f"vLLM refuses: {' '.join(str(error).split())[:300]}") from error
 
 
 def inspect_here(model: Path) -> None:
     """Let vLLM look at the class of a model in this process, and not in a fresh one that imports all of vLLM again.
 
     It does that, for 15 seconds of computing, where no file below ``VLLM_CACHE_ROOT`` tells it of the class yet: so
-    that CUDA is not initialised here, which it can not be on a CPU.
+    that CUDA is not initialised here, which it cannot be on a CPU.
     """
     from vllm import ModelRegistry
 
@@ -349,7 +345,7 @@ def inspect_here(model: Path) -> None:
 
 
 def _cpu_defaults() -> dict[str, Any]:
-    """Engine arguments for a machine without GPU, where vLLM's own are for a big one.
+    """Return engine arguments for a machine without GPU, where vLLM's own are for a big one.
 
     Its cache would take most of the memory, compiling takes longer than a small loop, and bfloat16 without
     instructions for it was measured at less than half of float32's speed.
@@ -362,10 +358,6 @@ def _cpu_defaults() -> dict[str, Any]:
 
 
 def _shape(model: Path) -> dict[str, Any]:
-    """The model's configuration without what may differ between versions of one policy."""
+    """Read the model's configuration without what may differ between versions of one policy."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     return {key: value for key, value in config.items() if key not in VOLATILE}
-
-
-def _first_line(error: Exception) -> str:
-    return f"vLLM refuses: {' '.join(str(error).split())[:300]}"

@@ -39,13 +39,7 @@ from tuneloop.core import plugins
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Unanswered, send_request
 
-ROUTES = (
-    "get_weight_version",
-    "pause_generation",
-    "update_weights_from_disk",
-    "flush_cache",
-    "resume_generation",
-)
+ROUTES = ("get_weight_version", "pause_generation", "update_weights_from_disk", "flush_cache", "resume_generation")
 URLS = {"http": "urls", "https": "urls"}
 """Scheme → backend, where the two have different names."""
 
@@ -69,7 +63,7 @@ class Worker:
     routes: tuple[str, ...] = ROUTES
 
     def call(self, route: str, timeout_s: float, **body: Any) -> dict[str, Any]:
-        """What the worker answers on one of its routes.
+        """Return what the worker answers on one of its routes.
 
         Raises:
             Unreachable: nobody answers, or breaks off.
@@ -88,7 +82,7 @@ class Worker:
         return answer
 
     def version(self, timeout_s: float = 10.0) -> str:
-        """The label of the weights that it serves; raises as `call`."""
+        """Return the label of the weights that it serves; raise as `call`."""
         return str(self.call("get_weight_version", timeout_s).get("version", ""))
 
     def __str__(self) -> str:
@@ -111,7 +105,7 @@ class Fleet(Protocol):
         """Where the fleet as a whole answers ``/generate``; None: only its workers do."""
 
     def discover(self) -> Sequence[Worker]:
-        """The workers that there are now, each once.
+        """List the workers that there are now, each once.
 
         Raises:
             UserError: there is no such fleet.
@@ -120,7 +114,7 @@ class Fleet(Protocol):
 
 
 def open_fleet(url: str) -> Fleet:
-    """The fleet that `url` names; nothing is asked yet.
+    """Open the fleet that `url` names; nothing is asked yet.
 
     Raises:
         UserError: an unknown scheme, or a URL that the backend does not understand.
@@ -137,14 +131,14 @@ def open_fleet(url: str) -> Fleet:
 
 
 def _opener(name: str) -> Callable[[str], Fleet] | None:
-    """What opens a fleet of the backend `name`; None for a module of this package that is no backend."""
+    """Find what opens a fleet of the backend `name`; None for a module of this package that is not a backend."""
     found = plugins.load_variant("fleet", name)
     opener: Callable[[str], Fleet] | None = getattr(found, "open_fleet", None) if inspect.ismodule(found) else found
     return opener
 
 
 def port_of(url: str) -> int | None:
-    """The port in `url`: None where there is none, 0 where it can not be one."""
+    """Return the port in `url`: None where there is none, 0 where it cannot be one."""
     try:
         return urlsplit(url).port
     except ValueError:

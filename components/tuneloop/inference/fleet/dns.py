@@ -31,7 +31,7 @@ class Dns:
 
 
 def open_fleet(url: str) -> Fleet:
-    """The fleet of ``dns://name:port``."""
+    """Open the fleet of ``dns://name:port``."""
     parts = urlsplit(url)
     port = port_of(url)
     if not parts.hostname or not port or parts.path not in ("", "/"):

@@ -54,10 +54,10 @@ class Dynamo:
 
 
 def read_workers(answer: dict[str, Any]) -> list[Worker]:
-    """The workers of an answer of ``/v1/rl/workers``, each instance once.
+    """Read the workers of an answer of ``/v1/rl/workers``, each instance once.
 
     Raises:
-        UserError: another protocol, or a worker that can not be brought to a version.
+        UserError: another protocol, or a worker that cannot be brought to a version.
         Retryable: the frontend could not ask one of them.
     """
     if answer.get("protocol_version") != 1:
@@ -78,5 +78,5 @@ def read_workers(answer: dict[str, Any]) -> list[Worker]:
 
 
 def open_fleet(url: str) -> Fleet:
-    """The fleet of ``dynamo://name.namespace``."""
+    """Open the fleet of ``dynamo://name.namespace``."""
     return Dynamo(*parse_service_url(url))

@@ -2,7 +2,7 @@
 
 The operator of Dynamo turns the object into pods; here it is only written, watched and deleted. It is ready when three
 gates are open at once: the operator says so, every pod is ready, and the frontend answers HTTP. A graph that this call
-made and that does not become ready, or whose job can not be started, is deleted again; one that stood before is used
+made and that does not become ready, or whose job cannot be started, is deleted again; one that stood before is used
 as it is. Only one that was made for a run is owned by its workflow: the owner reference is patched on once the
 workflow exists. Service accounts are the operator's: a manifest's own stays, and none is ever set.
 """
@@ -10,11 +10,14 @@ workflow exists. Service accounts are the operator's: a manifest's own stays, an
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import yaml
 
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Unanswered, send_request
@@ -30,6 +33,7 @@ DOWN = (502, 503, 504)
 """What a proxy answers for a server that is not there; any other answer is the server's own."""
 
 Object = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def render_graph(
     image: str | None = None,
     sets: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The graph among the documents of a manifest, changed.
+    """Take the graph from the documents of a manifest, and change it.
 
     Args:
         labels: added to the object's own.
@@ -60,8 +64,6 @@ def render_graph(
     Raises:
         UserError: no graph or several; a path that leads nowhere.
     """
-    import yaml
-
     graphs = [document for document in documents if document and document.get("kind") == KIND]
     if len(graphs) != 1:
         raise UserError("manifest", f"{len(graphs)} of kind {KIND}", "must be one")
@@ -99,7 +101,7 @@ def _item(place: Any, name: str, item: str) -> Any:
 
 
 def _containers(graph: dict[str, Any]) -> list[dict[str, Any]]:
-    """The main container of each component, as ``v1alpha1`` (services) and ``v1beta1`` (components) have it."""
+    """List the main container of each component, as ``v1alpha1`` (services) and ``v1beta1`` (components) have it."""
     spec, main_containers = graph.setdefault("spec", {}), []
     for service in (spec.get("services") or {}).values():
         main_containers.append(service.setdefault("extraPodSpec", {}).setdefault("mainContainer", {}))
@@ -112,41 +114,37 @@ def _containers(graph: dict[str, Any]) -> list[dict[str, Any]]:
     return main_containers
 
 
+def _call(cluster: Connection, request: Callable[[], T], *accepted: int) -> T | int:
+    """Return what `request` gives, or the status of a refusal that is `accepted`."""
+    from kubernetes.client import ApiException
+
+    with translate_api_errors(cluster):
+        try:
+            return request()
+        except ApiException as error:
+            if error.status in accepted:
+                return int(error.status)
+            raise
+
+
 def find_api_version(cluster: Connection) -> str:
-    """The newest version of the API that the cluster has. Where the account may not ask (403), it counts as there.
+    """Find the newest version of the API that the cluster has; where the account may not ask (403), it counts as there.
 
     Raises:
         UserError: the operator's definitions are not installed.
     """
-    from kubernetes.client import ApiException
-
     for version in VERSIONS:
-        with translate_api_errors(cluster):
-            try:
-                kinds = cluster.custom.get_api_resources(GROUP, version)
-            except ApiException as error:
-                if error.status == 403:
-                    return version
-                if error.status != 404:
-                    raise
-                continue
-        if any(resource.name == PLURAL for resource in kinds.resources):
+        kinds: Any = _call(cluster, functools.partial(cluster.custom.get_api_resources, GROUP, version), 403, 404)
+        if kinds == 403 or (kinds != 404 and any(resource.name == PLURAL for resource in kinds.resources)):
             return version
     raise UserError("cluster", cluster.context, f"has no {KIND} ({PLURAL}.{GROUP}); install Dynamo's operator first")
 
 
 def find_graph(cluster: Connection, name: str, version: str | None = None) -> dict[str, Any] | None:
-    """The graph as it is now, in the newest or a given version of the API, or None."""
-    from kubernetes.client import ApiException
-
-    version = version or find_api_version(cluster)
-    with translate_api_errors(cluster):
-        try:
-            return cluster.get(GROUP, version, PLURAL, name)
-        except ApiException as error:
-            if error.status == 404:
-                return None
-            raise
+    """Find the graph as it is now, in the newest or a given version of the API; None where there is none."""
+    api = version or find_api_version(cluster)
+    graph = _call(cluster, lambda: cluster.get(GROUP, api, PLURAL, name), 404)
+    return None if isinstance(graph, int) else graph
 
 
 def bring_up(
@@ -191,7 +189,7 @@ def bring_up(
 
 
 def _ensure(cluster: Connection, graph: Object, recreate: bool, tell: Callable[[str], object]) -> bool:
-    """Create the graph unless it stands; whether it did."""
+    """Create the graph unless it stands; return whether it did."""
     name, (group, _, version) = str(graph["metadata"]["name"]), str(graph["apiVersion"]).partition("/")
     find_api_version(cluster)
     live = find_graph(cluster, name, version)
@@ -212,7 +210,7 @@ def _ensure(cluster: Connection, graph: Object, recreate: bool, tell: Callable[[
 
 
 def find_drift(wanted: Any, live: Any, at: str) -> list[str]:
-    """Paths at which `live` lacks or changes what is `wanted`; what it has beyond that is the operator's."""
+    """List the paths at which `live` lacks or changes what is `wanted`; what it has beyond that is the operator's."""
     if isinstance(wanted, Mapping):
         fields = live if isinstance(live, Mapping) else {}
         return [path for key in wanted for path in find_drift(wanted[key], fields.get(key), f"{at}.{key}")]
@@ -245,7 +243,7 @@ def _condition(cluster: Connection, name: str) -> str:
 
 
 def read_gates(cluster: Connection, name: str, port: int = FRONTEND_PORT) -> list[Gate]:
-    """The three gates of a graph as they are now.
+    """Read the three gates of a graph as they are now.
 
     Raises:
         UserError: there is no such graph.
@@ -259,7 +257,7 @@ def read_gates(cluster: Connection, name: str, port: int = FRONTEND_PORT) -> lis
 
 
 def operator_gate(graph: Object) -> Gate:
-    """Its state is ``successful``, and of this generation."""
+    """Check that its state is ``successful``, and of this generation."""
     status = graph.get("status") or {}
     state, seen = str(status.get("state") or "not seen"), status.get("observedGeneration")
     if seen is not None and seen < graph["metadata"].get("generation", 0):
@@ -268,19 +266,19 @@ def operator_gate(graph: Object) -> Gate:
 
 
 def pods_gate(pods: Sequence[Any]) -> Gate:
-    """All pods are ready, and there is one."""
+    """Check that all pods are ready, and that there is one."""
     live = [pod for pod in pods if not pod.metadata.deletion_timestamp]
     ready = [pod for pod in live if any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or ())]
     return Gate("pods", 0 < len(live) == len(ready), f"{len(ready)} of {len(live)} ready")
 
 
 def frontend_gate(status: int, reason: str = "") -> Gate:
-    """Something answers there, if only with 404. `status` is 0 where nobody does."""
+    """Check that something answers there, if only with 404. `status` is 0 where nobody does."""
     return Gate("frontend", status not in (0, *DOWN), f"answers {status}" if status else reason or "does not answer")
 
 
 def _probe(cluster: Connection, service: str, port: int) -> tuple[int, str]:
-    """The HTTP status of a Service, and what was said in its place: from a pod by its name, else through the API."""
+    """Ask for a Service's HTTP status, or for what is said in its place: from a pod by name, else through the API."""
     if cluster.context == IN_CLUSTER:
         try:
             url = f"http://{service}.{cluster.namespace}:{port}/health"
@@ -301,7 +299,7 @@ def _probe(cluster: Connection, service: str, port: int) -> tuple[int, str]:
 
 
 def _of_the_api(error: Any) -> bool:
-    """Whether the API server itself answered, for want of the Service."""
+    """Return whether the API server itself answered, for want of the Service."""
     try:
         status = json.loads(error.body)
         return bool(status["kind"] == "Status" and status["details"]["kind"] == "services")
@@ -335,41 +333,22 @@ def _own(cluster: Connection, graph: Object, workflow: str, tell: Callable[[str]
 
 
 def _refer(cluster: Connection, metadata: Object, reference: Object) -> bool:
-    """Add an owner; False where somebody, as the operator does, changed the object meanwhile."""
-    from kubernetes.client import ApiException
-
+    """Add an owner; return False where somebody, as the operator does, changed the object meanwhile."""
     others = [each for each in metadata.get("ownerReferences", ()) if each["uid"] != reference["uid"]]
     patch = {"resourceVersion": metadata["resourceVersion"], "ownerReferences": [*others, reference]}
-    with translate_api_errors(cluster):
-        try:
-            cluster.custom.patch_namespaced_custom_object(
-                GROUP, find_api_version(cluster), cluster.namespace, PLURAL, metadata["name"], {"metadata": patch}
-            )
-            return True
-        except ApiException as error:
-            if error.status == 409:
-                return False
-            raise
+    place = (GROUP, find_api_version(cluster), cluster.namespace, PLURAL, metadata["name"])
+    change = cluster.custom.patch_namespaced_custom_object
+    return _call(cluster, lambda: change(*place, {"metadata": patch}), 409) != 409
 
 
 def delete_graph(cluster: Connection, name: str) -> bool:
-    """Delete a graph, and with it what its operator made; whether there was one."""
+    """Delete a graph, and with it what its operator made; return whether there was one."""
     return _delete(cluster, GROUP, find_api_version(cluster), PLURAL, name)
 
 
 def _delete(cluster: Connection, group: str, version: str, plural: str, name: str) -> bool:
-    from kubernetes.client import ApiException
-
-    with translate_api_errors(cluster):
-        try:
-            cluster.custom.delete_namespaced_custom_object(
-                group, version, cluster.namespace, plural, name, propagation_policy="Background"
-            )
-            return True
-        except ApiException as error:
-            if error.status == 404:
-                return False
-            raise
+    place, delete = (group, version, cluster.namespace, plural, name), cluster.custom.delete_namespaced_custom_object
+    return _call(cluster, lambda: delete(*place, propagation_policy="Background"), 404) != 404
 
 
 def _gone(cluster: Connection, name: str, timeout: float = 120.0) -> None:

@@ -54,7 +54,7 @@ class Refitted:
 
 
 def make_target(policy: Artifact) -> Target:
-    """A checkpoint as workers are told of it: by its directory where the store is a volume, else by its reference."""
+    """Name a checkpoint for workers: by its directory where the store is a volume, else by its reference."""
     version, digest = policy.manifest.facts["version"], policy.manifest.digest
     local = local_path(policy.url)
     model = f"{local}/{policy.manifest.root}/model" if local else f"{policy.url}@{digest}"

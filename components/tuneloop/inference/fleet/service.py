@@ -48,5 +48,5 @@ class Service:
 
 
 def open_fleet(url: str) -> Fleet:
-    """The fleet of ``service://name.namespace:port``."""
+    """Open the fleet of ``service://name.namespace:port``."""
     return Service(*parse_service_url(url))

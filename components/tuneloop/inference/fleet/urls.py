@@ -38,7 +38,7 @@ def _listens(url: str) -> bool:
 
 
 def open_fleet(url: str) -> Fleet:
-    """The fleet of the URLs in `url`, which commas separate."""
+    """Open the fleet of the URLs in `url`, which commas separate."""
     urls = [each.strip().rstrip("/") for each in url.split(",")]
     for each in urls:
         parts = urlsplit(each)

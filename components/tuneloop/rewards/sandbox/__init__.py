@@ -76,7 +76,7 @@ class Ending:
 
 
 def check_kernel(field: str, value: str) -> None:
-    """Whether programs can be shut in here.
+    """Check that programs can be shut in here.
 
     Args:
         field, value: what wants it, for the error.
@@ -89,7 +89,7 @@ def check_kernel(field: str, value: str) -> None:
         raise UserError(field, value, f"runs programs only where it can shut them in: linux x86_64, not {where}")
     if ctypes.CDLL(None, use_errno=True).syscall(444, None, 0, 1) < 1:
         remedy = "the kernel has no Landlock (Linux 5.13, CONFIG_SECURITY_LANDLOCK), or the pod's seccomp forbids it"
-        raise UserError(field, value, f"can not shut programs in: {remedy}; use another node")
+        raise UserError(field, value, f"cannot shut programs in: {remedy}; use another node")
 
 
 def run_program(program: str, stdin: str, call: str | None, limits: Limits) -> Ending:
@@ -131,7 +131,7 @@ def run_program(program: str, stdin: str, call: str | None, limits: Limits) -> E
 
 @contextlib.contextmanager
 def _in_memory(text: str) -> Iterator[int]:
-    """A file that nobody else sees and no write can block on, to be read from its start."""
+    """Open a file that nobody else sees and no write can block on, to be read from its start."""
     number = os.memfd_create("given")
     try:
         with open(number, "w", encoding="utf-8", closefd=False) as file:
@@ -153,7 +153,7 @@ def _about(source: int, notes: int, home: str, limits: Limits) -> str:
 
 
 def _collect(process: subprocess.Popen[bytes], reader: int, limits: Limits) -> tuple[bytes, bytes, Kind | None]:
-    """What it writes to standard output and to the notes, and which limit it overran; returns once it is known."""
+    """Collect what it writes to standard output and to the notes, and which limit it overran, once that is known."""
     end = time.monotonic() + limits.seconds
     assert process.stdout is not None
     most = {process.stdout.fileno(): limits.output, reader: NOTES}

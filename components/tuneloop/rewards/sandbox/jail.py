@@ -5,7 +5,7 @@
 Needs no privilege and no namespace, so it works in a pod of the restricted profile, which forbids both:
 
 - resource limits: processor time, address space, no file written, no core;
-- Landlock: what is not below `readable` can not be opened, and nothing can be written, made or removed;
+- Landlock: what is not below `readable` cannot be opened, and nothing can be written, made or removed;
 - seccomp: system calls outside of `ALLOWED` kill the process with SIGSYS (network, processes, signals to others,
   tracing, mounts); those that only newer kernels know do not exist; neither can be taken back.
 
@@ -51,7 +51,7 @@ libc.syscall.restype = ctypes.c_long
 
 
 def limit_resources(seconds: int, memory: int) -> None:
-    """Resource limits; `seconds` of processor time, `memory` in bytes of address space."""
+    """Limit resources: `seconds` of processor time, `memory` in bytes of address space."""
     for what, most in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, memory),
@@ -85,13 +85,8 @@ def restrict_calls() -> None:
     """Install the filter (linux/seccomp.h, linux/filter.h): `ALLOWED`, and some calls by what they ask for."""
     kill, deny, absent, allow = 0x80000000, 0x00050001, 0x00050026, 0x7FFF0000
     load, equal, greater, some, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    number, architecture, first, second, third = (
-        0,
-        4,
-        16,
-        24,
-        32,
-    )  # offsets in struct seccomp_data; low halves of arguments
+    # offsets in struct seccomp_data; low halves of arguments
+    number, architecture, first, second, third = 0, 4, 16, 24, 32
     program = [(load, 0, 0, architecture), (equal, 1, 0, 0xC000003E), (give, 0, 0, kill), (load, 0, 0, number)]
     program += [(greater, 0, 1, NEWER), (give, 0, 0, absent)]  # the calls of x32 among them
     for call in ALLOWED:
@@ -147,7 +142,7 @@ def _call(number: int, *arguments: object) -> int:
 
 
 def shut_in(options: dict[str, Any]) -> None:
-    """All of it; what fails is written to the notes, and the program is not run."""
+    """Restrict this process in every way; what fails is written to the notes, and the program is not run."""
     notes, readable = options["notes"], options["readable"]
     try:
         libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: dies with who judges it

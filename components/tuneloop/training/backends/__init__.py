@@ -42,15 +42,15 @@ class LLMBackend(ABC):
 
     @abstractmethod
     def framework(self) -> str:
-        """Value of the label ``trainer.kubeflow.org/framework`` of the runtime that fits."""
+        """Return the value of the label ``trainer.kubeflow.org/framework`` of the runtime that fits."""
 
     @abstractmethod
     def to_command(self) -> list[str]:
-        """The program."""
+        """Return the program."""
 
     @abstractmethod
     def to_args(self) -> list[str]:
-        """Its arguments, all of them."""
+        """Return its arguments, all of them."""
 
     @abstractmethod
     def validate(self) -> None:
@@ -61,11 +61,11 @@ class LLMBackend(ABC):
         """
 
     def to_runtime_args(self) -> list[str]:
-        """Its arguments in a TrainJob, where the Trainer's plugin for the framework may add some itself."""
+        """Return its arguments in a TrainJob, where the Trainer's plugin for the framework may add some itself."""
         return self.to_args()
 
     def require(self, *names: str) -> None:
-        """Raises UserError for the first of `names` that `args` leaves out."""
+        """Raise UserError for the first of `names` that `args` leaves out."""
         for name in names:
             if self.args.get(name) in (None, ""):
                 raise UserError(f"args.{name}", None, f"is required by {type(self).__name__}")
@@ -131,7 +131,7 @@ def build_flags(args: Mapping[str, Any]) -> list[str]:
 
 
 def stage_flags(args: Mapping[str, Any]) -> list[str]:
-    """``{"a_b": 1, "c": [1, 2]}`` → ``["--a-b", "1", "--c", "[1, 2]"]``, as our stages read it."""
+    """Build flags as our stages read them: ``{"a_b": 1, "c": [1, 2]}`` → ``["--a-b", "1", "--c", "[1, 2]"]``."""
     return [word for k, v in args.items() if v is not None for word in (f"--{k.replace('_', '-')}", _word(v))]
 
 

@@ -31,7 +31,7 @@ class Torchtune(LLMBackend):
         return ["tune", "run"]
 
     def to_args(self) -> list[str]:
-        """In a TrainJob the Trainer adds all but the overrides; the rendezvous of others comes from ``PET_*``."""
+        """Return all arguments; in a TrainJob the Trainer adds those before the overrides, and others get ``PET_*``."""
         recipe, config = self.recipe()
         return [recipe, "--config", config, *self.to_runtime_args()]
 
@@ -39,7 +39,7 @@ class Torchtune(LLMBackend):
         return [f"{name}={_word(value)}" for name, value in self.args.items() if value is not None]
 
     def recipe(self) -> tuple[str, str]:
-        """Recipe and configuration: by nodes and ranks, and by what the overrides say of LoRA. DoRA is no QLoRA."""
+        """Choose recipe and configuration by nodes, ranks and what the overrides say of LoRA. DoRA is not QLoRA."""
         quantized, lora = QUANTIZED in self.args and DORA not in self.args, LORA in self.args
         if self.nodes > 1:
             return "full_finetune_distributed", f"{self.model}_full_multinode"

@@ -89,7 +89,7 @@ def score(
     metadata: Sequence[str],
     **_: Any,
 ) -> list[float | None]:
-    """A reward function of TRL's GRPO for the rows of `data_prep`: each judged by its own rewards, as the stage
+    """Score the rows of `data_prep` for TRL's GRPO, whose reward function it is: each by its own rewards, as the stage
     `reward` does; None, which TRL leaves out of baselines and loss, for what has no score.
 
     Args:
@@ -103,7 +103,7 @@ def score(
 
 
 def _check(path: Path, functions: Sequence[str]) -> None:
-    """Whether TRL reads the rows of a file as what they are, and the reward functions find what they need.
+    """Check that TRL reads the rows of a file as what they are, and that the reward functions find what they need.
 
     Raises:
         UserError: no.
@@ -121,4 +121,4 @@ def _check(path: Path, functions: Sequence[str]) -> None:
             raise UserError("args.reward_funcs", name, f"reads messages, and prompts in {path} are plain text")
         for column in COLUMNS.get(name, ()):
             if column not in schema.names:
-                raise UserError("args.reward_funcs", name, f"reads the column {column}, which {path} has not")
+                raise UserError("args.reward_funcs", name, f"reads the column {column}, which {path} does not have")

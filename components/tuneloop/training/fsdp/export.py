@@ -58,7 +58,7 @@ def write_sharded_model(
 
 
 def _own_rows(value: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
-    """The rows of this rank, and which of all is the first; all rows of what is not sharded."""
+    """Return this rank's rows, and which of all is the first; all rows of what is not sharded."""
     if not isinstance(value, DTensor):
         return value, 0
     local = value.redistribute(placements=[Shard(0)]).to_local()
@@ -68,7 +68,7 @@ def _own_rows(value: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
 
 
 def gather_tensor(value: Tensor) -> Tensor:
-    """A sharded tensor gathered on every rank; any other as it is."""
+    """Gather a sharded tensor on every rank; return any other as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -101,7 +101,7 @@ class _Plan:
         self.places: dict[str, layout.Tensor] = {}
 
     def lay_out(self) -> None:
-        """All of the directory but the tensors' bytes."""
+        """Write all of the directory but the tensors' bytes."""
         self.target.mkdir(parents=True, exist_ok=True)
         config = self.empty.config
         config.dtype, config.architectures = str(self.empty.dtype).removeprefix("torch."), [type(self.empty).__name__]
@@ -118,7 +118,7 @@ class _Plan:
             layout.preallocate_safetensors(self.target / file, entries, {"format": "pt"})
 
     def is_laid_out(self) -> bool:
-        """Whether this rank sees what the first one made."""
+        """Return whether this rank sees what the first one made."""
         return all(path.is_file() for path in self.files.values())
 
     def open(self) -> None:

@@ -17,16 +17,17 @@ from torch.utils.checkpoint import checkpoint
 
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document
-from tuneloop.training import distributed_checkpoint, hardware_options, lora
+from tuneloop.training import distributed_checkpoint, lora
 from tuneloop.training.batching import Batch, collate_documents, plan_micro_batches
 from tuneloop.training.fsdp import export
 from tuneloop.training.fsdp.ranks import Ranks
+from tuneloop.training.hardware_options import check_hardware_options
 from tuneloop.training.lora import Lora
 from tuneloop.training.options import LOGITS, Dtype, Packing
 
 
 def compute_logprobs(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Float32 ``[targets]`` each: log-probability of each label, with gradient, and the entropy, without."""
+    """Compute each label's log-probability, with gradient, and the entropy, without: float32 ``[targets]`` each."""
     logits = logits.float() / temperature
     norm = logits.logsumexp(-1)
     with torch.no_grad():
@@ -57,7 +58,7 @@ class Policy:
         vocab_size: ids stay below it.
 
     Raises:
-        UserError: the model can not be loaded, or there is not what an option needs.
+        UserError: the model cannot be loaded, or there is not what an option needs.
     """
 
     def __init__(
@@ -75,9 +76,7 @@ class Policy:
         torch_compile: bool = False,
         use_liger_kernel: bool = False,
     ) -> None:
-        hardware_options.check_hardware_options(
-            ranks.device.type, ranks.world, cpu_offload, torch_compile, use_liger_kernel
-        )
+        check_hardware_options(ranks.device.type, ranks.world, cpu_offload, torch_compile, use_liger_kernel)
         self.ranks, self.dtype, self.lora, self._liger = ranks, getattr(torch, dtype), lora, use_liger_kernel
         cuda = ranks.device.type == "cuda"
         flash = cuda and importlib.util.find_spec("flash_attn") is not None
@@ -109,9 +108,12 @@ class Policy:
         return self._adapt(open_model(directory, torch.float32, self.attention))
 
     def _adapt(self, model: Any) -> Any:
-        """`model` of transformers with what is to be put into it."""
+        """Put kernels and adapters into a model of transformers, and return it."""
         if self._liger:
-            hardware_options.use_liger_kernel(model)
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+            # never its loss or output layer, for which there are our own
+            _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
         if self.lora:
             self.lora.inject(model)
             for name, parameter in model.named_parameters():
@@ -120,7 +122,7 @@ class Policy:
         return model
 
     def _blocks(self) -> list[torch.nn.Module]:
-        """The layers, as transformers names those that are not to be parted."""
+        """Return the layers, as transformers names those that are not to be parted."""
         names = set(self.model._no_split_modules or ())
         return [module for module in self.model.modules() if type(module).__name__ in names]
 
@@ -136,22 +138,20 @@ class Policy:
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
     def _only_targets(self, head: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Before the output layer: logits of any other position would be thrown away."""
+        """Keep targets only before the output layer: logits of any other position would be thrown away."""
         return inputs if self._index is None else (inputs[0].flatten(0, -2)[self._index].unsqueeze(0),)
 
     def chosen(self) -> dict[str, Any]:
-        """What ``auto`` came to, for people."""
+        """Return what ``auto`` came to, for people."""
         form = "packed" if self.packed else "padded"
         return {"attention": self.attention, "packing": form, "dtype": str(self.dtype).removeprefix("torch.")}
 
-    def plan(self, documents: Sequence[Document], limit: int) -> list[list[int]]:
-        """This rank's micro-batches of `documents`, at most `limit` in each, as indices; see `plan_micro_batches`."""
-        return plan_micro_batches([len(d.ids) for d in documents], limit, self.ranks.world, self.packed)[
-            self.ranks.rank
-        ]
+    def plan(self, lengths: Sequence[int], limit: int) -> list[list[int]]:
+        """Plan this rank's micro-batches, at most `limit` examples in each, as indices; see `plan_micro_batches`."""
+        return plan_micro_batches(lengths, limit, self.ranks.world, self.packed)[self.ranks.rank]
 
     def logprobs(self, documents: Sequence[Document], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """One forward pass.
+        """Compute the log-probabilities of targets in one forward pass.
 
         Returns:
             Float32 ``[targets]`` each, document by document: the log-probability of each target under
@@ -168,7 +168,7 @@ class Policy:
         return found[:, 0], found[:, 1].detach()
 
     def _head(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """The output layer, which inside of `logprobs` gives ``[1, targets, 2]``, never all logits at once.
+        """Wrap the output layer, which inside of `logprobs` gives ``[1, targets, 2]``, never all logits at once.
 
         It is here that a sharded model's parameters are whole. On the way back each chunk's logits are made again.
         """
@@ -190,7 +190,7 @@ class Policy:
         return chunked
 
     def collate(self, documents: Sequence[Document]) -> Batch:
-        """The documents in this policy's layout."""
+        """Lay out documents as this policy takes them."""
         return collate_documents(documents, self.ranks.device, self.max_length if self.packed else None)
 
     def _logits(self, batch: Batch) -> Tensor:
@@ -206,7 +206,7 @@ class Policy:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """No gradients, no dropout."""
+        """Turn gradients and dropout off while the block runs."""
         self.model.eval()
         try:
             with torch.no_grad():
@@ -215,7 +215,7 @@ class Policy:
             self.model.train()
 
     def masters(self) -> dict[str, Tensor]:
-        """The parameters of the model by name, adapters left out; tied ones once."""
+        """Return the parameters of the model by name, adapters left out; tied ones once."""
         named = self.model.named_parameters()
         return {
             f"model.{lora.get_base_parameter_name(name)}": value.detach()
@@ -228,7 +228,7 @@ class Policy:
         distributed_checkpoint.load_tensors(self.masters(), directory)
 
     def whole_state(self) -> dict[str, Tensor]:
-        """The model's own state, adapters merged in, gathered on the first rank; called by all."""
+        """Gather the model's own state, adapters merged in, on the first rank; called by all."""
         if self.lora:
             gathered = ((name, export.gather_tensor(value)) for name, value in lora.merge_adapters(self.model))
             return {name: value.cpu() for name, value in gathered if self.ranks.rank == 0}
@@ -259,7 +259,7 @@ class Policy:
 
 
 def open_model(directory: Path, dtype: torch.dtype, attention: str) -> Any:
-    """A causal language model of transformers.
+    """Open a causal language model of transformers.
 
     Raises:
         UserError: the directory's model, or this way of attention, is none that can be loaded.
@@ -274,4 +274,4 @@ def open_model(directory: Path, dtype: torch.dtype, attention: str) -> Any:
         )
     except (ImportError, OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError("policy", str(directory), f"can not be loaded with {attention} attention ({reason})") from error
+        raise UserError("policy", str(directory), f"cannot be loaded with {attention} attention ({reason})") from error

@@ -53,15 +53,15 @@ class Ranks:
             raise UserError("--expected-world-size", expected, f"{present} processes are training; mend the launcher")
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums of `values` over the ranks."""
+        """Sum `values` over the ranks."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """The maxima of `values` over the ranks."""
+        """Take the maxima of `values` over the ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def merge(self, own: dict[int, list[float]]) -> dict[int, list[float]]:
-        """What all ranks hold, together."""
+        """Merge what all ranks hold."""
         parts: list[Any] = [own]
         if self.world > 1:
             parts = [None] * self.world

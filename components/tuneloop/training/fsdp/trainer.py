@@ -51,27 +51,25 @@ class Trainer(Policy):
         )
 
     def count(self) -> int:
-        """Parameters that are trained."""
+        """Count the parameters that are trained."""
         return sum(parameter.numel() for parameter in self.trainable.values())
 
     def chosen(self) -> dict[str, Any]:
         return super().chosen() | ({"trainable_parameters": self.count()} if self.lora else {})
 
     def accumulate(self, micro_batches: Sequence[list[int]]) -> Iterator[list[int]]:
-        """`micro_batches` one after the other; gradients cross between ranks in the last one's backward pass alone."""
+        """Yield `micro_batches` in order; gradients cross between ranks in the last one's backward pass alone."""
         for number, micro in enumerate(micro_batches, start=1):
             if self.ranks.mesh is not None:
                 self.model.set_requires_gradient_sync(number == len(micro_batches))
             yield micro
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> contextlib.AbstractContextManager[None]:
         """Measure for `efficiency` what part of a step goes by in collectives; nothing where one process trains."""
-        with traffic.measure_collectives(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext():
-            yield
+        return traffic.measure_collectives(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext()
 
     def efficiency(self, tokens_per_s: float) -> dict[str, float | None]:
-        """What `tokens_per_s`, over all ranks, means.
+        """Compute what `tokens_per_s`, over all ranks, means.
 
         Returns:
             ``flops_per_s``: 4 a parameter and token, 2 more for each that is trained, attention left out; ``mfu``, None
@@ -144,7 +142,7 @@ class Trainer(Policy):
             self.optimizer.state[parameter]["step"].fill_(step)
 
     def _state(self) -> dict[str, Tensor]:
-        """Every tensor that training changes. Moments that no step has made yet are zeros."""
+        """Return every tensor that training changes. Moments that no step has made yet are zeros."""
         state = {f"model.{name}": parameter.detach() for name, parameter in self.trainable.items()}
         for name, parameter in self.trainable.items():
             own = self.optimizer.state[parameter]

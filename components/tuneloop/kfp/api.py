@@ -1,0 +1,70 @@
+"""The API of Kubeflow Pipelines as a task of a run reaches it: the images do not have kfp's own client.
+
+Messages are those of API v2beta1 (backend/api/v2beta1/run.proto).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.http import Unanswered, send_request
+
+DONE = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
+"""States of a run that has ended."""
+TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")
+"""Of a backend with several users: what its PodDefaults mount into pods."""
+TIMEOUT_S = 60.0
+
+
+class RunApi:
+    """Reads and starts runs.
+
+    Args:
+        address: of the API, as pods reach it.
+
+    All methods raise `Retryable` where the API does not answer, and `UserError` where it refuses.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._runs = f"{address.rstrip('/')}/apis/v2beta1/runs"
+
+    def read_run(self, run_id: str) -> dict[str, Any]:
+        return _call("GET", f"{self._runs}/{run_id}")
+
+    def list_runs(self, experiment_id: str, name: str, *, part: bool = False) -> list[dict[str, Any]]:
+        """List the runs with a name, the newest first; at most 100.
+
+        Args:
+            part: also those whose name contains it.
+        """
+        predicate = {"operation": "IS_SUBSTRING" if part else "EQUALS", "key": "display_name", "stringValue": name}
+        query = {
+            **{"experiment_id": experiment_id, "filter": json.dumps({"predicates": [predicate]})},
+            **{"sort_by": "created_at desc", "page_size": "100"},
+        }
+        listed: list[dict[str, Any]] = _call("GET", f"{self._runs}?{urlencode(query)}").get("runs", [])
+        return listed
+
+    def start_run(self, run: Mapping[str, Any]) -> str:
+        """Start a run, a message ``Run``, and return its id."""
+        return str(_call("POST", self._runs, run)["run_id"])
+
+
+def _call(method: str, url: str, body: Any = None) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {TOKEN.read_text().strip()}"} if TOKEN.exists() else None
+    try:
+        status, answer = send_request(method, url, timeout_s=TIMEOUT_S, body=body, headers=headers)
+    except Unanswered as error:
+        raise Retryable(f"kfp.api: {url}: {error}") from error
+    said = answer[:200].decode(errors="replace")
+    if status in (429, 500, 502, 503, 504):
+        raise Retryable(f"kfp.api: {url}: {status}: {said}")
+    if status >= 300:
+        raise UserError("kfp.api", url, f"refused ({status}): {said}; kfp.api names the API as pods reach it")
+    read: dict[str, Any] = json.loads(answer)
+    return read

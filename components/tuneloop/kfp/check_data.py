@@ -1,0 +1,89 @@
+"""A tick of a schedule, as a task: ``python -m tuneloop.kfp.check_data --executor-input …``
+
+It makes the prompts anew, keeps none of them, and starts the run of their digest, by the rule of
+`tuneloop.cluster.schedule`: new data is a new run, data that was done with is skipped, a run that failed is resumed,
+and one that is under way is left alone, however many of KFP's runs it takes.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tuneloop.core.artifacts import find_manifest
+from tuneloop.core.program import to_kebab_case
+from tuneloop.kfp.api import DONE, RunApi
+from tuneloop.kfp.io import Task
+from tuneloop.kfp.retry import report_errors, retry_in_process
+from tuneloop.kfp.stage import encode_parameter
+from tuneloop.stages.data_prep import data_prep
+
+DIGITS = 8
+"""Of the prompts' digest, in a run's name."""
+
+
+def start_scheduled_run(api: RunApi, own: Mapping[str, Any], digest: str, wanted: Mapping[str, Any]) -> str:
+    """Start the run of some data, unless it has succeeded or another run of the schedule is under way.
+
+    Args:
+        own: the run that the tick itself is.
+        digest: of the prompts.
+        wanted: ``schedule``, ``store``, ``pipeline_id`` and ``pipeline_version_id``.
+
+    Returns:
+        what was done, in a line.
+    """
+    schedule = wanted["schedule"]
+    name = f"{schedule}-{digest.partition(':')[2][:DIGITS]}"
+    pattern = re.compile(rf"{re.escape(schedule)}-[0-9a-f]{{{DIGITS}}}")
+    mine = [
+        run
+        for run in api.list_runs(own["experiment_id"], f"{schedule}-", part=True)
+        if pattern.fullmatch(run["display_name"])
+    ]
+    if active := [run["display_name"] for run in mine if run.get("state") not in DONE]:
+        return f"skipped: {active[0]} is under way"
+    newest = next((run for run in mine if run["display_name"] == name), None)
+    if newest and newest["state"] == "SUCCEEDED":
+        return f"skipped: no new data since {name}"
+    root = own.get("runtime_config", {}).get("pipeline_root")
+    config: dict[str, Any] = {"parameters": {"run": name, "store": wanted["store"]}}
+    version = {key: wanted[key] for key in ("pipeline_id", "pipeline_version_id")}
+    run_id = api.start_run(
+        {
+            **{"display_name": name, "experiment_id": own["experiment_id"], "pipeline_version_reference": version},
+            "runtime_config": {**config, **({"pipeline_root": root} if root else {})},
+            **{key: own[key] for key in ("service_account",) if own.get(key)},
+        }
+    )
+    return f"started {name} as {run_id}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run as a program."""
+    task = Task.read(argv[1])
+    given = task.parameters
+    flags = [word for k, v in given["data"].items() for word in (f"--{to_kebab_case(k)}", encode_parameter(v))]
+
+    def check() -> None:
+        api = RunApi(given["api"])
+        manifest = find_manifest(url)
+        assert manifest is not None, "the stage has just committed it"
+        line = start_scheduled_run(api, api.read_run(given["run_id"]), manifest.digest, given)
+        print(line, file=sys.stderr)
+        task.results = {"done": line}
+
+    with tempfile.TemporaryDirectory() as scratch:
+        url = f"file://{scratch}/prompts"
+        code = retry_in_process(lambda: data_prep.run([*flags, "--prompts", url]), str)
+        code = code or retry_in_process(report_errors(check), str)
+    if code == 0:
+        task.finish()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,94 @@
+"""Imports of tuneloop inside functions are only for what must not be needed where the importing module is read."""
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import tuneloop
+
+ROOT = Path(tuneloop.__file__).parent
+HEAVY = {
+    *("torch", "vllm", "transformers", "datasets", "peft", "safetensors", "tokenizers", "ray"),
+    *("kubernetes", "hera", "kfp", "mlflow", "plotly", "httpx2", "fastapi", "starlette", "uvicorn"),
+    *("math_verify", "reasoning_gym"),
+}
+"""Libraries that are slow to import, or that come with an extra."""
+LEFT = {
+    "argo.claim_steps: argo.pod_fields",
+    "argo.continuation: argo.pod_fields",
+    "argo.jobset: argo.pod_fields",
+    "argo.lease_sidecar: argo.pod_fields",
+    "argo.memory_estimate: stages.base_model",
+    "argo.memory_estimate: training.lora",
+    "argo.template: argo.jobset",
+    "argo.trainjob: argo.pod_fields",
+    "argo.trainjob: stages.data_prep",
+    "kfp.stage: argo.jobset",
+    "kfp.stage: cluster.launch",
+    "kfp.stage: workflow.settings",
+}
+"""Those that are still to be moved to the top of their modules; this may only shrink."""
+
+
+def list_modules() -> dict[str, Path]:
+    """Return module → file, of the whole package."""
+    modules = {}
+    for path in ROOT.rglob("*.py"):
+        parts = ("tuneloop", *path.relative_to(ROOT).with_suffix("").parts)
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
+
+
+MODULES = list_modules()
+
+
+def find_imports(module: str) -> Iterator[tuple[str, int, bool]]:
+    """Yield each module that `module` imports, the line, and whether that is inside a function."""
+
+    def walk(node: ast.AST, inside: bool) -> Iterator[tuple[str, int, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+                continue
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, child.lineno, inside) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                names = [f"{child.module}.{alias.name}" for alias in child.names]
+                yield from ((name if name in MODULES else child.module or "", child.lineno, inside) for name in names)
+            else:
+                yield from walk(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    return walk(ast.parse(MODULES[module].read_text()), False)
+
+
+@functools.cache
+def find_heavy_libraries(module: str) -> frozenset[str]:
+    """Return the heavy libraries that importing `module` imports, by modules of ours in between as well."""
+    seen, left, found = set[str](), [module], set[str]()
+    while left:
+        name = left.pop()
+        if name.partition(".")[0] != "tuneloop":
+            found |= {name.partition(".")[0]} & HEAVY
+        elif name not in seen:
+            seen.add(name)
+            left += [name.rpartition(".")[0]] if "." in name else []
+            left += [target for target, _, inside in find_imports(name) if not inside] if name in MODULES else []
+    return frozenset(found)
+
+
+def test_imports_inside_functions_spare_a_heavy_library() -> None:
+    light, places = set[str](), {}
+    for module, path in MODULES.items():
+        if module.startswith("tuneloop.cli"):
+            continue
+        for target, line, inside in find_imports(module):
+            if (
+                inside
+                and target.startswith("tuneloop.")
+                and find_heavy_libraries(target) <= find_heavy_libraries(module)
+            ):
+                key = f"{module.removeprefix('tuneloop.')}: {target.removeprefix('tuneloop.')}"
+                light.add(key)
+                places[key] = f"{path.relative_to(ROOT.parent)}:{line} imports {target}"
+    assert not [places[key] for key in sorted(light - LEFT)], "move these to the top of their modules"
+    assert not LEFT - light, "delete these from LEFT"
