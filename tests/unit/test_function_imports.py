@@ -15,15 +15,6 @@ HEAVY = {
 }
 """Libraries that are slow to import, or that come with an extra."""
 LEFT = {
-    "argo.claim_steps: argo.pod_fields",
-    "argo.continuation: argo.pod_fields",
-    "argo.jobset: argo.pod_fields",
-    "argo.lease_sidecar: argo.pod_fields",
-    "argo.memory_estimate: stages.base_model",
-    "argo.memory_estimate: training.lora",
-    "argo.template: argo.jobset",
-    "argo.trainjob: argo.pod_fields",
-    "argo.trainjob: stages.data_prep",
     "kfp.stage: argo.jobset",
     "kfp.stage: cluster.launch",
     "kfp.stage: workflow.settings",
