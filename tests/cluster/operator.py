@@ -1,7 +1,7 @@
 """Stands in for Dynamo's operator, which is not here: its definition with group and kind, and the least of its work.
 
 Each component of a graph becomes a Deployment, and the frontend a Service; what it makes is owned by the graph, so that
-Kubernetes deletes it with the graph. Containers run `tests/unit/fleet/crew.py`: workers and a frontend without a model.
+Kubernetes deletes it with the graph. Containers run `tests/unit/inference/crew.py`: workers and a frontend, no model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def operating(cluster: Connection) -> Iterator[None]:
     apply(json.dumps(DEFINITION))
     kubectl("wait", "--for=condition=Established", f"crd/{PLURAL}.{GROUP}", "--timeout=600s")
     kubectl("-n", cluster.namespace, "delete", "configmap", "crew", "--ignore-not-found")
-    kubectl("-n", cluster.namespace, "create", "configmap", "crew", f"--from-file={ROOT}/tests/unit/fleet/crew.py")
+    kubectl("-n", cluster.namespace, "create", "configmap", "crew", f"--from-file={ROOT}/tests/unit/inference/crew.py")
     stop = threading.Event()
     thread = threading.Thread(target=_watch, args=(cluster, stop), daemon=True)
     thread.start()

@@ -17,7 +17,7 @@ STEP = """
 import collections, json, os, sys
 from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
-from tests.unit.trainers.test_fsdp import ADAM
+from tests.unit.training.test_fsdp import ADAM
 from tuneloop.training.batching import Document
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.fsdp.trainer import Trainer

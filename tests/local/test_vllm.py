@@ -447,7 +447,9 @@ def test_episodes_of_several_turns(server: Running, versions: list[Artifact]) ->
         engine.load(versions[0])
     rows = [{"id": str(i), "answer": "", "metadata": "{}", "chat": True} for i in range(len(SHORT))]
     requests = [Request(f"i0-p{i}", prompt, [2 * i, 2 * i + 1]) for i, prompt in enumerate(SHORT)]
-    how = EpisodeOptions(environment="tests.unit.test_episodes:echo", environment_args={"replies": 2}, max_turns=3)
+    how = EpisodeOptions(
+        environment="tests.unit.inference.test_episodes:echo", environment_args={"replies": 2}, max_turns=3
+    )
     words = load_tokenizer(versions[0].path / "model")
     sampling = Sampling(1.0, 24, (words.eos_token_id, *range(100)))
     played = play_episodes(how, client, rows, requests, sampling, words, lambda name, turn: turn, quiet)

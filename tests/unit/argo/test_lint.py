@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.argo.making import dag, given, shell, task, workflow
+from tests.unit.local.making import dag, given, shell, task, workflow
 from tuneloop.argo.lint import lint_workflow
 from tuneloop.config.loading import find_pipeline, list_pipelines
 

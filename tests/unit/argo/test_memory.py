@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from tests.unit.test_plan import PUBLISHED
+from tests.unit.planning.test_plan import PUBLISHED
 from tuneloop.cluster.preflight import parse_resource_quantity
 from tuneloop.config.loading import find_pipeline
 

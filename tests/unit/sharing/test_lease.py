@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.unit.argo.test_claims import grpo
-from tests.unit.argo.test_launch import Answering, connected
 from tests.unit.argo.test_turn import SHARED, build
+from tests.unit.cluster.test_launch import Answering, connected
 from tuneloop.cluster.preflight import _turns
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import Connection

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.argo.api import kubeconfig, serving
+from tests.unit.cluster.api import kubeconfig, serving
 from tuneloop.cli import run_cli
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.argo.making import dag, named, run, shell, task
+from tests.unit.local.making import dag, named, run, shell, task
 from tuneloop.config.loading import find_pipeline, list_pipelines
 from tuneloop.core.ends import (
     AWAY,
@@ -34,7 +34,7 @@ from tuneloop.local.results import Result
 from tuneloop.local.retries import _pause, _refusal
 from tuneloop.workflow import expressions
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 ENDS = [
     ("Succeeded", 0, "", SUCCEEDED),
     ("Failed", 2, "main: Error (exit code 2): error: sft.lr: 'x': is not a number", MISTAKE),

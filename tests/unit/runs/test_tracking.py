@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.unit import toy
-from tests.unit.test_delivery import pulled, rollout
-from tests.unit.test_publication import chain
+from tests.unit.runs.test_delivery import pulled, rollout
+from tests.unit.weights.test_publication import chain
 from tests.waiting import LIMIT_S
 from tuneloop.core.errors import UserError
 from tuneloop.runs import run_record, tracking

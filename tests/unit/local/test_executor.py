@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.argo.making import Template, dag, given, named, run, shell, task, workflow
+from tests.unit.local.making import Template, dag, given, named, run, shell, task, workflow
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
 from tuneloop.local import journal

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.engines.peer import VOCABULARY, Model, Peer, serving
+from tests.unit.inference.peer import VOCABULARY, Model, Peer, serving
 from tuneloop.cli import run_cli
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.inference.conformance import Probe, run_checks
@@ -71,4 +71,4 @@ def test_nobody_there() -> None:
 
 
 def test_the_peer_is_not_imported_by_the_package() -> None:
-    assert not list((Path(__file__).parents[2] / "components").rglob("peer.py"))
+    assert not list((Path(__file__).parents[3] / "components").rglob("peer.py"))

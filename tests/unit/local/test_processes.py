@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.argo.making import Template, dag, given, named, run, shell, task, workflow
+from tests.unit.local.making import Template, dag, given, named, run, shell, task, workflow
 from tests.waiting import LIMIT_S, free_port, until
 from tuneloop.core.errors import UserError
 from tuneloop.local import journal

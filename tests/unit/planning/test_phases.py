@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_cli import Call, call, refused  # noqa: F401 - `call` is a fixture
+from tests.unit.cli.test_cli import Call, call, refused  # noqa: F401 - `call` is a fixture
 from tuneloop.core.artifacts import Draft, Role
 from tuneloop.core.component import find_component
 from tuneloop.core.errors import UserError

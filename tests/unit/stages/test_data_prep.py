@@ -188,7 +188,7 @@ def test_forms_without_answers(tmp_path: Path) -> None:
             {"source_args": {"digits": 1}, "eval": 5, "sft": 6},
             "data_prep.sft: 6: digits has only 5 left; ask for fewer",
         ),
-        ({"source": "tests.unit.test_data_prep:not_json"}, "data_prep eval-000000: .*its metadata is not JSON"),
+        ({"source": "tests.unit.stages.test_data_prep:not_json"}, "data_prep eval-000000: .*its metadata is not JSON"),
     ],
 )
 def test_bad_parameters_commit_nothing(tmp_path: Path, params: dict[str, Any], message: str) -> None:
@@ -253,7 +253,7 @@ def not_json(n: int, seed: int) -> Splits:
 def test_splits_are_disjoint_whatever_the_source(
     tmp_path_factory: pytest.TempPathFactory, prompts: list[str], eval: int, sft: int
 ) -> None:
-    source = {"source": "tests.unit.test_data_prep:overlapping", "source_args": {"prompts": prompts}}
+    source = {"source": "tests.unit.stages.test_data_prep:overlapping", "source_args": {"prompts": prompts}}
     path = tmp_path_factory.mktemp("x") / "a"
     if len(set(prompts)) < eval + sft + 1:
         with pytest.raises(UserError, match="has only"):

@@ -8,7 +8,7 @@ from tuneloop.config import loading
 from tuneloop.config.loading import Pipeline
 from tuneloop.core.errors import UserError
 
-TOY = str(Path(__file__).with_name("toy_pipeline.py"))
+TOY = str(Path(__file__).parents[1] / "toy_pipeline.py")
 SMALL = '''
 """A pipeline."""
 from __future__ import annotations

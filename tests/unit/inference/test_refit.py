@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.making import checkpoint_artifact
-from tests.unit.fleet.crew import Crew
+from tests.unit.inference.crew import Crew
 from tuneloop.cli import run_cli
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.inference.fleet import Worker, dns, dynamo, open_fleet, urls

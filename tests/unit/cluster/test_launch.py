@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.argo.api import Answering, connected, kubeconfig
+from tests.unit.cluster.api import Answering, connected, kubeconfig
 from tuneloop.cluster import continue_run, reservations, schedule
 from tuneloop.cluster.launch import launch_job
 from tuneloop.cluster.run_workflows import find_workflows

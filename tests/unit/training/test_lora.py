@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.unit.trainers.test_fsdp import ADAM
+from tests.unit.training.test_fsdp import ADAM
 from tuneloop.argo.memory_estimate import count_adapter_parameters, is_memory_estimate_complete, shape_of
 from tuneloop.core.artifacts import hash_files
 from tuneloop.core.errors import UserError

@@ -376,7 +376,9 @@ def test_the_signal_is_heard_while_the_server_is_silent() -> None:
 def test_episodes_go_on_where_the_server_died(policy: Artifact) -> None:
     """It dies in the second turn: the first is not played again, nor are episodes that had their answer."""
     rows = [{"id": str(i), "answer": "", "metadata": "{}", "chat": False} for i in range(len(BATCH))]
-    how = EpisodeOptions(environment="tests.unit.test_episodes:echo", environment_args={"replies": 1}, max_turns=2)
+    how = EpisodeOptions(
+        environment="tests.unit.inference.test_episodes:echo", environment_args={"replies": 1}, max_turns=2
+    )
     words = load_tokenizer(policy.path / "model")
     played = []
     for lives in ([None], [7, None]):

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.fleet.crew import Crew
-from tests.unit.test_publication import chain
-from tests.unit.test_report import Page
+from tests.unit.inference.crew import Crew
+from tests.unit.weights.test_publication import chain
+from tests.unit.runs.test_report import Page
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.store import Store

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.policies import commit_policy
-from tests.unit.engines.peer import Peer, serving
+from tests.unit.inference.peer import Peer, serving
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable, UserError

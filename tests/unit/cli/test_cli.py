@@ -25,7 +25,7 @@ from tuneloop.runs import records, run_record
 from tuneloop.runs.records import Record
 from tuneloop.sharing.opening import open_turns
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOY = str(ROOT / "tests" / "unit" / "toy_pipeline.py")
 QUICK = ("--no-track", "--no-warm")
 HEAVY = {"torch", "vllm", "transformers", "datasets", "kfp", "hera", "mlflow", "plotly", "kubernetes"}

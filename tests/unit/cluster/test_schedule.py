@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.argo_loop import build
-from tests.unit.argo.api import serving
+from tests.unit.cluster.api import serving
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster.schedule import (
     CRON,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.argo.making import dag, run, shell, task, workflow
+from tests.unit.local.making import dag, run, shell, task, workflow
 from tuneloop.core.errors import UserError
 from tuneloop.local.executor import execute_workflow
 from tuneloop.workflow.manifest import parse_duration
