@@ -36,6 +36,7 @@ from pydantic import BaseModel, ValidationError
 from tuneloop.core import fencing
 from tuneloop.core.component import from_validation
 from tuneloop.core.errors import EXIT_USER, Retryable, UserError, print_diagnostic, report_error
+from tuneloop.core.threads import repeat_in_background
 from tuneloop.gateway import messages, wire
 from tuneloop.gateway.ledger import Conflict, Gone
 from tuneloop.gateway.session import Session
@@ -255,23 +256,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return print_diagnostic(f"error: {error}", EXIT_USER)
 
 
-@contextlib.contextmanager
-def _guarded(lease: Held) -> Iterator[None]:
+def _guarded(lease: Held) -> contextlib.AbstractContextManager[None]:
     """End this process as soon as the turn is lost: the device may be somebody else's in a moment."""
-    over = threading.Event()
 
     def guard() -> None:
-        while not over.wait(0.2):
-            try:
-                lease.check()
-            except Retryable as lost:
-                os._exit(report_error(lost))
+        try:
+            lease.check()
+        except Retryable as lost:
+            os._exit(report_error(lost))
 
-    threading.Thread(target=guard, daemon=True, name="guard").start()
-    try:
-        yield
-    finally:
-        over.set()
+    return repeat_in_background(guard, 0.2)
 
 
 def _ranks(device: str) -> Any:
