@@ -1,5 +1,6 @@
 """Compiled pipelines, whole, by KFP's rules (tests/kfp_backend.py) and by its local runner: equal to `tuneloop run`."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from kfp import components
 from kfp.local import config as kfp_config
 
@@ -17,6 +19,7 @@ from tests.kfp_api import Api, serve_api
 from tests.kfp_backend import Backend, BackendRun, TaskFailed
 from tests.local.loops import SMALL, command, digests, finish
 from tests.warm import python
+from tuneloop.cli import run_cli
 from tuneloop.core.artifacts import Artifact
 from tuneloop.kfp.local import init_local_runner
 
@@ -161,6 +164,42 @@ def test_pipelines_without_a_loop(place: Place, pipeline: str) -> None:
     assert digests(place.store, f"kfp-{pipeline}") == digests(place.store, pipeline)
     again = place.backend.run(package, f"kfp-{pipeline}", store=str(place.store), run=f"kfp-{pipeline}")
     assert again.started == ["report"], "all else is in the cache"
+
+
+@pytest.mark.slow
+def test_three_ticks_of_a_schedule(place: Place, api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data changes before the third: two trainings, and one tick that is skipped."""
+    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", api.url)
+    rows, store = tmp_path / "rows.jsonl", tmp_path / "store"
+    write_rows(rows, 40)
+    small = ["data.source=jsonl", f"data.source_args.train={rows}", "data.train=8", "data.eval=8", "data.sft=16"]
+    small += ["sft.max_steps=4", "kfp.retries=0", f"kfp.api={api.url}"]
+    line = ["schedule", "sft", "--to", "kfp", "--name", "nightly", "--store", str(store), "--cron", "0 3 * * *"]
+    assert run_cli([*line, *(word for each in small for word in ("--set", each))]) == 0
+    tick_package, package = tmp_path / "tick.yaml", compiled("sft", small, tmp_path / "sft.yaml")
+    tick_package.write_text(yaml.dump(api.recurring[0]["pipeline_spec"]["pipeline_spec"]))
+
+    said = []
+    for i in (1, 2, 3):
+        if i == 3:
+            write_rows(rows, 41)
+        own = {"display_name": f"nightly{i}", "experiment_id": "e1", "run_id": f"tick-{i}", "created_at": ""}
+        known = len(api.runs)
+        api.runs.append({**own, "state": "RUNNING"})
+        tick = place.backend.run(tick_package, f"nightly{i}", run_id=f"tick-{i}")
+        said.append(tick.outputs["root/check-data"].parameters["done"])
+        for started in api.runs[known + 1 :]:  # what the API server would do
+            given = started["runtime_config"]["parameters"]
+            assert place.backend.run(package, started["display_name"], **given).started[-2:] == ["export", "report"]
+            started["state"] = "SUCCEEDED"
+    names = sorted(path.name for path in store.iterdir())
+    assert [line.split()[0] for line in said] == ["started", "skipped:", "started"], said
+    assert len(names) == 2 and all(any(name in line for line in said) for name in names)
+
+
+def write_rows(path: Path, count: int) -> None:
+    lines = [{"prompt": f"add {i} and 1 =", "answer": str(i + 1), "completion": f" {i + 1}"} for i in range(count)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 @pytest.fixture

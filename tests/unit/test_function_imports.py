@@ -14,12 +14,6 @@ HEAVY = {
     *("math_verify", "reasoning_gym"),
 }
 """Libraries that are slow to import, or that come with an extra."""
-LEFT = {
-    "kfp.stage: argo.jobset",
-    "kfp.stage: cluster.launch",
-    "kfp.stage: workflow.settings",
-}
-"""Those that are still to be moved to the top of their modules; this may only shrink."""
 
 
 def list_modules() -> dict[str, Path]:
@@ -68,18 +62,12 @@ def find_heavy_libraries(module: str) -> frozenset[str]:
 
 
 def test_imports_inside_functions_spare_a_heavy_library() -> None:
-    light, places = set[str](), {}
-    for module, path in MODULES.items():
-        if module.startswith("tuneloop.cli"):
-            continue
-        for target, line, inside in find_imports(module):
-            if (
-                inside
-                and target.startswith("tuneloop.")
-                and find_heavy_libraries(target) <= find_heavy_libraries(module)
-            ):
-                key = f"{module.removeprefix('tuneloop.')}: {target.removeprefix('tuneloop.')}"
-                light.add(key)
-                places[key] = f"{path.relative_to(ROOT.parent)}:{line} imports {target}"
-    assert not [places[key] for key in sorted(light - LEFT)], "move these to the top of their modules"
-    assert not LEFT - light, "delete these from LEFT"
+    places = [
+        f"{path.relative_to(ROOT.parent)}:{line} imports {target}"
+        for module, path in MODULES.items()
+        if not module.startswith("tuneloop.cli")
+        for target, line, inside in find_imports(module)
+        if inside and target.startswith("tuneloop.")
+        if find_heavy_libraries(target) <= find_heavy_libraries(module)
+    ]
+    assert not places, "move these to the top of their modules"

@@ -65,9 +65,7 @@ def connect_to_kfp(endpoint: str | None = None) -> Any:
     with warnings.catch_warnings(), translate_api_errors(endpoint):
         warnings.simplefilter("ignore", FutureWarning)
         try:
-            with redirect_stdout(
-                io.StringIO()
-            ):  # "Failed to load kube config.", where an address is all that is needed
+            with redirect_stdout(io.StringIO()):  # it says "Failed to load kube config.", also where it needs none
                 client = Once(host=endpoint)
             client.get_kfp_healthz()
         except ApiException as error:

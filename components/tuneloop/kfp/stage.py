@@ -26,6 +26,8 @@ from typing import Any
 
 import xxhash
 
+from tuneloop.argo.jobset import build_jobset, pod_spec, ranks_env
+from tuneloop.cluster.launch import main as follow_job
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Manifest, find_manifest, split_ref
 from tuneloop.core.component import Component
@@ -34,6 +36,7 @@ from tuneloop.core.store import Store
 from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
+from tuneloop.workflow.settings import Cluster
 
 URL, TARGET = "url", "target_reward"
 """Parameters of the adapter's own: where the output is committed; the mean reward that ends a loop."""
@@ -75,10 +78,6 @@ def launch_jobset(
 
     The job is named after its output, so that a launcher that was evicted finds the job that it has started.
     """
-    from tuneloop.argo.jobset import build_jobset, pod_spec, ranks_env
-    from tuneloop.cluster.launch import main as follow
-    from tuneloop.workflow.settings import Cluster
-
     if find_manifest(url := task.parameters[URL]) is not None:
         return 0
     wanted = Cluster(**cluster)
@@ -89,7 +88,7 @@ def launch_jobset(
     queue = wanted.queue_labels if stage.accelerator else {}
     labels = {"app.kubernetes.io/part-of": "tuneloop", "app.kubernetes.io/component": stage.image}
     manifest = build_jobset(name, pod, nodes, labels=labels, queue=queue, stage=stage.template)
-    return follow(["--namespace", namespace, "--manifest", json.dumps(manifest)])
+    return follow_job(["--namespace", namespace, "--manifest", json.dumps(manifest)])
 
 
 def build_stage_args(stage: Component, task: Task) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.kfp.position import find_position
 from tuneloop.runs.run_record import Run
+from tuneloop.workflow.pod_loop import PodLoop, StageCall
 from tuneloop.workflow.rendered_stages import read_loop, read_stage
 
 
@@ -61,12 +62,19 @@ def test_a_run_of_other_stages_has_rewards_and_curves(tmp_path: Path) -> None:
     assert curves == {**rewards, ("distil", "loss"): [1.0, 0.5]}
 
 
+NAMES = ("drawn", "judged-again", "distilled")
+
+
 def test_the_position_of_a_loop_of_other_stages(tmp_path: Path) -> None:
     looped(f"{tmp_path}/r", 2)
-    policy, todo = find_position(f"{tmp_path}/r", {"ref": "start"}, iteration=0, iterations=3, target_reward=2.0)
-    assert (policy["stage"], policy["version"], todo) == ("distil", 2, [3])
-    policy, todo = find_position(f"{tmp_path}/r", {"ref": "start"}, iteration=0, iterations=3, target_reward=0.75)
-    assert (policy["version"], policy["stopped"], todo) == (1, 1, []), "it is the last score that ends the loop"
+    steps = [StageCall(name=name, command=[], flags=[], wires={}, output="x") for name in NAMES]
+    loop = PodLoop(steps=steps, carry={"policy": "distilled.checkpoint"}, reward="judged-again.mean-reward")
+    start = {"policy": {"ref": "start"}}
+    found = find_position(loop, f"{tmp_path}/r", start, iterations=3, target_reward=2.0)
+    policy = found.carried["policy"]
+    assert (policy["stage"], policy["version"], found.last, found.ended) == ("distil", 2, 2, False)
+    found = find_position(loop, f"{tmp_path}/r", start, iterations=3, target_reward=0.75)
+    assert (found.carried["policy"]["version"], found.last, found.ended) == (1, 1, True)
 
 
 def test_the_loop_of_a_rendered_workflow() -> None:
