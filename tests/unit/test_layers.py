@@ -11,7 +11,6 @@ HEAVY = (
     "kfp",
     "hera",
     "mlflow",
-    "plotly",
     "kubernetes",
     "pandas",
     "httpx2",

@@ -13,6 +13,8 @@ from typing import Any
 from tuneloop.core.artifacts import Manifest
 from tuneloop.core.store import Store
 from tuneloop.kfp.io import Task
+from tuneloop.runs.charts import STYLE, Series, render_chart
+from tuneloop.runs.report import FIRST
 
 ROWS, WIDTH, BATCH = 8, 160, 64
 """Rows of a preview, characters of a cell, and rows read at a time."""
@@ -48,13 +50,21 @@ def write_curves(task: Task, name: str, url: str, manifest: Manifest) -> None:
 
 
 def render_charts(rows: Sequence[Mapping[str, float]], over: str) -> str:
-    """Render an HTML page with a chart for each quantity of `rows` over the one named `over`."""
+    """Render an HTML page with a chart for each quantity of `rows` over the one named `over`, rewards first."""
     names = dict.fromkeys(column for row in rows for column in row if column != over)
     if not names:
         return f"<!doctype html><meta charset=utf-8><p>No {over} was taken here, so there is nothing to draw.</p>\n"
-    drawn = [render_chart(each, [(row[over], row[each]) for row in rows if each in row], over) for each in names]
-    style = "body{font:14px sans-serif}svg{width:420px;height:180px;margin:8px;background:#f7f7f7}"
-    return f"<!doctype html><meta charset=utf-8><style>{style}</style>{''.join(drawn)}\n"
+    drawn, constant = [], []
+    for name in sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
+        series = Series(name, [(row[over], row[name]) for row in rows if name in row])
+        if series.constant:
+            constant.append(f"{html.escape(name)} {series.points[0][1]:g}")
+        else:
+            drawn.append(render_chart(name.replace("_", " "), [series], over))
+    grid = "display:grid;grid-template-columns:repeat(auto-fit,minmax(400px,1fr));gap:8px"
+    style = f"body{{font:14px sans-serif;{grid}}}{STYLE}"
+    told = f"<p>The same throughout: {', '.join(constant)}.</p>" if constant else ""
+    return f"<!doctype html><meta charset=utf-8><style>{style}</style>{''.join(drawn)}{told}\n"
 
 
 def write_confidence(task: Task, name: str, url: str, manifest: Manifest) -> None:
@@ -96,19 +106,6 @@ def render_markdown_table(head: Sequence[str], rows: Any) -> str:
     """Render a Markdown table; a cell is cut after `WIDTH` characters."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
-
-
-def render_chart(title: str, points: Sequence[tuple[float, float]], over: str = "step") -> str:
-    """Render an SVG line through (x, y) points, its range in its title, the x being numbers of what `over` names."""
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    x0, y0, y1 = min(xs), min(ys), max(ys)
-    across, up = (max(xs) - x0) or 1, (y1 - y0) or 1
-    at = [(20 + 380 * (x - x0) / across, 160 - 120 * (y - y0) / up) for x, y in points]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
-    said = html.escape(f"{title}: {ys[0]:.4g} → {ys[-1]:.4g} (from {y0:.4g} to {y1:.4g}, {len(points)} {over}s)")
-    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2"/>' for x, y in at) if len(at) <= 20 else ""
-    body = f'<text x="20" y="22" font-size="13">{said}</text><polyline points="{line}" fill="none" stroke="#06c"/>'
-    return f'<svg viewBox="0 0 420 180">{body}{dots}</svg>'
 
 
 PREVIEWS: Mapping[str, Callable[[Task, str, str, Manifest], None]] = {

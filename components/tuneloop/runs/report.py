@@ -1,20 +1,18 @@
-"""One HTML page that shows a run: readable offline, everything inside, plotly.js once (compressed)."""
+"""One HTML page that shows a run: readable offline and without scripts, everything inside."""
 
 from __future__ import annotations
 
-import base64
-import gzip
 import html
-import json
 import string
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import yaml
 
+from tuneloop.runs.charts import STYLE, Series, render_chart
 from tuneloop.runs.delivery import list_deliveries
 from tuneloop.runs.run_record import Curve, Entry, Run
 from tuneloop.runs.summary import (
@@ -27,19 +25,17 @@ from tuneloop.runs.summary import (
 )
 
 SAMPLES = 12
+LABELS = {"step": "optimizer step"}
 FIRST = ("mean_reward", "kl", "entropy", "loss", "mean_length")
 """Quantities whose curves come first, in this order; any other quantity that a stage recorded follows."""
 
 
 def render_page(run: Run) -> str:
     """Return the report of `run` as a self-contained HTML page."""
-    figures = [*_figures(run.curves()), *_phase_figures(run)]
     body = [
         f"<h1>{_text(run.name)}</h1>",
         _facts(run),
-        '<div class="figures">',
-        *(f'<figure><div id="figure-{i}"></div></figure>' for i in range(len(figures))),
-        "</div>",
+        f'<div class="figures">{"".join([*_draw_curves(run.curves()), _draw_phases(run)])}</div>',
         _samples(run),
         _provenance(run),
         _efficiency(run),
@@ -48,12 +44,7 @@ def render_page(run: Run) -> str:
         _config(run),
     ]
     template = string.Template((Path(__file__).parent / "report.html").read_text("utf-8"))
-    return template.substitute(
-        title=_text(run.name),
-        body="\n".join(part for part in body if part),
-        figures=json.dumps(figures, allow_nan=False).replace("</", "<\\/"),
-        plotly=_plotly() if figures else "",
-    )
+    return template.substitute(title=_text(run.name), style=STYLE, body="\n".join(part for part in body if part))
 
 
 def _facts(run: Run) -> str:
@@ -73,64 +64,37 @@ def _facts(run: Run) -> str:
     return _table((), ([name, value] for name, value in facts.items() if value), kind="facts")
 
 
-def _figures(curves: list[Curve]) -> list[dict[str, Any]]:
-    """Draw a figure for each quantity and axis; reward in training and on held-out prompts share one."""
+def _draw_curves(curves: list[Curve]) -> Iterator[str]:
+    """Draw a chart for each quantity and axis; reward in training and on held-out prompts share one."""
     groups: dict[tuple[str, str], list[Curve]] = {}
     for curve in curves:
-        # SFT's loss is not GRPO's: only quantities over the same axis share a figure.
+        # SFT's loss is no GRPO loss: only quantities over the same axis share a chart.
         groups.setdefault((curve.name, curve.axis), []).append(curve)
     rank = {name: index for index, name in enumerate(FIRST)}
-    order = sorted(groups, key=lambda group: (rank.get(group[0], len(rank)), group[1] == "step"))
-    return [_figure(name, axis, groups[name, axis]) for name, axis in order]
+    constant = []
+    for name, axis in sorted(groups, key=lambda group: (rank.get(group[0], len(rank)), group[1] == "step")):
+        group = groups[name, axis]
+        series = [
+            Series(f"{each.stage}: {each.how}", [*zip(each.x, each.y)], each.role != "evaluator") for each in group
+        ]
+        title = f"{name.replace('_', ' ')} ({' and '.join(each.stage for each in group)})"
+        if all(each.constant for each in series):
+            constant.append(f"{title} {series[0].points[0][1]:g}")
+        else:
+            yield render_chart(title, series, LABELS.get(axis, axis))
+    if constant:
+        yield f"<p>The same throughout: {_text(', '.join(constant))}.</p>"
 
 
-def _figure(name: str, axis: str, curves: list[Curve]) -> dict[str, Any]:
-    traces = [
-        {
-            "x": curve.x,
-            "y": [_finite(y) for y in curve.y],
-            "name": f"{curve.stage}: {curve.how}",
-            "mode": "markers" if curve.role == "evaluator" else "lines",
-            "marker": {"size": 10},
-        }
-        for curve in curves
-    ]
-    makers = " and ".join(curve.stage for curve in curves)
-    x = axis if axis == "iteration" else "optimizer step"
-    return {"data": traces, "layout": _layout(f"{name.replace('_', ' ')} ({makers})", x, "")}
-
-
-def _phase_figures(run: Run) -> list[dict[str, Any]]:
-    loop: list[dict[str, Any]] = []
-    once: list[tuple[str, float]] = []
+def _draw_phases(run: Run) -> str:
+    """Draw the seconds of the loop's stages over its iterations, and list those of the others."""
+    loop, once = [], list[list[str]]()
     for stage, points in run.phase_seconds().items():
-        inside = [(x, y) for x, y in points if x]
-        if inside:
-            x, y = zip(*inside)
-            loop.append({"x": x, "y": y, "name": stage, "type": "bar"})
-        once += [(stage, y) for x, y in points if not x]
-    figures: list[dict[str, Any]] = []
-    if loop:
-        figures.append({"data": loop, "layout": _layout("seconds by phase", "iteration", "s", barmode="stack")})
-    if once:
-        stages, seconds = zip(*once)
-        bar = {"x": stages, "y": seconds, "type": "bar", "name": "once"}
-        figures.append({"data": [bar], "layout": _layout("seconds of the stages outside the loop", "", "s")})
-    return figures
-
-
-def _layout(title: str, x: str, y: str, **more: Any) -> dict[str, Any]:
-    return {
-        "title": {"text": title, "font": {"size": 15}, "x": 0, "xanchor": "left"},
-        "xaxis": {"title": {"text": x}},
-        "yaxis": {"title": {"text": y}, "rangemode": "tozero"},
-        "margin": {"l": 50, "r": 15, "t": 40, "b": 40},
-        "legend": {"orientation": "h", "y": -0.25},
-        "height": 320,
-        "template": "none",
-        "colorway": ["#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd"],
-        **more,
-    }
+        if inside := [point for point in points if point[0]]:
+            loop.append(Series(stage, inside))
+        once += [[stage, f"{seconds:.1f}"] for iteration, seconds in points if not iteration]
+    table = _table(("stage outside the loop", "seconds"), once, kind="once") if once else ""
+    return render_chart("seconds by phase", loop, "iteration") + table
 
 
 def _samples(run: Run) -> str:
@@ -277,14 +241,3 @@ def _short(digest: str) -> str:
 
 def _text(value: str) -> str:
     return html.escape(value)
-
-
-def _finite(value: float) -> float | None:
-    """Return None for infinity and NaN, which JSON does not have; a gap in the curve shows where they were."""
-    return value if abs(value) < float("inf") else None
-
-
-def _plotly() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()

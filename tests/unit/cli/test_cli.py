@@ -28,7 +28,7 @@ from tuneloop.sharing.opening import open_turns
 ROOT = Path(__file__).parents[3]
 TOY = str(ROOT / "tests" / "unit" / "toy_pipeline.py")
 QUICK = ("--no-track", "--no-warm")
-HEAVY = {"torch", "vllm", "transformers", "datasets", "kfp", "hera", "mlflow", "plotly", "kubernetes"}
+HEAVY = {"torch", "vllm", "transformers", "datasets", "kfp", "hera", "mlflow", "kubernetes"}
 
 
 class Result:

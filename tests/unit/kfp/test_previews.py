@@ -40,11 +40,12 @@ def test_a_long_roc_is_thinned_and_ends_at_one() -> None:
     assert (points[0]["recall"], points[-1]["recall"], points[-1]["falsePositiveRate"]) == (0.0, 1.0, 1.0)
 
 
-def test_a_chart_of_one_point_and_of_a_line() -> None:
-    assert 'points="20.0,160.0"' in previews.render_chart("loss", [(3, 0.5)])
-    drawn = previews.render_chart("a<b", [(0, 0.0), (1, 1.0)])
-    assert 'points="20.0,160.0 400.0,40.0"' in drawn
-    assert "a&lt;b" in drawn
+def test_curves_begin_with_the_reward_and_name_what_does_not_change() -> None:
+    rows = [{"iteration": i, "completions": 16, "loss": 1 / i, "mean_reward": 0.1 * i} for i in (1, 2, 3)]
+    page = previews.render_charts(rows, "iteration")
+    assert re.findall(r"<title>(.*?)</title>", page) == ["mean_reward: 0.1 → 0.3", "loss: 1 → 0.3333"]
+    assert "The same throughout: completions 16." in page
+    assert "nothing to draw" in previews.render_charts([], "step")
 
 
 def test_a_table_keeps_its_shape_whatever_is_in_it() -> None:

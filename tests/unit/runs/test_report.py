@@ -1,6 +1,3 @@
-import base64
-import gzip
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -64,27 +61,19 @@ def page(text: str) -> Page:
     return Page(text)
 
 
-def test_nothing_is_fetched_and_the_page_is_small(page: Page, text: str) -> None:
-    assert page.fetched == []
-    assert len(text) < 2_500_000, "plotly.js once, compressed"
-    assert gzip.decompress(base64.b64decode(page.scripts["plotly"])).startswith(b"/**\n* plotly.js v")
+def test_nothing_is_fetched_or_run_and_the_page_is_small(page: Page, text: str) -> None:
+    assert page.fetched == [] and "<script" not in text
+    assert len(text) < 50_000
 
 
-def test_every_curve_is_there_with_its_numbers(page: Page) -> None:
-    figures = json.loads(page.scripts["figures"])
-    shown = {f["layout"]["title"]["text"]: f["data"] for f in figures}
-    assert list(shown) == [
+def test_every_curve_is_there_with_its_numbers(text: str) -> None:
+    assert re.findall(r'font-size="13">(.*?)</text>', text) == [
         "mean reward (reward and evaluate)", "kl (policy_update)", "entropy (policy_update)", "loss (policy_update)",
-        "loss (sft)", "mean length (rollout)", "seconds by phase", "seconds of the stages outside the loop",
+        "loss (sft)", "mean length (rollout)", "seconds by phase",
     ]  # fmt: skip
-    trained, judged = shown["mean reward (reward and evaluate)"]
-    assert (trained["y"], judged["y"]) == ([0.5, 0.75], [0.5, 1.0])
-    assert (trained["name"], judged["name"]) == (
-        "reward: temperature 1, training prompts",
-        "evaluate: greedy, held-out prompts",
-    )
-    assert {bar["name"] for bar in shown["seconds by phase"]} == {"rollout", "reward", "policy-update"}
-    assert [i for i in page.ids if i.startswith("figure-")] == [f"figure-{i}" for i in range(len(figures))]
+    rewards = "reward: temperature 1, training prompts: 0.5 → 0.75; evaluate: greedy, held-out prompts: 0.5 → 1"
+    assert f"<title>{rewards}</title>" in text
+    assert re.findall(r"— ([a-z-]+)</text>", text)[-3:] == ["rollout", "reward", "policy-update"]
 
 
 def test_samples_of_before_and_after_stand_side_by_side(page: Page) -> None:
@@ -109,16 +98,16 @@ def test_the_same_run_gives_the_same_page(run: Run, text: str) -> None:
 
 
 def test_text_of_a_model_cannot_become_markup(text: str) -> None:
-    assert "reverse 3<b>" not in re.sub(r"<script.*?</script>", "", text, flags=re.S)
+    assert "reverse 3<b>" not in text
 
 
 def test_a_run_without_any_artifact_has_a_page(tmp_path: Path) -> None:
     page = Page(report.render_page(Run("empty", str(tmp_path))))
     assert "no stage has committed anything yet" in page.cells
-    assert page.scripts["figures"] == "[]"
+    assert "<svg" not in report.render_page(Run("empty", str(tmp_path)))
 
 
-def test_numbers_that_json_lacks_become_gaps(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     @toy.component("checkpoint", role="trainer", results={"loss": float, "version": int})
     def sft(stage: toy.Stage) -> toy.Results:
         """Diverge."""
@@ -128,8 +117,9 @@ def test_numbers_that_json_lacks_become_gaps(tmp_path: Path) -> None:
         return {"loss": 1.0, "version": 1}
 
     sft(out=f"{tmp_path}/d/sft")
-    figures = json.loads(Page(report.render_page(Run.open("d", str(tmp_path)))).scripts["figures"])
-    assert figures[0]["data"][0]["y"] == [None, None, 1.0]
+    text = report.render_page(Run.open("d", str(tmp_path)))
+    assert re.search(r"<title>[^<]*: 1 → 1</title>", text) and "nan " not in text
+
 
 
 def test_what_stages_that_train_made_of_their_devices(tmp_path: Path) -> None:
