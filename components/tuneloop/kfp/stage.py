@@ -154,6 +154,7 @@ def build_handle(url: str, manifest: Manifest) -> dict[str, Any]:
         "ref": f"{url}@{manifest.digest}",
         "digest": manifest.digest,
         "stage": manifest.stage,
+        "inputs": dict(manifest.inputs),
         **version,
         **manifest.results,
     }
