@@ -294,6 +294,7 @@ class Interpreter:
             number = self.backend.get_type(kind, pb.ArtifactType, self.store.put_artifact_type)
             artifact = pb.Artifact(type_id=number, uri=runtime["uri"])
             metadata = told["artifacts"].get(name, {}).get("artifacts", [{}])[0].get("metadata", {})
+            assert None not in metadata.values(), f"{name}: metadata/converter.go takes no null"
             artifact.custom_properties["metadata"].string_value = json.dumps(metadata)
             outputs.artifacts[name] = artifact
         return outputs

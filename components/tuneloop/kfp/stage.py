@@ -149,7 +149,7 @@ def hand_over(
 
 def build_handle(url: str, manifest: Manifest) -> dict[str, Any]:
     """Build what one task passes to the next about an artifact."""
-    version = {"version": manifest.facts["version"]} if "version" in manifest.facts else {}
+    version = {} if manifest.facts.get("version") is None else {"version": manifest.facts["version"]}
     return {
         "ref": f"{url}@{manifest.digest}",
         "digest": manifest.digest,
