@@ -21,9 +21,9 @@ def public_functions() -> Iterator[tuple[str, str]]:
 
 
 def test_one_word_names_only_get_fewer() -> None:
-    """A new function needs a better name; one that got a better name leaves the list."""
+    """A new function needs a better name; one that got a better name leaves the list. `main` is what programs have."""
     found = list(public_functions())
-    one_word = {f"{module}:{name}" for module, name in found if "_" not in name}
+    one_word = {f"{module}:{name}" for module, name in found if "_" not in name and name != "main"}
     listed = set(LIST.read_text().split())
     assert not one_word - listed, "name these by a verb and its object"
     assert not listed - one_word, f"delete these from {LIST.name}"

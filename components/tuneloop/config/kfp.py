@@ -17,6 +17,9 @@ class Kfp(BaseModel):
     api: str = Field(
         "http://ml-pipeline.kubeflow:8888", description="address of the KFP API, as pods reach it: a long loop goes on"
     )
+    model_registry: str = Field(
+        "", description="address of a Kubeflow Model Registry, or mlflow+ADDRESS: exported models are registered there"
+    )
     retries: int = Field(3, ge=0, description="attempts of a pod after the first, whatever the exit code was")
     timeout_s: int = Field(0, ge=0, description="seconds that a stage may take once its pod runs; 0: no limit")
     shm: str = Field("", description="of an in-memory /dev/shm for accelerator stages; empty: the runtime's 64 MiB")

@@ -21,6 +21,10 @@ TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")
 TIMEOUT_S = 60.0
 
 
+class NotThere(UserError):
+    """The API does not have what was asked for."""
+
+
 class RunApi:
     """Reads and starts runs.
 
@@ -57,14 +61,31 @@ class RunApi:
 
 def _call(method: str, url: str, body: Any = None) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {TOKEN.read_text().strip()}"} if TOKEN.exists() else None
+    return call_api("kfp.api", method, url, body, headers)
+
+
+def call_api(
+    field: str, method: str, url: str, body: Any = None, headers: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Send a request and return the JSON of the answer.
+
+    Args:
+        field: the setting that names the address.
+
+    Raises:
+        Retryable: no answer, or one that may be another later.
+        NotThere: the answer is 404.
+        UserError: the API refuses.
+    """
     try:
         status, answer = send_request(method, url, timeout_s=TIMEOUT_S, body=body, headers=headers)
     except Unanswered as error:
-        raise Retryable(f"kfp.api: {url}: {error}") from error
+        raise Retryable(f"{field}: {url}: {error}") from error
     said = answer[:200].decode(errors="replace")
     if status in (429, 500, 502, 503, 504):
-        raise Retryable(f"kfp.api: {url}: {status}: {said}")
+        raise Retryable(f"{field}: {url}: {status}: {said}")
     if status >= 300:
-        raise UserError("kfp.api", url, f"refused ({status}): {said}; kfp.api names the API as pods reach it")
+        kind = NotThere if status == 404 else UserError
+        raise kind(field, url, f"refused ({status}): {said}; {field} names the address as pods reach it")
     read: dict[str, Any] = json.loads(answer)
     return read

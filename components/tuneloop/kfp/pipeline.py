@@ -14,7 +14,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.kfp.loop import LoopTasks, Steps, is_written_out
 from tuneloop.kfp.multi_stage_pod import iterations_step
 from tuneloop.kfp.stage import TARGET
-from tuneloop.kfp.template import report_step, stage_step
+from tuneloop.kfp.template import register_step, report_step, stage_step
 from tuneloop.workflow.loop import Graph, Loop, StageSpec
 
 ABOUT = {
@@ -36,7 +36,7 @@ def build_pipeline(
     Raises:
         UserError: a setting that Kubeflow Pipelines have nothing for, or a step of the loop is not among the stages.
     """
-    steps = build_steps(config, specs, loop)
+    steps = build_steps(name, config, specs, loop)
     parameters: dict[str, tuple[type, Any]] = {
         **{"store": (str, inspect.Parameter.empty), "run": (str, name), "seed": (int, config.seed)},
         **({TARGET: (float, config.loop.target_reward)} if loop else {}),
@@ -56,7 +56,7 @@ def build_pipeline(
     return dsl.pipeline(name=f"{name}-pipeline" if name in steps else name)(built)
 
 
-def build_steps(config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> dict[str, Any]:
+def build_steps(pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> dict[str, Any]:
     """Return each stage as a function that makes its task, by name."""
     pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
     engine = {}
@@ -75,7 +75,27 @@ def build_steps(config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> d
         steps[spec.component.template] = stage_step(spec.component, given, dynamic=spec.accepted(passed), **about)
     if loop and not is_written_out(config):
         steps["iterations"] = iterations_step(loop, specs, config)
+    if config.kfp.model_registry:
+        _register_exports(steps, pipeline, specs, config)
     return steps
+
+
+def _register_exports(steps: dict[str, Any], pipeline: str, specs: Sequence[StageSpec], config: Any) -> None:
+    """Have a registration follow each task whose stage exports a model."""
+    register = register_step(cluster=config.cluster, kfp=config.kfp)
+
+    def follow(export: Any, output: str) -> Any:
+        def step(name: str, **arguments: Any) -> dsl.PipelineTask:
+            task = export(name, **arguments)
+            place = {"registry": config.kfp.model_registry, "model_name": pipeline}
+            register(f"register-{name}", model=task.outputs[output], **place)
+            return task
+
+        return step
+
+    for component in (spec.component for spec in specs):
+        if component.kind == "model":
+            steps[component.template] = follow(steps[component.template], component.output)
 
 
 class Outputs:

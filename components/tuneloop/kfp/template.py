@@ -115,6 +115,19 @@ def report_step(*, cluster: Cluster | None = None, kfp: Kfp | None = None) -> St
     )
 
 
+def register_step(*, cluster: Cluster | None = None, kfp: Kfp | None = None) -> Step:
+    """`tuneloop.kfp.register` as a step: the exported model in a model registry."""
+    signature = {
+        "model": (Input[Model], REQUIRED),
+        "registry": (str, REQUIRED),
+        "model_name": (str, REQUIRED),
+        "model_version": (dsl.OutputPath(str), REQUIRED),
+    }
+    about = {"registry": "address of the registry", "model_name": "of the registered model"}
+    summary = "Register the exported model."
+    return define_uncached_step("register", summary, signature, about, cluster or Cluster(), kfp or Kfp())
+
+
 def define_uncached_step(
     name: str,
     summary: str,
