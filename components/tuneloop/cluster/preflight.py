@@ -6,10 +6,14 @@ Where the account may not look (403), a thing counts as present: the account tha
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
+import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from decimal import Decimal
 from typing import Any
 
@@ -17,10 +21,10 @@ from tuneloop.argo.claims import find_placement_errors, share_of
 from tuneloop.argo.colocation import check_colocation
 from tuneloop.argo.lease_sidecar import find_lease_sidecar
 from tuneloop.cluster.reservations import API, KINDS, list_claims
-from tuneloop.cluster.run_workflows import find_queued_templates
+from tuneloop.cluster.run_workflows import find_queued_templates, list_queues
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
-from tuneloop.kube.api_errors import translate_api_errors
+from tuneloop.kube.api_errors import read_api_message, translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.sharing import lease
 from tuneloop.sharing.sidecar import parse_arguments
@@ -30,8 +34,10 @@ from tuneloop.workflow.settings import GROUP_LABEL, PRIORITY_LABEL, QUEUE_LABEL
 
 CLAIMS = KINDS["ResourceClaim"]
 KUEUE = ("kueue.x-k8s.io", "v1beta2")
+NAMESPACE_LABEL = "kubernetes.io/metadata.name"
+"""Of every namespace: its name."""
 INSTALL = "manifests/third-party/README.md says how to install it"
-APPLY = "kubectl apply -k manifests/overlays/local (or yours)"
+APPLY = "kubectl apply -k manifests/overlays/local"
 
 LISTED = 50
 """A kubelet reports so many images and no more (``nodeStatusMaxImages``)."""
@@ -42,6 +48,22 @@ THEIRS = re.compile(r"""(?:^|")(?!tuneloop\.)([^\W\d]\w*(?:\.\w+)*:[^\W\d][\w.]*
 Amounts = dict[str, Decimal]
 """Resource name → amount, in cores, bytes or pieces."""
 
+DENIED = re.compile(r'cannot (\w+) resource "([^"]+)"')
+_denied: ContextVar[list[str] | None] = ContextVar("denied", default=None)
+
+
+class Problem(UserError):
+    """What prevents a workflow from running, and the command that mends it.
+
+    Attributes:
+        found: what was found, without the remedy.
+        command: for a shell; in ``remedy`` the two are one line.
+    """
+
+    def __init__(self, field: str, value: object, found: str, command: str, otherwise: str = "") -> None:
+        super().__init__(field, value, f"{found}; {command}{otherwise}")
+        self.found, self.command = found, command
+
 
 def find_problems(cluster: Connection, workflow: Mapping[str, Any]) -> list[UserError]:
     """Return what prevents a prepared workflow from running on the cluster; empty when nothing was found.
@@ -51,17 +73,8 @@ def find_problems(cluster: Connection, workflow: Mapping[str, Any]) -> list[User
         Retryable: the API server is in trouble.
     """
     with translate_api_errors(cluster):
-        if missing := [*_namespace(cluster), *_installed(cluster, workflow)]:
-            return missing
-        return [
-            *_allowed(cluster),
-            *_references(cluster, workflow),
-            *_images(cluster, workflow),
-            *_queues(cluster, workflow),
-            *_devices(cluster, workflow),
-            *_turns(cluster, workflow),
-            *_store(workflow),
-        ]
+        missing = [problem for find in REQUIRED.values() for problem in find(cluster, workflow)]
+        return missing or [problem for find in CHECKS.values() for problem in find(cluster, workflow)]
 
 
 def list_notices(workflow: Mapping[str, Any]) -> list[str]:
@@ -79,10 +92,10 @@ def list_notices(workflow: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _namespace(cluster: Connection) -> Iterator[UserError]:
+def _namespace(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     if _absent(cluster.core.read_namespace, cluster.namespace, _request_timeout=10):
-        remedy = f"does not exist in context {cluster.context}; {APPLY}, or choose --context or --namespace"
-        yield UserError("namespace", cluster.namespace, remedy)
+        otherwise = " (or yours), or choose --context or --namespace"
+        yield Problem("namespace", cluster.namespace, f"does not exist in context {cluster.context}", APPLY, otherwise)
 
 
 def _installed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
@@ -100,17 +113,16 @@ def _installed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Use
             return
 
 
-def _allowed(cluster: Connection) -> Iterator[UserError]:
+def _allowed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     from kubernetes import client
 
     group, _, plural = WORKFLOWS
     asked = client.V1ResourceAttributes(namespace=cluster.namespace, verb="create", group=group, resource=plural)
     review = client.V1SelfSubjectAccessReview(spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=asked))
     if not cluster.auth.create_self_subject_access_review(review).status.allowed:
-        remedy = (
-            f"may not create workflows in namespace {cluster.namespace}; bind the role tuneloop-user to the account"
-        )
-        yield UserError("cluster", cluster.context, remedy)
+        command = f"kubectl -n {cluster.namespace} create rolebinding tuneloop-user --role=tuneloop-user --user=ACCOUNT"
+        found = f"may not create workflows in namespace {cluster.namespace}"
+        yield Problem("cluster", cluster.context, found, command)
 
 
 def _references(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
@@ -121,16 +133,18 @@ def _references(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Us
         "config map": cluster.core.read_namespaced_config_map,
         "claim": cluster.core.read_namespaced_persistent_volume_claim,
     }
-    for kind, name in sorted(set(_named(workflow["spec"]))):
+    for kind, name in sorted(set(list_references(workflow["spec"]))):
         if _absent(read[kind], name, cluster.namespace):
-            yield UserError(kind, name, f"is missing in namespace {cluster.namespace}; create it, or {APPLY}")
+            yield Problem(
+                kind, name, f"is missing in namespace {cluster.namespace}", APPLY, " (or yours), or create it"
+            )
 
 
-def _named(value: Any) -> Iterator[tuple[str, str]]:
-    """(kind, name) of every reference below `value` that is not optional."""
+def list_references(value: Any) -> Iterator[tuple[str, str]]:
+    """Yield (kind, name) of every reference below `value` that is not optional."""
     if isinstance(value, list):
         for item in value:
-            yield from _named(item)
+            yield from list_references(item)
     if not isinstance(value, dict):
         return
     kinds = {
@@ -149,7 +163,7 @@ def _named(value: Any) -> Iterator[tuple[str, str]]:
         elif key == "serviceAccountName" and "{{" not in item:
             yield "service account", item
         else:
-            yield from _named(item)
+            yield from list_references(item)
 
 
 def _devices(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
@@ -181,7 +195,7 @@ def _turns(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserErr
     places = {name: flags for flags in wanted.values() for name in _groups(cluster, workflow, flags)}
     for name, flags in places.items():
         place = lease.Lease(cluster, name)
-        seen = _found(cluster.get, *lease.LEASES, place.name)
+        seen = find_object(cluster.get, *lease.LEASES, place.name)
         if seen not in (ABSENT, UNSEEN):
             turns = Turns(place, name, who=flags.run, policy=flags.policy, patience=flags.patience)
             try:
@@ -196,7 +210,7 @@ def _groups(cluster: Connection, workflow: Mapping[str, Any], flags: Namespace) 
         return [flags.group]
     share = share_of(workflow)
     assert share, "the claim's name is written for those that share"
-    found = _found(list_claims, cluster, f"{GROUP_LABEL}={share.group}")
+    found = find_object(list_claims, cluster, f"{GROUP_LABEL}={share.group}")
     return [] if found in (ABSENT, UNSEEN) else [each["metadata"]["name"] for each in found]
 
 
@@ -205,52 +219,98 @@ def _images(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserEr
 
     What a registry has is not asked: the nodes' way to it, and their credentials, are the cluster's own.
     """
-    nodes = _found(cluster.core.list_node, _request_timeout=30)
-    if nodes is UNSEEN or any(len(node.status.images or ()) >= LISTED for node in nodes.items):
-        return
-    there = {name for node in nodes.items for image in node.status.images or () for name in image.names or ()}
-    used = [t.get("container") or t.get("script") or {} for t in workflow["spec"]["templates"]]
-    for image in sorted({each["image"] for each in used if "image" in each}):
+    there, whole = list_node_images(cluster)
+    for image in list_images(workflow) if whole else ():
         host = image.partition("/")[0] if "/" in image else ""
         if "{{" in image or "." in host or ":" in host or host == "localhost":
             continue
-        if not any(f"{prefix}{image}" in there for prefix in ("", "docker.io/", "docker.io/library/", "localhost/")):
-            remedy = "is on no node, and names no registry; load it into the nodes, or set cluster.images"
-            yield UserError("image", image, f"{remedy} (docs/cluster.md)")
+        if not is_on_node(image, there):
+            otherwise = " or load it into the nodes as they take it, or set cluster.images (docs/cluster.md)"
+            command = f"kind load docker-image {image}"
+            yield Problem("image", image, "is on no node, and names no registry", command, otherwise)
 
 
-def _queues(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """Kueue leaves a pod of an unknown queue waiting for ever, and says so nowhere."""
+def list_images(workflow: Mapping[str, Any]) -> list[str]:
+    """List the images of a workflow's templates."""
+    used = [t.get("container") or t.get("script") or {} for t in workflow["spec"]["templates"]]
+    return sorted({each["image"] for each in used if "image" in each})
+
+
+def list_node_images(cluster: Connection) -> tuple[set[str], bool]:
+    """Return the names of images on nodes, and whether these are all: a kubelet may have more, or none be seen."""
+    nodes = find_object(cluster.core.list_node, _request_timeout=30)
+    if nodes is UNSEEN:
+        return set(), False
+    there = {name for node in nodes.items for image in node.status.images or () for name in image.names or ()}
+    return there, all(len(node.status.images or ()) < LISTED for node in nodes.items)
+
+
+def is_on_node(image: str, there: set[str]) -> bool:
+    """Return whether an image is among those `there`, whose names are in full."""
+    return any(f"{prefix}{image}" in there for prefix in ("", "docker.io/", "docker.io/library/", "localhost/"))
+
+
+def find_queue_problems(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+    """Find queues that would never admit what a workflow's templates ask for.
+
+    Kueue leaves a pod of an unknown queue waiting for ever, and says so nowhere.
+    """
     labels = find_queued_templates(workflow)
-    for name in sorted({each[QUEUE_LABEL] for each in labels.values()}):
-        found = _found(cluster.get, *KUEUE, "localqueues", name)
+    for name in list_queues(workflow):
+        found = find_object(cluster.get, *KUEUE, "localqueues", name)
         if found is ABSENT:
-            remedy = (
-                f"is no LocalQueue of namespace {cluster.namespace}: stages would wait for ever; {APPLY}, or {INSTALL}"
-            )
-            yield UserError("queue", name, remedy)
+            said = f"is no LocalQueue of namespace {cluster.namespace}: stages would wait for ever"
+            yield Problem("queue", name, said, APPLY, f" (or yours), or {INSTALL}")
         elif found is not UNSEEN:
-            yield from _inactive(name, found)
-            yield from _quota(cluster, workflow, name, found["spec"]["clusterQueue"])
+            yield from _cluster_queue(cluster, workflow, name, found)
     for priority in sorted({each[PRIORITY_LABEL] for each in labels.values() if PRIORITY_LABEL in each}):
         if _absent(cluster.custom.get_cluster_custom_object, *KUEUE, "workloadpriorityclasses", priority):
-            yield UserError("priority", priority, f"is no WorkloadPriorityClass of {cluster.context}; {APPLY}")
+            found = f"is no WorkloadPriorityClass of {cluster.context}"
+            yield Problem("priority", priority, found, APPLY, " (or yours)")
 
 
 def _inactive(name: str, queue: Mapping[str, Any]) -> Iterator[UserError]:
     for condition in queue.get("status", {}).get("conditions", ()):
         if condition["type"] == "Active" and condition["status"] != "True":
-            yield UserError("queue", name, f"admits nothing: {condition['message']}")
+            command = f"kubectl get clusterqueue {queue['spec']['clusterQueue']} -o yaml"
+            yield Problem("queue", name, f"admits nothing: {condition['message']}", command, " says why")
 
 
-def _quota(cluster: Connection, workflow: Mapping[str, Any], queue: str, cluster_queue: str) -> Iterator[UserError]:
-    found = _found(cluster.custom.get_cluster_custom_object, *KUEUE, "clusterqueues", cluster_queue)
-    if found in (ABSENT, UNSEEN):  # an inactive LocalQueue says the first
+def _cluster_queue(
+    cluster: Connection, workflow: Mapping[str, Any], queue: str, local: Mapping[str, Any]
+) -> Iterator[UserError]:
+    name = local["spec"]["clusterQueue"]
+    found = find_object(cluster.custom.get_cluster_custom_object, *KUEUE, "clusterqueues", name)
+    if found is ABSENT:
+        yield Problem("queue", queue, f"is of the ClusterQueue {name}, which does not exist", APPLY, " (or yours)")
         return
-    spec = found["spec"]
+    yield from _inactive(queue, local)
+    if found is not UNSEEN:
+        yield from _admitted(cluster, found["spec"].get("namespaceSelector"), name)
+        yield from _quota(workflow, found["spec"], queue, name)
+
+
+def _admitted(cluster: Connection, selector: Mapping[str, Any] | None, name: str) -> Iterator[UserError]:
+    """Kueue leaves pods of a namespace that the ClusterQueue does not select waiting for ever, and its LocalQueue is
+    active all the same. Expressions other than ``In`` count as satisfied."""
+    namespace = find_object(cluster.core.read_namespace, cluster.namespace)
+    if namespace in (ABSENT, UNSEEN):
+        return
+    labels = namespace.metadata.labels or {}
+    wanted = {key: [value] for key, value in ((selector or {}).get("matchLabels") or {}).items()}
+    wanted |= {e["key"]: e["values"] for e in (selector or {}).get("matchExpressions") or () if e["operator"] == "In"}
+    if selector is None or any(labels.get(key) not in values for key, values in wanted.items()):
+        names = sorted({*wanted.get(NAMESPACE_LABEL, ()), cluster.namespace})
+        value = {"matchExpressions": [{"key": NAMESPACE_LABEL, "operator": "In", "values": names}]}
+        patch = [{"op": "add", "path": "/spec/namespaceSelector", "value": value}]
+        command = f"kubectl patch clusterqueue {name} --type=json -p {shlex.quote(json.dumps(patch))}"
+        yield Problem("ClusterQueue", name, f"does not admit namespace {cluster.namespace}", command)
+
+
+def _quota(workflow: Mapping[str, Any], spec: Mapping[str, Any], queue: str, cluster_queue: str) -> Iterator[UserError]:
     if spec.get("cohortName") or spec.get("cohort"):  # it may borrow what others leave
         return
-    quota = _largest(spec)
+    quota, command = _largest(spec), f"kubectl edit clusterqueue {cluster_queue}"
     own = [
         t for t in workflow["spec"]["templates"] if labels_of(parse_applied_object(t) or t).get(QUEUE_LABEL) == queue
     ]
@@ -261,13 +321,12 @@ def _quota(cluster: Connection, workflow: Mapping[str, Any], queue: str, cluster
         wanted = alone if template.get("daemon") else _sum((alone, held))
         for resource, amount in sorted(wanted.items()):
             if resource not in quota:
-                yield UserError(
-                    template["name"], f"{resource}: {amount}", f"ClusterQueue {cluster_queue} has no quota for it"
-                )
+                found = f"ClusterQueue {cluster_queue} has no quota for it"
+                yield Problem(template["name"], f"{resource}: {amount}", found, command)
             elif amount > quota[resource]:
-                remedy = f"is more than ClusterQueue {cluster_queue} can ever give ({quota[resource]}); lower it"
+                found = f"is more than ClusterQueue {cluster_queue} can ever give ({quota[resource]})"
                 beside = "" if wanted == alone else " with the server beside it"
-                yield UserError(template["name"], f"{resource}: {amount}{beside}", remedy)
+                yield Problem(template["name"], f"{resource}: {amount}{beside}", found, command, ", or lower it")
 
 
 def _largest(spec: Mapping[str, Any]) -> Amounts:
@@ -324,7 +383,7 @@ def _sum(amounts: Iterable[Amounts]) -> Amounts:
     return total
 
 
-def _store(workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def _store(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     parameters = {p["name"]: p.get("value", "") for p in workflow["spec"]["arguments"]["parameters"]}
     url = str(parameters["store"])
     scheme, _, path = url.rpartition("://")
@@ -333,15 +392,15 @@ def _store(workflow: Mapping[str, Any]) -> Iterator[UserError]:
             yield UserError("store", url, "is a path that the pods do not share; use s3://…, or mount a claim there")
     elif scheme == "memory":
         yield UserError("store", url, "ends with the pod; use s3://…")
-    elif _reachable(scheme):
+    elif has_store_keys(scheme):
         try:
             Store(url).check_writable()
         except UserError as error:
             yield error
 
 
-def _reachable(scheme: str) -> bool:
-    """Whether this machine has been told how to reach the store; the pods' way is the cluster's own."""
+def has_store_keys(scheme: str) -> bool:
+    """Return whether this machine has been told how to reach the store; the pods' way is the cluster's own."""
     return scheme != "s3" or "AWS_ACCESS_KEY_ID" in os.environ
 
 
@@ -358,17 +417,47 @@ def _shared_mounts(workflow: Mapping[str, Any]) -> Iterator[str]:
 ABSENT, UNSEEN = "absent", "not for this account to see"
 
 
-def _found(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `read` gives; ABSENT for 404; UNSEEN for 403."""
+@contextmanager
+def record_denied_reads() -> Iterator[list[str]]:
+    """Yield a list that gets each read in the block that the account has no right to, as in ``list nodes``."""
+    denied: list[str] = []
+    token = _denied.set(denied)
+    try:
+        yield denied
+    finally:
+        _denied.reset(token)
+
+
+def find_object(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what `read` gives; ABSENT for 404; UNSEEN for 403."""
     from kubernetes.client import ApiException
 
     try:
         return read(*args, **kwargs)
     except ApiException as error:
-        if error.status in (403, 404):
-            return ABSENT if error.status == 404 else UNSEEN
-        raise
+        if error.status == 404:
+            return ABSENT
+        if error.status != 403:
+            raise
+        message = read_api_message(error)
+        if (denied := _denied.get()) is not None:
+            denied.append(" ".join(match.groups()) if (match := DENIED.search(message)) else f"read it: {message}")
+        return UNSEEN
 
 
 def _absent(read: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    return _found(read, *args, **kwargs) is ABSENT
+    return find_object(read, *args, **kwargs) is ABSENT
+
+
+Find = Callable[[Connection, Mapping[str, Any]], Iterable[UserError]]
+REQUIRED: Mapping[str, Find] = {"namespace": _namespace, "Argo Workflows": _installed}
+"""What is looked at → what finds its problems; without these nothing else can be looked at."""
+CHECKS: Mapping[str, Find] = {
+    "rights": _allowed,
+    "references": _references,
+    "images": _images,
+    "queue": find_queue_problems,
+    "devices": _devices,
+    "turns": _turns,
+    "store": _store,
+}
