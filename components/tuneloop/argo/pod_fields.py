@@ -17,6 +17,8 @@ CLAIM = "/store"
 """Where `Cluster.claim` is mounted."""
 STORE = "tuneloop-store"
 """ConfigMap and Secret with the store's ``AWS_*`` settings; optional, both."""
+PLAIN, SECRET = ("AWS_ENDPOINT_URL", "AWS_REGION"), ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+"""These settings by where they stand, ConfigMap or Secret."""
 PAUSE = "10s"
 """Between two attempts. Constant: the controller computes ``duration * factor^n`` in 64-bit nanoseconds, which
 overflows after some thirty attempts (``operator.go``, ``processNodeRetries``); and no ``maxDuration``, which is a

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import typer
 
 import tuneloop
-from tuneloop.cli import author, cluster, endpoint, execute, fleet, gateway, gc, inspect, kfp, turns, weights
+from tuneloop.cli import author, cluster, doctor, endpoint, execute, fleet, gateway, gc, inspect, kfp, turns, weights
 from tuneloop.cli.exits import run_command
 
 app = typer.Typer(
@@ -53,6 +53,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "run": execute.run_pipeline,
     "resume": execute.resume_run,
     "stop": execute.stop_run,
+    "doctor": doctor.diagnose_argo,
     "submit": cluster.submit_run,
     "schedule": cluster.schedule_pipeline,
     "diff": cluster.diff_pipeline,

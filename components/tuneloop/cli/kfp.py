@@ -24,7 +24,7 @@ ROOT = Annotated[
 EXPERIMENT = Annotated[str, typer.Option("--experiment", help="Under which the run is listed.")]
 
 app = typer.Typer(no_args_is_help=True, help="Runs on Kubeflow Pipelines.")
-ON_ARGO = ("plan", "lint", "render", "submit", "schedule", "diff")
+ON_ARGO = ("plan", "lint", "render", "doctor", "submit", "schedule", "diff")
 """Commands that mean Argo anyway."""
 AT_ARGO = ("status", "logs", "stop", "unschedule")
 """Those of `tuneloop cluster`; the first three have namesakes for this machine."""
@@ -143,17 +143,28 @@ def build_kfp_pipeline(pipeline: str, config: Path | None, sets: list[str] | Non
     Raises:
         UserError: the pipeline has no form for KFP, or kfp is not installed.
     """
-    from importlib.util import find_spec
-
     from tuneloop.config.loading import find_pipeline
 
     found = find_pipeline(pipeline)
     if not hasattr(found.module, "build_kfp"):
         raise UserError("pipeline", pipeline, "has no build_kfp(config): it cannot run on Kubeflow Pipelines")
-    if find_spec("kfp") is None:
-        raise UserError("kfp", None, "needs Kubeflow Pipelines' SDK: pip install 'tuneloop[kfp]'")
+    check_kfp_is_installed()
     settings = found.configure(config, sets or ())
     return found.module.build_kfp(settings), settings
+
+
+def check_kfp_is_installed() -> None:
+    """Refuse to go on without kfp.
+
+    Raises:
+        UserError: kfp is not installed.
+    """
+    from importlib.util import find_spec
+
+    from tuneloop.core.errors import UserError
+
+    if find_spec("kfp") is None:
+        raise UserError("kfp", None, "needs Kubeflow Pipelines' SDK: pip install 'tuneloop[kfp]'")
 
 
 def list_commands() -> list[str]:

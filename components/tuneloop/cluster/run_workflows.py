@@ -93,6 +93,11 @@ def find_queued_templates(workflow: Mapping[str, Any]) -> dict[str, dict[str, st
     return {name: each for name, each in labels.items() if QUEUE_LABEL in each}
 
 
+def list_queues(workflow: Mapping[str, Any]) -> list[str]:
+    """List the LocalQueues that templates of a workflow wait in."""
+    return sorted({labels[QUEUE_LABEL] for labels in find_queued_templates(workflow).values()})
+
+
 def find_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
     """Return the workflows of a run, oldest first.
 

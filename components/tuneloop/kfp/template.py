@@ -19,7 +19,7 @@ from kfp.dsl.pipeline_channel import PipelineArtifactChannel
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tuneloop.argo.pod_fields import STORE
+from tuneloop.argo.pod_fields import PLAIN, SECRET, STORE
 from tuneloop.config.kfp import Kfp
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
@@ -29,9 +29,6 @@ from tuneloop.workflow.settings import Cluster
 
 TYPES = {"checkpoint": Model, "policy": Model, "reference": Model, "model": Model, "metrics": Metrics}
 """Input or output → artifact type; any other is a Dataset."""
-PLAIN, SECRET = ("AWS_ENDPOINT_URL", "AWS_REGION"), ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-"""Settings of the store by where they stand. None stands in both: KFP patches its pods, and of two variables of one
-name that makes one with two sources, which Kubernetes refuses."""
 GPU = "nvidia.com/gpu"
 LAUNCHER = {"cpu": "50m", "memory": "256Mi"}
 """What a pod asks for that only follows a job."""
@@ -244,6 +241,8 @@ def configure_task_pod(task: dsl.PipelineTask, image: str, cluster: Cluster, kfp
     task.set_env_variable("TUNELOOP_IMAGE", image)
     kubernetes.set_image_pull_policy(task, "IfNotPresent")
     kubernetes.set_security_context(task, run_as_user=1000, run_as_group=1000, run_as_non_root=True)
+    # No variable comes from both: KFP patches its pods, and of two of one name makes one with two sources, which
+    # Kubernetes refuses.
     kubernetes.use_config_map_as_env(task, STORE, {key: key for key in PLAIN}, optional=True)
     kubernetes.use_secret_as_env(task, STORE, {key: key for key in SECRET}, optional=True)
     if kfp.image_pull_secrets:

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from tests.unit.planning.test_plan import PUBLISHED
-from tuneloop.cluster.preflight import parse_resource_quantity
+from tuneloop.cluster.queue_problems import parse_resource_quantity
 from tuneloop.config.loading import find_pipeline
 
 GIB = 2**30

@@ -135,3 +135,47 @@ def serving() -> Iterator[tuple[Api, Connection]]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server, connected(f"http://127.0.0.1:{server.server_port}")
         server.shutdown()
+
+
+class Cluster(ThreadingHTTPServer):
+    """A whole API server that is only read.
+
+    Attributes:
+        objects: path → object, or list of objects; others do not exist.
+        denied: path → resource that the account may not get or list there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Reading)
+        self.objects: dict[str, Any] = {}
+        self.denied: dict[str, str] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Reading(Answering):
+    server: Cluster
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path).path
+        if resource := self.server.denied.get(path):
+            verb = "list" if path.endswith(resource) else "get"
+            words = f'User "somebody" cannot {verb} resource "{resource}" in API group "" at the cluster scope'
+            return self._answer(403, {"message": f"{resource} is forbidden: {words}"})
+        found = self.server.objects.get(path)
+        if isinstance(found, list):
+            return self._answer(200, {"items": found, "metadata": {}})
+        self._answer(200 if found else 404, found or {"message": "not found"})
+
+    def do_POST(self) -> None:
+        self._answer(201, {"spec": {}, "status": {"allowed": True}})  # a question about a right
+
+
+@contextmanager
+def serve_cluster() -> Iterator[Cluster]:
+    with Cluster() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()

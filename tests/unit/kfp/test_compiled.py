@@ -14,6 +14,7 @@ from ml_metadata.proto import metadata_store_pb2 as pb
 
 from tests.compiling import compiled
 from tests.kfp_backend import Backend, BackendRun, Interpreter, Values
+from tuneloop.kfp.doctor import SIZE_LIMIT, predict_workflow_size
 
 ROOT = Path(__file__).parents[3]
 PIPELINES = {path.stem for path in ROOT.glob("pipelines/*.py")}
@@ -24,10 +25,6 @@ FORMS: Mapping[str, tuple[str, ...]] = {
 }
 MACROS = {"{{$.pipeline_job_uuid}}", "{{$.pipeline_job_name}}"}
 """That the driver replaces where a constant is one of them and nothing else."""
-STATUS_LIMIT = 0.7 * 2**20
-"""Bytes: Argo's workflow object has at most 1 MiB, and KFP offloads none of it."""
-NODE_BYTES = 3600
-"""Of a task in the status, not compressed: its driver's, executor's and own node, with inputs and outputs."""
 
 
 @pytest.fixture(
@@ -83,9 +80,7 @@ def test_no_loop_and_no_condition_of_kfp(spec: Any) -> None:
 
 
 def test_the_workflow_fits_into_argos_object(spec: Any) -> None:
-    """The compiled file is in the workflow, too, once a component; a status grows with the tasks that run."""
-    size = len(json.dumps(spec)) + NODE_BYTES * sum(1 for _ in _tasks(spec))
-    assert size < STATUS_LIMIT
+    assert predict_workflow_size(spec) < SIZE_LIMIT
 
 
 def test_names_do_not_look_like_attempts(spec: Any) -> None:

@@ -1,0 +1,66 @@
+"""What a check of a cluster finds: a problem with the command that mends it, and what the account may not look at."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from tuneloop.core.errors import UserError
+from tuneloop.kube.api_errors import read_api_message
+
+INSTALL = "manifests/third-party/README.md says how to install it"
+APPLY = "kubectl apply -k manifests/overlays/local"
+DENIED = re.compile(r'cannot (\w+) resource "([^"]+)"')
+_denied: ContextVar[list[str] | None] = ContextVar("denied", default=None)
+
+
+class Problem(UserError):
+    """What prevents a workflow from running, and the command that mends it.
+
+    Attributes:
+        found: what was found, without the remedy.
+        command: for a shell; in ``remedy`` the two are one line.
+    """
+
+    def __init__(self, field: str, value: object, found: str, command: str, otherwise: str = "") -> None:
+        super().__init__(field, value, f"{found}; {command}{otherwise}")
+        self.found, self.command = found, command
+
+
+ABSENT, UNSEEN = "absent", "not for this account to see"
+
+
+@contextmanager
+def record_denied_reads() -> Iterator[list[str]]:
+    """Yield a list that gets each read in the block that the account has no right to, as in ``list nodes``."""
+    denied: list[str] = []
+    token = _denied.set(denied)
+    try:
+        yield denied
+    finally:
+        _denied.reset(token)
+
+
+def find_object(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what `read` gives; ABSENT for 404; UNSEEN for 403."""
+    from kubernetes.client import ApiException
+
+    try:
+        return read(*args, **kwargs)
+    except ApiException as error:
+        if error.status == 404:
+            return ABSENT
+        if error.status != 403:
+            raise
+        message = read_api_message(error)
+        if (denied := _denied.get()) is not None:
+            denied.append(" ".join(match.groups()) if (match := DENIED.search(message)) else f"read it: {message}")
+        return UNSEEN
+
+
+def is_absent(read: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Return whether what `read` asks for is not there; what the account may not see counts as there."""
+    return find_object(read, *args, **kwargs) is ABSENT

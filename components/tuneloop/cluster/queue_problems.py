@@ -1,0 +1,155 @@
+"""Queues that would never admit what a workflow asks for: Kueue leaves its pods waiting, and says so nowhere."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+from tuneloop.cluster.problems import ABSENT, APPLY, INSTALL, UNSEEN, Problem, find_object, is_absent
+from tuneloop.cluster.run_workflows import find_queued_templates, list_queues
+from tuneloop.core.errors import UserError
+from tuneloop.kube.connection import Connection
+from tuneloop.workflow.manifest import labels_of, parse_applied_object
+from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE_LABEL
+
+KUEUE = ("kueue.x-k8s.io", "v1beta2")
+NAMESPACE_LABEL = "kubernetes.io/metadata.name"
+"""Of every namespace: its name."""
+Amounts = dict[str, Decimal]
+"""Resource name → amount, in cores, bytes or pieces."""
+
+
+def find_queue_problems(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+    """Find queues that would never admit what a workflow's templates ask for.
+
+    Kueue leaves a pod of an unknown queue waiting for ever, and says so nowhere.
+    """
+    labels = find_queued_templates(workflow)
+    for name in list_queues(workflow):
+        found = find_object(cluster.get, *KUEUE, "localqueues", name)
+        if found is ABSENT:
+            said = f"is not a LocalQueue of namespace {cluster.namespace}: stages would wait for ever"
+            yield Problem("queue", name, said, APPLY, f" (or yours), or {INSTALL}")
+        elif found is not UNSEEN:
+            yield from _cluster_queue(cluster, workflow, name, found)
+    for priority in sorted({each[PRIORITY_LABEL] for each in labels.values() if PRIORITY_LABEL in each}):
+        if is_absent(cluster.custom.get_cluster_custom_object, *KUEUE, "workloadpriorityclasses", priority):
+            found = f"is not a WorkloadPriorityClass of {cluster.context}"
+            yield Problem("priority", priority, found, APPLY, " (or yours)")
+
+
+def _inactive(name: str, queue: Mapping[str, Any]) -> Iterator[UserError]:
+    for condition in queue.get("status", {}).get("conditions", ()):
+        if condition["type"] == "Active" and condition["status"] != "True":
+            command = f"kubectl get clusterqueue {queue['spec']['clusterQueue']} -o yaml"
+            yield Problem("queue", name, f"admits nothing: {condition['message']}", command, " says why")
+
+
+def _cluster_queue(
+    cluster: Connection, workflow: Mapping[str, Any], queue: str, local: Mapping[str, Any]
+) -> Iterator[UserError]:
+    name = local["spec"]["clusterQueue"]
+    found = find_object(cluster.custom.get_cluster_custom_object, *KUEUE, "clusterqueues", name)
+    if found is ABSENT:
+        yield Problem("queue", queue, f"is of the ClusterQueue {name}, which does not exist", APPLY, " (or yours)")
+        return
+    yield from _inactive(queue, local)
+    if found is not UNSEEN:
+        yield from _admitted(cluster, found["spec"].get("namespaceSelector"), name)
+        yield from _quota(workflow, found["spec"], queue, name)
+
+
+def _admitted(cluster: Connection, selector: Mapping[str, Any] | None, name: str) -> Iterator[UserError]:
+    """Kueue leaves pods of a namespace that the ClusterQueue does not select waiting for ever, and its LocalQueue is
+    active all the same. Expressions other than ``In`` count as satisfied."""
+    namespace = find_object(cluster.core.read_namespace, cluster.namespace)
+    if namespace in (ABSENT, UNSEEN):
+        return
+    labels = namespace.metadata.labels or {}
+    wanted = {key: [value] for key, value in ((selector or {}).get("matchLabels") or {}).items()}
+    wanted |= {e["key"]: e["values"] for e in (selector or {}).get("matchExpressions") or () if e["operator"] == "In"}
+    if selector is None or any(labels.get(key) not in values for key, values in wanted.items()):
+        names = sorted({*wanted.get(NAMESPACE_LABEL, ()), cluster.namespace})
+        value = {"matchExpressions": [{"key": NAMESPACE_LABEL, "operator": "In", "values": names}]}
+        patch = [{"op": "add", "path": "/spec/namespaceSelector", "value": value}]
+        command = f"kubectl patch clusterqueue {name} --type=json -p {shlex.quote(json.dumps(patch))}"
+        yield Problem("ClusterQueue", name, f"does not admit namespace {cluster.namespace}", command)
+
+
+def _quota(workflow: Mapping[str, Any], spec: Mapping[str, Any], queue: str, cluster_queue: str) -> Iterator[UserError]:
+    if spec.get("cohortName") or spec.get("cohort"):  # it may borrow what others leave
+        return
+    quota, command = _largest(spec), f"kubectl edit clusterqueue {cluster_queue}"
+    own = [
+        t for t in workflow["spec"]["templates"] if labels_of(parse_applied_object(t) or t).get(QUEUE_LABEL) == queue
+    ]
+    # A daemon keeps its share while the others run.
+    held = _sum(compute_pod_requests(template) for template in own if template.get("daemon"))
+    for template in own:
+        alone = compute_pod_requests(template)
+        wanted = alone if template.get("daemon") else _sum((alone, held))
+        for resource, amount in sorted(wanted.items()):
+            if resource not in quota:
+                found = f"ClusterQueue {cluster_queue} has no quota for it"
+                yield Problem(template["name"], f"{resource}: {amount}", found, command)
+            elif amount > quota[resource]:
+                found = f"is more than ClusterQueue {cluster_queue} can ever give ({quota[resource]})"
+                beside = "" if wanted == alone else " with the server beside it"
+                yield Problem(template["name"], f"{resource}: {amount}{beside}", found, command, ", or lower it")
+
+
+def _largest(spec: Mapping[str, Any]) -> Amounts:
+    """Compute what the best flavor of a ClusterQueue gives of each resource."""
+    best: Amounts = {}
+    for group in spec.get("resourceGroups", ()):
+        for flavor in group["flavors"]:
+            for resource in flavor["resources"]:
+                name, amount = resource["name"], parse_resource_quantity(resource["nominalQuota"])
+                best[name] = max(amount, best.get(name, Decimal(0)))
+    return best
+
+
+def compute_pod_requests(template: Mapping[str, Any]) -> Amounts:
+    """Compute the resources that the pod of a template requests; a limit without a request counts as one."""
+    if job := parse_applied_object(template):
+        return _of_job(job)
+    beside = [*template.get("sidecars", ()), *template.get("initContainers", ())]  # ours run as long as the pod
+    containers = [template.get("container") or template.get("script") or {}, *beside]
+    asked = []
+    for container in containers:
+        resources = container.get("resources") or {}
+        asked.append({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
+    return _sum({k: parse_resource_quantity(v) for k, v in each.items() if "{{" not in str(v)} for each in asked)
+
+
+def _of_job(jobset: Mapping[str, Any]) -> Amounts:
+    """Compute what all pods of a JobSet ask for; Kueue admits them together."""
+    jobs = [each["template"]["spec"] for each in jobset["spec"]["replicatedJobs"]]
+    pods = [(job["parallelism"], each) for job in jobs for each in job["template"]["spec"]["containers"]]
+    return _sum({k: count * v for k, v in compute_pod_requests({"container": each}).items()} for count, each in pods)
+
+
+def parse_resource_quantity(text: Any) -> Decimal:
+    """Parse a Kubernetes quantity (``500m``, ``2Gi``, ``8``) into a number.
+
+    Raises:
+        UserError: it is not a quantity.
+    """
+    from kubernetes.utils import parse_quantity
+
+    try:
+        amount: Decimal = parse_quantity(str(text))
+    except ValueError:
+        raise UserError("quantity", text, "is not a Kubernetes quantity, as in 500m or 2Gi") from None
+    return amount
+
+
+def _sum(amounts: Iterable[Amounts]) -> Amounts:
+    total: Amounts = {}
+    for each in amounts:
+        for name, amount in each.items():
+            total[name] = total.get(name, Decimal(0)) + amount
+    return total

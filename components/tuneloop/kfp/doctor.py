@@ -1,0 +1,192 @@
+"""Say what a Kubeflow Pipelines backend has and lacks for tuneloop's pipelines, before a run is sent to it.
+
+It is looked at through the Kubernetes API, in the namespace of the runs, and only read; what is shared with Argo is in
+`tuneloop.cluster.doctor`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tuneloop.cluster.doctor import (
+    NOT_CHECKED,
+    OK,
+    REFUSED,
+    SETTINGS,
+    WARNING,
+    Check,
+    check_images,
+    check_store_settings,
+    check_version,
+    check_workflow_defaults,
+    collect_checks,
+    describe_queued_stage,
+    find_controller_settings,
+)
+from tuneloop.cluster.preflight import list_images
+from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
+from tuneloop.cluster.queue_problems import KUEUE, find_queue_problems
+from tuneloop.cluster.run_workflows import list_queues
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.kfp.client import compiled_package, connect_to_kfp
+from tuneloop.kube.api_errors import translate_api_errors
+from tuneloop.kube.connection import Connection
+
+API_SERVER = "ml-pipeline"
+SIZE_LIMIT = 0.7 * 2**20
+"""Bytes: Argo's workflow object has at most 1 MiB, and KFP offloads none of it."""
+NODE_BYTES = 3600
+"""Of a task in the status, not compressed: its driver's, executor's and own node, with inputs and outputs."""
+EXECUTOR = {"runAsNonRoot": True, "runAsUser": 65532}
+"""What KFP's own manifests have in the executor's security context."""
+RELEASE = version("kfp")
+"""Of the SDK, which compiles the pipelines."""
+SOURCE = "github.com/kubeflow/pipelines/manifests/kustomize"
+INSTALL = (
+    f"kubectl apply -k '{SOURCE}/cluster-scoped-resources?ref={RELEASE}' && "
+    f"kubectl apply -k '{SOURCE}/env/platform-agnostic?ref={RELEASE}'"
+)
+
+
+def check_kfp(
+    cluster: Connection, built: Any = None, settings: Any = None, *, endpoint: str | None = None
+) -> list[Check]:
+    """Check whether a backend has what a pipeline needs.
+
+    Args:
+        cluster: connection to the namespace of the runs.
+        built, settings: what a pipeline's ``build_kfp`` returned, and its configuration; without them only what all
+            pipelines need is looked at.
+        endpoint: of KFP's API.
+
+    Raises:
+        UserError: the cluster does not answer.
+        Retryable: the API server is in trouble.
+    """
+    documents = compile_documents(built) if built else []
+    workflow = convert_to_workflow(documents) if documents else describe_queued_stage()
+    queues = ", ".join(list_queues(workflow))
+    admitted = queues and f"LocalQueue {queues} admits what accelerator tasks ask for"
+    on_volume = bool(settings and settings.kfp.volumes)
+    with translate_api_errors(cluster):
+        checks = [
+            *collect_checks("KFP's API server", check_api_server(cluster)),
+            *collect_checks("executor", check_executor(cluster)),
+            *collect_checks("workflow defaults", check_workflow_defaults(cluster)),
+            *collect_checks("store", check_store_settings(cluster, "kfp", WARNING if on_volume else REFUSED)),
+            *collect_checks("queue", check_queue(cluster, workflow), admitted),
+            *collect_checks("images", check_images(cluster, list_images(workflow))),
+        ]
+    if documents:
+        checks.append(check_size(predict_workflow_size(documents[0])))
+    return [*checks, check_endpoint(cluster, endpoint)]
+
+
+def compile_documents(built: Any) -> list[dict[str, Any]]:
+    """Compile a pipeline; return its specification, and its platform's if it has one."""
+    with compiled_package(built) as package:
+        return list(yaml.load_all(Path(package).read_text(), yaml.CSafeLoader))
+
+
+def convert_to_workflow(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """Convert a compiled pipeline to an Argo Workflow with as much of each task's pod as `preflight` reads."""
+    spec, *platforms = documents
+    kubernetes = platforms[0]["platforms"]["kubernetes"]["deploymentSpec"]["executors"] if platforms else {}
+    templates = []
+    for name, executor in spec["deploymentSpec"]["executors"].items():
+        if container := executor.get("container"):
+            given = container.get("resources", {})
+            named = {"cpu": given.get("resourceCpuRequest"), "memory": given.get("resourceMemoryRequest")}
+            if device := given.get("accelerator"):
+                named[device["resourceType"]] = device["resourceCount"]
+            requests = {resource: amount for resource, amount in named.items() if amount}
+            labels = kubernetes.get(name, {}).get("podMetadata", {}).get("labels", {})
+            pod = {"image": container["image"], "resources": {"requests": requests}}
+            metadata = {"labels": labels}
+            templates.append({"name": name.removeprefix("exec-"), "metadata": metadata, "container": pod})
+    return {"spec": {"templates": templates}}
+
+
+def check_api_server(cluster: Connection) -> Iterator[Check]:
+    """Check that KFP's API server is in the namespace, of the SDK's release or newer."""
+    found = find_object(cluster.get, "apps", "v1", "deployments", API_SERVER)
+    if found is ABSENT:
+        said = f"no Deployment {API_SERVER} in namespace {cluster.namespace} of context {cluster.context}"
+        yield Check("KFP's API server", REFUSED, said, INSTALL)
+    elif found is not UNSEEN:
+        least = tuple(map(int, RELEASE.split(".")[:2]))
+        yield check_version("KFP's API server", found, least, REFUSED, INSTALL)
+
+
+def check_executor(cluster: Connection) -> Iterator[Check]:
+    """Check that Argo's executor runs as a user: KFP's driver pods are non-root, and its image alone runs as root."""
+    found = find_controller_settings(cluster)
+    if found is None:
+        return
+    namespace, executor = found[0], found[1].get("executor") or {}
+    if not namespace:
+        yield Check("executor", REFUSED, f"no ConfigMap {SETTINGS} in any namespace: Argo is missing", INSTALL)
+        return
+    context = executor.get("securityContext") or {}
+    if context.get("runAsUser") or "nonroot" in executor.get("image", ""):
+        said = f"runs as user {context['runAsUser']}" if "runAsUser" in context else f"image {executor['image']}"
+        yield Check("executor", OK, f"{said} ({SETTINGS} in namespace {namespace})")
+        return
+    mended = json.dumps({**executor, "securityContext": {**context, **EXECUTOR}})
+    patch = shlex.quote(json.dumps({"data": {"executor": mended}}))
+    command = f"kubectl -n {namespace} patch configmap {SETTINGS} --type merge -p {patch}"
+    said = "has no securityContext.runAsUser: KFP's driver pods would hang in CreateContainerConfigError"
+    yield Check("executor", REFUSED, f"{SETTINGS} in namespace {namespace} {said}", command)
+
+
+def check_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:
+    """Check the LocalQueue that accelerator tasks wait in, and the ClusterQueue behind it."""
+    names, (group, release), namespace = list_queues(workflow), KUEUE, cluster.namespace
+    if not names:
+        return
+    found = find_object(cluster.custom.list_namespaced_custom_object, group, release, namespace, "localqueues")
+    if found is ABSENT:
+        yield Check("queue", OK, f"Kueue ({group}/{release}) is not installed: accelerator tasks start at once")
+    elif found is not UNSEEN and names[0] not in [each["metadata"]["name"] for each in found["items"]]:
+        about = {"metadata": {"name": names[0], "namespace": namespace}, "spec": {"clusterQueue": names[0]}}
+        queue = json.dumps({"apiVersion": f"{group}/{release}", "kind": "LocalQueue", **about})
+        said = f"no LocalQueue {names[0]} in namespace {namespace}: accelerator tasks would wait for ever"
+        yield Check("queue", REFUSED, said, f"echo {shlex.quote(queue)} | kubectl apply -f -")
+    elif found is not UNSEEN:
+        yield from find_queue_problems(cluster, workflow)
+
+
+def predict_workflow_size(spec: Mapping[str, Any]) -> int:
+    """Predict the bytes of a run's workflow object.
+
+    The compiled pipeline is in it, once a component; its status grows with the tasks that run.
+    """
+    graphs = (spec["root"], *spec["components"].values())
+    return len(json.dumps(spec)) + NODE_BYTES * sum(len(graph.get("dag", {}).get("tasks", {})) for graph in graphs)
+
+
+def check_size(size: int) -> Check:
+    """Check the predicted size of a workflow object."""
+    said = f"{size / 1000:.0f} kB predicted; at most {SIZE_LIMIT / 1000:.0f} kB, 70 % of what Argo takes, are safe"
+    if size < SIZE_LIMIT:
+        return Check("workflow size", OK, said)
+    return Check("workflow size", REFUSED, said, "tuneloop doctor … --to kfp --set kfp.unroll=0")
+
+
+def check_endpoint(cluster: Connection, endpoint: str | None) -> Check:
+    """Check that KFP's API answers this machine."""
+    subject, forward = "KFP's API", f"kubectl -n {cluster.namespace} port-forward svc/{API_SERVER} 8888:8888"
+    if not endpoint:
+        return Check(subject, NOT_CHECKED, "not checked: neither --endpoint nor KF_PIPELINES_ENDPOINT names it")
+    try:
+        connect_to_kfp(endpoint)
+    except (UserError, Retryable) as error:
+        return Check(subject, REFUSED, str(error), f"{forward} &  # then --endpoint http://localhost:8888")
+    return Check(subject, OK, f"{endpoint} answers")
