@@ -25,6 +25,7 @@ class Api(ThreadingHTTPServer):
         logs: pod → text.
         missing: whether the address has no Kubeflow Pipelines.
         asked: how often somebody asked an address that has none.
+        page_size: the most runs in an answer.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Api(ThreadingHTTPServer):
         self.task_details: list[dict[str, Any]] = []
         self.nodes: dict[str, dict[str, Any]] = {}
         self.logs: dict[str, str] = {}
-        self.missing, self.asked = False, 0
+        self.missing, self.asked, self.page_size = False, 0, 100
         super().__init__(("127.0.0.1", 0), Handler)
 
     @property
@@ -61,7 +62,10 @@ class Handler(BaseHTTPRequestHandler):
                 self.reply({"experiments": [{"experiment_id": "e1", "display_name": "tuneloop"}]})
             case ["v2beta1", "runs"]:
                 assert query["sort_by"] == "created_at desc"
-                self.reply({"runs": self.named(self.server.runs, query)[::-1]})
+                found = sorted(self.named(self.server.runs, query), key=lambda run: run["created_at"], reverse=True)
+                at, size = int(query.get("page_token", 0)), min(int(query["page_size"]), self.server.page_size)
+                more = {"next_page_token": str(at + size)} if len(found) > at + size else {}
+                self.reply({"runs": found[at : at + size], **more})
             case ["v2beta1", "runs", run_id]:
                 self.reply(next(run for run in self.server.runs if run["run_id"] == run_id))
             case ["v2beta1", "recurringruns"]:
@@ -106,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.recurring.append({**body, "recurring_run_id": f"j{len(self.server.recurring) + 1}"})
             self.reply(self.server.recurring[-1])
         elif match := re.fullmatch(r"/apis/v2beta1/runs/(\w+):terminate", path):
-            next(run for run in self.server.runs if run["run_id"] == match[1])["state"] = "CANCELED"
+            next(run for run in self.server.runs if run["run_id"] == match[1])["state"] = "CANCELING"
             self.reply({})
         else:
             self.reply({"error_message": f"no {path}"}, 404)

@@ -87,7 +87,10 @@ def test_a_loop_in_one_task_goes_on_in_the_next_run(place: Place, api: Api) -> N
     assert not (place.store / "theirs/export").exists(), "nothing is made of a policy that is not the last"
     assert_ended(place, first)
     assert [run["run_id"] for run in api.runs] == ["x", "r2"], "it asked for the next"
-    second = place.run("theirs", **changes)
+    again = place.run("theirs", run_id="x", cache=False, **changes)  # a task that is tried again after that
+    assert again.started.count("iterations") == 1 and not (place.store / "theirs/iterations/3").exists()
+    assert len(api.runs) == 2, "the next run is there"
+    second = place.run("theirs", run_id="r2", **changes)
     assert second.started == ["iterations", "evaluate-2", "export", "report"]
     assert second.skipped == ["data-prep", "base-model", "sft", "evaluate"]
     assert_ended(place, second)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.errors import Retryable, Unavailable, UserError
 from tuneloop.core.http import Unanswered, send_request
 
 DONE = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
@@ -41,18 +41,23 @@ class RunApi:
         return _call("GET", f"{self._runs}/{run_id}")
 
     def list_runs(self, experiment_id: str, name: str, *, part: bool = False) -> list[dict[str, Any]]:
-        """List the runs with a name, the newest first; at most 100.
+        """List the runs with a name, the newest first.
 
         Args:
-            part: also those whose name contains it.
+            part: also those whose name contains it; else the newest hundred are enough.
         """
         predicate = {"operation": "IS_SUBSTRING" if part else "EQUALS", "key": "display_name", "stringValue": name}
         query = {
             **{"experiment_id": experiment_id, "filter": json.dumps({"predicates": [predicate]})},
             **{"sort_by": "created_at desc", "page_size": "100"},
         }
-        listed: list[dict[str, Any]] = _call("GET", f"{self._runs}?{urlencode(query)}").get("runs", [])
-        return listed
+        listed: list[dict[str, Any]] = []
+        while True:
+            page = _call("GET", f"{self._runs}?{urlencode(query)}")
+            listed += page.get("runs", [])
+            if not part or not page.get("next_page_token"):
+                return listed
+            query["page_token"] = page["next_page_token"]
 
     def start_run(self, run: Mapping[str, Any]) -> str:
         """Start a run, a message ``Run``, and return its id."""
@@ -73,19 +78,25 @@ def call_api(
         field: the setting that names the address.
 
     Raises:
-        Retryable: no answer, or one that may be another later.
+        Unavailable: nobody answers.
+        Retryable: the answer may be another later.
         NotThere: the answer is 404.
         UserError: the API refuses.
     """
     try:
         status, answer = send_request(method, url, timeout_s=TIMEOUT_S, body=body, headers=headers)
     except Unanswered as error:
-        raise Retryable(f"{field}: {url}: {error}") from error
+        raise Unavailable(f"{field}: {url}: {error}") from error
     said = answer[:200].decode(errors="replace")
-    if status in (429, 500, 502, 503, 504):
+    if status in (429, 502, 503, 504):
+        raise Unavailable(f"{field}: {url}: {status}: {said}")
+    if status == 500:
         raise Retryable(f"{field}: {url}: {status}: {said}")
     if status >= 300:
         kind = NotThere if status == 404 else UserError
         raise kind(field, url, f"refused ({status}): {said}; {field} names the address as pods reach it")
-    read: dict[str, Any] = json.loads(answer)
+    try:
+        read: dict[str, Any] = json.loads(answer)
+    except ValueError:
+        raise UserError(field, url, f"does not answer with JSON: {said}; {field} names the API, not its UI") from None
     return read

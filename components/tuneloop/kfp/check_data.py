@@ -17,6 +17,7 @@ from tuneloop.core.artifacts import find_manifest
 from tuneloop.core.program import to_kebab_case
 from tuneloop.kfp.api import DONE, RunApi
 from tuneloop.kfp.io import Task
+from tuneloop.kfp.next_run import refuse_stopped_run
 from tuneloop.kfp.retry import report_errors, retry_in_process
 from tuneloop.kfp.stage import encode_parameter
 from tuneloop.stages.data_prep import data_prep
@@ -49,6 +50,7 @@ def start_scheduled_run(api: RunApi, own: Mapping[str, Any], digest: str, wanted
     newest = next((run for run in mine if run["display_name"] == name), None)
     if newest and newest["state"] == "SUCCEEDED":
         return f"skipped: no new data since {name}"
+    refuse_stopped_run(own)
     root = own.get("runtime_config", {}).get("pipeline_root")
     config: dict[str, Any] = {"parameters": {"run": name, "store": wanted["store"]}}
     version = {key: wanted[key] for key in ("pipeline_id", "pipeline_version_id")}

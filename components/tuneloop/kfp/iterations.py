@@ -2,8 +2,8 @@
 
 `tuneloop.local.iterations` runs them, with the rollout server beside it if the engine has one. The task starts where
 the run has come to, by what is committed, and ends after a multiple of ``--per-task`` iterations; if more are to
-follow, it starts the next run of KFP before. What it tells KFP is said of the last iteration, and its curves go over
-all of the run.
+follow, it starts the next run of KFP at its end. What it tells KFP is said of the last iteration, and its curves go
+over all of the run.
 """
 
 from __future__ import annotations
@@ -20,15 +20,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, UNAVAILABLE, UserError, print_diagnostic, report_error
+from tuneloop.core.errors import (
+    EXIT_RETRY,
+    INTERRUPTED,
+    UNAVAILABLE,
+    Interrupted,
+    Retryable,
+    UserError,
+    print_diagnostic,
+    report_error,
+)
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.core.store import Store
 from tuneloop.kfp import previews
 from tuneloop.kfp.api import RunApi
 from tuneloop.kfp.io import Task
-from tuneloop.kfp.next_run import start_next_run
+from tuneloop.kfp.next_run import find_newer_run, start_next_run
 from tuneloop.kfp.position import Position, find_position, read_iteration, read_reward
-from tuneloop.kfp.retry import report_errors, retry_in_process
+from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.stage import GOES_ON, TARGET, encode_parameter
 from tuneloop.local.iterations import Iterations
 from tuneloop.workflow.loop import output_of, step_of
@@ -61,40 +70,51 @@ def main(argv: Sequence[str]) -> int:
     values |= {"seed": encode_parameter(task.parameters["seed"])}
     values |= {"endpoint": given.endpoint, "weights": given.weights or f"{url}/weights"}
 
-    def locate() -> Position:
-        return find_position(loop, url, task.inputs, iterations=given.iterations, target_reward=target)
+    api, run_id = RunApi(given.api), task.parameters["run_id"]
+    trained: Position | None = None
+
+    def locate(start: Mapping[str, Mapping[str, Any]], after: int = 0) -> Position:
+        return find_position(loop, url, start, iterations=given.iterations, target_reward=target, after=after)
+
+    def train(pod: Iterations) -> int:
+        """Run the task's part of the loop, unless that is done: tried again, a task leaves the next part alone."""
+        nonlocal trained
+        position = locate(task.inputs)
+        whole = position.last > 0 and position.last % given.per_task == 0
+        if position.ended or trained or (whole and find_newer_run(api, run_id)):
+            trained = position
+            return 0
+        start = {**values, **{k: handle["ref"] for k, handle in position.carried.items()}}
+        start["iteration"] = str(position.last + 1)
+        with contextlib.ExitStack() as stack:
+            if given.server:
+                start["endpoint"] = stack.enter_context(run_server(given.server, url, start, pod))
+            if code := pod.run(start)[0]:
+                return code
+        trained = locate(position.carried, position.last)
+        return 0
 
     def run() -> int:
-        position = locate()
-        if position.ended:
-            return 0
-        carried = {name: handle["ref"] for name, handle in position.carried.items()}
-        start = {**values, **carried, "iteration": str(position.last + 1)}
         pod = Iterations(loop, run=url, last=given.iterations, per_pod=given.per_task, target=target)
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(pod.handle_signals())
-                if given.server:
-                    start["endpoint"] = stack.enter_context(run_server(given.server, url, start, pod))
-                return pod.run(start)[0]
+            with pod.handle_signals():
+                if code := train(pod):
+                    return code
+                assert trained is not None, "it is set where the part is done"
+                report_iterations(task, loop, trained)
+                if pod.stopped and not trained.ended:
+                    raise Interrupted("iterations: stopped by a signal")
+                if not trained.ended:
+                    made = start_next_run(api, run_id)
+                    print(f"after iteration {trained.last} the run goes on as {made}", file=sys.stderr)
+                task.finish()
         except ServerEnded as error:
             return error.code
-        except UserError as error:
+        except (UserError, Retryable) as error:
             return report_error(error)
+        return 0
 
-    if code := retry_in_process(run, lambda: " ".join(Store(url).keys("iterations")), url=f"{url}/iterations"):
-        return code
-    position = locate()
-    if not position.ended:
-
-        def go_on() -> None:
-            made = start_next_run(RunApi(given.api), task.parameters["run_id"])
-            print(f"after iteration {position.last} the run goes on as {made}", file=sys.stderr)
-
-        if code := retry_in_process(report_errors(go_on), str):
-            return code
-    report_iterations(task, loop, position)
-    return 0
+    return retry_in_process(run, lambda: " ".join(Store(url).keys("iterations")), url=f"{url}/iterations")
 
 
 def get_output_name(value: str) -> str:
@@ -157,11 +177,11 @@ def _await_ready(process: subprocess.Popen[bytes], url: str, pod: Iterations) ->
 
 def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
     """Tell KFP how far the loop has come."""
-    url, last = task.parameters["url"], position.last
+    last, store = position.last, Store(task.parameters["url"])
     stride = -(-last // CURVE_POINTS)
     with ThreadPoolExecutor() as pool:  # the newest is always among them
         shown = range(last, 0, -stride)[::-1]
-        made = list(pool.map(lambda i: read_iteration(loop, url, i), shown))
+        made = list(pool.map(lambda i: read_iteration(loop, store, i), shown))
     rows = [
         {"iteration": i, **{k: v for manifest in each.values() if manifest for k, v in manifest.scalars.items()}}
         for i, each in zip(shown, made)
@@ -174,12 +194,11 @@ def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
         task.write(get_output_name(name), f"{json.dumps(handle, indent=1)}\n")
     task.describe("results", rows[-1])
     task.write("curves", previews.render_charts(rows, "iteration"))
-    scored, at = made[-1][step_of(loop.reward)], f"{url}/iterations/{last}/{step_of(loop.reward)}"
+    scored, at = made[-1][step_of(loop.reward)], f"{store.url}/iterations/{last}/{step_of(loop.reward)}"
     assert scored is not None, "the last iteration is committed"
     for name, draw in (("preview", previews.write_artifact_page), ("confidence", previews.write_confidence)):
         if name in task.outputs:
             draw(task, name, at, scored)
-    task.finish()
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipeline
     )
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
-        task = made(**pass_artifacts_once(arguments)).set_display_name(name)
+        task = made(**pass_artifacts_once(arguments, types)).set_display_name(name)
         # It goes on from what the run has committed by now.
         configure_task_pod(task.set_caching_options(False), image, config.cluster, config.kfp, True)
         return task

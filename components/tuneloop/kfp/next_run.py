@@ -6,6 +6,10 @@ that it has started.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from tuneloop.core.errors import Interrupted
 from tuneloop.kfp.api import RunApi
 
 KEPT = (
@@ -15,14 +19,33 @@ KEPT = (
 """What a run is made of; the other fields of its message say how it went."""
 
 
+def find_newer_run(api: RunApi, run_id: str) -> str | None:
+    """Return the id of the newest run with the name of the run `run_id`, if it was started after it."""
+    return _find_newer(api, api.read_run(run_id))
+
+
 def start_next_run(api: RunApi, run_id: str) -> str:
     """Start a run like the run `run_id`, unless one of its name has been started after it.
 
     Returns:
         the id of the newer run.
+
+    Raises:
+        Interrupted: somebody is stopping the run.
     """
     own = api.read_run(run_id)
-    newest = api.list_runs(own["experiment_id"], own["display_name"])[0]
-    if newest["run_id"] != run_id and newest["created_at"] > own["created_at"]:
-        return str(newest["run_id"])
+    if newer := _find_newer(api, own):
+        return newer
+    refuse_stopped_run(own)
     return api.start_run({name: own[name] for name in KEPT if name in own})
+
+
+def refuse_stopped_run(run: Mapping[str, Any]) -> None:
+    """Raise Interrupted if somebody is stopping a run: nothing follows it."""
+    if run.get("state") in ("CANCELING", "CANCELED"):
+        raise Interrupted(f"run {run['run_id']} is being stopped: it does not go on")
+
+
+def _find_newer(api: RunApi, own: Mapping[str, Any]) -> str | None:
+    newest = api.list_runs(own["experiment_id"], own["display_name"])[0]
+    return str(newest["run_id"]) if newest["created_at"] > own["created_at"] else None

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from tuneloop.core.artifacts import Manifest, find_manifest
+from tuneloop.core.artifacts import MANIFEST, Manifest, parse_manifest
+from tuneloop.core.store import Store
 from tuneloop.kfp.stage import build_handle
 from tuneloop.workflow.loop import output_of, step_of
 from tuneloop.workflow.pod_loop import PodLoop
@@ -30,33 +31,42 @@ class Position:
 
 
 def find_position(
-    loop: PodLoop, run: str, start: Mapping[str, Mapping[str, Any]], *, iterations: int, target_reward: float
+    loop: PodLoop,
+    run: str,
+    start: Mapping[str, Mapping[str, Any]],
+    *,
+    iterations: int,
+    target_reward: float,
+    after: int = 0,
 ) -> Position:
     """Find how far a loop has come. An iteration whose artifacts were deleted is run again, and so are those after it.
 
     Args:
         loop: its steps.
         run: URL of the run.
-        start: value → handle, of those that the first iteration is carried.
+        start: value → handle, as the iteration behind `after` is carried them.
         iterations: the number of the last.
         target_reward: mean reward that ends the loop.
+        after: an iteration that is known to be committed, and not to have ended the loop.
     """
+    store = Store(run)
 
     def read(i: int) -> tuple[dict[str, Any], float] | None:
-        made = read_iteration(loop, run, i)
+        made = read_iteration(loop, store, i)
         if any(manifest is None for manifest in made.values()):
             return None
-        at = f"{run}/iterations/{i}"
+        at = f"{store.url}/iterations/{i}"
         carried = {
             name: build_handle(f"{at}/{step_of(wire)}", made[step_of(wire)])  # type: ignore[arg-type]
             for name, wire in loop.carry.items()
         }
         return carried, read_reward(loop, made)
 
-    committed = bisect_left(range(1, iterations + 1), True, key=lambda i: read(i) is None)
-    last, carried = 0, {name: dict(start[name]) for name in loop.carry}
+    left = range(after + 1, iterations + 1)
+    committed = bisect_left(left, True, key=lambda i: read(i) is None)
+    last, carried = after, {name: dict(start[name]) for name in loop.carry}
     with ThreadPoolExecutor() as pool:
-        for i, found in enumerate(pool.map(read, range(1, committed + 1)), 1):
+        for i, found in zip(left, pool.map(read, left[:committed])):
             if found is None:
                 break
             last, (carried, reward) = i, found
@@ -65,9 +75,13 @@ def find_position(
     return Position(last, last == iterations, carried)
 
 
-def read_iteration(loop: PodLoop, run: str, i: int) -> dict[str, Manifest | None]:
-    """Return what each step of iteration `i` has committed."""
-    return {step.name: find_manifest(f"{run}/iterations/{i}/{step.name}") for step in loop.steps}
+def read_iteration(loop: PodLoop, store: Store, i: int) -> dict[str, Manifest | None]:
+    """Return what each step of iteration `i` has committed, and the evaluation if one is due."""
+    due = [loop.check] if loop.check and i % loop.evaluate_every == 0 else []
+    names = [step.name for step in (*loop.steps, *due)]
+    found = {name: store.get(f"iterations/{i}/{name}/{MANIFEST}") for name in names}
+    url = f"{store.url}/iterations/{i}"
+    return {name: None if data is None else parse_manifest(f"{url}/{name}", data) for name, data in found.items()}
 
 
 def read_reward(loop: PodLoop, made: Mapping[str, Manifest | None]) -> float:

@@ -58,8 +58,9 @@ def retry_in_process(
             end = classify_end("Failed", code, line)
             if code != EXIT_RETRY or end is INTERRUPTION or stopped.is_set():
                 break
-            if (now := read_progress()) != progress:
-                without_progress, progress = 0, now
+            with contextlib.suppress(Retryable):  # the store may be what is away
+                if (now := read_progress()) != progress:
+                    without_progress, progress = 0, now
             without_progress += end.counts
             away = away + 1 if end is AWAY else 0
             if without_progress > BUDGET or away > AWAY_BUDGET:
@@ -96,7 +97,7 @@ def _record_failure(url: str, message: str) -> None:
 
 
 def _run_and_read_line(run: Callable[[], int]) -> tuple[int, str]:
-    """What `run` returns, and the line that says why it ended."""
+    """Return what `run` returns, and the line that says why it ended."""
     before = os.environ.get(TERMINATION_LOG)
     with tempfile.NamedTemporaryFile() as file:
         os.environ[TERMINATION_LOG] = file.name

@@ -126,7 +126,11 @@ def report_skipped_stage(task: Task, output: str, results: Mapping[str, type], r
 def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
     """Tell KFP what was committed."""
     url = split_ref(task.parameters[URL])[0]
-    hand_over(task, stage.output, url, manifest, task.inputs.get("rewards", {}).get("mean_reward"))
+    reward = task.inputs.get("rewards", {}).get("mean_reward")
+    ended = reward is not None and reward >= task.parameters.get(TARGET, math.inf)
+    stopped = {"stopped": int(task.parameters["iteration"])} if ended else {}
+    task.describe(stage.output, {**build_handle(url, manifest), **stopped})
+    task.write(stage.output, manifest.model_dump_json(indent=1))
     if "results" in task.outputs:
         task.describe("results", manifest.scalars)
     for name, draw in previews.PREVIEWS.items():
@@ -136,19 +140,8 @@ def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
     task.finish()
 
 
-def hand_over(
-    task: Task, output: str, url: str, manifest: Manifest, reward: float | None, iteration: int | None = None
-) -> None:
-    """Write the handle of the output, marked ``stopped`` if it is of the iteration whose `reward` ends the loop."""
-    made = build_handle(url, manifest)
-    if reward is not None and reward >= task.parameters.get(TARGET, math.inf):
-        made["stopped"] = int(iteration or task.parameters["iteration"])
-    task.describe(output, made)
-    task.write(output, manifest.model_dump_json(indent=1))
-
-
 def build_handle(url: str, manifest: Manifest) -> dict[str, Any]:
-    """Build what one task passes to the next about an artifact."""
+    """Build what one task passes to the next about an artifact; KFP's metadata take no null."""
     version = {} if manifest.facts.get("version") is None else {"version": manifest.facts["version"]}
     return {
         "ref": f"{url}@{manifest.digest}",
@@ -156,7 +149,7 @@ def build_handle(url: str, manifest: Manifest) -> dict[str, Any]:
         "stage": manifest.stage,
         "inputs": dict(manifest.inputs),
         **version,
-        **manifest.results,
+        **{name: value for name, value in manifest.results.items() if value is not None},
     }
 
 

@@ -77,7 +77,7 @@ def stage_step(
     own = cluster.model_copy(update=LAUNCHER) if spread else cluster
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
-        task = made(**fixed, **pass_artifacts_once(arguments)).set_display_name(name)
+        task = made(**fixed, **pass_artifacts_once(arguments, component.inputs)).set_display_name(name)
         task.set_env_variable("TUNELOOP_NODE_NAME", name)
         configure_task_pod(task, image, own, kfp, component.accelerator and not spread)
         return task
@@ -85,12 +85,17 @@ def stage_step(
     return step
 
 
-def pass_artifacts_once(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a task with each artifact once; `SAME` says which input is which other."""
+def pass_artifacts_once(arguments: Mapping[str, Any], inputs: Iterable[str]) -> dict[str, Any]:
+    """Return the arguments of a task with each artifact once; `SAME` says which input is which other.
+
+    Args:
+        inputs: the input artifacts as the component lists them: of two that are the same, the first is passed.
+    """
     passed: dict[str, Any] = {}
     first: dict[str, str] = {}
     same: dict[str, str] = {}
-    for name, value in arguments.items():
+    for name in sorted(arguments, key=[*inputs, *arguments].index):
+        value = arguments[name]
         if isinstance(value, PipelineArtifactChannel) and (other := first.setdefault(str(value), name)) != name:
             same[name] = other
         else:

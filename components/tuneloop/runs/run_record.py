@@ -180,10 +180,14 @@ class Run:
         self._failures = [key for key in committed if key.endswith(f"/{FAILURE}")]
 
     def read_failures(self) -> dict[str, str]:
-        """Return task → why it failed, of those after which nothing was committed; only runs on KFP leave that."""
-        newest = max((entry.started for entry in self.entries), default=0.0)
-        read = {key: json.loads(Store(self.url).get(key) or b"{}") for key in self._failures}
-        return {key.removesuffix(f"/{FAILURE}"): each["message"] for key, each in read.items() if each["time"] > newest}
+        """Return task → why it failed, of those that have not gone on since; only runs on KFP leave that."""
+        found = {}
+        for key in self._failures:
+            place, failure = key.removesuffix(f"/{FAILURE}"), json.loads(Store(self.url).get(key) or b"{}")
+            later = (entry.key for entry in self.entries if entry.started > failure["time"])
+            if not any(f"{each}/".startswith(f"{place}/") for each in later):
+                found[place] = failure["message"]
+        return found
 
     def with_role(self, *roles: Role) -> list[Entry]:
         """List the artifacts of the stages that have one of these roles, oldest first."""

@@ -8,11 +8,11 @@ import pytest
 
 from tests.kfp_api import Api, serve_api
 from tuneloop.cli import run_cli
-from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.errors import Interrupted, Unavailable, UserError
 from tuneloop.kfp import client
-from tuneloop.kfp.api import RunApi
+from tuneloop.kfp.api import RunApi, call_api
 from tuneloop.kfp.check_data import start_scheduled_run
-from tuneloop.kfp.next_run import start_next_run
+from tuneloop.kfp.next_run import find_newer_run, start_next_run
 from tuneloop.kfp.schedule import convert_cron
 
 NODES = {
@@ -80,7 +80,8 @@ def test_a_run_from_submission_to_its_end(backend: Api, capsys: pytest.CaptureFi
     assert run_cli(["kfp", "logs", "demo"]) == 0
     assert capsys.readouterr().out == "sft | sft: step 1\nsft | sft: step 2\n"  # export's pod is gone
     assert run_cli(["kfp", "stop", "demo"]) == 0
-    assert backend.runs[0]["state"] == "CANCELED"
+    assert backend.runs[0]["state"] == "CANCELING"
+    backend.runs[0]["state"] = "CANCELED"  # as the backend says some seconds later
     assert run_cli(line) == 0, "resumes"
     assert client.find_run(client.connect_to_kfp(backend.url), "demo").run_id == "r2"
 
@@ -135,8 +136,13 @@ def test_a_schedule_looks_for_new_data_and_starts_its_run(backend: Api, capsys: 
 
 def test_the_rule_of_a_tick(backend: Api) -> None:
     """New data is a new run, known data is skipped, what failed is resumed, what is under way is left alone."""
-    api = RunApi(backend.url)
-    own = {"experiment_id": "e1", "runtime_config": {"pipeline_root": "s3://b/kfp"}, "service_account": "runner"}
+    api, backend.page_size = RunApi(backend.url), 2
+    own = {
+        "run_id": "tick",
+        "experiment_id": "e1",
+        "runtime_config": {"pipeline_root": "s3://b/kfp"},
+        "service_account": "runner",
+    }
     wanted = {"schedule": "nightly", "store": "s3://b/runs", "pipeline_id": "p1", "pipeline_version_id": "v1", "x": 1}
 
     def tick(digest: str) -> str:
@@ -155,6 +161,13 @@ def test_the_rule_of_a_tick(backend: Api) -> None:
     backend.runs[2]["state"] = "SUCCEEDED"
     assert tick("0123456789") == "skipped: no new data since nightly-01234567"
     assert tick("fedcba9876") == "started nightly-fedcba98 as r4"
+    backend.runs[3]["state"] = "SUCCEEDED"
+    for i in range(4):  # of another schedule, newer, and on the first pages
+        run_id = api.start_run({"display_name": f"nightly-eu-{i:08}", "experiment_id": "e1"})
+    assert tick("0123456789") == "skipped: no new data since nightly-01234567", run_id
+    own["state"] = "CANCELING"
+    with pytest.raises(Interrupted):
+        tick("aaaaaaaaaa")
 
 
 def test_a_loop_goes_on_once(backend: Api) -> None:
@@ -166,8 +179,14 @@ def test_a_loop_goes_on_once(backend: Api) -> None:
     first, second = backend.runs
     for key in ("display_name", "experiment_id", "pipeline_spec", "runtime_config"):
         assert first[key] == second[key]
-    with pytest.raises(Retryable, match=r"kfp\.api"):
+    assert find_newer_run(api, "r1") == "r2" and find_newer_run(api, "r2") is None
+    assert run_cli(["kfp", "stop", "long"]) == 0
+    with pytest.raises(Interrupted, match="r2 is being stopped"):
+        start_next_run(api, "r2")
+    with pytest.raises(Unavailable, match=r"kfp\.api"):
         RunApi("http://127.0.0.1:1").read_run("r1")
+    with pytest.raises(UserError, match="does not answer with JSON"):
+        call_api("kfp.api", "GET", f"{backend.url}/apis/v1alpha1/runs/r1/nodes/wf-system-container-impl-3/log")
 
 
 def test_what_is_refused(backend: Api, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,6 +197,10 @@ def test_what_is_refused(backend: Api, monkeypatch: pytest.MonkeyPatch, capsys: 
         (["kfp", "unschedule", "nobody"], "no recurring run of that name"),
         (["submit", "sft", "--to", "kfp", "--run", "No Name", "--store", "s3://b/r"], "--run: 'No Name'"),
         (["submit", "sft", "--to", "airflow"], "argo or kfp"),
+        (
+            ["schedule", "sft", "--to", "kfp", "--name", "a" * 32, "--store", "s3://b/r", "--cron", "0 3 * * *"],
+            "at most 31",
+        ),
     ):
         assert run_cli(line) == 2
         assert told in capsys.readouterr().err

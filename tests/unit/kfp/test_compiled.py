@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import yaml
+from kfp.dsl.pipeline_channel import PipelineArtifactChannel
 from ml_metadata import errors
 from ml_metadata.proto import metadata_store_pb2 as pb
 
 from tests.compiling import compiled
 from tests.kfp_backend import Backend, BackendRun, Interpreter, Values
 from tuneloop.kfp.doctor import SIZE_LIMIT, predict_workflow_size
+from tuneloop.kfp.template import pass_artifacts_once
 
 ROOT = Path(__file__).parents[3]
 PIPELINES = {path.stem for path in ROOT.glob("pipelines/*.py")}
@@ -86,6 +88,19 @@ def test_the_workflow_fits_into_argos_object(spec: Any) -> None:
 def test_names_do_not_look_like_attempts(spec: Any) -> None:
     names = Counter(name for name, _ in _tasks(spec))
     assert not any(re.search(r"\(\d+\)$|driver$|^executor$|^root$", name) for name in names)
+
+
+def test_of_two_inputs_that_are_one_artifact_the_first_is_passed() -> None:
+    model = PipelineArtifactChannel(
+        "checkpoint", channel_type="system.Model@0.0.1", task_name="sft", is_artifact_list=False
+    )
+    inputs = ["policy", "rewards", "reference"]
+    for arguments in (
+        {"policy": model, "reference": model, "url": "u"},
+        {"url": "u", "reference": model, "policy": model},
+    ):
+        passed = pass_artifacts_once(arguments, inputs)
+        assert passed == {"policy": model, "url": "u", "same_artifact": {"reference": "policy"}}
 
 
 def test_the_metadata_store_takes_an_artifact_once_a_task(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tuneloop.core.attempts import BUDGET
 from tuneloop.core.ends import AWAY_BUDGET
-from tuneloop.core.errors import EXIT_RETRY, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE, print_diagnostic
+from tuneloop.core.errors import EXIT_RETRY, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE, Unavailable, print_diagnostic
 from tuneloop.kfp.retry import retry_in_process
 
 
@@ -47,6 +47,15 @@ def test_the_budget_counts_ends_without_progress() -> None:
     assert (program.start(), program.runs) == (0, 21)
     program = Program(*[UNAVAILABLE] * 2 * AWAY_BUDGET, 0)
     assert (program.start(), program.runs) == (EXIT_RETRY, AWAY_BUDGET + 1), "what is away is not waited for for ever"
+
+
+def test_a_store_that_is_away_hides_progress_and_ends_nothing() -> None:
+    program = Program(UNAVAILABLE, UNAVAILABLE, 0)
+
+    def read_progress() -> str:
+        raise Unavailable("store: away")
+
+    assert (retry_in_process(program.run, read_progress, 0.0), program.runs) == (0, 3)
 
 
 def test_who_was_asked_to_end_is_not_run_again() -> None:

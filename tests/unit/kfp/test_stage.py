@@ -135,6 +135,14 @@ def test_position_is_read_from_what_is_committed(launcher: Launcher, tmp_path: P
     assert locate(iterations=2) == (2, True, policy["ref"])
     assert locate(target_reward=0.5) == (2, True, policy["ref"]), "skill 1 has earned 0.5"
     assert locate(target_reward=0.25) == (1, True, made[1]["ref"])
+    check = StageCall(name="evaluate", command=[], flags=[], wires={}, output="x")
+    checked = loop.model_copy(update={"check": check, "evaluate_every": 2})
+    found = find_position(checked, launcher.run, start, iterations=5, target_reward=2.0)
+    assert found.last == 1, "the second has an evaluation to come"
+    assert launcher.start("evaluate", "iterations/2/evaluate", {"policy": policy}) == 0
+    assert find_position(checked, launcher.run, start, iterations=5, target_reward=2.0).last == 2
+    behind = find_position(loop, launcher.run, {"policy": made[1]}, iterations=5, target_reward=2.0, after=1)
+    assert (behind.last, behind.carried["policy"]["ref"]) == (2, policy["ref"])
     shutil.rmtree(tmp_path / "run/iterations/1/policy-update")
     assert locate() == (0, False, start["policy"]["ref"]), "what is lost is made again"
 
