@@ -28,11 +28,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+
+from tests.warm import python
+
+pytest.importorskip("ml_metadata", reason="the wheel of KFP's metadata store is for Python 3.11")
+
+from ml_metadata import errors
 from ml_metadata.metadata_store.metadata_store import MetadataStore
 from ml_metadata.proto import metadata_store_pb2 as pb
 
-from tests.warm import python
+AlreadyExistsError = errors.AlreadyExistsError
 
 ENDED_WELL = (pb.Execution.COMPLETE, pb.Execution.CACHED)
 

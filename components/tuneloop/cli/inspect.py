@@ -75,7 +75,8 @@ def show_logs(
             and not any(stage in (get_stage_name(n), n.display_name, n.id) for n in pods)
         ):
             known = ", ".join(dict.fromkeys(get_stage_name(node) for node in pods))
-            raise UserError("stage", stage, f"has not run; those that have: {known}")
+            inside = "; the loop's stages run in `iterations` here" if "iterations" in known else ""
+            raise UserError("stage", stage, f"has no log of its own; those that have: {known}{inside}")
         for node in pods:
             if stage is None or stage in (get_stage_name(node), node.display_name, node.id):
                 _print_log(run, node, seen, prefix=stage is None or len(pods) > 1)

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import yaml
 from kfp.dsl.pipeline_channel import PipelineArtifactChannel
-from ml_metadata import errors
-from ml_metadata.proto import metadata_store_pb2 as pb
 
 from tests.compiling import compiled
-from tests.kfp_backend import Backend, BackendRun, Interpreter, Values
+from tests.kfp_backend import AlreadyExistsError, Backend, BackendRun, Interpreter, Values, pb
 from tuneloop.kfp.doctor import SIZE_LIMIT, predict_workflow_size
 from tuneloop.kfp.template import pass_artifacts_once
 
@@ -111,7 +109,7 @@ def test_the_metadata_store_takes_an_artifact_once_a_task(tmp_path: Path) -> Non
     model = pb.Artifact(type_id=kind, uri="s3://b/k")
     (model.id,) = backend.store.put_artifacts([model])
     interpreter.create_execution("system.ContainerExecution", "t", "t", Values(artifacts={"policy": model}), None)
-    with pytest.raises(errors.AlreadyExistsError, match="event already exists"):
+    with pytest.raises(AlreadyExistsError, match="event already exists"):
         given = Values(artifacts={"policy": model, "reference": model})
         interpreter.create_execution("system.ContainerExecution", "u", "u", given, None)
 
