@@ -82,9 +82,11 @@ def validate_variant(family: str) -> AfterValidator:
 
 @cache
 def list_shipped_variants(family: str) -> list[str]:
-    """List the variants of `family` that ship with tuneloop."""
+    """List the variants of `family` that ship with tuneloop: its modules, but for those of ``NOT_VARIANTS``."""
     package = importlib.import_module(_package(family))
-    return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
+    others = getattr(package, "NOT_VARIANTS", ())
+    found = (module.name for module in pkgutil.iter_modules(package.__path__))
+    return [name for name in found if not name.startswith("_") and name not in others]
 
 
 def _package(family: str) -> str:

@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict
 
 from tuneloop.core.errors import UserError
 
+NOT_VARIANTS = ("tables",)
+
 
 @dataclass(frozen=True)
 class Example:

@@ -2,3 +2,5 @@
 
 `scoring` runs them with a time limit, `sandbox` confines the code that a policy writes. No reward knows another.
 """
+
+NOT_VARIANTS = ("sandbox", "scoring")

@@ -96,6 +96,8 @@ def test_a_small_step_is_killed_three_times_at_most() -> None:
 def test_an_exit_code_is_named() -> None:
     assert describe_exit(132) == "exit code 132 (SIGILL, illegal instruction)"
     assert describe_exit(139) == "exit code 139 (SIGSEGV, invalid memory reference)"
+    named_already = "exit code 75: unavailable: store"
+    assert describe_exit(75, named_already) == named_already
     assert [describe_exit(code) for code in (0, 1, 75, 128, 255)] == [f"exit code {c}" for c in (0, 1, 75, 128, 255)]
 
 

@@ -1,4 +1,6 @@
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -7,6 +9,7 @@ from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.runs import records, run_record
 from tuneloop.runs.records import Record
 from tuneloop.runs.run_record import Run
+from tuneloop.runs.summary import list_devices
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +158,9 @@ def test_differences_are_dotted_keys() -> None:
         "b.c",
         "e",
     ]
+
+
+def test_what_is_not_used_of_a_processor_is_said() -> None:
+    limited = {"device": "cpu (x86_64)", "processor": {"amx": "not used", "why": "TUNELOOP_PROCESSOR_CHECK=bad"}}
+    entries: Any = [SimpleNamespace(manifest=SimpleNamespace(provenance=each)) for each in (limited, {}, limited)]
+    assert list_devices(entries) == ["cpu (x86_64)", "AMX not used: TUNELOOP_PROCESSOR_CHECK=bad"]

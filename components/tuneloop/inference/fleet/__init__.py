@@ -39,6 +39,8 @@ from tuneloop.core import plugins
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Unanswered, send_request
 
+NOT_VARIANTS = ("graph", "refit")
+
 ROUTES = ("get_weight_version", "pause_generation", "update_weights_from_disk", "flush_cache", "resume_generation")
 URLS = {"http": "urls", "https": "urls"}
 """Scheme → backend, where the two have different names."""
