@@ -109,7 +109,7 @@ def test_an_image_that_no_node_has(cluster: Connection, run: str) -> None:
 
 
 def test_an_unknown_priority(cluster: Connection, run: str) -> None:
-    with pytest.raises(UserError, match="'urgent': is no WorkloadPriorityClass"):
+    with pytest.raises(UserError, match="'urgent': is not a WorkloadPriorityClass"):
         submit_workflow(cluster, sleeper(1), run=run, store=STORE, priority="urgent")
     with pytest.raises(UserError, match="no workflow in namespace"):  # nothing was created
         run_workflows.find_workflows(cluster, run)

@@ -152,21 +152,44 @@ def test_a_reached_target_ends_the_loop(place: Place, form: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pipeline", ["sft", "dpo"])
-def test_pipelines_without_a_loop(place: Place, pipeline: str) -> None:
-    loop = ("rollout", "loop", "engine")
-    given = {k: v for k, v in SMALL.items() if not k.startswith(loop)}
-    if pipeline == "dpo":
-        given |= {"data.source_args.digits": 3, "data.preference": 32, "data.preference_eval": 16}
-    line = [word for word in command("run", pipeline, "--run", pipeline, store=place.store) if "--set" not in word]
-    sets = [f"{k}={v}" for k, v in given.items()]
+@pytest.mark.parametrize(("pipeline", "unroll"), [("sft", 0), ("dpo", 0), ("grpo", 0), ("grpo", 2)])
+def test_other_pipelines_fresh_cached_killed_and_resumed(place: Place, pipeline: str, unroll: int) -> None:
+    sets, name = choose_settings(pipeline), f"{pipeline}-{unroll}"
+    line = [word for word in command("run", pipeline, "--run", name, store=place.store) if "--set" not in word]
     finish([*line, *(f"--set={each}" for each in sets)])
-    package = compiled(pipeline, [*sets, "kfp.retries=0"], place.directory / f"{pipeline}.yaml")
-    run = place.backend.run(package, f"kfp-{pipeline}", store=str(place.store), run=f"kfp-{pipeline}")
-    assert_ended(place, run)
-    assert digests(place.store, f"kfp-{pipeline}") == digests(place.store, pipeline)
-    again = place.backend.run(package, f"kfp-{pipeline}", store=str(place.store), run=f"kfp-{pipeline}")
-    assert again.started == ["report"], "all else is in the cache"
+    more = ["kfp.retries=2", *([f"kfp.unroll={unroll}"] if pipeline == "grpo" else [])]
+    package = compiled(pipeline, [*sets, *more], place.directory / f"{pipeline}.yaml")
+    target = {"target_reward": 2.0} if pipeline == "grpo" else {}
+
+    def run(suffix: str, *, cache: bool = True) -> BackendRun:
+        given = {"store": str(place.store), "run": f"{name}-{suffix}", **target}
+        made = place.backend.run(package, f"{name}-{suffix}", cache=cache, **given)
+        assert_ended(place, made)
+        assert digests(place.store, f"{name}-{suffix}") == digests(place.store, name)
+        return made
+
+    run("fresh")
+    uncached = {"iterations", "report"} if pipeline == "grpo" and not unroll else {"report"}
+    again = run("fresh").started
+    assert uncached <= set(again) <= uncached | {"evaluate-2", "export"}, "all else is in the cache"
+    shutil.rmtree(place.store / f"{name}-fresh" / "export")
+    assert run("fresh", cache=False).started[-2:] == ["export", "report"]
+    watched = place.store / f"{name}-killed" / "base-model/manifest.json"
+    killed = threading.Thread(target=kill_program, args=(watched, f"{place.store}/{name}-killed"), daemon=True)
+    killed.start()
+    run("killed", cache=False)
+    killed.join()
+
+
+def choose_settings(pipeline: str) -> list[str]:
+    """Return small settings for a pipeline."""
+    if pipeline == "grpo":
+        chosen: dict[str, Any] = {k: v for k, v in SMALL.items() if not k.startswith("sft.")} | {"loop.iterations": 2}
+    else:
+        chosen = {k: v for k, v in SMALL.items() if not k.startswith(("rollout", "loop", "engine"))}
+    if pipeline == "dpo":
+        chosen |= {"data.source_args.digits": 3, "data.preference": 32, "data.preference_eval": 16}
+    return [f"{key}={value}" for key, value in chosen.items()]
 
 
 @pytest.mark.slow
