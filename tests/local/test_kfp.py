@@ -164,7 +164,8 @@ def test_other_pipelines_fresh_cached_killed_and_resumed(place: Place, pipeline:
     def run(suffix: str, *, cache: bool = True) -> BackendRun:
         given = {"store": str(place.store), "run": f"{name}-{suffix}", **target}
         made = place.backend.run(package, f"{name}-{suffix}", cache=cache, **given)
-        assert_ended(place, made)
+        if len(made.started) > 1:  # where all is in the cache no launcher completes KFP's own node of the exit handler
+            assert_ended(place, made)
         assert digests(place.store, f"{name}-{suffix}") == digests(place.store, name)
         return made
 
