@@ -13,7 +13,7 @@ import typer
 
 import tuneloop
 from tuneloop.cli import author, cluster, doctor, endpoint, execute, fleet, gateway, gc, inspect, kfp, turns, weights
-from tuneloop.cli.exits import run_command
+from tuneloop.cli.exits import end_process, run_command
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -77,7 +77,7 @@ app.add_typer(kfp.app, name="kfp")
 
 def main() -> None:
     """Run the command line; errors are one line, and the exit code says whose they are."""
-    sys.exit(run_cli(sys.argv[1:]))
+    end_process(run_cli(sys.argv[1:]))
 
 
 def run_cli(arguments: list[str]) -> int:
