@@ -161,8 +161,7 @@ _SIGNALS: Mapping[int, str] = {
 def describe_exit(code: int, message: str = "") -> str:
     """Name an exit code for people, with what the process or the engine says of it: ``exit code 1``, ``exit code 132
     (SIGILL, illegal instruction): message``."""
-    if message.startswith(f"exit code {code}"):
-        return message
+    message = re.sub(rf"^exit code {code}\b( \([^)]*\))?(: )?", "", message)  # it may name the code already
     name = name_signal(code)
     return f"exit code {code}{f' ({name})' if name else ''}{f': {message}' if message else ''}"
 

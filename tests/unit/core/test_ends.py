@@ -98,6 +98,7 @@ def test_an_exit_code_is_named() -> None:
     assert describe_exit(139) == "exit code 139 (SIGSEGV, invalid memory reference)"
     named_already = "exit code 75: unavailable: store"
     assert describe_exit(75, named_already) == named_already
+    assert describe_exit(139, "exit code 139") == "exit code 139 (SIGSEGV, invalid memory reference)"
     assert [describe_exit(code) for code in (0, 1, 75, 128, 255)] == [f"exit code {c}" for c in (0, 1, 75, 128, 255)]
 
 
