@@ -13,7 +13,8 @@ import typer
 
 import tuneloop
 from tuneloop.cli import author, cluster, doctor, endpoint, execute, fleet, gateway, gc, inspect, kfp, turns, weights
-from tuneloop.cli.exits import end_process, run_command
+from tuneloop.cli.exits import run_command
+from tuneloop.core.threads import end_process
 
 app = typer.Typer(
     no_args_is_help=True,

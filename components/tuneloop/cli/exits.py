@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import os
 import sys
-import threading
 from collections.abc import Callable
-from typing import NoReturn
 
 import typer
 
@@ -33,17 +29,3 @@ def run_command(command: Callable[[], int | None]) -> int:
         return 0
     except typer.TyperException as error:
         return print_diagnostic(f"error: {error.format_message()} (see --help)", EXIT_USER)
-
-
-def end_process(code: int) -> NoReturn:
-    """End this process with an exit code, after its threads and what is registered for its end.
-
-    The interpreter is not taken apart: threads of native libraries may still run then, and abort a command that has
-    succeeded ("terminate called without an active exception").
-    """
-    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does at its end: joins, then exit functions
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BrokenPipeError):
-            stream.flush()
-    os._exit(code)

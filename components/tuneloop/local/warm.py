@@ -27,7 +27,6 @@ import runpy
 import signal
 import socket
 import sys
-import threading
 import traceback
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from typing import Literal, NoReturn, cast
 
 from tuneloop.core.processor import find_answer
 from tuneloop.core.provenance import code_digest
+from tuneloop.core.threads import end_process
 from tuneloop.inference.engines.vllm import quiet_vllm
 from tuneloop.local.spawn import adopt_orphans, die_with, end_all, serve_requests
 
@@ -214,12 +214,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> NoReturn:
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
         code = 1
-    # What the interpreter does at its end, but for taking the libraries apart, which takes half a second.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code or 0)
+    end_process(code or 0)
 
 
 def _disown_exit_handlers() -> None:

@@ -668,7 +668,7 @@ def test_settings_may_be_mended_until_the_loop_has_made_a_version(call: Call, tm
 def test_a_command_ends_whatever_threads_still_run() -> None:
     """Of libraries, in native code: taking the interpreter apart beside them may abort the process."""
     program = (
-        "import atexit, threading, time; from tuneloop.cli.exits import end_process;"
+        "import atexit, threading, time; from tuneloop.core.threads import end_process;"
         "threading.Thread(target=lambda: (time.sleep(0.2), print('joined'))).start();"
         "threading.Thread(target=time.sleep, args=(600,), daemon=True).start();"
         "atexit.register(lambda: print('registered')); print('said', end=' '); end_process(3)"
