@@ -7,28 +7,21 @@ variable "VERSION" { default = "0" }
 variable "REVISION" { default = "unknown" }
 variable "PYTHON" { default = "python:3.11-slim-bookworm" } # pin it by digest for a release
 
-group "default" { targets = ["image"] }
+group "default" { targets = ["base", "trainer", "rollout", "gateway"] } # ray: docker buildx bake ray
 
 target "image" {
   name       = name
-  matrix     = { name = ["base", "trainer", "rollout", "gateway"] }
+  matrix     = { name = ["base", "trainer", "rollout", "gateway", "ray"] }
   context    = "."
-  dockerfile = "images/${name}/Dockerfile"
+  dockerfile = "images/Dockerfile"
   tags       = ["${REGISTRY}/${name}:${TAG}"]
   platforms  = ["linux/amd64"]
   args = {
+    IMAGE       = name
     PYTHON      = PYTHON
     ACCELERATOR = ACCELERATOR
     VERSION     = VERSION
     REVISION    = REVISION
   }
   attest = ["type=provenance,mode=max", "type=sbom"]
-}
-
-target "ray" { # for RayJobs; docker buildx bake ray
-  context    = "."
-  contexts   = { trainer = "target:trainer" }
-  dockerfile = "images/ray/Dockerfile"
-  tags       = ["${REGISTRY}/ray:${TAG}"]
-  args       = { PYTHON = PYTHON, TRAINER = "trainer", VERSION = VERSION, REVISION = REVISION }
 }

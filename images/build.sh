@@ -1,5 +1,5 @@
 #!/bin/sh
-# Build the images: images/build.sh [IMAGE…]        (base, trainer, rollout and gateway when none is named; ray, after trainer)
+# Build the images: images/build.sh [IMAGE…]        (base, trainer, rollout and gateway when none is named; also: ray)
 #   TAG=dev  REGISTRY=tuneloop  ACCELERATOR=cpu|gpu
 #   BUILDER="docker build" | "buildah build --layers" | "…/rig image"   default: the first of docker, buildah that is installed
 set -eu
@@ -17,16 +17,14 @@ revision=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
 version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' components/tuneloop/__init__.py)
 [ $# -gt 0 ] || set -- base trainer rollout gateway
 for name in "$@"; do
-    file=images/$name/Dockerfile image=$registry/$name:$tag
+    image=$registry/$name:$tag
     echo "building $image ($accelerator)" >&2
     case $BUILDER in
     *rig*image) # buildctl's words for the same
-        $BUILDER "$image" "$file" . --opt build-arg:ACCELERATOR="$accelerator" \
-            --opt build-arg:VERSION="$version" --opt build-arg:REVISION="$revision" \
-            --opt build-arg:TRAINER="docker.io/$registry/trainer:$tag" ;;
+        $BUILDER "$image" images/Dockerfile . --opt build-arg:IMAGE="$name" --opt build-arg:ACCELERATOR="$accelerator" \
+            --opt build-arg:VERSION="$version" --opt build-arg:REVISION="$revision" ;;
     *)
-        $BUILDER --tag "$image" --file "$file" --build-arg ACCELERATOR="$accelerator" \
-            --build-arg TRAINER="$registry/trainer:$tag" \
+        $BUILDER --tag "$image" --file images/Dockerfile --build-arg IMAGE="$name" --build-arg ACCELERATOR="$accelerator" \
             --build-arg VERSION="$version" --build-arg REVISION="$revision" . ;;
     esac
 done

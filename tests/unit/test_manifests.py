@@ -78,20 +78,14 @@ def test_the_local_queue_leads_to_the_cluster_queue() -> None:
     assert named("LocalQueue")["tuneloop"]["spec"]["clusterQueue"] in named("ClusterQueue")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "images").glob("*/Dockerfile")), ids=lambda p: p.parent.name)
-def test_images_run_without_root_and_pass_signals(path: Path) -> None:
-    last = path.read_text().rpartition("\nFROM ")[2]
+def test_images_run_without_root_and_pass_signals() -> None:
+    stages = (ROOT / "images/Dockerfile").read_text()
+    last = stages.rpartition("\nFROM ")[2]
     assert re.search(r"^USER 1000:1000$", last, re.M)
     assert json.loads(re.search(r"^ENTRYPOINT (.*)$", last, re.M)[1]) == ["tuneloop"]
-    assert "--require-hashes" in last
     assert "org.opencontainers.image.revision" in last
-
-
-def test_rollout_begins_with_the_layers_of_trainer() -> None:
-    """Equal words, equal layer: torch is stored once."""
-    install = re.compile(r"COPY requirements/trainer\.txt.*?requirements/trainer\.txt\n", re.S)
-    found = [install.search((ROOT / "images" / name / "Dockerfile").read_text())[0] for name in ("trainer", "rollout")]
-    assert found[0] == found[1]
+    installs = re.findall(r"^.*pip install.*(?:\n.*)?-r ", stages, re.M)
+    assert len(installs) == 7 and all("--require-hashes" in i for i in installs)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda p: p.stem)
