@@ -67,7 +67,7 @@ class Corpus(Places["Document"]):
 
     def at(self, place: int) -> Document:
         part = slice(self._ends[place], self._ends[place + 1])
-        return Document(self._ids[part].tolist(), self._targets[part].tolist())
+        return Document(array("i", self._ids[part].tobytes()), array("b", self._targets[part].tobytes()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Document:
     """
 
     ids: Sequence[int]
-    targets: Sequence[bool]
+    targets: Sequence[int]
     labels: Sequence[int] | None = None
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from array import array
@@ -85,15 +86,16 @@ def select_prompt_indices(total: int, size: int, seed: int, iteration: int) -> l
     >>> sorted(select_prompt_indices(6, 3, 0, 0) + select_prompt_indices(6, 3, 0, 1))
     [0, 1, 2, 3, 4, 5]
     """
-    orders: dict[int, array[int]] = {}
-    indices = []
-    for place in range(iteration * size, (iteration + 1) * size):
-        epoch, position = divmod(place, total)
-        if epoch not in orders:
-            orders[epoch] = array("q", range(total))
-            random.Random(derive_seed(seed, "prompts", epoch)).shuffle(orders[epoch])
-        indices.append(orders[epoch][position])
-    return indices
+    places = (divmod(place, total) for place in range(iteration * size, (iteration + 1) * size))
+    return [_shuffle_prompts(total, seed, epoch)[position] for epoch, position in places]
+
+
+@functools.lru_cache(2)
+def _shuffle_prompts(total: int, seed: int, epoch: int) -> array[int]:
+    """Shuffle 0 … total - 1; the result is kept, for every iteration of an epoch asks for the same one."""
+    order = array("q", range(total))
+    random.Random(derive_seed(seed, "prompts", epoch)).shuffle(order)
+    return order
 
 
 if __name__ == "__main__":

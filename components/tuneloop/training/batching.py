@@ -6,10 +6,12 @@ laid out in any way, since a loss divides by the target count of the whole batch
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,31 +75,32 @@ def cut_into_rectangles(order: Sequence[int], lengths: Sequence[int], limit: int
     A rectangle costs its area, padding included, and `FORWARD_COST`. The best cut of the first k documents follows
     from the best cuts of fewer (dynamic programming).
     """
-    best = [(0.0, 0)]  # cost of the first k documents, and where their last rectangle begins
+    # Of the first k documents: their cost, and where their last rectangle begins.
+    best, begin = np.zeros(len(order) + 1, np.int64), np.zeros(len(order) + 1, np.int64)
     for end in range(1, len(order) + 1):
         height = lengths[order[end - 1]]
-        begins = range(max(0, end - limit), end)
-        best.append(min((best[begin][0] + FORWARD_COST + (end - begin) * height, begin) for begin in begins))
+        begins = np.arange(max(0, end - limit), end)
+        costs = best[begins] + FORWARD_COST + (end - begins) * height
+        begin[end] = begins[0] + costs.argmin()
+        best[end] = costs.min()
     pieces, end = [], len(order)
     while end:
-        begin = best[end][1]
-        pieces.append(list(order[begin:end]))
-        end = begin
+        pieces.append(list(order[begin[end] : end]))
+        end = int(begin[end])
     return pieces[::-1]
 
 
 def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Pack documents into rows of at most `capacity` tokens by best-fit decreasing (arXiv 2404.10830)."""
     rows: list[list[int]] = []
-    room: list[int] = []
+    room: list[tuple[int, int]] = []  # (tokens left, row), sorted: the best fit is found by bisection
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fitting = [row for row, left in enumerate(room) if left >= lengths[i]]
-        row = min(fitting, key=room.__getitem__, default=len(rows))
+        at = bisect.bisect_left(room, (lengths[i], 0))
+        left, row = room.pop(at) if at < len(room) else (capacity, len(rows))
         if row == len(rows):
             rows.append([])
-            room.append(capacity)
         rows[row].append(i)
-        room[row] -= lengths[i]
+        bisect.insort(room, (left - lengths[i], row))
     return rows
 
 
@@ -106,29 +109,35 @@ def collate_documents(documents: Sequence[Document], device: torch.device, capac
 
     No document gives a batch of one token and no target: what an idle rank runs to keep step with the others.
     """
-    lengths = [len(document.ids) for document in documents]
-    rows = [[i] for i in range(len(documents))] if capacity is None else pack_documents(lengths, capacity)
-    width = max((sum(lengths[i] for i in row) for row in rows), default=1)
-    ids = [[0] * width for _ in rows] or [[0]]
-    positions = [[0] * width for _ in rows] or [[0]]  # 0, 0, … in what is left of a row: each pad stands alone
-    start = {}
+    if not documents:
+        one = torch.zeros(1, 1, dtype=torch.long, device=device)
+        nothing = one[0, :0]
+        return Batch(one, None if capacity is None else one, index=nothing, labels=nothing)
+    lengths = np.array([len(document.ids) for document in documents])
+    rows = [[i] for i in range(len(documents))] if capacity is None else pack_documents(lengths.tolist(), capacity)
+    width = max(int(lengths[row].sum()) for row in rows)
+    start = np.empty(len(documents), np.int64)
     for r, row in enumerate(rows):
-        at = 0
-        for i in row:
-            start[i] = r * width + at
-            ids[r][at : at + lengths[i]] = documents[i].ids
-            positions[r][at : at + lengths[i]] = range(lengths[i])
-            at += lengths[i]
-    places = [
-        (start[i] + t - 1, (d.labels or d.ids)[t])
-        for i, d in enumerate(documents)
-        for t, wanted in enumerate(d.targets)
-        if wanted
-    ]
-    index, labels = torch.tensor(places, dtype=torch.long, device=device).reshape(-1, 2).unbind(1)
+        start[row] = r * width + np.cumsum(lengths[row]) - lengths[row]
+    # Of every token, document by document: its place within its document, and in the flattened batch.
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    place = np.repeat(start, lengths) + within
+    tokens, wanted = _join_tokens(d.ids for d in documents), np.flatnonzero(_join_tokens(d.targets for d in documents))
+    labels = _join_tokens(d.labels or d.ids for d in documents)[wanted]
+
+    def spread(values: np.ndarray) -> Tensor:  # zeros in what is left of a row: each pad stands alone
+        flat = np.zeros(len(rows) * width, np.int64)
+        flat[place] = values
+        return torch.from_numpy(flat.reshape(-1, width)).to(device)
+
     return Batch(
-        input_ids=torch.tensor(ids, device=device),
-        position_ids=None if capacity is None else torch.tensor(positions, device=device),
-        index=index.contiguous(),
-        labels=labels.contiguous(),
+        input_ids=spread(tokens),
+        position_ids=None if capacity is None else spread(within),
+        index=torch.from_numpy(place[wanted] - 1).to(device),
+        labels=torch.from_numpy(labels).to(device),
     )
+
+
+def _join_tokens(parts: Iterable[Sequence[int]]) -> np.ndarray:
+    """Join values of all tokens, document by document, to one int64 array."""
+    return np.concatenate([np.asarray(part, np.int64) for part in parts])

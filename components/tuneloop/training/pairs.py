@@ -55,7 +55,7 @@ class Pair:
 
 def build_document(prompt: list[int], completion: list[int]) -> Document:
     """Build a document whose completion is the target."""
-    return Document(prompt + completion, [False] * len(prompt) + [True] * len(completion))
+    return Document(array("i", prompt + completion), array("b", [0] * len(prompt) + [1] * len(completion)))
 
 
 class Pairs(Places[Pair]):

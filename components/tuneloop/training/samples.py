@@ -132,7 +132,7 @@ def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -
         name,
         Document(
             array("i", np.concatenate([prompt, row["completion_ids"]]).astype(np.int32).tobytes()),
-            bytes(len(prompt)) + mask.astype(np.uint8).tobytes(),
+            array("b", bytes(len(prompt)) + mask.astype(np.uint8).tobytes()),
         ),
         group,
         score,

@@ -1,4 +1,5 @@
 import tracemalloc
+from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,8 @@ from tuneloop.training.pairs import Mismatched, Pair, Pairs, build_document
 def made(count: int, length: int) -> Iterator[tuple[str, Document]]:
     for i in range(count):
         n = length + i % 7
-        yield f"d{i}", Document([(i * 31 + t) % 100_003 for t in range(n)], [t % 3 == 2 for t in range(n)])
+        ids = array("i", [(i * 31 + t) % 100_003 for t in range(n)])
+        yield f"d{i}", Document(ids, array("b", [t % 3 == 2 for t in range(n)]))
 
 
 def test_documents_come_back_as_they_went_in() -> None:
