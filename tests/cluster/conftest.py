@@ -74,7 +74,7 @@ def run(cluster: Connection) -> Iterator[str]:
     for suffix in ("", "-a", "-b"):
         label = f"{RUN_LABEL}={name}{suffix}"
         kubectl("-n", cluster.namespace, "delete", "workflows,pods", "-l", label, "--wait=false")
-    kubectl("-n", cluster.namespace, "delete", "configmap", "toy", "--ignore-not-found")
+    kubectl("-n", cluster.namespace, "delete", "configmap", f"{name}-toy", "--ignore-not-found")
 
 
 TIGHT = """

@@ -39,15 +39,14 @@ def digits(seed: int = 0, seconds: float = 0) -> dict[str, Any]:
     return made
 
 
-def toy(iterations: int = 1, **seconds: float) -> dict[str, Any]:
+def toy(run: str, iterations: int = 1, **seconds: float) -> dict[str, Any]:
     """The toy of the unit tests, whose file the pods find in a config map; a stage first sleeps for its `seconds`."""
     source = ROOT / "tests" / "unit" / "toy.py"
     files = f"--from-file=toy.py={source}"
-    kubectl("-n", "tuneloop", "delete", "configmap", "toy", "--ignore-not-found")
-    kubectl("-n", "tuneloop", "create", "configmap", "toy", files)
+    kubectl("-n", "tuneloop", "create", "configmap", f"{run}-toy", files)
     made: dict[str, Any] = toys.build_argo(toys.Config(iterations=iterations)).to_dict()
     items = [{"key": "toy.py", "path": "tests/unit/toy.py"}]
-    made["spec"].setdefault("volumes", []).append({"name": "toy", "configMap": {"name": "toy", "items": items}})
+    made["spec"].setdefault("volumes", []).append({"name": "toy", "configMap": {"name": f"{run}-toy", "items": items}})
     for template in made["spec"]["templates"]:
         container = template.get("container")
         if container and container["command"][-1] == "tests.unit.toy":

@@ -78,7 +78,7 @@ def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
     cluster: Connection, run: str, tmp_path: Path
 ) -> None:
     """The toy's stages on real S3; the digests are those of an undisturbed run in this process."""
-    submit_workflow(cluster, toy(rollout=20, reward=20), run=run, store=STORE)
+    submit_workflow(cluster, toy(run, rollout=20, reward=20), run=run, store=STORE)
     until(lambda: _running(run, "rollout"))
     (killed,) = _running(run, "rollout")
     kubectl("-n", cluster.namespace, "delete", "pod", killed[0], "--grace-period=1")
@@ -96,7 +96,7 @@ def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
 @pytest.mark.slow
 def test_nothing_with_the_runs_label_is_left(cluster: Connection, run: str) -> None:
     """Beside what retention keeps: the workflow, and the pods that show why it ended."""
-    submit_workflow(cluster, toy(sft=60), run=run, store=STORE)
+    submit_workflow(cluster, toy(run, sft=60), run=run, store=STORE)
     until(lambda: _running(run, "sft"))
     assert argo.stop_run(cluster, run) == 1
     label = f"{RUN_LABEL}={run}"

@@ -1,5 +1,6 @@
 """Kueue: a run that waits says why and runs when its turn comes; one that is preempted comes back."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -8,8 +9,9 @@ from tests import waiting
 from tests.cluster.conftest import STORE, sleeper
 from tests.cluster.making import submit_workflow
 from tuneloop.cluster import submit as argo
+from tuneloop.cluster.run_workflows import get_workflow_phase, list_workflows, prepare_workflow
 from tuneloop.cluster.watch import read_logs, read_status
-from tuneloop.kube.connection import Connection
+from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.workflow.settings import RUN_LABEL
 
 pytestmark = pytest.mark.cluster
@@ -61,3 +63,17 @@ def test_stop_releases_what_waits_and_what_runs(cluster: Connection, tight: str,
     pods = cluster.core.list_namespaced_pod(cluster.namespace).items
     assert not [p for p in pods if p.metadata.labels.get(RUN_LABEL) in (first, second) and p.status.phase == "Running"]
     assert ("sleep", "begun") in list(read_logs(cluster, first))
+
+
+def test_workflows_of_one_run_take_their_turn(cluster: Connection, run: str) -> None:
+    """However they came about: three of one run at once, which `argo submit` does not refuse."""
+    made = prepare_workflow(sleeper(4, queue=""), run=run, store=STORE)
+    group, version, plural = WORKFLOWS
+    for number in range(3):
+        body = {**made, "metadata": {**made["metadata"], "name": f"{run}-{number}"}}
+        cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, plural, body)
+    until(lambda: {get_workflow_phase(w) for w in list_workflows(cluster, run)} == {"Succeeded"})
+    pods = [n for w in list_workflows(cluster, run) for n in w["status"]["nodes"].values() if n["type"] == "Pod"]
+    spans = sorted((pod["startedAt"], pod["finishedAt"]) for pod in pods)
+    assert len(spans) == 3
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))

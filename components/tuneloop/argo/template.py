@@ -18,10 +18,12 @@ from hera.workflows.models import (
     ExecutorConfig,
     HTTPGetAction,
     Metadata,
+    Mutex,
     ObjectFieldSelector,
     PodGC,
     PodSecurityContext,
     Probe,
+    Synchronization,
     TTLStrategy,
     ValueFrom,
 )
@@ -70,6 +72,8 @@ def define_workflow(
             Parameter(name="store", value="runs", description="URL of the store: a path, file://, s3://, gs://, az://"),
             *(Parameter(name=key, value=str(value)) for key, value in own.items()),
         ],
+        # One writer a run, however its workflows are submitted: the next one waits until this one has ended.
+        synchronization=Synchronization(mutexes=[Mutex(name="{{workflow.parameters.run}}")]),
         service_account_name="tuneloop-stage",
         automount_service_account_token=False,
         executor=ExecutorConfig(service_account_name="tuneloop-executor"),
