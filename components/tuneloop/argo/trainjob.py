@@ -143,7 +143,7 @@ def build_rayjob(
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
-        "metadata": {"name": name, "labels": {**_labels(run), **cluster.queue_labels}},
+        "metadata": {"name": name, "labels": {**_labels(run), **({} if role == "cpu" else cluster.queue_labels)}},
         "spec": {
             "entrypoint": shlex.join(entry),
             "shutdownAfterJobFinishes": True,

@@ -132,6 +132,20 @@ def test_every_option_has_help(call: Call) -> None:
             ["plan", "grpo", "--set", "cluster.trainer.memory=2GB"],
             "cluster.trainer.memory: '2GB': does not fit; it is: memory that a pod",
         ),
+        (
+            ["plan", "grpo", "--set", "engine.gpus=2"],
+            "engine.gpus: 2: unknown key; did you mean cluster.trainer.gpus or cluster.sampler.gpus or cluster.scorer",
+        ),
+        (["plan", "grpo", "--set", "cluster.tolerations=[]"], "did you mean cluster.trainer.tolerations or"),
+        (["plan", "grpo", "--set", "cluster.cpu.gpus=2"], "cluster.cpu.gpus: 2: unknown key; did you mean"),
+        (
+            ["plan", "grpo", "--set", "cluster.trainer.tolerations=[{taint: a}]"],
+            "cluster.trainer.tolerations.0.taint: 'a': unknown key; known: key, operator",
+        ),
+        (
+            ["plan", "grpo", "--set", "cluster.cpu.memory_on_retry=4Gi"],
+            "memory_on_retry raises the limit that memory sets: set it, too",
+        ),
         (["status", "nope"], "known there: none"),
         (["resume", "nope"], "not found"),
         (["stop", "nope"], "not found"),

@@ -165,6 +165,8 @@ def test_a_job_of_a_trainer_backend_asks_for_the_trainers() -> None:
         assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "5"
         assert pod["terminationGracePeriodSeconds"] == 99 and pod["nodeSelector"] == {"gpu": "h100"}
         assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in pod["volumes"]
+    rows = trainjob.prepare_rayjob({"prompts": "p"}, "rows", cluster)
+    assert QUEUE_LABEL not in rows["metadata"]["labels"] and "nvidia.com/gpu" not in str(rows), "data_prep is on CPU"
     (submitter,) = ray["submitterPodTemplate"]["spec"]["containers"]
     assert "nvidia.com/gpu" not in str(submitter["resources"]), "it starts the work, and does none"
 
