@@ -66,26 +66,12 @@ def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, An
     """Return what every pod of ours has: an image, a way to its store, disks, requests, a place, no rights."""
     from hera.workflows import ConfigMapEnvFrom, EmptyDirVolume, ExistingVolume, Resources, SecretEnvFrom, models
 
-    name = cluster.images.format(image=image)
-    labels = {"app.kubernetes.io/component": image}
-    own, share = cluster.resources(role), None if role == "cpu" else cluster.share
-    patch: dict[str, Any] = {} if own.grace_s == GRACE_S else {"terminationGracePeriodSeconds": own.grace_s}
-    shared: dict[str, Any] = {}
-    if role != "cpu":
-        labels |= cluster.queue_labels
-    if share:
-        of = claims.role_of(image)
-        labels |= claims.build_sharing_labels(share, of)
-        patch |= claims.pod_patch(share, of)
-        if placed := claims.build_affinity(share, of):
-            shared["affinity"] = models.Affinity.model_validate(placed)
-    if patch:
-        shared["pod_spec_patch"] = json.dumps(patch, separators=(",", ":"))
+    name, own = cluster.images.format(image=image), cluster.resources(role)
+    share = None if role == "cpu" else cluster.share
     limit: Any = None if own.shm == AUTO else own.shm
     return {
         "image": name,
         "image_pull_policy": "IfNotPresent",
-        "labels": labels,
         "env": [
             models.EnvVar(name="TUNELOOP_OUTPUTS", value=OUTPUTS),
             models.EnvVar(name="TUNELOOP_IMAGE", value=name),
@@ -105,9 +91,27 @@ def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, An
             *([ExistingVolume(name="store", claim_name=cluster.claim, mount_path=CLAIM)] if cluster.claim else ()),
             *([EmptyDirVolume(name="shm", mount_path=SHM, medium="Memory", size_limit=limit)] if own.shm else ()),
         ],
-        **place_fields(own),
-        **shared,
+        **role_fields(image, role, cluster),
     }
+
+
+def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, Any]:
+    """Return how a pod of a role is admitted, where it may run, and how it is ended."""
+    from hera.workflows.models import Affinity
+
+    own, share = cluster.resources(role), None if role == "cpu" else cluster.share
+    labels = {"app.kubernetes.io/component": image, **({} if role == "cpu" else cluster.queue_labels)}
+    patch: dict[str, Any] = {} if own.grace_s == GRACE_S else {"terminationGracePeriodSeconds": own.grace_s}
+    fields = place_fields(own)
+    if share:
+        of = claims.role_of(image)
+        labels |= claims.build_sharing_labels(share, of)
+        patch |= claims.pod_patch(share, of)
+        if placed := claims.build_affinity(share, of):
+            fields["affinity"] = Affinity.model_validate(placed)
+    if patch:
+        fields["pod_spec_patch"] = json.dumps(patch, separators=(",", ":"))
+    return {**fields, "labels": labels}
 
 
 def place_fields(own: Resources) -> dict[str, Any]:
