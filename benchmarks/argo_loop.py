@@ -28,7 +28,7 @@ from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster
 from tuneloop.workflow.pod_loop import PodLoop, StageCall
-from tuneloop.workflow.settings import RUN_LABEL, Cluster
+from tuneloop.workflow.settings import RUN_LABEL, Cluster, Resources
 
 IN = "{{inputs.parameters.%s}}"
 MORE = "asInt(%s) < asInt(workflow.parameters.iterations)"
@@ -44,7 +44,7 @@ def build(
     Args:
         per_pod: iterations a pod, a divisor of `per_workflow`; 0: a pod a stage.
     """
-    place = Cluster(cpu="20m", memory="64Mi" if not per_pod else "256Mi", queue="")
+    place = Cluster(cpu=Resources(cpu="20m", memory="64Mi" if not per_pod else "256Mi"))
     parameters = {"iterations": iterations, "per_workflow": per_workflow, "target_reward": "inf"}
     with define_workflow("empty", parameters) as built:
         if per_pod:
@@ -66,7 +66,7 @@ def build(
 def bare(iterations: int, stages: int, image: str) -> dict[str, Any]:
     """The same recursion, without retries, outputs or parts."""
     with define_workflow("bare", {"iterations": iterations}) as built:
-        pod = pod_fields("base", False, Cluster(cpu="20m", memory="64Mi", queue=""))
+        pod = pod_fields("base", "cpu", Cluster(cpu=Resources(cpu="20m", memory="64Mi")))
         kept = {k: pod[k] for k in ("image_pull_policy", "resources", "security_context")}
         stage = Container(name="stage", image=image, command=["true"], **kept)
         loop = _loop(stage, stages, "", told=False)
@@ -84,7 +84,7 @@ def _stage(image: str, place: Cluster) -> Container:
         outputs=[Parameter(name="told", value_from=ValueFrom(path=f"{OUTPUTS}/told"))],
         command=["sh", "-c", STAGE],
         args=[IN % "told"],
-        **{**pod_fields("base", False, place), "image": image},
+        **{**pod_fields("base", "cpu", place), "image": image},
         **retry_fields(),
     )
 
@@ -97,7 +97,7 @@ def _pods(stages: int, per_pod: int, image: str, place: Cluster) -> DAG:
     steps = [StageCall(name=f"s{index}", **about) for index in range(1, stages + 1)]
     told = f"s{stages}.told"
     described = PodLoop(steps=steps, carry={"told": told}, reward=told)
-    pod = pod_template(described, names, names, {}, per_pod=per_pod, cluster=place)
+    pod = pod_template(described, names, names, {}, per_pod=per_pod, role="cpu", cluster=place)
     pod.image = image
     last = (
         "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters.%s : tasks.iterations.outputs.parameters.%s"

@@ -117,10 +117,11 @@ def sleeper(seconds: float, queue: str = "tuneloop") -> dict[str, Any]:
 
     from tuneloop.argo.pod_fields import pod_fields, retry_fields
     from tuneloop.argo.template import define_workflow
-    from tuneloop.workflow.settings import Cluster
+    from tuneloop.workflow.settings import AcceleratorResources, Cluster
 
     with define_workflow("sleeper") as built:
-        pod = pod_fields("base", True, Cluster(queue=queue, cpu="100m", memory="64Mi"))
+        small = AcceleratorResources(cpu="100m", memory="64Mi", grace_s=30)
+        pod = pod_fields("base", "scorer", Cluster(queue=queue, scorer=small))
         stage = Container(name="sleep", command=["python", "-c"], args=[program], **pod, **retry_fields())
         with DAG(name="main"):
             stage(name="sleep")

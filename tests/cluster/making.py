@@ -18,9 +18,9 @@ from tuneloop.core.artifacts import split_ref
 from tuneloop.kube.connection import Connection
 from tuneloop.local.journal import Node
 from tuneloop.stages.data_prep import data_prep
-from tuneloop.workflow.settings import Cluster
+from tuneloop.workflow.settings import Cluster, Resources
 
-SMALL = Cluster(cpu="50m", memory="256Mi", queue="")
+SMALL = Cluster(cpu=Resources(cpu="50m", memory="256Mi"), queue="")
 RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
 
 
@@ -29,7 +29,7 @@ def digits(seed: int = 0, seconds: float = 0) -> dict[str, Any]:
     settings = {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0, "seed": seed}
     with define_workflow("digits") as built:
         stage = stage_template(data_prep, settings, cluster=SMALL)
-        pod = {**pod_fields("base", False, SMALL), **retry_fields()}
+        pod = {**pod_fields("base", "cpu", SMALL), **retry_fields()}
         wait = Container(name="wait", command=["sleep"], args=[str(seconds)], **pod) if seconds else None
         with DAG(name="main"):
             data = stage(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})

@@ -11,7 +11,7 @@ from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import read_status
 from tuneloop.config.loading import find_pipeline
 from tuneloop.kube.connection import Connection
-from tuneloop.workflow.settings import RUN_LABEL
+from tuneloop.workflow.settings import ROLES, RUN_LABEL
 
 pytestmark = pytest.mark.cluster
 
@@ -21,7 +21,7 @@ SETTINGS = [
     *("data.source_args={digits: 2}", "data.train=16", "data.eval=4", "data.sft=0"),
     *("data.rewards={length_penalty: 1}", "data.reward_args={length_penalty: {max_length: 24, buffer: 20}}"),
     *("rollout.prompts_per_iteration=4", "rollout.n=4", f"cluster.images={IMAGES}"),
-    "cluster.cpu=250m",  # server and stage beside controllers that ask for half a core each, on two cores
+    *(f"cluster.{role}.cpu=250m" for role in ROLES),  # beside controllers that ask for half a core each, on two cores
 ]
 
 

@@ -11,7 +11,7 @@ from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import read_logs, read_status
 from tuneloop.core.ends import AWAY, EVICTED, KILL, MEMORY, SUCCEEDED, classify_end
 from tuneloop.kube.connection import Connection
-from tuneloop.workflow.settings import RUN_LABEL, Cluster
+from tuneloop.workflow.settings import RUN_LABEL, Cluster, Resources
 
 pytestmark = pytest.mark.cluster
 
@@ -41,10 +41,10 @@ def workflow(deadline: str = "") -> dict[str, Any]:
     from tuneloop.argo.pod_fields import retried_pod_fields
     from tuneloop.argo.template import define_workflow as new_workflow
 
-    sizes = Cluster(queue="", cpu="50m", memory="64Mi", memory_on_retry="96Mi")
+    sizes = Cluster(cpu=Resources(cpu="50m", memory="64Mi", memory_on_retry="96Mi"))
     with new_workflow("ends") as built:
         stage = Container(
-            name="end", command=["python", "-c"], args=[PROGRAM], **retried_pod_fields("base", False, sizes)
+            name="end", command=["python", "-c"], args=[PROGRAM], **retried_pod_fields("base", "cpu", sizes)
         )
         if deadline:
             stage.retry_strategy.backoff.max_duration = deadline

@@ -22,12 +22,14 @@ from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.sft import sft
-from tuneloop.workflow.settings import RUN_LABEL, Cluster
+from tuneloop.workflow.settings import ROLES, RUN_LABEL, AcceleratorResources, Cluster, Resources
 
 pytestmark = pytest.mark.cluster
 
 PODS = "jobset.sigs.k8s.io/jobset-name"
-SMALL = Cluster(cpu="100m", memory="1500Mi", images=os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev"))
+IMAGES = os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev")
+SIZE: Any = {"cpu": "100m", "memory": "1500Mi"}
+SMALL = Cluster(trainer=AcceleratorResources(**SIZE), cpu=Resources(**SIZE), images=IMAGES)
 
 
 def twice(cluster: Cluster = SMALL, max_steps: int = 300) -> dict[str, Any]:
@@ -87,7 +89,8 @@ LOOP = [
     *("data.source_args={digits: 2}", "data.train=16", "data.eval=4", "data.sft=0"),
     *("data.rewards={length_penalty: 1}", "data.reward_args={length_penalty: {max_length: 24, buffer: 20}}"),
     *("rollout.prompts_per_iteration=4", "rollout.n=4", "update.per_device_train_batch_size=4"),
-    *(f"cluster.cpu={SMALL.cpu}", f"cluster.memory={SMALL.memory}", f"cluster.images={SMALL.images}"),
+    *(f"cluster.{role}={{cpu: 100m, memory: 1500Mi}}" for role in ROLES),
+    f"cluster.images={IMAGES}",
 ]
 """Of the pipeline grpo; the reward is one that an untrained model earns now more, now less of."""
 

@@ -32,7 +32,8 @@ pytestmark = pytest.mark.cluster
 IMAGES = os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev")
 SETTINGS = [
     *("data.train=16", "data.eval=4", "data.sft=32", "sft.max_steps=4", "sft.per_device_train_batch_size=4"),
-    *("sft.device=cpu", "nodes=2", "cluster.cpu=100m", "cluster.memory=1500Mi", f"cluster.images={IMAGES}"),
+    *("sft.device=cpu", "nodes=2", f"cluster.images={IMAGES}"),
+    *(f"cluster.{role}={{cpu: 100m, memory: 1500Mi}}" for role in ("trainer", "cpu")),
 ]
 
 

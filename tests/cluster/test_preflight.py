@@ -51,7 +51,7 @@ def _path(workflow: dict[str, Any]) -> None:
     ("spoil", "field", "told"),
     [
         (_queue, "queue", "'nobody': is not a LocalQueue"),
-        (_cpu, "sleep", "cpu: 400': is more than ClusterQueue tuneloop can ever give (4)"),
+        (_cpu, "sleep", "cpu: 400.010': is more than ClusterQueue tuneloop can ever give (4)"),
         (_gpu, "sleep", "nvidia.com/gpu: 1': ClusterQueue tuneloop has no quota"),
         (_secret, "secret", "'no-such-secret': is missing in namespace tuneloop"),
         (_account, "service account", "'nobody': is missing"),

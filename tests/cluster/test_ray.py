@@ -18,7 +18,7 @@ def test_rows_examined_by_a_head_and_a_worker(
     cluster: Connection, root: str, run: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = {"source_args": {"digits": 5}, "train": 9000, "eval": 100, "sft": 2000}
-    roomy = SMALL.model_copy(update={"memory": "3Gi"})
+    roomy = SMALL.adjust_role("cpu", memory="3Gi")
     job = prepare_rayjob({**given, "prompts": f"{root}/prompts"}, f"{run}-rows", roomy, nodes=2, run=run)
     assert launched(cluster, job) == 0
     assert "data_prep: eval 100, sft 2000, train 9000" in capfd.readouterr().out

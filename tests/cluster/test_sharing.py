@@ -21,7 +21,7 @@ from tuneloop.cluster.watch import read_logs, read_status
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.stages.data_prep import data_prep
-from tuneloop.workflow.settings import GROUP_LABEL, RUN_LABEL, Cluster, Share
+from tuneloop.workflow.settings import GROUP_LABEL, RUN_LABEL, AcceleratorResources, Cluster, Resources, Share
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -98,7 +98,8 @@ def test_seats_are_taken_once_handed_on_and_given_back(cluster: Connection, shar
 def pipeline(share: Share) -> dict[str, Any]:
     """One real stage that uses the shared devices, late enough to overlap with those of other runs; then the run's
     next workflow, which only has its seat."""
-    cluster = Cluster(images=IMAGES, cpu="50m", memory="256Mi", share=share)
+    size: Any = {"cpu": "50m", "memory": "256Mi"}
+    cluster = Cluster(images=IMAGES, scorer=AcceleratorResources(**size), cpu=Resources(**size), share=share)
     using = copy.copy(data_prep)
     using.accelerator = True
     settings = {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0}
@@ -106,7 +107,7 @@ def pipeline(share: Share) -> dict[str, Any]:
         prepare: Any = stage_template(using, settings, cluster=cluster)
         prepare.command = ["sh", "-c", f'sleep 8; exec {" ".join(prepare.command)} "$@"', "sh"]
         proceed = proceed_template("second", (), cluster)
-        over = Container(name="over", command=["true"], **pod_fields("base", False, cluster), **retry_fields())
+        over = Container(name="over", command=["true"], **pod_fields("base", "cpu", cluster), **retry_fields())
         with DAG(name="main"):
             prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"}) >> proceed(name="continue")
         with DAG(name="second"):

@@ -111,6 +111,6 @@ def test_our_own_stage_as_a_rayjob(
 ) -> None:
     given = {"policy": made["checkpoint"], "prompts": made["prompts"], "max_steps": 3, "device": "cpu"}
     given |= {"per_device_train_batch_size": 2, "checkpoint": f"{made['at']}/ray"}
-    roomy = SMALL.model_copy(update={"memory": "3Gi"})
+    roomy = SMALL.adjust_role("trainer", memory="3Gi")
     assert launched(cluster, as_rayjob(Native(nodes=2, args=given), f"{run}-ray", roomy, run=run)) == 0
     assert "sft: 3/3 steps" in capfd.readouterr().out

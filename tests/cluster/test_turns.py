@@ -22,7 +22,7 @@ from tuneloop.kube.connection import Connection
 from tuneloop.sharing.document import Document
 from tuneloop.sharing.opening import open_turns
 from tuneloop.stages.data_prep import data_prep
-from tuneloop.workflow.settings import RUN_LABEL, Share
+from tuneloop.workflow.settings import RUN_LABEL, AcceleratorResources, Share
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PATIENCE = 15.0
@@ -30,14 +30,15 @@ PATIENCE = 15.0
 
 def sharing(group: str, stages: int = 0, seconds: int = 0) -> dict[str, Any]:
     """Stages of a second one after the other, or one pod that only holds its turn; each takes the group's turn."""
-    shared = SMALL.model_copy(update={"share": Share(group=group, patience=PATIENCE)})
+    scorer = AcceleratorResources(cpu="50m", memory="256Mi")
+    shared = SMALL.model_copy(update={"share": Share(group=group, patience=PATIENCE), "scorer": scorer})
     with define_workflow("turns", cluster=shared) as built:
-        fields = {**pod_fields("base", True, shared), **retry_fields()}
+        fields = {**pod_fields("base", "scorer", shared), **retry_fields()}
         hold = Container(name="hold", command=["sleep"], args=[str(seconds)], **fields)
         stage: Any = stage_template(data_prep, {"train": 8, "eval": 4, "sft": 0}, dynamic=["seed"], cluster=shared)
         stage.labels = fields["labels"]  # the least of all stages, made one that uses devices
         for made in (hold, stage):
-            take_turns(made, shared)
+            take_turns(made, shared, "trainer")
         with DAG(name="main"):
             tasks = [stage(name=f"s{i}", arguments={"seed": i, "prompts": f"{RUN}/s{i}"}) for i in range(stages)]
             for before, after in itertools.pairwise(tasks):

@@ -12,7 +12,13 @@ HERE = Path(__file__).parent / "kfp"
 PIPELINES = sorted(Path(__file__).parents[2].glob("pipelines/*.py"))
 FORMS = {
     "": [],
-    "-unrolled": ["loop.iterations=2", "kfp.unroll=2", "loop.evaluate_every=1", "cluster.gpus=1"],
+    "-unrolled": [
+        "loop.iterations=2",
+        "kfp.unroll=2",
+        "loop.evaluate_every=1",
+        "cluster.trainer.gpus=2",
+        "cluster.sampler.gpus=1",
+    ],
 }
 
 

@@ -1,5 +1,6 @@
 """What `manifests/`, `images/` and `requirements/` promise, as far as it can be seen without a cluster."""
 
+import copy
 import functools
 import json
 import re
@@ -8,8 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.unit.planning.test_plan import PUBLISHED
 from tuneloop.cluster.launch import KINDS, Kind
+from tuneloop.cluster.queue_problems import compute_pod_requests, parse_resource_quantity
 from tuneloop.config.loading import dump_workflow, find_pipeline, list_pipelines
+from tuneloop.workflow.manifest import labels_of
+from tuneloop.workflow.settings import QUEUE_LABEL
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "manifests"
@@ -76,6 +81,33 @@ def test_a_rendered_workflow_names_what_the_base_ships(name: str) -> None:
 
 def test_the_local_queue_leads_to_the_cluster_queue() -> None:
     assert named("LocalQueue")["tuneloop"]["spec"]["clusterQueue"] in named("ClusterQueue")
+
+
+def test_what_names_no_priority_class_is_above_low() -> None:
+    """Kueue gives it 0, and preempts who is lower."""
+    values = {name: each["value"] for name, each in named("WorkloadPriorityClass").items()}
+    assert values["tuneloop-low"] < 0 == values["tuneloop-normal"] < values["tuneloop-high"]
+
+
+def test_the_quota_of_a_node_with_gpus_holds_a_run_that_uses_all_of_them(tmp_path: Path) -> None:
+    """A server beside the largest stage of a model of 7 billion parameters."""
+    queue = copy.deepcopy(named("ClusterQueue")["tuneloop"])
+    for patch in yaml.safe_load((MANIFESTS / "components" / "gpu-nvidia" / "quota.yaml").read_text()):
+        *above, last = patch["path"].strip("/").split("/")
+        place = functools.reduce(lambda found, key: found[int(key) if key.isdigit() else key], above, queue)
+        place.append(patch["value"]) if last == "-" else place.update({last: patch["value"]})
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama-2-7b"][1]))
+    pipeline, sets = find_pipeline("sft_then_grpo"), ["cluster.trainer.gpus=6", "cluster.sampler.gpus=2"]
+    made = pipeline.build(pipeline.configure(sets=[f"base_model={tmp_path}", *sets]))
+    asked = {t["name"]: compute_pod_requests(t) for t in made["spec"]["templates"] if QUEUE_LABEL in labels_of(t)}
+    server, largest = asked.pop("serve"), {}
+    for each in asked.values():
+        largest = {resource: max(amount, largest.get(resource, 0)) for resource, amount in each.items()}
+    (group,) = queue["spec"]["resourceGroups"]
+    quota = {r["name"]: parse_resource_quantity(r["nominalQuota"]) for r in group["flavors"][0]["resources"]}
+    assert {*group["coveredResources"]} == quota.keys() == largest.keys()
+    assert largest["nvidia.com/gpu"] + server["nvidia.com/gpu"] == quota["nvidia.com/gpu"]
+    assert all(largest[resource] + server[resource] <= quota[resource] for resource in quota)
 
 
 def test_images_run_without_root_and_pass_signals() -> None:

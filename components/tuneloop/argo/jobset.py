@@ -17,27 +17,25 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from tuneloop.argo import claims
-from tuneloop.argo.pod_fields import LIMIT, NOBODY, RESTRICTED, pod_fields, retry_fields
+from tuneloop.argo.pod_fields import EXECUTOR, LIMIT, NOBODY, RESTRICTED, place_fields, pod_fields, retry_fields
 from tuneloop.core.attempts import ATTEMPT
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRIED_CODES, RETRY_STEP
 from tuneloop.core.errors import UserError
 from tuneloop.workflow.manifest import parse_applied_object
-from tuneloop.workflow.settings import RUN_LABEL, Cluster
+from tuneloop.workflow.settings import AUTO, RUN_LABEL, Cluster, ResourceRole
 
 if TYPE_CHECKING:
     from hera.workflows import Container, Steps
 
 PORT = 29500
-GRACE = 300
-"""Seconds between SIGTERM and SIGKILL: the last step, and the resume point."""
 PATCH = {
     "containers": [
         {"name": "wait", "$patch": "delete"},
         {
             "name": "main",
             "securityContext": RESTRICTED,
-            "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
+            "resources": {**EXECUTOR, "limits": {"memory": "256Mi"}},
         },
     ],
     "initContainers": [{"name": "init", "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}]}],
@@ -49,9 +47,6 @@ LONGEST = 63
 """Characters of a pod's name that JobSet's webhook admits, with the five at its end that tell attempts apart."""
 RESUMED = 99
 """A run's workflows are numbered; room is kept for so many."""
-SHM = {"name": "shm", "emptyDir": {"medium": "Memory"}}
-"""Where the ranks of a pod exchange tensors; a container's own has 64 MiB."""
-SHM_MOUNT = {"name": "shm", "mountPath": "/dev/shm"}
 RENDEZVOUS = {
     "name": "PET_RDZV_ID",
     "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}},
@@ -67,12 +62,19 @@ RESTART = {
 
 
 def jobset_steps(
-    component: Component, result: Container, processes: int, nodes: int, cluster: Cluster, numbered: bool
+    component: Component,
+    result: Container,
+    role: ResourceRole,
+    processes: int,
+    nodes: int,
+    cluster: Cluster,
+    numbered: bool,
 ) -> Steps:
     """Build the stage as a template of the same name, inputs and outputs as the one for a single pod.
 
     Args:
         result: the stage in one process; it becomes the step that reads the output.
+        role: what its pods compute.
         processes: ranks of torchrun in a pod.
         nodes: pods.
         numbered: the stage runs more than once in a workflow, told apart by its ``iteration``.
@@ -87,7 +89,7 @@ def jobset_steps(
     ranks = ranks_env(name, nodes, processes)
     manifest = build_jobset(
         name,
-        pod_spec(component.image, component.accelerator, command, args, cluster, ranks),
+        pod_spec(component.image, role, command, args, cluster, ranks),
         nodes,
         labels={
             RUN_LABEL: "{{workflow.parameters.run}}",
@@ -96,7 +98,7 @@ def jobset_steps(
             "workflows.argoproj.io/workflow": "{{workflow.name}}",  # `argo logs` goes by it
             **(claims.build_sharing_labels(cluster.share, claims.role_of(component.image)) if cluster.share else {}),
         },
-        queue=cluster.queue_labels if component.accelerator else {},
+        queue={} if role == "cpu" else cluster.queue_labels,
         stage=component.template,
     )
     inputs: Any = result.inputs
@@ -110,6 +112,7 @@ def jobset_steps(
         manifest=dump_manifest(manifest),
         executor=ExecutorConfig(service_account_name="tuneloop-launcher"),
         pod_spec_patch=json.dumps(PATCH, separators=(",", ":")),
+        **place_fields(cluster.cpu),
         **retry_fields(RETRY_STEP),
     )
     passed = {p.name: "{{inputs.parameters.%s}}" % p.name for p in inputs}
@@ -213,7 +216,7 @@ def ranks_env(name: str, nodes: int, processes: int) -> list[dict[str, Any]]:
 
 def pod_spec(
     image: str,
-    accelerator: bool,
+    role: ResourceRole,
     command: Sequence[str],
     args: Sequence[str],
     cluster: Cluster,
@@ -223,18 +226,21 @@ def pod_spec(
 
     Args:
         image: logical name.
-        accelerator: whether it asks for the cluster's GPUs.
+        role: what it computes.
         env: beside what every stage has.
 
     Raises:
         UserError: it should share devices with other runs: turns are had pod by pod.
     """
-    share = cluster.share if accelerator else None
+    share = None if role == "cpu" else cluster.share
     if share and not share.alone:
         remedy = "is for stages of one pod: leave it out, or set runs_per_claim=1"
         raise UserError("cluster.share.group", share.group, remedy)
 
-    about = pod_fields(image, accelerator, cluster)
+    own = cluster.resources(role)
+    if not own.shm:  # where the ranks of a pod, or Ray, exchange tensors
+        cluster = cluster.adjust_role(role, shm=AUTO)
+    about = pod_fields(image, role, cluster)
     container: dict[str, Any] = {
         "name": CONTAINER,
         "image": about["image"],
@@ -245,16 +251,17 @@ def pod_spec(
         "envFrom": [_plain(source.build()) for source in about["env_from"]],
         "resources": _plain(about["resources"].build()),
         "securityContext": RESTRICTED,
-        "volumeMounts": [_plain(volume._build_volume_mount()) for volume in about["volumes"]] + [SHM_MOUNT],
+        "volumeMounts": [_plain(volume._build_volume_mount()) for volume in about["volumes"]],
     }
     return {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": GRACE,
+        "terminationGracePeriodSeconds": own.grace_s,
         "serviceAccountName": "tuneloop-stage",
         "automountServiceAccountToken": False,
         "securityContext": NOBODY,
         "containers": [container],
-        "volumes": [_plain(volume._build_volume()) for volume in about["volumes"]] + [SHM],
+        "volumes": [_plain(volume._build_volume()) for volume in about["volumes"]],
+        **own.place,
         **(claims.place_pod_on_claim(container, share, claims.role_of(image)) if share else {}),
     }
 

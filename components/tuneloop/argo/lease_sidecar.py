@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tuneloop.argo.claims import claim_tag
 from tuneloop.argo.pod_fields import RESTRICTED
 from tuneloop.core import fencing
-from tuneloop.workflow.settings import ROLE_LABEL, Cluster, Share
+from tuneloop.workflow.settings import Cluster, Share
 
 if TYPE_CHECKING:
     from hera.workflows import Container
@@ -30,8 +30,8 @@ FOREVER = 2**31 - 1
 """Looks of a probe, one a second: a turn may be long in coming."""
 
 
-def take_turns(made: Container, cluster: Cluster) -> None:
-    """Give `made`, of a stage that uses shared devices, its sidecar; nothing where they are not shared."""
+def take_turns(made: Container, cluster: Cluster, role: str) -> None:
+    """Give `made`, of a stage that uses the shared devices of `role`, its sidecar; nothing where none are shared."""
     from hera.workflows import EmptyDirVolume, models
 
     share = cluster.share
@@ -40,7 +40,6 @@ def take_turns(made: Container, cluster: Cluster) -> None:
     volumes: Any = made.volumes or []
     env: Any = made.env or []
     # Hera's own UserContainer leaves out the restart policy.
-    role = str((made.labels or {})[ROLE_LABEL])
     own = models.UserContainer.model_validate(build_lease_sidecar(share, role, cluster.images.format(image="base")))
     made.init_containers = [*(made.init_containers or []), own]
     made.volumes = [*volumes, EmptyDirVolume(name=NAME, mount_path=PLACE), build_token_volume()]

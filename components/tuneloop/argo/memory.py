@@ -1,4 +1,4 @@
-"""A Workflow whose pods ask for the memory that `memory_estimate` finds, where `cluster.memory` is ``auto``.
+"""A Workflow whose pods ask for the memory that `memory_estimate` finds, where their role's memory is ``auto``.
 
 Such a pod is rendered with a request and no limit (`tuneloop.workflow.settings`). Once the whole workflow is there to
 be read, request and limit are set to what its stage needs; where only a part of that is known, the request alone, and

@@ -8,14 +8,15 @@ from typing import Any
 from hera.workflows import Container, Parameter
 from hera.workflows.models import ValueFrom
 
+from tuneloop.argo.claims import role_of
 from tuneloop.argo.lease_sidecar import take_turns
-from tuneloop.argo.pod_fields import OUTPUTS, retried_pod_fields
+from tuneloop.argo.pod_fields import OUTPUTS, find_role, retried_pod_fields
 from tuneloop.argo.tasks import RUN, input_tag
 from tuneloop.argo.template import constant_flags
 from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Loop, StageSpec, Step
 from tuneloop.workflow.pod_loop import PROGRAM, PodLoop, StageCall
-from tuneloop.workflow.settings import Cluster
+from tuneloop.workflow.settings import Cluster, ResourceRole
 
 
 def describe_loop(
@@ -49,6 +50,13 @@ def describe_loop(
     return PodLoop(steps=steps, carry=carry, reward=reward, check=check, evaluate_every=evaluate_every)
 
 
+def list_roles(loop: Loop, specs: Sequence[StageSpec], evaluate_every: int) -> list[ResourceRole]:
+    """List what the stages of a loop compute that one pod runs."""
+    known = {spec.component: spec.parameters for spec in specs}
+    steps = [*loop.steps, *([loop.check] if evaluate_every else [])]
+    return [find_role(step.component, known[step.component], step.wires) for step in steps]
+
+
 def pod_template(
     loop: PodLoop,
     inputs: Sequence[str],
@@ -56,6 +64,7 @@ def pod_template(
     values: Mapping[str, str],
     *,
     per_pod: int,
+    role: ResourceRole,
     cluster: Cluster,
 ) -> Container:
     """Return the template `iterations`, a container that runs `per_pod` of them.
@@ -64,7 +73,7 @@ def pod_template(
         inputs: its input parameters, which are values of the loop.
         outputs: its output parameters.
         values: more values of the loop.
-        cluster: what the pod asks for.
+        role, cluster: what the pod asks for.
     """
     passed = {**{name: input_tag(name) for name in inputs}, **values}
     made = Container(
@@ -78,7 +87,7 @@ def pod_template(
             *("--target-reward", "{{workflow.parameters.target-reward}}"),
             *(word for name, value in passed.items() for word in ("--value", f"{name}={value}")),
         ],
-        **retried_pod_fields("rollout", True, cluster),
+        **retried_pod_fields("rollout", role, cluster),
     )
-    take_turns(made, cluster)
+    take_turns(made, cluster, role_of("rollout"))
     return made

@@ -8,7 +8,7 @@ from typing import Any
 from hera.workflows import DAG, Workflow
 
 from tuneloop.argo.loop import Templates, build_loop, build_part, build_pods, call_loop
-from tuneloop.argo.multi_stage_pod import describe_loop, pod_template
+from tuneloop.argo.multi_stage_pod import describe_loop, list_roles, pod_template
 from tuneloop.argo.tasks import RUN, Output, Outputs
 from tuneloop.argo.template import define_workflow, server_template, stage_template
 from tuneloop.config.loop import LoopPipelineConfig
@@ -72,7 +72,8 @@ def iterations_template(loop: Loop, specs: Sequence[StageSpec], config: LoopPipe
     """Make the template of a pod of several iterations."""
     published, settings = config.published(RUN), config.loop
     described = describe_loop(loop, specs, {"seed": config.seed}, published, settings.evaluate_every)
-    about: Any = {"per_pod": settings.iterations_per_pod, "cluster": config.cluster}
+    role, cluster = config.cluster.merge_roles(list_roles(loop, specs, settings.evaluate_every))
+    about: Any = {"per_pod": settings.iterations_per_pod, "role": role, "cluster": cluster}
     return pod_template(described, loop.inputs, loop.pod_outputs, published, **about)
 
 

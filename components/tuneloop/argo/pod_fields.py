@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tuneloop.argo import claims
 from tuneloop.core.attempts import ATTEMPT, LAST_END, MORE_MEMORY
+from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_STAGE, RETRY_STEP
-from tuneloop.workflow.settings import Cluster, Share
+from tuneloop.workflow.settings import AUTO, GRACE_S, Cluster, ResourceRole, Resources
 
-SCRATCH = "/tmp"
+SCRATCH, SHM = "/tmp", "/dev/shm"
 OUTPUTS = f"{SCRATCH}/tuneloop/outputs"
 CLAIM = "/store"
 """Where `Cluster.claim` is mounted."""
@@ -26,6 +27,12 @@ deadline counted from the start of the first attempt."""
 LIMIT = 1000
 """Of attempts, for pods that end before they can count (`tuneloop.core.attempts`): four preemptions an hour for ten
 days. The controller keeps to the pause only where a limit is given."""
+SMALL = {"cpu": "50m", "memory": "256Mi", "memory_on_retry": ""}
+"""Resources of a pod that only talks to the API server."""
+EXECUTOR = {"requests": {"cpu": "10m", "memory": "64Mi"}}
+"""Resources of Argo's own containers in a pod."""
+ELSEWHERE = "endpoint"
+"""The engine whose servers are somebody else's."""
 NOBODY = {
     **{"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
     "seccompProfile": {"type": "RuntimeDefault"},
@@ -34,22 +41,37 @@ NOBODY = {
 RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
-def pod_fields(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any]:
-    """Return what every pod of ours has: an image, a way to its store, a scratch disk, requests, no rights."""
+def read_engine(component: Component, given: Mapping[str, Any]) -> str | None:
+    """Return the engine that a stage samples with, by its parameters; None where it does not sample."""
+    field = component.Params.model_fields.get("engine")
+    return given.get("engine", field and field.default)
+
+
+def find_role(component: Component, given: Mapping[str, Any], wired: Iterable[str] = ()) -> ResourceRole:
+    """Find what the pod of a stage computes: nothing, where the stage only calls a server.
+
+    Args:
+        given: its parameters.
+        wired: those that the graph passes.
+    """
+    engine, served = read_engine(component, given), given.get("endpoint") or "endpoint" in wired
+    if not component.accelerator or engine == ELSEWHERE or (engine == "vllm" and served):
+        return "cpu"
+    if component.role == "trainer" or component.role == "scorer":
+        return component.role
+    return "sampler" if component.image == "rollout" else "scorer"
+
+
+def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, Any]:
+    """Return what every pod of ours has: an image, a way to its store, disks, requests, a place, no rights."""
     from hera.workflows import ConfigMapEnvFrom, EmptyDirVolume, ExistingVolume, Resources, SecretEnvFrom, models
 
-    name = cluster.images.format(image=image)
-    labels = {"app.kubernetes.io/component": image}
-    if accelerator:
-        labels |= cluster.queue_labels
-    gpus = cluster.gpus if accelerator else 0
-    share = cluster.share if accelerator else None
-    shared = shared_fields(share, image) if share else {}
-    labels |= shared.pop("labels", {})
+    name, own = cluster.images.format(image=image), cluster.resources(role)
+    share = None if role == "cpu" else cluster.share
+    limit: Any = None if own.shm == AUTO else own.shm
     return {
         "image": name,
         "image_pull_policy": "IfNotPresent",
-        "labels": labels,
         "env": [
             models.EnvVar(name="TUNELOOP_OUTPUTS", value=OUTPUTS),
             models.EnvVar(name="TUNELOOP_IMAGE", value=name),
@@ -58,32 +80,43 @@ def pod_fields(image: str, accelerator: bool, cluster: Cluster) -> dict[str, Any
         ],
         "env_from": [ConfigMapEnvFrom(name=STORE, optional=True), SecretEnvFrom(name=STORE, optional=True)],
         "resources": Resources(
-            cpu_request=cluster.cpu,
-            memory_request=(share and share.request) or cluster.memory_request,
-            memory_limit=cluster.memory_limit,
-            gpus=gpus or None,
+            cpu_request=own.cpu,
+            memory_request=(share and share.request) or own.memory_request,
+            memory_limit=own.memory_limit,
+            gpus=cluster.count_gpus(role) or None,
         ),
         "security_context": models.SecurityContext.model_validate(RESTRICTED),
         "volumes": [
             EmptyDirVolume(name="scratch", mount_path=SCRATCH),
             *([ExistingVolume(name="store", claim_name=cluster.claim, mount_path=CLAIM)] if cluster.claim else ()),
+            *([EmptyDirVolume(name="shm", mount_path=SHM, medium="Memory", size_limit=limit)] if own.shm else ()),
         ],
-        **shared,
+        **role_fields(image, role, cluster),
     }
 
 
-def shared_fields(share: Share, image: str) -> dict[str, Any]:
-    """Return what a template of a stage that shares devices has beside."""
+def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, Any]:
+    """Return how a pod of a role is admitted, where it may run, and how it is ended."""
     from hera.workflows.models import Affinity
 
-    role = claims.role_of(image)
-    patch, placed = claims.pod_patch(share, role), claims.build_affinity(share, role)
-    fields: dict[str, Any] = {"labels": claims.build_sharing_labels(share, role)}
+    own, share = cluster.resources(role), None if role == "cpu" else cluster.share
+    labels = {"app.kubernetes.io/component": image, **({} if role == "cpu" else cluster.queue_labels)}
+    patch: dict[str, Any] = {} if own.grace_s == GRACE_S else {"terminationGracePeriodSeconds": own.grace_s}
+    fields = place_fields(own)
+    if share:
+        of = claims.role_of(image)
+        labels |= claims.build_sharing_labels(share, of)
+        patch |= claims.pod_patch(share, of)
+        if placed := claims.build_affinity(share, of):
+            fields["affinity"] = Affinity.model_validate(placed)
     if patch:
         fields["pod_spec_patch"] = json.dumps(patch, separators=(",", ":"))
-    if placed:
-        fields["affinity"] = Affinity.model_validate(placed)
-    return fields
+    return {**fields, "labels": labels}
+
+
+def place_fields(own: Resources) -> dict[str, Any]:
+    """Return the fields of a template that say on which nodes its pod may run."""
+    return {"node_selector": own.place.get("nodeSelector"), "tolerations": own.place.get("tolerations")}
 
 
 def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
@@ -96,23 +129,23 @@ def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
 
 def step_fields(account: str, cluster: Cluster) -> dict[str, Any]:
     """Return what a small step of ours has, one that asks the API server for something as a service account."""
-    small = cluster.model_copy(update={"cpu": "50m", "memory": "256Mi"})
+    small = cluster.adjust_role("cpu", **SMALL)
     rights = {"service_account_name": account, "automount_service_account_token": True}
-    return {**rights, **pod_fields("base", False, small), **retry_fields(RETRY_STEP)}
+    return {**rights, **pod_fields("base", "cpu", small), **retry_fields(RETRY_STEP)}
 
 
 def retried_pod_fields(
-    image: str, accelerator: bool, cluster: Cluster, expression: str = RETRY_STAGE, env: Sequence[Any] = ()
+    image: str, role: ResourceRole, cluster: Cluster, expression: str = RETRY_STAGE, env: Sequence[Any] = ()
 ) -> dict[str, Any]:
     """Return `pod_fields` and `retry_fields` of a pod that knows the attempts before it and may get more memory."""
     from hera.workflows.models import EnvVar
 
-    fields = pod_fields(image, accelerator, cluster)
+    fields, own = pod_fields(image, role, cluster), cluster.resources(role)
     # What it is told of the attempts before it: `tuneloop.core.attempts`.
     before = {ATTEMPT: "{{retries}}", LAST_END: "{{lastRetry.status}} {{lastRetry.exitCode}} {{lastRetry.message}}"}
-    if cluster.memory_on_retry:
-        before[MORE_MEMORY] = cluster.memory_on_retry
-        limit = f"{{{{=asInt(retries) > 0 ? '{cluster.memory_on_retry}' : '{cluster.memory_limit}'}}}}"
+    if own.memory_on_retry:
+        before[MORE_MEMORY] = own.memory_on_retry
+        limit = f"{{{{=asInt(retries) > 0 ? '{own.memory_on_retry}' : '{own.memory_limit}'}}}}"
         patch = json.loads(fields.get("pod_spec_patch", "{}"))
         patch.setdefault("containers", []).append({"name": "main", "resources": {"limits": {"memory": limit}}})
         fields["pod_spec_patch"] = json.dumps(patch, separators=(",", ":"))

@@ -34,7 +34,16 @@ from tuneloop.argo.claim_steps import seat_templates
 from tuneloop.argo.jobset import jobset_steps
 from tuneloop.argo.lease_sidecar import take_turns
 from tuneloop.argo.memory import Workflow
-from tuneloop.argo.pod_fields import NOBODY, OUTPUTS, RESTRICTED, retried_pod_fields
+from tuneloop.argo.pod_fields import (
+    ELSEWHERE,
+    EXECUTOR,
+    NOBODY,
+    OUTPUTS,
+    RESTRICTED,
+    find_role,
+    read_engine,
+    retried_pod_fields,
+)
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
 from tuneloop.core.program import to_kebab_case
@@ -54,8 +63,8 @@ def define_workflow(
     labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "tuneloop"}
     own = {key.replace("_", "-"): value for key, value in (parameters or {}).items()}
     patch = {
-        "containers": [{"name": "wait", "securityContext": RESTRICTED}],
-        "initContainers": [{"name": "init", "securityContext": RESTRICTED}],
+        "containers": [{"name": "wait", "securityContext": RESTRICTED, "resources": EXECUTOR}],
+        "initContainers": [{"name": "init", "securityContext": RESTRICTED, "resources": EXECUTOR}],
     }
     cluster = cluster or Cluster()
     seats: Any = seat_templates(cluster)
@@ -115,6 +124,7 @@ def stage_template(
     if nodes > 1:
         given["expected_world_size"] = nodes * processes
     passed = [*component.inputs, component.output, *dynamic]
+    role = find_role(component, given, dynamic)
     optional = {name for name, required in component.inputs.items() if not required}
     optional |= {name for name in dynamic if not component.Params.model_fields[name].is_required()}
     flags = constant_flags(component, given, dynamic)
@@ -134,13 +144,13 @@ def stage_template(
         ],
         command=component.command(processes if nodes == 1 else 1),
         args=flags,
-        **retried_pod_fields(component.image, component.accelerator and nodes == 1, cluster),
+        **retried_pod_fields(component.image, role if nodes == 1 else "cpu", cluster),
     )
-    if component.accelerator and nodes == 1:
-        take_turns(made, cluster)
-    if nodes == 1:
-        return made
-    return jobset_steps(component, made, processes, nodes, cluster, numbered="iteration" in dynamic)
+    if nodes > 1:
+        return jobset_steps(component, made, role, processes, nodes, cluster, numbered="iteration" in dynamic)
+    if component.accelerator and read_engine(component, given) != ELSEWHERE:  # a client drives the run's own server
+        take_turns(made, cluster, claims.role_of(component.image))
+    return made
 
 
 def server_template(
@@ -171,7 +181,7 @@ def server_template(
         readiness_probe=Probe(
             http_get=HTTPGetAction(path="/health", port=port), period_seconds=1, failure_threshold=600
         ),
-        **retried_pod_fields("rollout", True, cluster or Cluster(), RETRY_SERVER, [address]),
+        **retried_pod_fields("rollout", "sampler", cluster or Cluster(), RETRY_SERVER, [address]),
     )
 
 

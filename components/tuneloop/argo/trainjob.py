@@ -19,7 +19,7 @@ from tuneloop.argo.pod_fields import step_fields
 from tuneloop.core.errors import UserError
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends import LLMBackend, stage_flags
-from tuneloop.workflow.settings import RUN_LABEL, Cluster
+from tuneloop.workflow.settings import RUN_LABEL, Cluster, ResourceRole
 
 if TYPE_CHECKING:
     from hera.workflows import Container
@@ -52,7 +52,8 @@ def as_trainjob(
     backend.validate()
     if cluster.share:
         raise UserError("cluster.share.group", cluster.share.group, "no claim reaches a TrainJob: render a JobSet")
-    container = pod_spec("trainer", True, [], [], cluster)["containers"][0]
+    container = pod_spec("trainer", "trainer", [], [], cluster)["containers"][0]
+    place = {"spec": cluster.trainer.place} if cluster.trainer.place else {}
     labels = _labels(run)
     initializer = {part: {"storageUri": uri} for part, uri in (("dataset", dataset), ("model", model)) if uri}
     return {
@@ -62,7 +63,7 @@ def as_trainjob(
         "spec": {
             "runtimeRef": {"name": runtime or f"tuneloop-{backend.framework()}"},
             "labels": labels,
-            "podTemplateOverrides": [{"targetJobs": [{"name": "node"}], "metadata": {"labels": labels}}],
+            "podTemplateOverrides": [{"targetJobs": [{"name": "node"}], "metadata": {"labels": labels}, **place}],
             **({"initializer": initializer} if initializer else {}),
             "trainer": {
                 "image": container["image"],
@@ -111,15 +112,15 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
 def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
     """Render as a RayJob: a Ray cluster of as many pods, one rank group on each, gone when the job ends."""
     backend.validate()
-    gpus = ["--gpus", str(cluster.gpus)] if cluster.gpus else []
+    gpus = ["--gpus", str(cluster.trainer.gpus)] if cluster.trainer.gpus else []
     sizes = ["--nodes", str(backend.nodes), "--processes", str(backend.processes), *gpus]
     driver = ["python", "-m", "tuneloop.training.ray_driver", *sizes]
     entry = [*driver, "--", *backend.to_command(), *backend.to_args()]
-    return build_rayjob(entry, name, cluster, backend.nodes, accelerator=True, run=run)
+    return build_rayjob(entry, name, cluster, backend.nodes, role="trainer", run=run)
 
 
 def build_rayjob(
-    entry: Sequence[str], name: str, cluster: Cluster, nodes: int, *, accelerator: bool = False, run: str = ""
+    entry: Sequence[str], name: str, cluster: Cluster, nodes: int, *, role: ResourceRole = "cpu", run: str = ""
 ) -> dict[str, Any]:
     """Build a RayJob of KubeRay 1.5: a program that drives a Ray cluster of `nodes` pods.
 
@@ -127,22 +128,22 @@ def build_rayjob(
     field for exit codes: `tuneloop.cluster.launch` reads the driver's from the job's message.
     """
 
-    def pod(container: str) -> dict[str, Any]:
-        spec = pod_spec("ray", accelerator, [], [], cluster)
+    def pod(container: str, role: ResourceRole) -> dict[str, Any]:
+        spec = pod_spec("ray", role, [], [], cluster)
         del spec["restartPolicy"]
         own = spec["containers"][0]
         own.update(name=container)
         del own["command"], own["args"]
         return {"metadata": {"labels": _labels(run)}, "spec": spec}
 
-    submitter = pod("ray-job-submitter")
+    submitter = pod("ray-job-submitter", "cpu")
     submitter["spec"]["restartPolicy"] = "Never"
     workers = {"groupName": "node", "replicas": nodes - 1, "minReplicas": nodes - 1, "maxReplicas": nodes - 1}
-    workers |= {"rayStartParams": RAY_START, "template": pod("ray-worker")}
+    workers |= {"rayStartParams": RAY_START, "template": pod("ray-worker", role)}
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
-        "metadata": {"name": name, "labels": {**_labels(run), **cluster.queue_labels}},
+        "metadata": {"name": name, "labels": {**_labels(run), **({} if role == "cpu" else cluster.queue_labels)}},
         "spec": {
             "entrypoint": shlex.join(entry),
             "shutdownAfterJobFinishes": True,
@@ -150,7 +151,7 @@ def build_rayjob(
             "submitterPodTemplate": submitter,
             "submitterConfig": {"backoffLimit": 0},
             "rayClusterSpec": {
-                "headGroupSpec": {"rayStartParams": RAY_START, "template": pod("ray-head")},
+                "headGroupSpec": {"rayStartParams": RAY_START, "template": pod("ray-head", role)},
                 "workerGroupSpecs": [workers] if nodes > 1 else [],
             },
         },
@@ -212,7 +213,7 @@ def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> Cont
 def _pod(backend: LLMBackend, name: str, cluster: Cluster) -> dict[str, Any]:
     backend.validate()
     ranks = ranks_env(name, backend.nodes, backend.processes)
-    return pod_spec("trainer", True, backend.to_command(), backend.to_args(), cluster, ranks)
+    return pod_spec("trainer", "trainer", backend.to_command(), backend.to_args(), cluster, ranks)
 
 
 def _labels(run: str) -> dict[str, str]:

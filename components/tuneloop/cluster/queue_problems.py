@@ -87,9 +87,10 @@ def _quota(workflow: Mapping[str, Any], spec: Mapping[str, Any], queue: str, clu
         t for t in workflow["spec"]["templates"] if labels_of(parse_applied_object(t) or t).get(QUEUE_LABEL) == queue
     ]
     # A daemon keeps its share while the others run.
-    held = _sum(compute_pod_requests(template) for template in own if template.get("daemon"))
+    beside = json.loads(workflow["spec"].get("podSpecPatch") or "{}").get("containers", ())  # Argo's own
+    held = _sum(compute_pod_requests(template, beside) for template in own if template.get("daemon"))
     for template in own:
-        alone = compute_pod_requests(template)
+        alone = compute_pod_requests(template, beside)
         wanted = alone if template.get("daemon") else _sum((alone, held))
         for resource, amount in sorted(wanted.items()):
             if resource not in quota:
@@ -112,12 +113,16 @@ def _largest(spec: Mapping[str, Any]) -> Amounts:
     return best
 
 
-def compute_pod_requests(template: Mapping[str, Any]) -> Amounts:
-    """Compute the resources that the pod of a template requests; a limit without a request counts as one."""
+def compute_pod_requests(template: Mapping[str, Any], beside: Iterable[Mapping[str, Any]] = ()) -> Amounts:
+    """Compute the resources that the pod of a template requests; a limit without a request counts as one.
+
+    Args:
+        beside: containers that Argo adds to a pod of its own, not to those of a job.
+    """
     if job := parse_applied_object(template):
         return _of_job(job)
-    beside = [*template.get("sidecars", ()), *template.get("initContainers", ())]  # ours run as long as the pod
-    containers = [template.get("container") or template.get("script") or {}, *beside]
+    ours = [*template.get("sidecars", ()), *template.get("initContainers", ())]  # they run as long as the pod
+    containers = [template.get("container") or template.get("script") or {}, *ours, *beside]
     asked = []
     for container in containers:
         resources = container.get("resources") or {}

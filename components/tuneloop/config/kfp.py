@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -22,9 +20,6 @@ class Kfp(BaseModel):
     )
     retries: int = Field(3, ge=0, description="attempts of a pod after the first, whatever the exit code was")
     timeout_s: int = Field(0, ge=0, description="seconds that a stage may take once its pod runs; 0: no limit")
-    shm: str = Field("", description="of an in-memory /dev/shm for accelerator stages; empty: the runtime's 64 MiB")
-    node_selector: dict[str, str] = Field({}, description="labels of the nodes for accelerator stages")
-    tolerations: list[dict[str, Any]] = Field([], description="key, operator, value, effect, of accelerator stages")
     volumes: dict[str, str] = Field({}, description="PersistentVolumeClaim → path, mounted in every stage")
     image_pull_secrets: list[str] = Field([], description="Secrets of the images' registry")
     jobs: str = Field("tuneloop", description="namespace of the JobSets of stages that span nodes")

@@ -75,17 +75,26 @@ class Pipeline:
                 return from_validation(error)
             return UserError(".".join((*section, key)), first["input"], f"does not fit; it is: {field.description}")
         known = list(self._section(section).model_fields)
-        near = difflib.get_close_matches(key, known, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        near = find_keys(self.Config, key) or difflib.get_close_matches(key, known, n=1)
+        remedy = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
         return UserError(".".join((*section, key)), first["input"], f"unknown key; {remedy}")
 
     def _section(self, names: list[str]) -> type[BaseModel]:
         """Return the model of a section of the configuration."""
         model: Any = self.Config
-        for name in names:
+        for name in (name for name in names if not name.isdigit()):  # that is a place in a list
             kind = model.model_fields[name].annotation  # perhaps `Section | None`
             model = next((part for part in get_args(kind) if hasattr(part, "model_fields")), kind)
         return model  # type: ignore[no-any-return]
+
+
+def find_keys(model: type[BaseModel], key: str, above: str = "") -> list[str]:
+    """Find the sections of a configuration that have a key of this name; return the whole keys."""
+    found = [f"{above}{key}"] if key in model.model_fields else []
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found += find_keys(field.annotation, key, f"{above}{name}.")
+    return found
 
 
 def dump_workflow(workflow: dict[str, Any]) -> str:

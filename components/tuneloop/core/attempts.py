@@ -134,7 +134,7 @@ def _read_record(store: Store, number: int) -> Record | None:
 def _check_memory(number: int) -> None:
     limit = os.environ.get(MORE_MEMORY)
     if not limit:
-        remedy = "set a higher cluster.memory, or cluster.memory_on_retry, the limit of attempts after the first"
-        raise UserError("cluster.memory", None, f"the last attempt ran out of memory; {remedy}")
+        remedy = "set a higher cluster.ROLE.memory, or memory_on_retry there, the limit of attempts after the first"
+        raise UserError("memory", None, f"the last attempt ran out of memory; {remedy} (docs/ends.md)")
     if number > 1:  # the attempt that ended was not the first, so it had the higher limit
-        raise UserError("cluster.memory_on_retry", limit, "was not enough either; set a higher one")
+        raise UserError("memory_on_retry", limit, "was not enough either; set a higher one")

@@ -73,7 +73,7 @@ class Component:
         output: the name of its flag: the kind, or ``<kind>_out`` where an input has that name.
         role: what the stage is in a loop; None where it is none of these.
         image: the logical image name; registry and tag are added when a pipeline is rendered.
-        accelerator: whether the stage asks for GPUs where the cluster has them.
+        accelerator: whether the stage computes on GPUs where its role in the cluster's settings has them.
         results: name → type of the scalars that the workflow may read.
         Params: pydantic model of the parameters.
         options: parameters that are flattened into `Params`: name → their model.

@@ -103,7 +103,7 @@ REJECTED = EndClass(
 MEMORY = EndClass(
     "out of memory",
     f"reason {OUT_OF_MEMORY}",
-    "once, with `cluster.memory_on_retry`; without that no, and the message says what to set",
+    "once, with `memory_on_retry` of its role; without that no, and the message says what to set",
 )
 KILL = EndClass(
     "killed by a signal", f"exit code {', '.join(map(str, sorted(KILLED)))}", "yes, within the budget", counts=True

@@ -48,7 +48,7 @@ from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.inference.http_api import HttpApi, change_policy
 
 GRACE_S = 2
-"""How long running answers may take after SIGTERM: their clients try again, the pod's grace period is short."""
+"""How long running answers may take after SIGTERM: their clients try again, and whoever stops it waits."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

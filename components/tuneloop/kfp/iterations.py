@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--per-task", required=True, type=int, help="iterations after whose multiples a task ends")
     parser.add_argument("--api", required=True, help="address of the KFP API, as pods reach it")
     parser.add_argument("--endpoint", default="", help="of rollout servers that somebody else runs")
-    parser.add_argument("--server", type=json.loads, metavar="JSON", help="port, engine_args and pull of one to run")
+    parser.add_argument("--server", type=json.loads, metavar="JSON", help="of one to run, see run_server")
     parser.add_argument("--weights", help="URL of published versions; default: below the run's")
     parser.add_argument("--executor-input", required=True)
     given = parser.parse_args(argv)
@@ -134,7 +134,7 @@ def run_server(server: Mapping[str, Any], run: str, values: Mapping[str, str], p
     """Run the rollout server, from the policy or the published versions in `values`; yields its endpoint.
 
     Args:
-        server: ``port``, ``engine_args`` and ``pull``.
+        server: ``port``, ``engine_args`` and ``pull``; ``devices`` if it has GPUs of its own.
         run: URL of the run.
         pod: what asks the server; once it is stopped, nobody waits for the server to be ready.
 
@@ -145,7 +145,9 @@ def run_server(server: Mapping[str, Any], run: str, values: Mapping[str, str], p
     words = ["--host", "127.0.0.1", "--port", str(server["port"]), "--engine-args", json.dumps(server["engine_args"])]
     command = [sys.executable, "-m", "tuneloop.inference.server", *source, *words, "--attempts", f"{run}/serve"]
     endpoint = f"http://127.0.0.1:{server['port']}"
-    process = subprocess.Popen(command, start_new_session=True)  # vLLM has workers: they end with it
+    devices = {"CUDA_VISIBLE_DEVICES": server["devices"]} if "devices" in server else {}
+    # vLLM has workers: they end with it.
+    process = subprocess.Popen(command, start_new_session=True, env={**os.environ, **devices})
     try:
         _await_ready(process, f"{endpoint}/health", pod)
         yield endpoint

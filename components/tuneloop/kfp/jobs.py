@@ -18,9 +18,10 @@ from typing import Any
 from kfp import dsl
 from kfp.dsl import Dataset, Input
 
+from tuneloop.argo.pod_fields import SMALL
 from tuneloop.config.kfp import Kfp
 from tuneloop.core.errors import UserError
-from tuneloop.kfp.template import LAUNCHER, REQUIRED, TYPES, Step, configure_task_pod, define_container_component
+from tuneloop.kfp.template import REQUIRED, TYPES, Step, configure_task_pod, define_container_component
 from tuneloop.workflow.settings import Cluster
 
 ABOUT = {"job_name": "of the job: the same again follows the one that stands, or replaces it if it has failed"}
@@ -53,7 +54,7 @@ def launch_step(
     Raises:
         UserError: the job has another name than `NAME`.
     """
-    cluster, kfp = (cluster or Cluster()).model_copy(update=LAUNCHER), kfp or Kfp()
+    cluster, kfp = (cluster or Cluster()).adjust_role("cpu", **SMALL), kfp or Kfp()
     if job["metadata"]["name"] != NAME:
         remedy = "render it with tuneloop.kfp.jobs.NAME: every run has a name of its own"
         raise UserError("metadata.name", job["metadata"]["name"], remedy)
@@ -72,7 +73,7 @@ def launch_step(
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
         task = made(**arguments).set_display_name(name)
-        configure_task_pod(task, image, cluster, kfp, False)
+        configure_task_pod(task, image, cluster, kfp)
         return task
 
     return step

@@ -12,7 +12,7 @@ from typing import Any
 from kfp import dsl
 from kfp.dsl import HTML, ClassificationMetrics, Dataset, Markdown, Metrics, Output
 
-from tuneloop.argo.multi_stage_pod import describe_loop
+from tuneloop.argo.multi_stage_pod import describe_loop, list_roles
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.core.errors import UserError
 from tuneloop.kfp.io import SAME
@@ -53,7 +53,12 @@ def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipeline
         remedy = f"{spread[0]} would have to run inside of a pod: set kfp.unroll to loop.iterations, or this to 1"
         raise UserError("nodes", config.nodes, remedy)
     described = describe_loop(loop, specs, {}, ["seed", *config.published("")], settings.evaluate_every)
-    server = {"port": engine.port, "engine_args": engine.options, "pull": engine.pull}
+    roles, served = list_roles(loop, specs, settings.evaluate_every), engine.name == "vllm"
+    server: dict[str, Any] = {"port": engine.port, "engine_args": engine.options, "pull": engine.pull}
+    role, cluster = config.cluster.merge_roles(roles, served)
+    if served and (own := config.cluster.sampler.gpus):  # the last of the pod's; ranks take the first
+        total = cluster.count_gpus(role)
+        server["devices"] = ",".join(map(str, range(total - own, total)))
     written = [
         *("--loop", described.model_dump_json(exclude_defaults=True), "--iterations", str(settings.iterations)),
         *("--per-task", str(settings.per_workflow), "--api", config.kfp.api),
@@ -83,7 +88,7 @@ def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipeline
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
         task = made(**pass_artifacts_once(arguments, types)).set_display_name(name)
         # It goes on from what the run has committed by now.
-        configure_task_pod(task.set_caching_options(False), image, config.cluster, config.kfp, True)
+        configure_task_pod(task.set_caching_options(False), image, cluster, config.kfp, role)
         return task
 
     return step

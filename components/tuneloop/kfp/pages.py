@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import tuneloop.stages
+from tuneloop.argo.pod_fields import find_role
 from tuneloop.core.component import Component
 from tuneloop.core.program import to_kebab_case
 from tuneloop.kfp.previews import render_markdown_table
@@ -29,7 +30,9 @@ def render_stage_page(stage: Component) -> str:
 
     spec = stage_component(stage, "none", passed=stage.Params.model_fields).component_spec
     kinds = {name: _kind(each.type) for name, each in [*spec.inputs.items(), *spec.outputs.items()]}
-    where = "an accelerator where there is one" if stage.accelerator else "a CPU"
+    role = find_role(stage, {})
+    where = "a CPU" if role == "cpu" else f"what `cluster.{role}` asks for"
+    where += ", or `cluster.cpu` where it calls a server" if "engine" in stage.Params.model_fields else ""
     inputs = [
         (f"`--{to_kebab_case(name)}`", kinds[name], "required" if needed else "optional")
         for name, needed in stage.inputs.items()

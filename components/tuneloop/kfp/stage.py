@@ -27,6 +27,7 @@ from typing import Any
 import xxhash
 
 from tuneloop.argo.jobset import build_jobset, pod_spec, ranks_env
+from tuneloop.argo.pod_fields import find_role
 from tuneloop.cluster.launch import main as follow_job
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Manifest, find_manifest, split_ref
@@ -84,8 +85,9 @@ def launch_jobset(
     name = f"{stage.template}-{xxhash.xxh3_64_hexdigest(url.encode())}"
     command = ["python", "-m", "tuneloop.training.torchrun", *stage.command()[1:]]
     env = ranks_env(name, nodes, processes)
-    pod = pod_spec(stage.image, stage.accelerator, command, build_stage_args(stage, task), wanted, env)
-    queue = wanted.queue_labels if stage.accelerator else {}
+    role = find_role(stage, task.parameters)
+    pod = pod_spec(stage.image, role, command, build_stage_args(stage, task), wanted, env)
+    queue = {} if role == "cpu" else wanted.queue_labels
     labels = {"app.kubernetes.io/part-of": "tuneloop", "app.kubernetes.io/component": stage.image}
     manifest = build_jobset(name, pod, nodes, labels=labels, queue=queue, stage=stage.template)
     return follow_job(["--namespace", namespace, "--manifest", json.dumps(manifest)])

@@ -19,19 +19,17 @@ from kfp.dsl.pipeline_channel import PipelineArtifactChannel
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tuneloop.argo.pod_fields import PLAIN, SECRET, STORE
+from tuneloop.argo.pod_fields import PLAIN, SECRET, SHM, SMALL, STORE, find_role
 from tuneloop.config.kfp import Kfp
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
 from tuneloop.kfp.io import SAME
 from tuneloop.kfp.stage import TARGET, URL, get_result_name
-from tuneloop.workflow.settings import Cluster
+from tuneloop.workflow.settings import AUTO, Cluster, ResourceRole
 
 TYPES = {"checkpoint": Model, "policy": Model, "reference": Model, "model": Model, "metrics": Metrics}
 """Input or output → artifact type; any other is a Dataset."""
 GPU = "nvidia.com/gpu"
-LAUNCHER = {"cpu": "50m", "memory": "256Mi"}
-"""What a pod asks for that only follows a job."""
 REQUIRED = inspect.Parameter.empty
 Step = Callable[..., dsl.PipelineTask]
 
@@ -71,15 +69,17 @@ def stage_step(
     fixed = {k: v for k, v in resolved.model_dump(mode="json").items() if k not in dynamic and v is not None}
     spread = nodes > 1
     image = cluster.images.format(image="base" if spread else component.image)
-    job = {"nodes": nodes, "processes": processes, "cluster": cluster.model_dump(mode="json"), "namespace": kfp.jobs}
+    settings = cluster.model_dump(mode="json", exclude_defaults=True)
+    job = {"nodes": nodes, "processes": processes, "cluster": settings, "namespace": kfp.jobs}
     extra = ["--job", json.dumps(job, separators=(",", ":"))] if spread else []
     made = stage_component(component, image, 1 if spread else processes, {*fixed, *dynamic}, extra)
-    own = cluster.model_copy(update=LAUNCHER) if spread else cluster
+    own = cluster.adjust_role("cpu", **SMALL) if spread else cluster
+    role = "cpu" if spread else find_role(component, given, dynamic)
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
         task = made(**fixed, **pass_artifacts_once(arguments, component.inputs)).set_display_name(name)
         task.set_env_variable("TUNELOOP_NODE_NAME", name)
-        configure_task_pod(task, image, own, kfp, component.accelerator and not spread)
+        configure_task_pod(task, image, own, kfp, role)
         return task
 
     return step
@@ -144,7 +144,7 @@ def define_uncached_step(
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
         task = made(**arguments).set_display_name(name).set_caching_options(False)
-        configure_task_pod(task, image, cluster, kfp, False)
+        configure_task_pod(task, image, cluster, kfp)
         return task
 
     return step
@@ -229,7 +229,9 @@ def define_container_component(
     return dsl.container_component(program)
 
 
-def configure_task_pod(task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, accelerator: bool) -> None:
+def configure_task_pod(
+    task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, role: ResourceRole = "cpu"
+) -> None:
     """Set what the task's pod requests: resources, its queue, access to its store, no rights.
 
     Raises:
@@ -238,9 +240,8 @@ def configure_task_pod(task: dsl.PipelineTask, image: str, cluster: Cluster, kfp
     if cluster.share:
         remedy = "Kubeflow Pipelines have no field for claims, and no step that gives them back: leave it out"
         raise UserError("cluster.share.group", cluster.share.group, remedy)
-    task.set_cpu_request(cluster.cpu).set_memory_request(cluster.memory_request).set_memory_limit(
-        cluster.memory_request
-    )
+    own = cluster.resources(role)
+    task.set_cpu_request(own.cpu).set_memory_request(own.memory_request).set_memory_limit(own.memory_request)
     # KFP makes Argo's maxDuration of the last: a deadline from the first attempt's start, so it must not matter.
     task.set_retry(kfp.retries, backoff_duration="10s", backoff_factor=1, backoff_max_duration="8760h")
     task.set_env_variable("TUNELOOP_IMAGE", image)
@@ -256,21 +257,17 @@ def configure_task_pod(task: dsl.PipelineTask, image: str, cluster: Cluster, kfp
         kubernetes.set_timeout(task, kfp.timeout_s)
     for claim, path in kfp.volumes.items():
         kubernetes.mount_pvc(task, claim, path)
-    if accelerator:
-        _accelerate(task, cluster, kfp)
-
-
-def _accelerate(task: dsl.PipelineTask, cluster: Cluster, kfp: Kfp) -> None:
-    if cluster.gpus:
-        task.set_accelerator_type(GPU).set_accelerator_limit(cluster.gpus)
-    for label, value in cluster.queue_labels.items():
+    if gpus := cluster.count_gpus(role):
+        task.set_accelerator_type(GPU).set_accelerator_limit(gpus)
+    for label, value in ({} if role == "cpu" else cluster.queue_labels).items():
         kubernetes.add_pod_label(task, label, value)
-    if kfp.shm:
-        kubernetes.empty_dir_mount(task, "shm", "/dev/shm", medium="Memory", size_limit=kfp.shm)
-    for label, value in kfp.node_selector.items():
+    if own.shm:
+        limit = None if own.shm == AUTO else own.shm
+        kubernetes.empty_dir_mount(task, "shm", SHM, medium="Memory", size_limit=limit)
+    for label, value in own.node_selector.items():
         kubernetes.add_node_selector(task, label, value)
-    for toleration in kfp.tolerations:
-        kubernetes.add_toleration(task, **toleration)
+    for toleration in own.tolerations:
+        kubernetes.add_toleration(task, **toleration.model_dump(exclude_defaults=True))
 
 
 def _artifacts(component: Component) -> dict[str, Any]:

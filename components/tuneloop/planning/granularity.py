@@ -31,7 +31,11 @@ def list_iterations_per_pod(iterations: int, part: int) -> list[int]:
 
 
 def compare_iterations_per_pod(
-    chosen: int, grains: Sequence[int], loop: Mapping[str, Role], seconds: Mapping[str, float] | None
+    chosen: int,
+    grains: Sequence[int],
+    loop: Mapping[str, Role],
+    idle: Sequence[str],
+    seconds: Mapping[str, float] | None,
 ) -> Iterator[tuple[str, ...]]:
     """Yield the rows of a table: choice, overhead per iteration, idle accelerator seconds, remarks.
 
@@ -39,16 +43,16 @@ def compare_iterations_per_pod(
         chosen: iterations a pod; 0 is a pod a stage.
         grains: what `list_iterations_per_pod` gives.
         loop: stage of an iteration → its role.
+        idle: those of them that leave the accelerators of a pod idle that they share with others.
         seconds: stage → how long it works in an iteration, of a recorded run.
     """
     best = recommend_iterations_per_pod(grains, loop, seconds)
-    scorers = [stage for stage, role in loop.items() if role == "scorer"]
     some = max(pod for pod in grains if pod <= 10)
     for pod in sorted({0, 1, some, grains[-1], chosen, best if best is not None else chosen}):
         name = {0: "a pod a stage", 1: "a pod an iteration"}.get(pod, f"{pod} iterations a pod")
         marks = [mark for mark, holds in (("this plan", pod == chosen), ("recommended", pod == best)) if holds]
-        idle = sum((seconds or {}).get(stage, 0.0) for stage in scorers)
-        held = "0 s" if not pod else f"{' and '.join(scorers)}'s" if seconds is None else f"{idle:.1f} s"
+        told = f"{sum(seconds.get(stage, 0.0) for stage in idle):.1f} s" if seconds else f"{' and '.join(idle)}'s"
+        held = told if pod and idle else "0 s"
         yield name, f"{compute_overhead(pod, len(loop)):.3g} s", held, ", ".join(marks)
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from tuneloop.argo import colocation, memory_estimate
 from tuneloop.argo.claims import TAKE
 from tuneloop.argo.memory_estimate import Model
+from tuneloop.argo.pod_fields import find_role
+from tuneloop.core.artifacts import Role
 from tuneloop.planning.granularity import LOST, REQUEUE, compare_iterations_per_pod, list_iterations_per_pod
 from tuneloop.runs.summary import format_size
 from tuneloop.workflow.manifest import list_calls
@@ -80,15 +82,20 @@ def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, fl
     headings = ("grain of the loop", "overhead an iteration", "accelerator idle", "")
     for heading in headings:
         grains.add_column(heading, no_wrap=True)
-    for row in compare_iterations_per_pod(
-        grain, list_iterations_per_pod(iterations, _parameter(workflow, "per-workflow")), loop, seconds
-    ):
+    choices = list_iterations_per_pod(iterations, _parameter(workflow, "per-workflow"))
+    for row in compare_iterations_per_pod(grain, choices, loop, _list_idle(stages, loop), seconds):
         grains.add_row(*row)
     told = (
         "as measured in the run given" if seconds else "--measured RUN recommends one, by the seconds that a run took"
     )
     note = f"overhead: Argo's {REQUEUE:g} s between two pods; work: {told}\n{LOST}"
     return Group(tree, table, Text("\n".join(lines)), grains, Text(note))
+
+
+def _list_idle(stages: list[Stage], loop: Mapping[str, Role]) -> list[str]:
+    """List the stages of the loop that compute on no accelerator, those among them that only call a server."""
+    known = ((stage, stage.component) for stage in stages if stage.name in loop)
+    return [stage.name for stage, made in known if made and find_role(made, stage.flags, ["endpoint"]) == "cpu"]
 
 
 def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -78,23 +79,48 @@ class Share(BaseModel):
         return self
 
 
-class Cluster(BaseModel):
-    """Names and sizes that a platform team sets. The defaults are those of ``manifests/``."""
+ResourceRole = Literal["trainer", "sampler", "scorer", "cpu"]
+"""What a pod computes: training; sampling; scores and log-probabilities of a model; nothing on an accelerator."""
+ROLES: tuple[ResourceRole, ...] = get_args(ResourceRole)
+GRACE_S = 30
+"""Kubernetes' own grace period, seconds."""
+SharedMemory = Annotated[
+    str,
+    Field(
+        pattern=rf"^({AUTO}|{MEMORY})?$",
+        description="most (8Gi) that an in-memory /dev/shm holds, as a part of the pod's memory; auto: as much as "
+        "that; empty: the runtime's 64 MiB",
+    ),
+]
+Grace = Annotated[
+    int,
+    Field(
+        ge=0,
+        description="seconds between SIGTERM and SIGKILL: the last step, and the resume point; tasks of Kubeflow "
+        "Pipelines have 30, a TrainJob what its runtime says",
+    ),
+]
+
+
+class Toleration(BaseModel):
+    """Of a taint of nodes, in the words of Kubernetes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    images: str = Field(
-        "tuneloop/{image}:dev",
-        pattern=r"\{image\}",
-        description="where images lie; {image} is base, trainer or rollout",
-    )
-    queue: str = Field("tuneloop", description="Kueue LocalQueue of accelerator stages; empty: not queued")
-    priority: str = Field("", description="Kueue WorkloadPriorityClass of accelerator stages")
-    gpus: int = Field(0, ge=0, description="nvidia.com/gpu of each accelerator stage; 0: they run on CPU, and say so")
-    cpu: str = Field("500m", pattern=r"^\d+(\.\d+)?m?$", description="CPU that each stage requests: 500m, 2")
+    key: str = Field("", description="of the taint; empty: any")
+    operator: Literal["Equal", "Exists"] = "Equal"
+    value: str = Field("", description="of the taint, where the operator is Equal")
+    effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = ""
+
+
+class Resources(BaseModel):
+    """What a pod of a role asks for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    cpu: str = Field("500m", pattern=r"^\d+(\.\d+)?m?$", description="CPU that a pod requests: 500m, 2")
     memory: str = Field(
         AUTO,
         pattern=rf"^({AUTO}|{MEMORY})$",
-        description="memory that each stage requests, and its limit: 512Mi, 2Gi; auto: what `tuneloop plan` estimates, "
+        description="memory that a pod requests, and its limit: 512Mi, 2Gi; auto: what `tuneloop plan` estimates, "
         f"and {UNKNOWN} without a limit where it cannot",
     )
     memory_on_retry: str = Field(
@@ -103,21 +129,15 @@ class Cluster(BaseModel):
         description="memory limit (4Gi) of attempts after the first: a stage that ran out of memory is tried "
         "once more; empty: it is not",
     )
-    claim: str = Field(
-        "", description="PersistentVolumeClaim that every stage sees at /store; for --store file:///store/…"
-    )
-    share: Share | None = Field(None, description="share devices with other runs (docs/sharing.md)")
+    shm: SharedMemory = ""
+    grace_s: Grace = GRACE_S
+    node_selector: dict[str, str] = Field({}, description="labels of the nodes where a pod may run")
+    tolerations: list[Toleration] = Field([], description="of taints of the nodes: key, operator, value, effect")
 
     @model_validator(mode="after")
-    def _either(self) -> Cluster:
-        if self.share and self.share.device_class and self.gpus:
-            raise ValueError("gpus are this run's alone, share.device_class is of a claim: set one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _more_memory(self) -> Cluster:
+    def _more_memory(self) -> Resources:
         if self.memory_on_retry and self.memory == AUTO:
-            raise ValueError("memory_on_retry raises the limit that cluster.memory sets: set it, too")
+            raise ValueError("memory_on_retry raises the limit that memory sets: set it, too")
         return self
 
     @property
@@ -128,6 +148,77 @@ class Cluster(BaseModel):
     @property
     def memory_limit(self) -> str | None:
         return None if self.memory == AUTO else self.memory
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """On which nodes a pod may run, as fields of its spec; empty: on all."""
+        tolerations = [each.model_dump(exclude_defaults=True) for each in self.tolerations]
+        fields = {"nodeSelector": self.node_selector, "tolerations": tolerations}
+        return {name: value for name, value in fields.items() if value}
+
+
+class AcceleratorResources(Resources):
+    """What a pod of a role asks for that computes on accelerators."""
+
+    gpus: int = Field(0, ge=0, description="nvidia.com/gpu of a pod; 0: it runs on CPU, and says so")
+    shm: SharedMemory = AUTO
+    grace_s: Grace = 300
+
+
+class Cluster(BaseModel):
+    """Names and sizes that a platform team sets. The defaults are those of ``manifests/``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    images: str = Field(
+        "tuneloop/{image}:dev",
+        pattern=r"\{image\}",
+        description="where images lie; {image} is base, trainer or rollout",
+    )
+    queue: str = Field("tuneloop", description="Kueue LocalQueue of accelerator stages; empty: not queued")
+    priority: str = Field("", description="Kueue WorkloadPriorityClass of accelerator stages; empty: priority 0")
+    trainer: AcceleratorResources = Field(AcceleratorResources(), description="pods of stages that train")
+    sampler: AcceleratorResources = Field(
+        AcceleratorResources(), description="the rollout server, and pods of stages that sample in their own process"
+    )
+    scorer: AcceleratorResources = Field(
+        AcceleratorResources(), description="pods of stages that score with a model and train none"
+    )
+    cpu: Resources = Field(Resources(), description="all other pods, those among them that only call a server")
+    claim: str = Field(
+        "", description="PersistentVolumeClaim that every stage sees at /store; for --store file:///store/…"
+    )
+    share: Share | None = Field(None, description="share devices with other runs (docs/sharing.md)")
+
+    @model_validator(mode="after")
+    def _either(self) -> Cluster:
+        if self.share and self.share.device_class and any(map(self.count_gpus, ROLES)):
+            raise ValueError("gpus are this run's alone, share.device_class is of a claim: set one of them")
+        return self
+
+    def resources(self, role: ResourceRole) -> Resources:
+        found: Resources = getattr(self, role)
+        return found
+
+    def count_gpus(self, role: ResourceRole) -> int:
+        """Return the GPUs of a pod of a role."""
+        return int(getattr(self.resources(role), "gpus", 0))
+
+    def adjust_role(self, role: ResourceRole, **changes: Any) -> Cluster:
+        """Return these settings with other resources of one role."""
+        return self.model_copy(update={role: self.resources(role).model_copy(update=changes)})
+
+    def merge_roles(self, roles: Iterable[ResourceRole], served: bool = False) -> tuple[ResourceRole, Cluster]:
+        """Return the role of a pod that runs stages of `roles` in turn, and the settings with what it asks for.
+
+        It is the first of them in the order of `ROLES`, with the GPUs of the one that has most.
+
+        Args:
+            served: the rollout server runs in the pod all the while: its GPUs are beside these.
+        """
+        known = set(roles)
+        first = next(role for role in ROLES if role in known or (served and role == "sampler"))
+        gpus = max(map(self.count_gpus, known)) + (self.sampler.gpus if served else 0)
+        return first, self if first == "cpu" else self.adjust_role(first, gpus=gpus)
 
     @property
     def queue_labels(self) -> dict[str, str]:

@@ -107,7 +107,7 @@ def test_what_cannot_share_says_so() -> None:
     with pytest.raises(UserError, match=r"cluster.share.roles: 'apart': loop.iterations_per_pod trains and samples"):
         grpo("cluster.share.roles=apart", "loop.iterations_per_pod=2")
     with pytest.raises(UserError, match=r"set one of them"):
-        grpo("cluster.gpus=1")
+        grpo("cluster.sampler.gpus=1")
     with pytest.raises(UserError, match=r"set device_class"):
         find_pipeline("grpo").configure(sets=["cluster.share.group=demo", "cluster.share.count=2"])
 
@@ -120,13 +120,13 @@ def test_a_schedule_only_looks_and_holds_no_seat() -> None:
 
 
 def test_requests_are_small_limits_big_and_what_cannot_fit_is_refused() -> None:
-    made = grpo("cluster.share.request=512Mi", "cluster.share.node_memory=12Gi")
+    made = grpo("cluster.share.request=512Mi", "cluster.share.node_memory=16Gi")
     resources = template(made, "policy-update")["container"]["resources"]
     assert (resources["requests"]["memory"], resources["limits"]["memory"]) == ("512Mi", "2304Mi")
     render_plan("grpo", made)
     with pytest.raises(UserError, match=r"'12 GiB': 2 runs request 2 × \(2.25 GiB \+ 4.25 GiB server\) \+ 4 GiB"):
         render_plan("grpo", grpo("cluster.share.node_memory=12Gi"))
-    assert "memory" in pod_spec("trainer", True, [], [], Cluster())["containers"][0]["resources"]["requests"]
+    assert "memory" in pod_spec("trainer", "trainer", [], [], Cluster())["containers"][0]["resources"]["requests"]
 
 
 def test_one_machine_has_no_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

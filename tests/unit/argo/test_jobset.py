@@ -24,7 +24,7 @@ def rendered(*sets: str) -> dict[str, Any]:
 
 
 def test_the_stages_that_train_become_jobsets() -> None:
-    made = rendered("nodes=3", "processes=2", "cluster.gpus=2", "cluster.priority=tuneloop-low")
+    made = rendered("nodes=3", "processes=2", "cluster.trainer.gpus=2", "cluster.priority=tuneloop-low")
     assert not lint_workflow(made)
     templates = {t["name"]: t for t in made["spec"]["templates"]}
     names = set()
@@ -65,12 +65,21 @@ def test_a_priority_given_at_submission_reaches_the_jobs() -> None:
 
 
 def test_a_job_asks_for_what_all_its_pods_ask_for() -> None:
-    templates = {t["name"]: t for t in rendered("nodes=3", "cluster.memory=1Gi", "cluster.gpus=8")["spec"]["templates"]}
+    made = rendered("nodes=3", "cluster.trainer={memory: 1Gi, gpus: 8}")
+    templates = {t["name"]: t for t in made["spec"]["templates"]}
     assert compute_pod_requests(templates["sft-job"]) == {
         "cpu": Decimal("1.5"),
         "memory": 3 * 2**30,
         "nvidia.com/gpu": 24,
     }
+
+
+def test_a_pod_of_argos_asks_for_what_argos_own_container_does_beside() -> None:
+    made = rendered("cluster.sampler={memory: 1Gi, gpus: 2}")
+    (server,) = [t for t in made["spec"]["templates"] if t["name"] == "serve"]
+    beside = json.loads(made["spec"]["podSpecPatch"])["containers"]
+    asked = {"cpu": Decimal("0.51"), "memory": 2**30 + 64 * 2**20, "nvidia.com/gpu": 2}
+    assert compute_pod_requests(server, beside) == asked
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,10 @@ def test_known_needs_are_request_and_limit_and_a_guess_limits_nothing() -> None:
 
 
 def test_what_a_user_says_holds() -> None:
-    assert {pair for name, pair in memory("cluster.memory=3Gi").items() if name != "continue"} == {(3.0, 3.0)}
+    found = memory("cluster.trainer.memory=3Gi", "cluster.cpu.memory=1Gi")
+    assert {found[name] for name in ("sft", "policy-update")} == {(3.0, 3.0)}
+    assert {found[name] for name in ("data-prep", "rollout", "evaluate")} == {(1.0, 1.0)}, "clients of the server"
+    assert found["serve"] == memory()["serve"] and found["continue"] == (0.25, 0.25)
 
 
 def test_every_pod_of_a_jobset_asks_for_its_share(tmp_path: Path) -> None:
@@ -54,7 +57,7 @@ def test_every_pod_of_a_jobset_asks_for_its_share(tmp_path: Path) -> None:
 
 
 def test_a_pod_of_several_stages_holds_what_all_of_them_do() -> None:
-    fine, coarse = memory("cluster.gpus=1"), memory("cluster.gpus=1", "loop.iterations_per_pod=10")
+    fine, coarse = memory("cluster.trainer.gpus=1"), memory("cluster.trainer.gpus=1", "loop.iterations_per_pod=10")
     assert coarse["iterations"][1] == fine["policy-update"][1] > 8, "programs with a GPU"
 
 

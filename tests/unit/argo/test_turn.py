@@ -32,9 +32,9 @@ def build(tasks: int) -> dict[str, Any]:
             inputs=[Parameter(name="to")],
             command=["bash", "-c", script],
             args=["{{inputs.parameters.to}}"],
-            **pod_fields("base", True, SHARED),
+            **pod_fields("base", "scorer", SHARED),
         )
-        take_turns(stage, SHARED)
+        take_turns(stage, SHARED, "trainer")
         with DAG(name="main"):
             for i in range(tasks):
                 stage(name=f"t{i}", arguments={"to": "{{workflow.parameters.store}}/%s" % i})
@@ -84,8 +84,8 @@ def test_the_sidecar_alone_has_a_token() -> None:
         name: {m["name"] for m in c["volumeMounts"]} for name, c in (("turn", turn), ("main", template["container"]))
     }
     assert turn["restartPolicy"] == "Always" and mounts["turn"] == {"turn", "turn-token"}
-    assert mounts["main"] == {"scratch", "turn"} and template["serviceAccountName"] == "tuneloop-turn"
-    assert {v["name"] for v in template["volumes"]} == {"scratch", "turn", "turn-token"}
+    assert mounts["main"] == {"scratch", "shm", "turn"} and template["serviceAccountName"] == "tuneloop-turn"
+    assert {v["name"] for v in template["volumes"]} == {"scratch", "shm", "turn", "turn-token"}
     assert not built.to_dict()["spec"]["automountServiceAccountToken"]
 
 

@@ -129,8 +129,22 @@ def test_every_option_has_help(call: Call) -> None:
         (["run", TOY, "--run", ""], "lower-case"),
         (["run", "sft", "--set", "base_model=./nope"], "base_model: './nope': is not a directory here"),
         (
-            ["plan", "grpo", "--set", "cluster.memory=2GB"],
-            "cluster.memory: '2GB': does not fit; it is: memory that each",
+            ["plan", "grpo", "--set", "cluster.trainer.memory=2GB"],
+            "cluster.trainer.memory: '2GB': does not fit; it is: memory that a pod",
+        ),
+        (
+            ["plan", "grpo", "--set", "engine.gpus=2"],
+            "engine.gpus: 2: unknown key; did you mean cluster.trainer.gpus or cluster.sampler.gpus or cluster.scorer",
+        ),
+        (["plan", "grpo", "--set", "cluster.tolerations=[]"], "did you mean cluster.trainer.tolerations or"),
+        (["plan", "grpo", "--set", "cluster.cpu.gpus=2"], "cluster.cpu.gpus: 2: unknown key; did you mean"),
+        (
+            ["plan", "grpo", "--set", "cluster.trainer.tolerations=[{taint: a}]"],
+            "cluster.trainer.tolerations.0.taint: 'a': unknown key; known: key, operator",
+        ),
+        (
+            ["plan", "grpo", "--set", "cluster.cpu.memory_on_retry=4Gi"],
+            "memory_on_retry raises the limit that memory sets: set it, too",
         ),
         (["status", "nope"], "known there: none"),
         (["resume", "nope"], "not found"),
@@ -171,8 +185,8 @@ def test_every_option_has_help(call: Call) -> None:
             ["plan", "grpo", "--set", "engine.colocate=true", "--set", "loop.asynchronous=true"],
             "engine.colocate: True: gives the GPU to one process after the other",
         ),
-        (["plan", "grpo", "--set", "cluster.memory=much"], "cluster.memory: 'much'"),
-        (["plan", "grpo", "--set", "cluster.cpu=1G"], "cluster.cpu: '1G'"),
+        (["plan", "grpo", "--set", "cluster.cpu.memory=much"], "cluster.cpu.memory: 'much'"),
+        (["plan", "grpo", "--set", "cluster.cpu.cpu=1G"], "cluster.cpu.cpu: '1G'"),
         (["plan", "grpo", "--set", "loop=3"], "loop: 3: is a section"),
         (
             ["submit", "grpo", "--run", "x", "--store", "s3://b", "--server", "h:1"],

@@ -48,7 +48,7 @@ def test_a_run_goes_on_as_what_it_was_submitted_as() -> None:
         live["status"]["nodes"] = {"n": {**node, "phase": "Succeeded"}}
         with pytest.raises(UserError, match=r"exists with another policy-update\.learning-rate; submit it as it was"):
             argo.create_workflow(cluster, mended, "demo")
-        larger = prepared("grpo", "cluster.memory=64Gi", "cluster.images=there/{image}", store="s3://b/runs/")
+        larger = prepared("grpo", "cluster.trainer.memory=64Gi", "cluster.images=there/{image}", store="s3://b/runs/")
         assert argo.create_workflow(cluster, larger, "demo") == "demo-2", "what pods ask for may change"
 
 

@@ -107,12 +107,12 @@ def test_a_record_of_an_earlier_session_is_not_this_ones(stage: Attempts) -> Non
 
 
 def test_out_of_memory_is_tried_once_with_more(stage: Attempts, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"cluster.memory: None: the last attempt ran out of memory; set a higher"):
+    with pytest.raises(UserError, match=r"memory: None: the last attempt ran out of memory; set a higher"):
         stage.next(OUT_OF_MEMORY)
     monkeypatch.setenv(MORE_MEMORY, "8Gi")
     stage.number = 0
     stage.next(OUT_OF_MEMORY)
-    with pytest.raises(UserError, match=r"cluster.memory_on_retry: '8Gi': was not enough either"):
+    with pytest.raises(UserError, match=r"memory_on_retry: '8Gi': was not enough either"):
         stage.next(OUT_OF_MEMORY)
 
 

@@ -141,7 +141,12 @@ def test_without_kueue_tasks_start_at_once(backend: Cluster) -> None:
 
 def test_quota_images_and_a_store_on_a_volume(backend: Cluster) -> None:
     _no_secret(backend.objects)
-    sets = ("cluster.gpus=2", "cluster.images=mine/{image}:1", "kfp.volumes={claim: /data}")
+    sets = (
+        "cluster.trainer.gpus=2",
+        "cluster.sampler.gpus=2",
+        "cluster.images=mine/{image}:1",
+        "kfp.volumes={claim: /data}",
+    )
     checks = look(backend, *sets, pipeline="sft")
     quota = [check.found for check in checks if check.outcome == REFUSED]
     assert quota == [

@@ -1,6 +1,7 @@
 """What a compiled pipeline says of its components and pods."""
 
 import functools
+import json
 from typing import Any
 
 import pytest
@@ -25,9 +26,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_pods_ask_for_what_the_cluster_section_says(compiled: Any) -> None:
-    keys = ["cluster.gpus=2", "cluster.queue=gpus", "cluster.priority=high", "kfp.shm=8Gi", "kfp.timeout_s=60"]
-    more = ["kfp.node_selector={gpu: h100}", "kfp.tolerations=[{key: gpu, operator: Exists}]", "kfp.volumes={c: /data}"]
-    spec, pods = compiled("sft_then_grpo", *keys, *more, "kfp.retries=7", "processes=2")
+    keys = ["cluster.trainer={gpus: 2, shm: 8Gi, node_selector: {gpu: h100}}", "cluster.sampler.gpus=1"]
+    more = ["cluster.trainer.tolerations=[{key: gpu, operator: Exists}]", "cluster.queue=gpus", "cluster.priority=high"]
+    kfp = ["kfp.timeout_s=60", "kfp.volumes={c: /data}", "kfp.retries=7"]
+    spec, pods = compiled("sft_then_grpo", *keys, *more, *kfp, "processes=2")
     queue = {"kueue.x-k8s.io/queue-name": "gpus", "kueue.x-k8s.io/priority-class": "high"}
     labels = {name: pod.get("podMetadata", {}).get("labels") for name, pod in pods.items()}
     accelerated = {"exec-sft", "exec-iterations", "exec-evaluate", "exec-evaluate-2"}
@@ -46,6 +48,10 @@ def test_pods_ask_for_what_the_cluster_section_says(compiled: Any) -> None:
         assert len({each["envVar"] for each in sources}) == len(sources) == 4, "one variable, one source"
     container = spec["deploymentSpec"]["executors"]["exec-sft"]["container"]
     assert container["resources"]["accelerator"]["resourceCount"] == "2"
+    iterations = spec["deploymentSpec"]["executors"]["exec-iterations"]["container"]
+    assert iterations["resources"]["accelerator"]["resourceCount"] == "3", "a server's beside the trainer's"
+    server = json.loads(iterations["args"][iterations["args"].index("--server") + 1])
+    assert server["devices"] == "2", "ranks take the first"
     assert "--nproc-per-node=2" in container["command"]
     inner = spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]
     assert inner["sft"]["retryPolicy"]["maxRetryCount"] == 7
@@ -65,7 +71,7 @@ def test_a_loop_in_one_task_does_not_grow(compiled: Any) -> None:
 
 
 def test_stages_that_span_nodes_are_launched_from_the_small_image(compiled: Any) -> None:
-    spec, pods = compiled("sft", "nodes=2", "cluster.gpus=4")
+    spec, pods = compiled("sft", "nodes=2", "cluster.trainer.gpus=4")
     container = spec["deploymentSpec"]["executors"]["exec-sft"]["container"]
     assert container["image"] == "tuneloop/base:dev" and "accelerator" not in container["resources"]
     assert '"nodes":2' in container["args"][-1] and '"gpus":4' in container["args"][-1]

@@ -164,6 +164,12 @@ def test_a_coarse_grain_is_the_same_work_in_fewer_pods() -> None:
     assert work in fine and work in coarse
 
 
+@pytest.mark.parametrize(("engine", "idle"), [("vllm", "rollout and reward's"), ("transformers", "reward's")])
+def test_a_pod_of_all_stages_leaves_its_accelerators_idle_while_others_compute(engine: str, idle: str) -> None:
+    text = drawn(f"engine.name={engine}", "loop.iterations_per_pod=10", "cluster.trainer.gpus=8")
+    assert text.count(f" {idle} ") == 3
+
+
 def test_the_recommended_grain_spends_at_most_a_tenth_between_pods() -> None:
     grains = granularity.list_iterations_per_pod(60, 60)
     loop: dict[str, Role] = {"rollout": "sampler", "reward": "scorer", "policy-update": "trainer"}

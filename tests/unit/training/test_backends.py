@@ -14,7 +14,7 @@ from tuneloop.training.backends import LLMBackend, list_backends, load_backend, 
 from tuneloop.training.backends.native import Native
 from tuneloop.training.backends.torchtune import Torchtune
 from tuneloop.training.backends.trl import Trl, score
-from tuneloop.workflow.settings import Cluster
+from tuneloop.workflow.settings import AcceleratorResources, Cluster
 
 FULL = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o"}
 
@@ -182,9 +182,12 @@ def test_one_command_in_every_form(capfd: pytest.CaptureFixture[str]) -> None:
     assert json.dumps(job)
 
 
+EIGHT = Cluster(trainer=AcceleratorResources(gpus=8))
+
+
 def test_data_prep_as_a_rayjob() -> None:
     given = {"source_args": {"digits": 3}, "train": 9, "prompts": "s3://b/p"}
-    spec = prepare_rayjob(given, "rows", Cluster(gpus=8, memory="3Gi"), nodes=3)["spec"]
+    spec = prepare_rayjob(given, "rows", EIGHT, nodes=3)["spec"]
     assert spec["entrypoint"].startswith(
         "python -m tuneloop.stages.data_prep --source-args '{\"digits\": 3}' --train 9 "
     )
@@ -193,7 +196,7 @@ def test_data_prep_as_a_rayjob() -> None:
     assert workers["replicas"] == 2
     (worker,) = workers["template"]["spec"]["containers"]
     assert "limits" not in worker["resources"] or "nvidia.com/gpu" not in worker["resources"]["limits"]
-    trains = as_rayjob(Native(nodes=2, args={"policy": "p", "prompts": "q", "checkpoint": "c"}), "t", Cluster(gpus=8))
+    trains = as_rayjob(Native(nodes=2, args={"policy": "p", "prompts": "q", "checkpoint": "c"}), "t", EIGHT)
     (trainer,) = trains["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
     assert trainer["resources"]["limits"]["nvidia.com/gpu"] == "8" and "--gpus 8" in trains["spec"]["entrypoint"]
     with pytest.raises(UserError, match=r"data_prep\.trian: 9: unknown"):
