@@ -1,4 +1,4 @@
-"""Pods of a local run: containers and daemons as process groups; their outputs, deadlines and readiness."""
+"""Pods of a local run: containers and daemons as process groups; their outputs and readiness."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tuneloop.local.journal import Node
 from tuneloop.local.pod_files import PodFilesystem
 from tuneloop.local.processes import Process, end_process
 from tuneloop.local.results import Result
-from tuneloop.workflow.manifest import parse_duration
 
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
 """Stages that import no torch: they do not wait for the warm process."""
@@ -89,15 +88,10 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
         with execution.watch_pod(node, process, grace):
             if template.get("daemon"):
                 return _become_daemon(execution, container, node, process, grace)
-            deadline = _deadline(template)
-            late = not process.ended.wait(deadline)
-            if late:
-                end_process(process, grace)
+            process.ended.wait()
     result = _collect(files, process.code)
     if execution.stopping.is_set() and result.broken:
         result.message = "stopped"
-    elif late:
-        result.phase, result.message = "Failed", f"Pod was active on the node longer than {deadline:g} s"
     elif result.phase == "Failed":
         last_words = words.read_text(errors="replace").strip() or _last_words(log)
         result.message = describe_exit(process.code, last_words)
@@ -125,11 +119,6 @@ def _expand(word: str, env: Mapping[str, str]) -> str:
     return re.sub(r"\$\$|\$\((\w+)\)", lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0]), word)
 
 
-def _deadline(template: Mapping[str, Any]) -> float | None:
-    limits = [template[key] for key in ("timeout", "activeDeadlineSeconds") if template.get(key)]
-    return min(map(parse_duration, limits)) if limits else None
-
-
 def _grace(template: Mapping[str, Any], default: float) -> float:
     """Read terminationGracePeriodSeconds, which Argo has only in ``podSpecPatch``."""
     try:
@@ -144,7 +133,7 @@ def _become_daemon(
 ) -> Result:
     probe = container.get("readinessProbe") or {}
     pause = min(float(probe.get("periodSeconds", 1)), 0.1)
-    over = process.ended.wait(float(probe.get("initialDelaySeconds", 0)))
+    over = process.ended.is_set()
     while not over and not _is_ready(probe, container):
         if execution.stopping.is_set():
             end_process(process, grace)
@@ -161,10 +150,8 @@ def _is_ready(probe: Mapping[str, Any], container: Mapping[str, Any]) -> bool:
     if not get:
         return True
     named = {port.get("name"): port["containerPort"] for port in container.get("ports", [])}
-    address = f"127.0.0.1:{named.get(get['port'], get['port'])}/{str(get.get('path', '')).removeprefix('/')}"
-    headers = {h["name"]: h["value"] for h in get.get("httpHeaders", [])}
-    url = f"{str(get.get('scheme', 'http')).lower()}://{address}"
+    url = f"http://127.0.0.1:{named.get(get['port'], get['port'])}/{str(get.get('path', '')).removeprefix('/')}"
     try:
-        return send_request("GET", url, headers=headers, timeout_s=float(probe.get("timeoutSeconds", 1)))[0] < 400
+        return send_request("GET", url, timeout_s=float(probe.get("timeoutSeconds", 1)))[0] < 400
     except (OSError, Unanswered):
         return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from typing import Any, Protocol
 
 from tuneloop.core.ends import NO_EXIT_CODE
 from tuneloop.local.journal import BROKEN
-from tuneloop.workflow.expression_values import format_value
 
 Scope = dict[str, Any]
 """Tag → value."""
@@ -42,8 +40,6 @@ class Result:
     Attributes:
         phase: one of `tuneloop.local.journal.DONE`, or ``Running`` for a daemon that is ready.
         parameters: output parameters.
-        everything: of a loop: all items' parameters, as a JSON list of maps.
-        phases: of a loop: its items'.
     """
 
     phase: str
@@ -51,8 +47,6 @@ class Result:
     parameters: dict[str, str] = field(default_factory=dict)
     exit_code: int | None = None
     daemon: Daemon | None = None
-    everything: str | None = None
-    phases: tuple[str, ...] = ()
 
     @property
     def broken(self) -> bool:
@@ -78,31 +72,6 @@ class Daemon(Protocol):
         """End it, and wait for its end."""
 
 
-def combine_items(results: Sequence[Result]) -> Result:
-    """Return the result of a loop: failed if an item is; the outputs of those that succeeded, as JSON lists."""
-    phase = next((result.phase for result in reversed(results) if result.broken), "Succeeded")
-    good = [result for result in results if result.phase == "Succeeded"]
-    sets = [r.parameters for r in good]
-    names = sorted({name for values in sets for name in values})
-    parameters = {name: _json_list([values[name] for values in sets if name in values]) for name in names}
-    everything = format_value([values for values in sets if values])
-    message = next((result.message for result in results if result.broken), "")
-    return Result(phase, message, parameters, everything=everything, phases=tuple(r.phase for r in results))
-
-
-def _json_list(values: Sequence[str]) -> str:
-    """Write values as a JSON list: lists and maps stay what they are if all are; else every value is text."""
-    decoded = [_decoded(value) for value in values]
-    return format_value(decoded if all(isinstance(value, list | dict) for value in decoded) else list(values))
-
-
-def _decoded(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value
-
-
 def dependency_scope(names: Sequence[str], results: Mapping[str, Result]) -> Scope:
     """Return what a ``depends`` may ask of the tasks `names`."""
     scope: Scope = {}
@@ -110,8 +79,7 @@ def dependency_scope(names: Sequence[str], results: Mapping[str, Result]) -> Sco
         result = results[name]
         flags = {flag: result.phase == flag for flag in ("Succeeded", "Failed", "Skipped", "Omitted")}
         flags |= {"Errored": result.phase == "Error", "Daemoned": result.daemon is not None}
-        flags |= {"AnySucceeded": "Succeeded" in result.phases}
-        flags |= {"AllFailed": bool(result.phases) and set(result.phases) == {"Failed"}}
+        flags |= {"AnySucceeded": False, "AllFailed": False}  # of loops over items, which are not run here
         scope |= {f"{name.replace('-', '_')}.{flag}": value for flag, value in flags.items()}
     return scope
 

@@ -1,8 +1,7 @@
-"""What goes into and comes out of a template: parameters and items; and the names by which tags find them."""
+"""What goes into and comes out of a template, and the names by which tags find them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ def resolve_inputs(template: Mapping[str, Any], parameters: Mapping[str, str], s
     """Return a template's inputs: arguments over defaults.
 
     Raises:
-        ExpressionError: an input without value, or with one that its ``enum`` does not have.
+        ExpressionError: an input without value.
     """
     values: dict[str, str] = {}
     for parameter in template.get("inputs", {}).get("parameters", []):
@@ -25,8 +24,6 @@ def resolve_inputs(template: Mapping[str, Any], parameters: Mapping[str, str], s
         if value is None:
             raise ExpressionError(f"inputs.parameters.{name} of template {template['name']} was not supplied")
         values[name] = value if name in parameters else format_value(substitute_tags(value, scope))
-        if parameter.get("enum") and values[name] not in map(format_value, parameter["enum"]):
-            raise ExpressionError(f"inputs.parameters.{name}: {values[name]!r} is not one of {parameter['enum']}")
     return values
 
 
@@ -70,40 +67,12 @@ def _output(parameter: Mapping[str, Any], scope: Scope) -> str:
         raise
 
 
-def list_items(task: Mapping[str, Any], scope: Scope) -> list[Any] | None:
-    """Return what a task loops over; None if it does not."""
-    if task.get("withItems") is not None:
-        return list(substitute_tags(task["withItems"], scope))
-    if task.get("withParam"):
-        value = substitute_tags(task["withParam"], scope)
-        try:
-            items = json.loads(value)
-        except json.JSONDecodeError:
-            items = None
-        if not isinstance(items, list):
-            raise ExpressionError(f"withParam value could not be parsed as a JSON list: {value[:80]}")
-        return items
-    return None
-
-
-def label_item(item: Any) -> str:
-    """Return an item as it appears in a node's name."""
-    name = (
-        ",".join(sorted(f"{k}:{format_value(v)}" for k, v in item.items()))
-        if isinstance(item, dict)
-        else format_value(item)
-    )
-    return name.replace("(", "").replace(")", "")
-
-
 def result_scope(name: str, result: Result) -> Scope:
     """Return the tags of a task that has settled (or of a daemon that is ready)."""
     at = f"tasks.{name}"
-    scope: Scope = {} if result.phases else {f"{at}.status": result.phase}  # a loop has none in Argo 3.7
+    scope: Scope = {f"{at}.status": result.phase}
     if result.exit_code is not None:
         scope[f"{at}.exitCode"] = str(result.exit_code)
     if result.daemon is not None:
         scope[f"{at}.ip"] = "127.0.0.1"
-    if result.everything is not None:
-        scope[f"{at}.outputs.parameters"] = result.everything
     return scope | {f"{at}.outputs.parameters.{key}": value for key, value in result.parameters.items()}

@@ -69,7 +69,7 @@ SERVER = (
     "tuneloop.inference.engines._follow",
     "tuneloop.inference.engines._loop",
     "uvicorn",
-    "starlette.applications",
+    "fastapi",
     "torch",
     "transformers.models.auto.tokenization_auto",
     "vllm.engine.arg_utils",
