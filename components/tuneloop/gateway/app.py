@@ -29,17 +29,14 @@ from typing import Annotated, Any
 
 import httpx2
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import ValidationError
-from starlette.exceptions import HTTPException
 
-from tuneloop.core.component import from_validation
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.gateway import wire
 from tuneloop.gateway.access import Access, Caller, token_of
-from tuneloop.gateway.sessions import ALIVE, LABEL, Backend, Refused, Session, Wanted, read_settings
+from tuneloop.gateway.sessions import ALIVE, LABEL, Backend, Session, Wanted, read_settings
 from tuneloop.gateway.worker import HEADER, SESSION, VERSION
+from tuneloop.inference.refusals import Refused, create_app
 
 WAIT = 25.0
 """Seconds that a request waits for a worker that is starting; then the client tries again."""
@@ -254,21 +251,8 @@ Large = Annotated[bytes, Depends(_at_most(LARGE))]
 
 def build_app(gateway: Gateway) -> FastAPI:
     """Build the application."""
-    app = FastAPI(title="tuneloop gateway", docs_url=None, redoc_url=None)
+    app = create_app(422)
     app.state.gateway = gateway
-
-    def refuse(request: Request, error: Exception) -> Response:
-        if isinstance(error, ValidationError | RequestValidationError):
-            error = from_validation(error)  # type: ignore[arg-type]  # FastAPI's has the same errors()
-        if isinstance(error, HTTPException):  # of routes: there is none, or it has another method
-            error = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        status = error.status if isinstance(error, Refused) else 422 if isinstance(error, UserError) else 503
-        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-        return JSONResponse({"error": str(error)}, status, headers)
-
-    for kind in (Refused, UserError, Retryable, ValidationError, RequestValidationError, HTTPException):
-        app.add_exception_handler(kind, refuse)
-
     _add_session_routes(app, gateway)
     _add_tinker_routes(app, gateway)
     return app
