@@ -174,7 +174,7 @@ def _carry_out(run: Run, parallelism: int | None, track: bool, warm: bool) -> in
 
     from tuneloop.cli.live import Display
     from tuneloop.cli.show import describe_failure, write_report
-    from tuneloop.local.workflow_parts import execute_parts
+    from tuneloop.local.executor import execute_parts
     from tuneloop.runs.summary import summarize_run
     from tuneloop.runs.tracking import mirror_in_background
 

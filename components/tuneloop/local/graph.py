@@ -11,11 +11,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tuneloop.local import values
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.pod import run_pod
-from tuneloop.local.results import Call, Daemon, Result, Scope, branch_result, dependency_scope, find_reason
+from tuneloop.local.results import (
+    Call,
+    Daemon,
+    Result,
+    Scope,
+    branch_result,
+    dependency_scope,
+    find_reason,
+    input_scope,
+    resolve_arguments,
+    resolve_inputs,
+    resolve_outputs,
+    result_scope,
+)
 from tuneloop.local.retries import Attempts
 from tuneloop.workflow import expressions
 from tuneloop.workflow.expression_values import ExpressionError
@@ -39,8 +51,8 @@ def run_template(execution: Execution, call: Call) -> Result:
         if call.depth + 1 >= MAX_DEPTH:
             raise ExpressionError(TOO_DEEP)
         scope = execution.global_scope() | {"node.name": node.name}
-        node.inputs = values.resolve_inputs(template, call.parameters, scope)
-        scope |= values.input_scope(template, node.inputs)
+        node.inputs = resolve_inputs(template, call.parameters, scope)
+        scope |= input_scope(template, node.inputs)
 
         def attempt(node: Node, extra: Scope) -> Result:
             result = _attempt(execution, template, node, call, scope | extra)
@@ -106,7 +118,7 @@ class Graph:
             if broken:
                 return Result(broken, find_reason(results))
             scope = self._scope_behind(results)
-            return Result("Succeeded", "", values.resolve_outputs(self.template.get("outputs", {}), scope))
+            return Result("Succeeded", "", resolve_outputs(self.template.get("outputs", {}), scope))
         finally:
             threads = [_thread(daemon.close) for daemon in self.daemons]
             for thread in threads:
@@ -116,7 +128,7 @@ class Graph:
         """Return the tags of who comes behind the tasks that have these results."""
         scope = dict(self.scope)
         for name, result in results.items():
-            scope |= values.result_scope(name, result)
+            scope |= result_scope(name, result)
         return scope
 
     def _run_tasks(self) -> dict[str, Result]:
@@ -172,7 +184,7 @@ class Graph:
             when = substitute_tags(task.get("when", ""), scope)
             if not expressions.evaluate_when(when):
                 return self.skip(call, "Skipped", f"when '{when}' evaluated false")
-            parameters = values.resolve_arguments(task, scope)
+            parameters = resolve_arguments(task, scope)
         except Exception as error:  # whatever is wrong with it, the graph goes on
             message = str(error) if isinstance(error, ExpressionError) else f"{type(error).__name__}: {error}"
             return self.skip(call, "Error", message)

@@ -95,8 +95,7 @@ class State:
         workflow: of the newest session.
         nodes: id → node of the newest session, in the order they appeared.
         alive: an executor holds the work directory; a ``Running`` workflow that is not alive was killed.
-        parts: of a run of several workflows (`tuneloop.local.workflow_parts`), where each that ended well goes on, as
-        JSON.
+        parts: of a run of several workflows (`execute_parts`), where each that ended well goes on, as JSON.
     """
 
     workflow: Workflow

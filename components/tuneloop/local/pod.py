@@ -6,19 +6,23 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tuneloop.argo.lease_sidecar import find_lease_sidecar
+from tuneloop.core import fencing
 from tuneloop.core.ends import describe_exit, name_signal
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, TERMINATION_LOG, Retryable, UserError, name_class
 from tuneloop.core.http import Unanswered, send_request
-from tuneloop.local.device_lease import hold_device_lease
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.pod_files import PodFilesystem
 from tuneloop.local.processes import Process, end_process
 from tuneloop.local.results import Result
+from tuneloop.sharing.file import STORED
+from tuneloop.sharing.opening import open_turns
+from tuneloop.sharing.sidecar import parse_arguments
 
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
 """Stages that import no torch: they do not wait for the warm process."""
@@ -75,7 +79,7 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
     grace = _grace(template, execution.grace)
     with execution.pod_slot(bool(template.get("daemon"))), contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(hold_device_lease(execution, template, node, files))
+            stack.enter_context(_hold_device_lease(execution, template, node, files))
         except (UserError, Retryable) as error:
             if isinstance(error, UserError):
                 return Result("Failed", str(error), exit_code=EXIT_USER)
@@ -155,3 +159,30 @@ def _is_ready(probe: Mapping[str, Any], container: Mapping[str, Any]) -> bool:
         return send_request("GET", url, timeout_s=float(probe.get("timeoutSeconds", 1)))[0] < 400
     except (OSError, Unanswered):
         return False
+
+
+@contextlib.contextmanager
+def _hold_device_lease(
+    execution: Execution, template: Mapping[str, Any], node: Node, files: PodFilesystem
+) -> Iterator[None]:
+    """Hold a device lease as the sidecar of `template` does on a cluster: its group's document lies in the store.
+
+    Raises:
+        Retryable: the run was stopped meanwhile, or the store is in trouble.
+    """
+    container = find_lease_sidecar(template)
+    if container is None:
+        yield
+        return
+    wanted = parse_arguments(container["args"])
+    store = execution.parameters["store"]
+    root = store if "://" in store else str(execution.cwd / store)
+    options: Any = {"who": wanted.run, "policy": wanted.policy, "patience": wanted.patience}
+    turns = open_turns(f"{root}/{STORED}/{wanted.group}", **options)
+    if turns.read().holder:
+        execution.set_message(node, f"waits for its turn in group {wanted.group}")
+    file = files.local_path(wanted.file)
+    with turns.acquire(stop=execution.stopping, told=lambda grant: fencing.write_lease_grant(file, grant)):
+        if node.message:
+            execution.set_message(node, "")
+        yield
