@@ -61,6 +61,8 @@ CLIENT_CONFIG = {
     "sample_join_sampling_session": False,
 }
 """What Tinker's client is to leave out: none of it is served."""
+ANSWERS: dict[str, Any] = {"get_server_capabilities": {"supported_models": []}, "telemetry": {"status": "accepted"}}
+"""A base model is a checkpoint's reference, so there is no list; telemetry is dropped."""
 
 
 class Gateway:
@@ -306,16 +308,10 @@ def _add_tinker_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/api/v1/client/config")
     @app.post("/api/v1/client/dynamic_config")
-    def client_config(caller: Known) -> dict[str, Any]:
-        return CLIENT_CONFIG
-
     @app.get("/api/v1/get_server_capabilities")
-    def capabilities(caller: Known) -> dict[str, Any]:
-        return {"supported_models": []}  # a base model is a checkpoint's reference: there is no list
-
     @app.post("/api/v1/telemetry")
-    def telemetry(caller: Known) -> dict[str, str]:
-        return {"status": "accepted"}  # and dropped
+    def constant(request: Request, caller: Known) -> dict[str, Any]:
+        return dict(ANSWERS.get(request.url.path.rpartition("/")[2], CLIENT_CONFIG))
 
     @app.get("/api/v1/samplers/{sampling}")
     async def sampler(request: Request, sampling: str, caller: Known) -> Response:

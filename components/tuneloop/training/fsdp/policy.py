@@ -259,20 +259,19 @@ class Policy:
         return self._written
 
 
-def open_model(directory: Path, dtype: torch.dtype, attention: str) -> Any:
-    """Open a causal language model of transformers.
+def open_model(directory: Path, dtype: torch.dtype, attention: str, head: str = "CausalLM", **more: Any) -> Any:
+    """Open a model of transformers: a causal language model, or one with another `head`.
 
     Raises:
         UserError: the directory's model, or this way of attention, is none that can be loaded.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    about = {"dtype": dtype, "attn_implementation": attention, "local_files_only": True, **more}
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation=attention, local_files_only=True
-        )
+        return getattr(transformers, f"AutoModelFor{head}").from_pretrained(directory, **about)
     except (ImportError, OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError("policy", str(directory), f"cannot be loaded with {attention} attention ({reason})") from error
