@@ -108,7 +108,7 @@ def stop_run(
     """Stop a run. Its stages commit what a resume needs and end; of one that was killed, its turns are given back."""
     from tuneloop.cli.show import format_store_option
     from tuneloop.runs.run_record import Run
-    from tuneloop.sharing.file import STORED, release_leases
+    from tuneloop.sharing.opening import STORED, release_leases
 
     found = Run.open(name, store)
     state = found.state

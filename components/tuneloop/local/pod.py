@@ -20,8 +20,7 @@ from tuneloop.local.journal import Node
 from tuneloop.local.pod_files import PodFilesystem
 from tuneloop.local.processes import Process, end_process
 from tuneloop.local.results import Result
-from tuneloop.sharing.file import STORED
-from tuneloop.sharing.opening import open_turns
+from tuneloop.sharing.opening import STORED, open_turns
 from tuneloop.sharing.sidecar import parse_arguments
 
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
