@@ -163,13 +163,12 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
 
 def _held(workdir: Path) -> bool:
     try:
-        with (workdir / "lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        with lock_workdir(workdir):
+            return False
+    except UserError:
         return True
     except OSError:
         return False
-    return False
 
 
 def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) -> int:
