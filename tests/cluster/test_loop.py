@@ -16,7 +16,7 @@ from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import read_logs, read_nodes, read_status
 from tuneloop.config.loading import find_pipeline
 from tuneloop.kube.connection import Connection
-from tuneloop.local.workflow_parts import execute_parts
+from tuneloop.local.executor import execute_parts
 
 pytestmark = pytest.mark.cluster
 

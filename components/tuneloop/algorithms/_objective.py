@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tuneloop.algorithms import _terms
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tuneloop.algorithms._terms import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,7 @@ class PolicyGradient(BaseModel):
     importance_sampling_level: Literal["token", "sequence"] = Field(
         "token", description="sequence: the ratio is the geometric mean over a completion (GSPO)"
     )
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = Field(
+    loss_agg_mode: _terms.Aggregation = Field(
         "token-mean", description="verl's names; TRL's loss_type dapo, grpo and dr_grpo"
     )
     max_completion_length: int = Field(0, ge=0, description="the divisor of seq-mean-token-sum-norm, in tokens")

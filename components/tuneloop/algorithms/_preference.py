@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from tuneloop.algorithms._terms import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,12 @@ No algorithm imports torch where its file is read: so that its options are check
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
+else:
+    Tensor = Any
 
 EPSILON = 1e-4  # added to a standard deviation, as TRL does
 LOG_LIMIT = 20.0  # log-ratios beyond this are clamped before exp
@@ -21,6 +23,7 @@ Correction = Literal[
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
 ]
 Scale = Literal["group", "batch", "none"]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:

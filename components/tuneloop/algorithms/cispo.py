@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
-
 from pydantic import Field
 
-from tuneloop.algorithms import grpo
+from tuneloop.algorithms import _terms, grpo
 from tuneloop.algorithms._objective import Tokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tuneloop.algorithms._terms import Tensor
 
 
 class Algorithm(grpo.Algorithm):
@@ -18,7 +14,7 @@ class Algorithm(grpo.Algorithm):
     `epsilon_high` is the bound itself (ScaleRL, arXiv 2510.13786, takes 5) and nothing bounds it below."""
 
     epsilon_high: float | None = Field(5.0, gt=0, description="bounds the ratio")
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    loss_agg_mode: _terms.Aggregation = "token-mean"
 
     def surrogate(self, ratio: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         bounded = ratio.detach().clamp(max=self.epsilon_high)

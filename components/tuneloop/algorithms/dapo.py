@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
 from tuneloop.algorithms import _terms, grpo
 from tuneloop.algorithms._objective import Completions
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tuneloop.algorithms._terms import Tensor
 
 
 class Algorithm(grpo.Algorithm):

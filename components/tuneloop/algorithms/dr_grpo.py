@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from tuneloop.algorithms import _terms, grpo
 
 
@@ -11,4 +9,4 @@ class Algorithm(grpo.Algorithm):
     """Advantages are not scaled; token losses are divided by a constant. TRL: ``loss_type="dr_grpo"``."""
 
     scale_rewards: _terms.Scale = "none"
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "seq-mean-token-sum-norm"
+    loss_agg_mode: _terms.Aggregation = "seq-mean-token-sum-norm"

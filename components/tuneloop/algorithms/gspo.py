@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from tuneloop.algorithms import grpo
+from tuneloop.algorithms import _terms, grpo
 
 
 class Algorithm(grpo.Algorithm):
     """The ratio is the geometric mean over the completion. TRL: ``importance_sampling_level="sequence"``, loss grpo."""
 
     importance_sampling_level: Literal["token", "sequence"] = "sequence"
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "seq-mean-token-mean"
+    loss_agg_mode: _terms.Aggregation = "seq-mean-token-mean"
     epsilon: float = Field(3e-4, gt=0)
     epsilon_high: float | None = Field(4e-4, gt=0)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
 from tuneloop.algorithms._preference import Judged, Preference
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tuneloop.algorithms._terms import Tensor
 
 
 class Algorithm(Preference):

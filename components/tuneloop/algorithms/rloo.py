@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from tuneloop.algorithms import _terms
 from tuneloop.algorithms._objective import Completions, PolicyGradient, Tokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tuneloop.algorithms._terms import Tensor
 
 
 class Algorithm(PolicyGradient):
@@ -16,7 +14,7 @@ class Algorithm(PolicyGradient):
 
     kl_estimator: _terms.Estimator = "k1"
     kl_in: Literal["loss", "reward"] = "reward"
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "seq-mean-token-mean"
+    loss_agg_mode: _terms.Aggregation = "seq-mean-token-mean"
     normalize_advantages: bool = False
 
     def advantages(self, batch: Completions) -> Tensor:

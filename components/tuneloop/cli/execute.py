@@ -108,7 +108,7 @@ def stop_run(
     """Stop a run. Its stages commit what a resume needs and end; of one that was killed, its turns are given back."""
     from tuneloop.cli.show import format_store_option
     from tuneloop.runs.run_record import Run
-    from tuneloop.sharing.file import STORED, release_leases
+    from tuneloop.sharing.opening import STORED, release_leases
 
     found = Run.open(name, store)
     state = found.state
@@ -174,7 +174,7 @@ def _carry_out(run: Run, parallelism: int | None, track: bool, warm: bool) -> in
 
     from tuneloop.cli.live import Display
     from tuneloop.cli.show import describe_failure, write_report
-    from tuneloop.local.workflow_parts import execute_parts
+    from tuneloop.local.executor import execute_parts
     from tuneloop.runs.summary import summarize_run
     from tuneloop.runs.tracking import mirror_in_background
 

@@ -39,8 +39,7 @@ def show_device_leases(
 
 
 def _in_store(store: str, group: str | None) -> dict[str, Document]:
-    from tuneloop.sharing.file import STORED
-    from tuneloop.sharing.opening import open_turns
+    from tuneloop.sharing.opening import STORED, open_turns
 
     if group is None:
         raise UserError("GROUP", None, "is needed beside --store: the runs' cluster.share.group")

@@ -5,7 +5,7 @@
 
 On a cluster it creates a copy of its own workflow, numbered one further, that starts at another template with these
 arguments. The other workflow exists before this one ends, so that a run under way never looks finished. A repeated
-attempt finds what the first has created. On one machine (`tuneloop.local.workflow_parts`) it only says what follows.
+attempt finds what the first has created. On one machine it only says what follows (`execute_parts`).
 """
 
 from __future__ import annotations

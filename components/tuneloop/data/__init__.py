@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,12 @@ class Splits:
         """Cut all splits from one stream."""
         stream = iter(stream)
         return cls(train=stream, eval=stream, sft=stream)
+
+    @classmethod
+    def of_tables(cls, places: Mapping[str, str | None], read: Callable[[str, str], Iterator[Example]]) -> Splits:
+        """Read each split from a table of its own where it has a place; `eval` and `sft` else share that of `train`."""
+        own = {split: read(split, place) for split, place in places.items() if place}
+        return cls(own["train"], own.get("eval", own["train"]), own.get("sft", own["train"]), own.get("preference"))
 
 
 class Columns(BaseModel):

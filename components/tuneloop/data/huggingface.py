@@ -52,15 +52,14 @@ def load(
         Retryable: the hub does not answer.
     """
 
-    def stream(split: str, columns: Columns = columns) -> Iterator[Example]:
-        rows = load_split(path, name, revision, split)
-        return columns.examples(rows, f"{path}[{split}]", derive_seed(seed, split) if shuffle else None)
+    own = {"sft": sft_columns or columns, "preference": preference_columns or columns}
 
-    main = stream(train_split)
-    held_out = stream(eval_split) if eval_split else main
-    shown = stream(sft_split, sft_columns or columns) if sft_split else main
-    pairs = stream(preference_split, preference_columns or columns) if preference_split else None
-    return Splits(train=main, eval=held_out, sft=shown, preference=pairs)
+    def stream(part: str, split: str) -> Iterator[Example]:
+        rows, order = load_split(path, name, revision, split), derive_seed(seed, split) if shuffle else None
+        return own.get(part, columns).examples(rows, f"{path}[{split}]", order)
+
+    places = {"train": train_split, "eval": eval_split, "sft": sft_split, "preference": preference_split}
+    return Splits.of_tables(places, stream)
 
 
 def digest(arguments: Mapping[str, Any]) -> str | None:

@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import Field
 
 from tuneloop.formats.tokens import decode_ids
 
@@ -80,7 +81,7 @@ class Request:
 
     id: str
     prompt_ids: list[int]
-    seeds: list[int]
+    seeds: Annotated[list[int], Field(min_length=1)]
 
 
 @dataclass(frozen=True)

@@ -44,19 +44,17 @@ class Corpus(Places["Document"]):
     def __init__(self, documents: Iterable[tuple[str, Document]]) -> None:
         self._ends = array("q", [0])
         with tempfile.TemporaryFile() as ids, tempfile.TemporaryFile() as targets:
-            longest: tuple[int, str, Document] | None = None
-            highest: tuple[int, str, Document] | None = None
+            most: dict[str, tuple[int, str, Document]] = {}
             for name, document in documents:
                 ids.write(np.asarray(document.ids, np.int32).tobytes())
                 targets.write(np.asarray(document.targets, np.bool_).tobytes())
                 self._ends.append(self._ends[-1] + len(document.ids))
-                if longest is None or len(document.ids) > longest[0]:
-                    longest = len(document.ids), name, document
-                if highest is None or max(document.ids) > highest[0]:
-                    highest = max(document.ids), name, document
+                for what, value in (("length", len(document.ids)), ("id", max(document.ids))):
+                    if what not in most or value > most[what][0]:
+                        most[what] = value, name, document
             ids.flush()
             targets.flush()
-            self.extremes = {found[1]: found[2] for found in (longest, highest) if found}
+            self.extremes = {name: document for _, name, document in most.values()}
             self.tokens = self._ends[-1]
             empty = not self.tokens  # which cannot be mapped
             self._ids = np.zeros(0, np.int32) if empty else np.memmap(ids, np.int32, "r")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.gateway.sessions import Refused
+from tuneloop.inference.refusals import Refused
 from tuneloop.kube.api_errors import read_api_message
 
 REMEMBERED = 30.0

@@ -29,17 +29,14 @@ from typing import Annotated, Any
 
 import httpx2
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import ValidationError
-from starlette.exceptions import HTTPException
 
-from tuneloop.core.component import from_validation
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.gateway import wire
 from tuneloop.gateway.access import Access, Caller, token_of
-from tuneloop.gateway.sessions import ALIVE, LABEL, Backend, Refused, Session, Wanted, read_settings
+from tuneloop.gateway.sessions import ALIVE, LABEL, Backend, Session, Wanted, read_settings
 from tuneloop.gateway.worker import HEADER, SESSION, VERSION
+from tuneloop.inference.refusals import Refused, create_app
 
 WAIT = 25.0
 """Seconds that a request waits for a worker that is starting; then the client tries again."""
@@ -64,6 +61,8 @@ CLIENT_CONFIG = {
     "sample_join_sampling_session": False,
 }
 """What Tinker's client is to leave out: none of it is served."""
+ANSWERS: dict[str, Any] = {"get_server_capabilities": {"supported_models": []}, "telemetry": {"status": "accepted"}}
+"""A base model is a checkpoint's reference, so there is no list; telemetry is dropped."""
 
 
 class Gateway:
@@ -254,21 +253,8 @@ Large = Annotated[bytes, Depends(_at_most(LARGE))]
 
 def build_app(gateway: Gateway) -> FastAPI:
     """Build the application."""
-    app = FastAPI(title="tuneloop gateway", docs_url=None, redoc_url=None)
+    app = create_app(422)
     app.state.gateway = gateway
-
-    def refuse(request: Request, error: Exception) -> Response:
-        if isinstance(error, ValidationError | RequestValidationError):
-            error = from_validation(error)  # type: ignore[arg-type]  # FastAPI's has the same errors()
-        if isinstance(error, HTTPException):  # of routes: there is none, or it has another method
-            error = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        status = error.status if isinstance(error, Refused) else 422 if isinstance(error, UserError) else 503
-        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-        return JSONResponse({"error": str(error)}, status, headers)
-
-    for kind in (Refused, UserError, Retryable, ValidationError, RequestValidationError, HTTPException):
-        app.add_exception_handler(kind, refuse)
-
     _add_session_routes(app, gateway)
     _add_tinker_routes(app, gateway)
     return app
@@ -322,16 +308,10 @@ def _add_tinker_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/api/v1/client/config")
     @app.post("/api/v1/client/dynamic_config")
-    def client_config(caller: Known) -> dict[str, Any]:
-        return CLIENT_CONFIG
-
     @app.get("/api/v1/get_server_capabilities")
-    def capabilities(caller: Known) -> dict[str, Any]:
-        return {"supported_models": []}  # a base model is a checkpoint's reference: there is no list
-
     @app.post("/api/v1/telemetry")
-    def telemetry(caller: Known) -> dict[str, str]:
-        return {"status": "accepted"}  # and dropped
+    def constant(request: Request, caller: Known) -> dict[str, Any]:
+        return dict(ANSWERS.get(request.url.path.rpartition("/")[2], CLIENT_CONFIG))
 
     @app.get("/api/v1/samplers/{sampling}")
     async def sampler(request: Request, sampling: str, caller: Known) -> Response:

@@ -15,8 +15,9 @@ from typing import Any
 
 from tuneloop.argo.pod_fields import NOBODY, RESTRICTED, STORE
 from tuneloop.gateway.access import translate_refusals
-from tuneloop.gateway.sessions import Phase, Refused, Session, Wanted, read_settings
+from tuneloop.gateway.sessions import Phase, Session, Wanted, read_settings
 from tuneloop.gateway.worker import KEY
+from tuneloop.inference.refusals import Refused
 from tuneloop.workflow.settings import QUEUE_LABEL
 
 LABEL = "tuneloop.dev/session"

@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from tuneloop.inference.refusals import Refused
+
 KEPT = 4096
 """Results of a stream that can still be asked for; a client fetches each within seconds."""
 FETCHED, UNFETCHED = 300.0, 3600.0
@@ -24,12 +26,18 @@ SWEEP = 60.0
 """Seconds between two looks for what is kept no longer."""
 
 
-class Conflict(RuntimeError):
+class Conflict(Refused):
     """Another request has this number already."""
 
+    def __init__(self, reason: str) -> None:
+        super().__init__(409, reason)
 
-class Gone(RuntimeError):
+
+class Gone(Refused):
     """There is no such request, or its result is kept no longer."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(404, reason)
 
 
 @dataclass(eq=False)

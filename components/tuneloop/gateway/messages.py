@@ -50,7 +50,6 @@ class LoraConfig(Body):
 class CreateModel(Body):
     """A model to train, from a checkpoint."""
 
-    session_id: str
     model_seq_id: int = Field(0, ge=0)
     base_model: str
     lora_config: LoraConfig = LoraConfig(rank=0)
@@ -75,14 +74,12 @@ class SaveWeights(Body):
 class LoadWeights(Body):
     model_id: str | None = None
     seq_id: int | None = None
-    session_id: str | None = None
     model_seq_id: int | None = None
     path: str
     optimizer: bool
 
 
 class CreateSampling(Body):
-    session_id: str
     sampling_session_seq_id: int = Field(0, ge=0)
     base_model: str | None = None
     model_path: str | None = None

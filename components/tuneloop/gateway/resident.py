@@ -310,14 +310,6 @@ def _adapters(policy: Artifact) -> Lora | None:
     return Lora.model_validate(state["lora"]) if state.get("lora") else None
 
 
-def _optimization(adam: AdamParams) -> Any:
-    return Optimization(
-        learning_rate=adam.learning_rate,
-        lr_scheduler_type="constant",
-        warmup_steps=0,
-        max_steps=0,
-        weight_decay=adam.weight_decay,
-        adam_beta1=adam.beta1,
-        adam_beta2=adam.beta2,
-        max_grad_norm=adam.grad_clip_norm,
-    )
+def _optimization(adam: AdamParams) -> Optimization:
+    about = {"weight_decay": adam.weight_decay, "adam_beta1": adam.beta1, "adam_beta2": adam.beta2}
+    return Optimization(adam.learning_rate, "constant", 0, 0, max_grad_norm=adam.grad_clip_norm, **about)

@@ -13,20 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.component import from_validation
 from tuneloop.core.errors import UserError
-from tuneloop.sharing.file import STORED
+from tuneloop.inference.refusals import Refused
+from tuneloop.sharing.opening import STORED
 
 Phase = Literal["queued", "starting", "running", "ending", "ended", "failed"]
 ALIVE = ("queued", "starting", "running")
 """What can be asked for something. One that is ``ending`` cannot, yet takes its part of the quota until it is gone."""
 LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
-
-
-class Refused(RuntimeError):
-    """Not done: `status` as HTTP has it, and one line."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        self.status = status
-        super().__init__(reason)
 
 
 class Wanted(BaseModel):

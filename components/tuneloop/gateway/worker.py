@@ -29,9 +29,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from fastapi import Body, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 
 from tuneloop.core import fencing
 from tuneloop.core.component import from_validation
@@ -40,6 +43,7 @@ from tuneloop.core.threads import repeat_in_background
 from tuneloop.gateway import messages, wire
 from tuneloop.gateway.ledger import Conflict, Gone
 from tuneloop.gateway.session import Session
+from tuneloop.inference.refusals import Refused, create_app
 from tuneloop.inference.server import bind_address, serve_until_signalled
 from tuneloop.sharing.opening import open_turns
 
@@ -51,6 +55,7 @@ HEADER = "X-Session-Key"
 SESSION = "X-Session"
 """Whose worker answers; in every answer."""
 VERSION = "X-Weight-Version"
+HEALTH = "/health"
 POLL = 30.0
 """Seconds that `retrieve_future` waits; the client library waits 45."""
 LINGER = 0.5
@@ -76,9 +81,6 @@ class Worker:
 
     def app(self) -> Any:
         """Build the ASGI application."""
-        from starlette.applications import Starlette
-        from starlette.routing import Route
-
         session = self.session
         posts: dict[str, Callable[..., Any]] = {
             "create_model": self._queued(messages.CreateModel, session.create_model),
@@ -93,23 +95,22 @@ class Worker:
             "get_info": self.info,
             "session_heartbeat": self.heartbeat,
         }
-        routes = [Route(f"/api/v1/{name}", self._keyed(answer), methods=["POST"]) for name, answer in posts.items()]
-        routes += [
-            Route("/api/v1/samplers/{sampling}", self._keyed(self.sampler)),
-            Route("/health", self.health),
-        ]
-        handlers = dict.fromkeys((UserError, Retryable, ValidationError, Conflict, Gone), _refuse)
-        return _marked(Starlette(routes=routes, exception_handlers=handlers), session.id)
+        app = create_app(422)
+        for name, answer in posts.items():
+            app.add_api_route(f"/api/v1/{name}", answer, methods=["POST"], response_model=None)
+        app.add_api_route("/api/v1/samplers/{sampling}", session.sampler)
+        app.add_api_route(HEALTH, self.health)
+        return self._guarded(app)
 
-    async def health(self, request: Any) -> Any:
+    def health(self) -> dict[str, str]:
         """Answer that the worker is ready."""
-        return _json({"status": "ok"})
+        return {"status": "ok"}
 
-    async def heartbeat(self, request: Any) -> Any:
+    def heartbeat(self) -> dict[str, str]:
         """Take note that the client lives."""
-        return _json({"type": "session_heartbeat"})
+        return {"type": "session_heartbeat"}
 
-    async def forward_backward(self, request: Any) -> Any:
+    async def forward_backward(self, request: Request) -> dict[str, str]:
         """Queue a request in protobuf, or the same as JSON."""
         body = await request.body()
         proto = request.headers.get("content-type", "").startswith(wire.PROTOBUF)
@@ -119,42 +120,38 @@ class Worker:
             else:
                 wanted = messages.JsonForwardBackward.model_validate_json(body).read()
             ids.append(self.session.forward_backward(body, wanted))
-        return _json({"request_id": ids[0], "model_id": ids[0].rpartition(":")[0]})
+        return {"request_id": ids[0], "model_id": ids[0].rpartition(":")[0]}
 
-    async def create_sampling(self, request: Any) -> Any:
+    def create_sampling(self, body: messages.CreateSampling) -> dict[str, str]:
         """Open a sampling session of a checkpoint, which is found first."""
-        body = messages.CreateSampling.model_validate_json(await request.body())
-        sampling = await asyncio.to_thread(self.session.create_sampling, body)
-        return _json({"type": "create_sampling_session", "sampling_session_id": sampling})
+        return {"type": "create_sampling_session", "sampling_session_id": self.session.create_sampling(body)}
 
-    async def retrieve(self, request: Any) -> Any:
+    async def retrieve(self, request: Request, request_id: Annotated[str, Body(embed=True)] = "") -> Response:
         """Answer with a result, or with 408 while there is none."""
-        name = (await request.json()).get("request_id", "")
-        future: Future[Any] = self.session.ledger.future(name)
+        try:
+            future: Future[Any] = self.session.ledger.future(request_id)
+        except Gone as gone:
+            raise Refused(410, str(gone)) from gone
         settled = asyncio.wrap_future(future)
         settled.add_done_callback(lambda done: done.exception())  # else asyncio warns that nobody looked at it
         await asyncio.wait([settled], timeout=POLL)
         if not future.done():
-            return _json({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
-        self.session.ledger.future(name)  # given out now
+            return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
+        self.session.ledger.future(request_id)  # given out now
         if error := future.exception():
             mine = not isinstance(error, UserError | Gone)
             if mine:
-                log.error("%s failed", name, exc_info=error)
+                log.error("%s failed", request_id, exc_info=error)
             message = f"{type(error).__name__}: {error}" if mine else str(error)
-            return _json({"error": message, "category": "server" if mine else "user"})
+            return JSONResponse({"error": message, "category": "server" if mine else "user"})
         return _result(future.result(), wire.PROTOBUF in request.headers.get("accept", ""))
 
-    async def info(self, request: Any) -> Any:
+    def info(self, model_id: Annotated[str, Body(embed=True)] = "") -> dict[str, Any]:
         """Describe a model."""
-        return _json(self.session.info((await request.json()).get("model_id", "")))
-
-    async def sampler(self, request: Any) -> Any:
-        """Describe a sampling session."""
-        return _json(self.session.sampler(request.path_params["sampling"]))
+        return self.session.info(model_id)
 
     def _queued(self, kind: type[BaseModel], submit: Callable[[Any], str]) -> Callable[..., Any]:
-        async def answer(request: Any) -> Any:
+        async def answer(request: Request) -> dict[str, Any]:
             body = await request.body()
             samples = 0
             with self._numbered(body) as requests:
@@ -162,7 +159,7 @@ class Worker:
                 requests.append(submit(wanted))
                 samples = getattr(wanted, "num_samples", 0)
             ids = [f"{requests[0]}:{i}" for i in range(samples)]
-            return _json({"request_id": requests[0], **({"sample_sequence_ids": ids} if ids else {})})
+            return {"request_id": requests[0], **({"sample_sequence_ids": ids} if ids else {})}
 
         return answer
 
@@ -181,15 +178,25 @@ class Worker:
             refusal = from_validation(error) if isinstance(error, ValidationError) else error
             ids.append(self.session.refuse(body, model, number, refusal))
 
-    def _keyed(self, answer: Callable[..., Any]) -> Callable[..., Any]:
-        async def checked(request: Any) -> Any:
-            if not hmac.compare_digest(request.headers.get(HEADER, "").encode(), self.key.encode()):
-                return _json({"error": f"{HEADER}: is not this session's"}, 401)
-            if answer != self.heartbeat:  # which comes for as long as a notebook is open
-                self.heard = time.monotonic()
-            return await answer(request)
+    def _guarded(self, app: Any) -> Any:
+        """Return `app` for who knows the key, with the header `SESSION` in all that it answers, be it an error."""
 
-        return checked
+        async def guarded(scope: Any, receive: Any, send: Any) -> None:
+            async def marked(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    header = SESSION.lower().encode(), self.session.id.encode()
+                    message = {**message, "headers": [*message["headers"], header]}
+                await send(message)
+
+            answer = app
+            if scope["type"] == "http" and scope["path"] != HEALTH:
+                if not hmac.compare_digest(Headers(scope=scope).get(HEADER, "").encode(), self.key.encode()):
+                    answer = JSONResponse({"error": f"{HEADER}: is not this session's"}, 401)
+                elif not scope["path"].endswith("/session_heartbeat"):  # which comes as long as a notebook is open
+                    self.heard = time.monotonic()
+            await answer(scope, receive, marked)
+
+        return guarded
 
     def _compute(self) -> None:
         """Compute on the thread that owns the models."""
@@ -311,46 +318,13 @@ def _address(body: bytes) -> tuple[str, int | None]:
     return "", None
 
 
-def _marked(app: Any, session: str) -> Any:
-    """Return `app` with the header `SESSION` in all that it answers, be it an error."""
-
-    async def marked(scope: Any, receive: Any, send: Any) -> None:
-        async def add(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], (SESSION.lower().encode(), session.encode())]}
-            await send(message)
-
-        await app(scope, receive, add)
-
-    return marked
-
-
-def _result(result: Any, proto: bool) -> Any:
-    from starlette.responses import Response
-
+def _result(result: Any, proto: bool) -> Response:
     if isinstance(result, dict):
-        return _json(result)
+        return JSONResponse(result)
     headers = {VERSION: str(result.version)} if isinstance(result, messages.Samples) else {}
     if proto:
         return Response(result.proto(), media_type=wire.PROTOBUF, headers=headers)
-    return _json(result.json(), headers=headers)
-
-
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Any:
-    from starlette.responses import JSONResponse
-
-    return JSONResponse(value, status, headers)
-
-
-async def _refuse(request: Any, error: Exception) -> Any:
-    """Answer with an error of ours as a client knows it."""
-    if isinstance(error, ValidationError):
-        error = from_validation(error)
-    status = {UserError: 422, Conflict: 409, Gone: 404}
-    known = next((status[kind] for kind in type(error).__mro__ if kind in status), 503)
-    if isinstance(error, Gone) and request.url.path.endswith("/retrieve_future"):
-        known = 410
-    return _json({"error": str(error)}, known)
+    return JSONResponse(result.json(), headers=headers)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

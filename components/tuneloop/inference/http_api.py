@@ -41,82 +41,34 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError
+from fastapi import Body, FastAPI
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, Field
 
 from tuneloop.core.artifacts import Artifact, split_ref
 from tuneloop.core.attempts import record_progress
-from tuneloop.core.component import from_validation
-from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines._follow import Follower
-from tuneloop.inference.engines._loop import EngineLoop, Mode, Refused, Ticket
+from tuneloop.inference.engines._loop import EngineLoop, Mode, Ticket
 from tuneloop.inference.engines.vllm import Vllm
+from tuneloop.inference.refusals import Refused, create_app
 
 ALWAYS = ("ids", "logprobs")
 """Fields of a completion that are sent even if they are empty."""
 
 
-class RequestBody(BaseModel):
-    """One prompt; one seed a completion."""
-
-    id: str
-    prompt_ids: list[int]
-    seeds: list[int] = Field(min_length=1)
-
-
-class SamplingBody(BaseModel):
-    """As `tuneloop.inference.engines.Sampling`."""
-
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    max_tokens: Annotated[int, Field(ge=1)] = 16
-    stop_token_ids: tuple[int, ...] = ()
-
-
 class GenerateBody(BaseModel):
     """What to generate, and which version may."""
 
-    requests: list[RequestBody] = Field(min_length=1)
-    sampling: SamplingBody = SamplingBody()
+    requests: list[Request] = Field(min_length=1)
+    sampling: Sampling = Sampling()
     version: int | None = None
     min_version: int | None = None
     prompt_logprobs: bool = False
     stream: bool = False
-
-
-class LoadBody(BaseModel):
-    """Which checkpoint to serve."""
-
-    ref: str
-    version: int | None = None
-    force: bool = False
-
-
-class ScoreBody(BaseModel):
-    """What to score, and which version may."""
-
-    ids: list[int] = Field(min_length=2)
-    version: int | None = None
-
-
-class PauseBody(BaseModel):
-    """What becomes of running requests. Dynamo's callers also say ``clear_cache``, which a change does anyway."""
-
-    mode: Mode = "wait"
-
-
-class UpdateBody(BaseModel):
-    """A checkpoint's ``model`` directory, or its reference; and ``<version>@<digest of the checkpoint>``."""
-
-    model_path: str
-    weight_version: Annotated[str, Field(pattern=r"^\d+@\S+$")]
-
-
-class SleepBody(BaseModel):
-    """How deep: 1 keeps the weights on the host, 2 drops them."""
-
-    level: Annotated[int, Field(ge=1, le=2)] = 1
 
 
 class HttpApi:
@@ -129,28 +81,27 @@ class HttpApi:
     def __init__(self, loop: EngineLoop, follower: Follower | None = None, attempts: Store | None = None) -> None:
         self.loop, self.follower, self.attempts = loop, follower, attempts
 
-    def app(self) -> Any:
-        """Make the ASGI application."""
-        from starlette.applications import Starlette
-        from starlette.routing import Route
-
-        routes = [
-            Route("/health", self.health),
-            Route("/version", self.version),
-            Route("/load", self.load, methods=["POST"]),
-            Route("/generate", self.generate, methods=["POST"]),
-            Route("/score", self.score, methods=["POST"]),
-            Route("/verify", self.verify, methods=["POST"]),
-            Route("/engine/pause_generation", self.pause, methods=["POST"]),
-            Route("/engine/update_weights_from_disk", self.update, methods=["POST"]),
-            Route("/engine/flush_cache", self.flush, methods=["POST"]),
-            Route("/engine/resume_generation", self.resume, methods=["POST"]),
-            Route("/engine/get_weight_version", self.label, methods=["POST"]),
-            Route("/sleep", self.sleep, methods=["POST"]),
-            Route("/wake_up", self.wake_up, methods=["POST"]),
-        ]
-        handlers = dict.fromkeys((Refused, UserError, Retryable, ValidationError), _refuse)
-        return Starlette(routes=routes, exception_handlers=handlers)
+    def app(self) -> FastAPI:
+        """Make the application."""
+        app = create_app(400)
+        gets: dict[str, Callable[..., Any]] = {"/health": self.health, "/version": self.version}
+        posts: dict[str, Callable[..., Any]] = {
+            "/load": self.load,
+            "/generate": self.generate,
+            "/score": self.score,
+            "/verify": self.verify,
+            "/engine/pause_generation": self.pause,
+            "/engine/update_weights_from_disk": self.update,
+            "/engine/flush_cache": self.flush,
+            "/engine/resume_generation": self.resume,
+            "/engine/get_weight_version": self.label,
+            "/sleep": self.sleep,
+            "/wake_up": self.wake_up,
+        }
+        for method, routes in (("GET", gets), ("POST", posts)):
+            for path, answer in routes.items():
+                app.add_api_route(path, answer, methods=[method], response_model=None)
+        return app
 
     def served(self) -> dict[str, Any]:
         """Return what is served now."""
@@ -161,36 +112,37 @@ class HttpApi:
             status |= {"follows": self.follower.store.url, "trouble": self.follower.trouble, "pulled": pulled}
         return status
 
-    async def health(self, request: Any) -> Any:
+    async def health(self) -> dict[str, str]:
         """Answer whether it is ready."""
         if self.loop.trouble:
             raise Refused(503, self.loop.trouble)
-        return _json({"status": "ok"})
+        return {"status": "ok"}
 
-    async def version(self, request: Any) -> Any:
+    async def version(self) -> dict[str, Any]:
         """Answer with the version served."""
-        return _json(self.served())
+        return self.served()
 
-    async def load(self, request: Any) -> Any:
+    def load(
+        self,
+        ref: Annotated[str, Body()],
+        version: Annotated[int | None, Body()] = None,
+        force: Annotated[bool, Body()] = False,
+    ) -> dict[str, Any]:
         """Fetch and verify beside what is running, then apply."""
-        body = LoadBody.model_validate_json(await request.body())
         if self.follower:
-            digest = split_ref(body.ref)[1]
-            if body.version is None or digest is None:
-                raise UserError("ref", body.ref, "a server that follows needs the version, and a ref with a digest")
-            await asyncio.to_thread(self.follower.reach, body.version, digest, force=body.force)
+            digest = split_ref(ref)[1]
+            if version is None or digest is None:
+                raise UserError("ref", ref, "a server that follows needs the version, and a ref with a digest")
+            self.follower.reach(version, digest, force=force)
         else:
-            policy = await asyncio.to_thread(_fetch, body.ref)
+            policy = _fetch(ref)
             engine, wanted = self.loop.engine, (policy.manifest.facts["version"], policy.manifest.digest)
-            if body.force or (engine.version, engine.digest) != wanted:
-                await asyncio.wrap_future(change_policy(self.loop, policy))
-        return _json(await asyncio.to_thread(self.served))
+            if force or (engine.version, engine.digest) != wanted:
+                change_policy(self.loop, policy).result()
+        return self.served()
 
-    async def generate(self, request: Any) -> Any:
+    async def generate(self, body: GenerateBody) -> StreamingResponse:
         """Admit, then stream."""
-        from starlette.responses import StreamingResponse
-
-        body = GenerateBody.model_validate_json(await request.body())
         if body.stream and body.prompt_logprobs:
             raise UserError("stream", True, "cannot be had with prompt_logprobs; ask for one of them")
         here, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Any]]()
@@ -202,90 +154,73 @@ class HttpApi:
         lines = self._stream(ticket, events, len(body.requests))
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
-    async def score(self, request: Any) -> Any:
+    async def score(
+        self, ids: Annotated[list[int], Body(min_length=2)], version: Annotated[int | None, Body()] = None
+    ) -> dict[str, Any]:
         """Score ids with the weights that are served."""
-        body = ScoreBody.model_validate_json(await request.body())
-        request_body = GenerateBody(
-            requests=[RequestBody(id="score", prompt_ids=body.ids, seeds=[0])],
-            sampling=SamplingBody(temperature=0.0, max_tokens=1),
-            version=body.version,
-            prompt_logprobs=True,
-        )
-        here = asyncio.get_running_loop()
-        scored: asyncio.Future[Any] = here.create_future()
-
-        def emit(index: int, message: Any) -> None:
-            here.call_soon_threadsafe(scored.set_result, (index, message))
-
-        await self._admit(request_body, emit)
-        index, said = await scored
+        scored: Future[tuple[int, Any]] = Future()
+        requests, sampling = [Request("score", ids, [0])], Sampling(0.0, 1)
+        body = GenerateBody(requests=requests, sampling=sampling, version=version, prompt_logprobs=True)
+        await self._admit(body, lambda index, message: scored.set_result((index, message)))
+        index, said = await asyncio.wrap_future(scored)
         if index < 0:
             raise Refused(503, said)
         served = {"version": said[0].end_version, "digest": self.loop.engine.digest}
-        return _json({"logprobs": said[0].prompt_logprobs, **served})
+        return {"logprobs": said[0].prompt_logprobs, **served}
 
-    async def verify(self, request: Any) -> Any:
+    def verify(self) -> dict[str, Any]:
         """Read back every tensor."""
         if self.follower is None:
             raise UserError("verify", "--policy", "only a server with --weights keeps the files to compare with")
-        version, comparison = await asyncio.to_thread(self.follower.verify)
-        return _json({"version": version, **asdict(comparison)})
+        version, comparison = self.follower.verify()
+        return {"version": version, **asdict(comparison)}
 
-    async def pause(self, request: Any) -> Any:
-        """Generate nothing until `resume`."""
-        body = PauseBody.model_validate_json(await request.body() or "{}")
-        await asyncio.wrap_future(self.loop.pause(body.mode))
-        return _json({"status": "ok"})
+    async def pause(self, mode: Annotated[Mode, Body(embed=True)] = "wait") -> dict[str, str]:
+        """Generate nothing until `resume`; Dynamo's callers also say ``clear_cache``, which a change does anyway."""
+        await asyncio.wrap_future(self.loop.pause(mode))
+        return {"status": "ok"}
 
-    async def update(self, request: Any) -> Any:
-        """Change to a checkpoint, verified."""
-        body = UpdateBody.model_validate_json(await request.body())
+    async def update(
+        self, model_path: Annotated[str, Body()], weight_version: Annotated[str, Body(pattern=r"^\d+@\S+$")]
+    ) -> dict[str, str]:
+        """Change to a checkpoint, verified: of its ``model`` directory or its reference, and
+        ``<version>@<digest of the checkpoint>``."""
         if self.follower:
-            raise UserError("model_path", body.model_path, "this server follows --weights; publish the version there")
-        policy = await asyncio.to_thread(_fetch, _reference(body))
+            raise UserError("model_path", model_path, "this server follows --weights; publish the version there")
+        policy = await asyncio.to_thread(_fetch, _reference(model_path, weight_version))
         await asyncio.wrap_future(change_policy(self.loop, policy))
-        return await self.label(request)
+        return await self.label()
 
-    async def flush(self, request: Any) -> Any:
+    async def flush(self) -> dict[str, str]:
         """Drop the prefix cache."""
         await asyncio.wrap_future(self.loop.call(Vllm.flush))
-        return _json({"status": "ok"})
+        return {"status": "ok"}
 
-    async def resume(self, request: Any) -> Any:
+    async def resume(self) -> dict[str, str]:
         """Go on after `pause`."""
         await asyncio.wrap_future(self.loop.resume())
-        return _json({"status": "ok"})
+        return {"status": "ok"}
 
-    async def label(self, request: Any) -> Any:
+    async def label(self) -> dict[str, str]:
         """Answer with the version served, as `update` was told it; empty while nothing is served."""
         engine = self.loop.engine
-        return _json({"status": "ok", "version": f"{engine.version}@{engine.digest}" if engine.digest else ""})
+        return {"status": "ok", "version": f"{engine.version}@{engine.digest}" if engine.digest else ""}
 
-    async def sleep(self, request: Any) -> Any:
-        """Give back the device's memory."""
-        body = SleepBody.model_validate_json(await request.body() or "{}")
-        await asyncio.wrap_future(self.loop.sleep(body.level))
-        return _json({"status": "asleep"})
+    async def sleep(self, level: Annotated[int, Body(embed=True, ge=1, le=2)] = 1) -> dict[str, str]:
+        """Give back the device's memory: 1 keeps the weights on the host, 2 drops them."""
+        await asyncio.wrap_future(self.loop.sleep(level))
+        return {"status": "asleep"}
 
-    async def wake_up(self, request: Any) -> Any:
+    async def wake_up(self) -> dict[str, str]:
         """Take the device's memory again."""
         await asyncio.wrap_future(self.loop.wake_up())
         if self.follower:
             self.follower.wake()
-        return _json({"status": "awake"})
+        return {"status": "awake"}
 
     async def _admit(self, body: GenerateBody, emit: Callable[[int, Any], None]) -> Ticket:
-        requests = [Request(r.id, r.prompt_ids, r.seeds) for r in body.requests]
-        sampling = Sampling(**body.sampling.model_dump())
-        admitted = self.loop.generate(
-            requests,
-            sampling,
-            body.version,
-            body.min_version,
-            emit,
-            prompt_logprobs=body.prompt_logprobs,
-            stream=body.stream,
-        )
+        how = {"prompt_logprobs": body.prompt_logprobs, "stream": body.stream}
+        admitted = self.loop.generate(body.requests, body.sampling, body.version, body.min_version, emit, **how)
         try:
             return await asyncio.wrap_future(admitted)
         except Refused as refused:
@@ -323,10 +258,10 @@ def change_policy(loop: EngineLoop, policy: Artifact) -> Future[dict[str, float]
     return loop.change(policy.path / "model", policy.manifest.facts["version"], policy.manifest.digest)
 
 
-def _reference(body: UpdateBody) -> str:
+def _reference(model: str, label: str) -> str:
     """Return the reference of the checkpoint that is meant; of its ``model`` directory the artifact around it."""
-    path, digest = Path(body.model_path), body.weight_version.partition("@")[2]
-    url = str(path.parent.parent) if path.is_absolute() and path.name == "model" else split_ref(body.model_path)[0]
+    path, digest = Path(model), label.partition("@")[2]
+    url = str(path.parent.parent) if path.is_absolute() and path.name == "model" else split_ref(model)[0]
     return f"{url}@{digest}"
 
 
@@ -343,17 +278,3 @@ def _said(completion: Completion) -> dict[str, Any]:
 
 def _line(value: Any) -> bytes:
     return json.dumps(value).encode() + b"\n"
-
-
-def _json(value: Any, status: int = 200) -> Any:
-    from starlette.responses import JSONResponse
-
-    return JSONResponse(value, status)
-
-
-async def _refuse(request: Any, error: Exception) -> Any:
-    """Answer with an error of ours."""
-    if isinstance(error, ValidationError):
-        error = from_validation(error)
-    status = error.status if isinstance(error, Refused) else 400 if isinstance(error, UserError) else 503
-    return _json({"error": str(error)}, status)

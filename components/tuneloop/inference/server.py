@@ -43,9 +43,10 @@ from tuneloop.core.errors import (
 )
 from tuneloop.core.store import Store
 from tuneloop.inference.engines._follow import Follower
-from tuneloop.inference.engines._loop import EngineLoop, Refused
+from tuneloop.inference.engines._loop import EngineLoop
 from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.inference.http_api import HttpApi, change_policy
+from tuneloop.inference.refusals import Refused
 
 GRACE_S = 2
 """How long running answers may take after SIGTERM: their clients try again, and whoever stops it waits."""

@@ -65,7 +65,7 @@ class Execution:
         self.nodes: dict[str, Node] = {}
         self.outputs: dict[str, str] = {}
         self.published: Scope = {}
-        self._tags = _workflow_tags(workflow, self.name, workdir, self.began, parameters)
+        self._tags = _workflow_tags(workflow, self.name, workdir, parameters)
         self._env, self._on_node, self._on_log = env, on_node, on_log
         limit = parallelism or int(spec.get("parallelism") or max(4, os.cpu_count() or 1))
         self._slots = threading.BoundedSemaphore(limit)
@@ -262,39 +262,21 @@ def _end_apart(process: Process, grace: float) -> None:
 
 
 def _workflow_tags(
-    workflow: Mapping[str, Any], name: str, workdir: Path, began: float, parameters: Mapping[str, str]
+    workflow: Mapping[str, Any], name: str, workdir: Path, parameters: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the tags ``workflow.…``, but for those that change while it runs."""
-    metadata, spec = workflow.get("metadata", {}), workflow["spec"]
-    created = time.gmtime(began)
-    at = "workflow.creationTimestamp"
-    own = {f"workflow.{kind}": metadata.get(kind) or {} for kind in ("labels", "annotations")}
+    own = {f"workflow.{kind}": workflow.get("metadata", {}).get(kind) or {} for kind in ("labels", "annotations")}
     return {
         "workflow.name": name,
         "workflow.namespace": "local",
         "workflow.uid": hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:32],
-        "workflow.mainEntrypoint": str(spec.get("entrypoint", "")),
-        "workflow.serviceAccountName": str(spec.get("serviceAccountName", "")),
         "workflow.parameters": format_value([{"name": k, "value": v} for k, v in parameters.items()]),
         **{f"workflow.parameters.{key}": value for key, value in parameters.items()},
         **{f"{kind}.{key}": format_value(value) for kind, values in own.items() for key, value in values.items()},
-        **{f"{at}{suffix}": time.strftime("%Y-%m-%dT%H:%M:%SZ", created) for suffix in ("", ".RFC3339")},
-        **{f"{at}.{letter}": time.strftime(f"%{letter}", created) for letter in "YmdHMSjyBbAapIZ"},
-        f"{at}.s": str(int(began)),
     }
 
 
 def _display(path: str) -> str:
     """Return a node's own part of its path; the exit handler has the workflow's name before it."""
     base = path.removesuffix(".onExit")
-    return base[_last_dot(base) + 1 :] + path[len(base) :]
-
-
-def _last_dot(name: str) -> int:
-    """Return the index of the last dot outside parentheses: items may hold dots."""
-    depth = 0
-    for index in range(len(name) - 1, -1, -1):
-        depth += (name[index] == ")") - (name[index] == "(")
-        if name[index] == "." and depth == 0:
-            return index
-    return -1
+    return base.rpartition(".")[2] + path[len(base) :]

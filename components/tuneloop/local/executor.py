@@ -2,11 +2,13 @@
 
     outcome = execute_workflow(workflow, arguments={"iterations": "3"}, workdir=Path("runs/a/local"), on_node=show)
 
-A pod is a process group. What a run leaves behind, and how to read it live: `tuneloop.local.journal`.
+A run of several workflows (`execute_parts`) has one work directory. A pod is a process group. What a run leaves behind,
+and how to read it live: `tuneloop.local.journal`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -20,12 +22,13 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.threads import repeat_in_background
 from tuneloop.local.execution import Execution, OnLog, OnNode
 from tuneloop.local.graph import run_template
-from tuneloop.local.journal import Node, Workflow, lock_workdir, outcome_code
+from tuneloop.local.journal import Node, Workflow, lock_workdir, outcome_code, read_state
 from tuneloop.local.processes import Launcher, base_environment
 from tuneloop.local.results import Call, Result
 from tuneloop.local.warm import Kind, is_server, is_stage
 from tuneloop.workflow import manifest
 from tuneloop.workflow.expression_values import format_value
+from tuneloop.workflow.settings import LOCAL, NEXT
 
 
 @dataclass
@@ -102,6 +105,48 @@ def execute_workflow(
             return _run(execution, entry, spec.get("onExit"))
 
 
+def execute_parts(
+    workflow: Mapping[str, Any],
+    *,
+    workdir: Path,
+    arguments: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Outcome:
+    """Run `workflow`, and those that it goes on in, to the end, as `tuneloop.cluster.continue_run` does on a cluster.
+
+    Each part is executed by itself, under the name it would have there; `tuneloop.local.journal.read_state` shows them
+    as one run. A resumed run starts at the part that did not end well.
+
+    Args:
+        workdir, arguments, env, options: as `execute_workflow` takes them.
+
+    Returns:
+        that of the last part.
+
+    Raises:
+        UserError: as `execute_workflow`.
+    """
+    state = read_state(workdir)
+    done = list(state.parts) if state else []
+    metadata = workflow.get("metadata", {})
+    run = str(metadata.get("name") or metadata.get("generateName", "run-").rstrip("-"))
+    while True:
+        start = json.loads(done[-1]) if done else {"entrypoint": None, "arguments": {}}
+        name = f"{run}-{len(done) + 1}" if done else run
+        outcome = execute_workflow(
+            {**workflow, "metadata": {**metadata, "name": name}},
+            workdir=workdir,
+            arguments={**(arguments or {}), **start["arguments"]},
+            entrypoint=start["entrypoint"],
+            env={**(env or {}), LOCAL: "1"},
+            **options,
+        )
+        if outcome.phase != "Succeeded" or NEXT not in outcome.outputs:
+            return outcome
+        done.append(outcome.outputs[NEXT])
+
+
 def _run(execution: Execution, entry: Call, exit_handler: str | None) -> Outcome:
     """Run a workflow to its end, exit handler included."""
     record = Workflow(execution.name, started=execution.began, pid=os.getpid(), parameters=execution.parameters)
@@ -165,6 +210,4 @@ def _parameters(spec: Mapping[str, Any], given: Mapping[str, str], strict: bool)
         if value is None:
             raise UserError(f"parameter {name}", None, "is required")
         values[name] = format_value(value)
-        if parameter.get("enum") and values[name] not in map(str, parameter["enum"]):
-            raise UserError(f"parameter {name}", values[name], f"use one of {', '.join(map(str, parameter['enum']))}")
     return values

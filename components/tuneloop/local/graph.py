@@ -1,4 +1,4 @@
-"""Graphs of a local run: templates, DAGs, loops over items, recursion.
+"""Graphs of a local run: templates, DAGs, recursion.
 
 The semantics are those of the Argo controller 3.7 (https://argo-workflows.readthedocs.io/en/release-3.7/). Each task
 runs on a thread of its own; what bounds the work is how many pods may run at a time.
@@ -7,11 +7,10 @@ runs on a thread of its own; what bounds the work is how many pods may run at a 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tuneloop.local import values
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.pod import run_pod
@@ -21,13 +20,17 @@ from tuneloop.local.results import (
     Result,
     Scope,
     branch_result,
-    combine_items,
     dependency_scope,
     find_reason,
+    input_scope,
+    resolve_arguments,
+    resolve_inputs,
+    resolve_outputs,
+    result_scope,
 )
 from tuneloop.local.retries import Attempts
 from tuneloop.workflow import expressions
-from tuneloop.workflow.expression_values import ExpressionError, format_value
+from tuneloop.workflow.expression_values import ExpressionError
 from tuneloop.workflow.expressions import substitute_tags
 from tuneloop.workflow.manifest import find_ancestors, parse_depends
 
@@ -48,8 +51,8 @@ def run_template(execution: Execution, call: Call) -> Result:
         if call.depth + 1 >= MAX_DEPTH:
             raise ExpressionError(TOO_DEEP)
         scope = execution.global_scope() | {"node.name": node.name}
-        node.inputs = values.resolve_inputs(template, call.parameters, scope)
-        scope |= values.input_scope(template, node.inputs)
+        node.inputs = resolve_inputs(template, call.parameters, scope)
+        scope |= input_scope(template, node.inputs)
 
         def attempt(node: Node, extra: Scope) -> Result:
             result = _attempt(execution, template, node, call, scope | extra)
@@ -103,7 +106,6 @@ class Graph:
         self.waits = {name: names for name, (names, _) in logic.items()}
         self.conditions = {name: condition for name, (_, condition) in logic.items()}
         self.daemons: list[Daemon] = []
-        self.gate = threading.Semaphore(int(template.get("parallelism") or 1 << 30))
 
     def run(self) -> Result:
         """Run all tasks, then end the daemons among them."""
@@ -116,7 +118,7 @@ class Graph:
             if broken:
                 return Result(broken, find_reason(results))
             scope = self._scope_behind(results)
-            return Result("Succeeded", "", values.resolve_outputs(self.template.get("outputs", {}), scope))
+            return Result("Succeeded", "", resolve_outputs(self.template.get("outputs", {}), scope))
         finally:
             threads = [_thread(daemon.close) for daemon in self.daemons]
             for thread in threads:
@@ -126,7 +128,7 @@ class Graph:
         """Return the tags of who comes behind the tasks that have these results."""
         scope = dict(self.scope)
         for name, result in results.items():
-            scope |= values.result_scope(name, result)
+            scope |= result_scope(name, result)
         return scope
 
     def _run_tasks(self) -> dict[str, Result]:
@@ -175,56 +177,17 @@ class Graph:
     # One task
 
     def run_task(self, task: Mapping[str, Any], scope: Scope) -> Result:
-        """Run a task: itself, or each of its items."""
+        """Run a task: its condition, its template."""
         call = self._call(task)
-        try:
-            scope = scope | self.execution.published
-            items = values.list_items(task, scope)
-            if items is not None:
-                return self.run_items(task, items, call, scope)
-            with self.gate:
-                return self.run_once(task, call, scope)
-        except Exception as error:  # whatever is wrong with it, the graph goes on
-            message = str(error) if isinstance(error, ExpressionError) else f"{type(error).__name__}: {error}"
-            return self.skip(call, "Error", message)
-
-    def run_items(self, task: Mapping[str, Any], items: Sequence[Any], call: Call, scope: Scope) -> Result:
-        """Run all items of a task at a time, but for ``parallelism``, which takes them in order."""
-        if not items:
-            return self.skip(call, "Skipped", "Skipped, empty params")
-        group = self.execution.create_node(call, "TaskGroup")
-        self.execution.start(group)
-        results: list[Result] = [Result("Omitted")] * len(items)
-
-        def work(index: int, item: Any) -> None:
-            own = scope | {"item": format_value(item)}
-            if isinstance(item, dict):
-                own |= {f"item.{key}": format_value(value) for key, value in item.items()}
-            name = f"{call.name}({index}:{values.label_item(item)})"
-            try:
-                results[index] = self.run_once(task, replace(call, name=name, parent=group.id), own)
-            finally:
-                self.gate.release()
-
-        threads = []
-        for index, item in enumerate(items):
-            self.gate.acquire()
-            threads.append(_thread(work, index, item))
-        for thread in threads:
-            thread.join()
-        result = combine_items(results)
-        self.execution.settle(group, Result(result.phase, result.message))
-        return result
-
-    def run_once(self, task: Mapping[str, Any], call: Call, scope: Scope) -> Result:
-        """Run a task without items, or one item of it: its condition, its template."""
+        scope = scope | self.execution.published
         try:
             when = substitute_tags(task.get("when", ""), scope)
             if not expressions.evaluate_when(when):
                 return self.skip(call, "Skipped", f"when '{when}' evaluated false")
-            parameters = values.resolve_arguments(task, scope)
-        except ExpressionError as error:
-            return self.skip(call, "Error", str(error))
+            parameters = resolve_arguments(task, scope)
+        except Exception as error:  # whatever is wrong with it, the graph goes on
+            message = str(error) if isinstance(error, ExpressionError) else f"{type(error).__name__}: {error}"
+            return self.skip(call, "Error", message)
         if self.execution.stopping.is_set() or self.execution.find_end_reason(call.name):
             return Result("Omitted", "not started: the run is ending")
         result = run_template(self.execution, replace(call, parameters=parameters))

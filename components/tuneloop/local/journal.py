@@ -95,8 +95,7 @@ class State:
         workflow: of the newest session.
         nodes: id → node of the newest session, in the order they appeared.
         alive: an executor holds the work directory; a ``Running`` workflow that is not alive was killed.
-        parts: of a run of several workflows (`tuneloop.local.workflow_parts`), where each that ended well goes on, as
-        JSON.
+        parts: of a run of several workflows (`execute_parts`), where each that ended well goes on, as JSON.
     """
 
     workflow: Workflow
@@ -164,13 +163,12 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
 
 def _held(workdir: Path) -> bool:
     try:
-        with (workdir / "lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        with lock_workdir(workdir):
+            return False
+    except UserError:
         return True
     except OSError:
         return False
-    return False
 
 
 def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) -> int:

@@ -1,4 +1,4 @@
-"""Pods of a local run: containers and daemons as process groups; their outputs, deadlines and readiness."""
+"""Pods of a local run: containers and daemons as process groups; their outputs and readiness."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tuneloop.argo.lease_sidecar import find_lease_sidecar
+from tuneloop.core import fencing
 from tuneloop.core.ends import describe_exit, name_signal
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, TERMINATION_LOG, Retryable, UserError, name_class
 from tuneloop.core.http import Unanswered, send_request
-from tuneloop.local.device_lease import hold_device_lease
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.pod_files import PodFilesystem
 from tuneloop.local.processes import Process, end_process
 from tuneloop.local.results import Result
-from tuneloop.workflow.manifest import parse_duration
+from tuneloop.sharing.opening import STORED, open_turns
+from tuneloop.sharing.sidecar import parse_arguments
 
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
 """Stages that import no torch: they do not wait for the warm process."""
@@ -76,7 +78,7 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
     grace = _grace(template, execution.grace)
     with execution.pod_slot(bool(template.get("daemon"))), contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(hold_device_lease(execution, template, node, files))
+            stack.enter_context(_hold_device_lease(execution, template, node, files))
         except (UserError, Retryable) as error:
             if isinstance(error, UserError):
                 return Result("Failed", str(error), exit_code=EXIT_USER)
@@ -89,15 +91,10 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
         with execution.watch_pod(node, process, grace):
             if template.get("daemon"):
                 return _become_daemon(execution, container, node, process, grace)
-            deadline = _deadline(template)
-            late = not process.ended.wait(deadline)
-            if late:
-                end_process(process, grace)
+            process.ended.wait()
     result = _collect(files, process.code)
     if execution.stopping.is_set() and result.broken:
         result.message = "stopped"
-    elif late:
-        result.phase, result.message = "Failed", f"Pod was active on the node longer than {deadline:g} s"
     elif result.phase == "Failed":
         last_words = words.read_text(errors="replace").strip() or _last_words(log)
         result.message = describe_exit(process.code, last_words)
@@ -125,11 +122,6 @@ def _expand(word: str, env: Mapping[str, str]) -> str:
     return re.sub(r"\$\$|\$\((\w+)\)", lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0]), word)
 
 
-def _deadline(template: Mapping[str, Any]) -> float | None:
-    limits = [template[key] for key in ("timeout", "activeDeadlineSeconds") if template.get(key)]
-    return min(map(parse_duration, limits)) if limits else None
-
-
 def _grace(template: Mapping[str, Any], default: float) -> float:
     """Read terminationGracePeriodSeconds, which Argo has only in ``podSpecPatch``."""
     try:
@@ -144,7 +136,7 @@ def _become_daemon(
 ) -> Result:
     probe = container.get("readinessProbe") or {}
     pause = min(float(probe.get("periodSeconds", 1)), 0.1)
-    over = process.ended.wait(float(probe.get("initialDelaySeconds", 0)))
+    over = process.ended.is_set()
     while not over and not _is_ready(probe, container):
         if execution.stopping.is_set():
             end_process(process, grace)
@@ -161,10 +153,35 @@ def _is_ready(probe: Mapping[str, Any], container: Mapping[str, Any]) -> bool:
     if not get:
         return True
     named = {port.get("name"): port["containerPort"] for port in container.get("ports", [])}
-    address = f"127.0.0.1:{named.get(get['port'], get['port'])}/{str(get.get('path', '')).removeprefix('/')}"
-    headers = {h["name"]: h["value"] for h in get.get("httpHeaders", [])}
-    url = f"{str(get.get('scheme', 'http')).lower()}://{address}"
+    url = f"http://127.0.0.1:{named.get(get['port'], get['port'])}/{str(get.get('path', '')).removeprefix('/')}"
     try:
-        return send_request("GET", url, headers=headers, timeout_s=float(probe.get("timeoutSeconds", 1)))[0] < 400
+        return send_request("GET", url, timeout_s=float(probe.get("timeoutSeconds", 1)))[0] < 400
     except (OSError, Unanswered):
         return False
+
+
+@contextlib.contextmanager
+def _hold_device_lease(
+    execution: Execution, template: Mapping[str, Any], node: Node, files: PodFilesystem
+) -> Iterator[None]:
+    """Hold a device lease as the sidecar of `template` does on a cluster: its group's document lies in the store.
+
+    Raises:
+        Retryable: the run was stopped meanwhile, or the store is in trouble.
+    """
+    container = find_lease_sidecar(template)
+    if container is None:
+        yield
+        return
+    wanted = parse_arguments(container["args"])
+    store = execution.parameters["store"]
+    root = store if "://" in store else str(execution.cwd / store)
+    options: Any = {"who": wanted.run, "policy": wanted.policy, "patience": wanted.patience}
+    turns = open_turns(f"{root}/{STORED}/{wanted.group}", **options)
+    if turns.read().holder:
+        execution.set_message(node, f"waits for its turn in group {wanted.group}")
+    file = files.local_path(wanted.file)
+    with turns.acquire(stop=execution.stopping, told=lambda grant: fencing.write_lease_grant(file, grant)):
+        if node.message:
+            execution.set_message(node, "")
+        yield

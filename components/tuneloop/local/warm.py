@@ -69,7 +69,7 @@ SERVER = (
     "tuneloop.inference.engines._follow",
     "tuneloop.inference.engines._loop",
     "uvicorn",
-    "starlette.applications",
+    "fastapi",
     "torch",
     "transformers.models.auto.tokenization_auto",
     "vllm.engine.arg_utils",
@@ -81,18 +81,8 @@ LIBRARIES: dict[Kind, Sequence[str]] = {"stages": STAGES, "server": SERVER}
 """Imported before the first fork, which imports what else it needs itself."""
 
 READ_AT_IMPORT = (
-    "OMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "GOMP_",
-    "KMP_",
-    "CUDA_",
-    "TORCH",
-    "PYTORCH_",
-    "HF_",
-    "TRANSFORMERS_",
-    "LD_",
-    "VLLM_",
+    *("OMP_", "MKL_", "OPENBLAS_", "GOMP_", "KMP_", "CUDA_", "LD_"),
+    *("TORCH", "PYTORCH_", "HF_", "TRANSFORMERS_", "VLLM_"),
 )
 READ_AT_START = ("PYTHON",)
 """Variables with these prefixes take effect when a library or the interpreter starts: a stage that wants

@@ -7,7 +7,7 @@ Counts are upper bounds where the graph decides while it runs (``when``, loops t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo import colocation, memory_estimate
@@ -15,7 +15,6 @@ from tuneloop.argo.claims import TAKE
 from tuneloop.argo.memory_estimate import Model
 from tuneloop.argo.pod_fields import find_role
 from tuneloop.core.artifacts import Role
-from tuneloop.planning.granularity import LOST, REQUEUE, compare_iterations_per_pod, list_iterations_per_pod
 from tuneloop.runs.summary import format_size
 from tuneloop.workflow.manifest import list_calls
 from tuneloop.workflow.pod_loop import expand_pod
@@ -24,6 +23,16 @@ from tuneloop.workflow.rendered_stages import LOOP, Stage, read_loop, read_stage
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.tree import Tree
+
+
+REQUEUE = 10.0
+"""Seconds between two pods that follow one another: Argo looks at a workflow again so long after a pod has ended (its
+controller's ``DEFAULT_REQUEUE_TIME``, which an admin may lower; measured on Argo 3.7.6)."""
+BEARABLE = 0.1
+"""Share of an iteration that may go to waiting for pods, for a grain to be recommended."""
+LOST = (
+    f"a lost pod costs the work of its stage and {REQUEUE:g} s; one of several stages, also the start of all libraries"
+)
 
 
 def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> RenderableType:
@@ -185,3 +194,61 @@ def _grow(
         items = f" × {_fan_out(task)}" if _fan_out(task) > 1 else ""
         branch = tree.add(f"{task['name']}{items}{note}")
         _grow(branch, workflow, templates, target, (*above, name))
+
+
+def list_iterations_per_pod(iterations: int, part: int) -> list[int]:
+    """List the iterations per pod that divide a workflow's `part` of the loop evenly; 0 is one pod per stage."""
+    found = [0]
+    for pod in range(1, part + 1):
+        if part % pod == 0:
+            found.append(pod)
+            if pod >= iterations:
+                break
+    return found
+
+
+def compare_iterations_per_pod(
+    chosen: int,
+    grains: Sequence[int],
+    loop: Mapping[str, Role],
+    idle: Sequence[str],
+    seconds: Mapping[str, float] | None,
+) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of a table: choice, overhead per iteration, idle accelerator seconds, remarks.
+
+    Args:
+        chosen: iterations a pod; 0 is a pod a stage.
+        grains: what `list_iterations_per_pod` gives.
+        loop: stage of an iteration → its role.
+        idle: those of them that leave the accelerators of a pod idle that they share with others.
+        seconds: stage → how long it works in an iteration, of a recorded run.
+    """
+    best = recommend_iterations_per_pod(grains, loop, seconds)
+    some = max(pod for pod in grains if pod <= 10)
+    for pod in sorted({0, 1, some, grains[-1], chosen, best if best is not None else chosen}):
+        name = {0: "a pod a stage", 1: "a pod an iteration"}.get(pod, f"{pod} iterations a pod")
+        marks = [mark for mark, holds in (("this plan", pod == chosen), ("recommended", pod == best)) if holds]
+        told = f"{sum(seconds.get(stage, 0.0) for stage in idle):.1f} s" if seconds else f"{' and '.join(idle)}'s"
+        held = told if pod and idle else "0 s"
+        yield name, f"{compute_overhead(pod, len(loop)):.3g} s", held, ", ".join(marks)
+
+
+def compute_overhead(pod: int, stages: int) -> float:
+    """Compute the seconds per iteration in which no pod of the loop works, with `pod` iterations per pod."""
+    return REQUEUE / pod if pod else REQUEUE * stages
+
+
+def recommend_iterations_per_pod(
+    grains: Sequence[int], loop: Mapping[str, Role], seconds: Mapping[str, float] | None
+) -> int | None:
+    """Recommend the finest of `grains` that spends at most a tenth of its time between pods, else the coarsest; None
+    where nothing was measured."""
+    if not seconds:
+        return None
+    work = sum(seconds.get(stage, 0.0) for stage in loop)
+    fitting = (
+        pod
+        for pod in grains
+        if compute_overhead(pod, len(loop)) <= BEARABLE * (work + compute_overhead(pod, len(loop)))
+    )
+    return next(fitting, grains[-1])

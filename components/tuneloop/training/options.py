@@ -18,15 +18,8 @@ Packing = Literal["auto", "packed", "padded"]
 Schedule = Literal["constant", "linear", "cosine"]
 
 MODEL_OPTIONS = (
-    "dtype",
-    "attn_implementation",
-    "packing",
-    "max_length",
-    "gradient_checkpointing",
-    "lora",
-    "cpu_offload",
-    "torch_compile",
-    "use_liger_kernel",
+    *("dtype", "attn_implementation", "packing", "max_length", "gradient_checkpointing", "lora"),
+    *("cpu_offload", "torch_compile", "use_liger_kernel"),
 )
 """Those that `tuneloop.training.fsdp.policy.Policy` takes."""
 LOGITS = 1 << 25

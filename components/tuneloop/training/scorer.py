@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document
 from tuneloop.training import distributed_checkpoint
-from tuneloop.training.fsdp.policy import Policy
+from tuneloop.training.fsdp.policy import Policy, open_model
 from tuneloop.training.fsdp.trainer import Trainer
 
 
@@ -72,19 +71,14 @@ class ScoreTrainer(Scorer, Trainer):
 
 
 def _open(directory: Path, dtype: torch.dtype, attention: str) -> Any:
-    from transformers import AutoConfig, AutoModelForSequenceClassification, logging
+    from transformers import logging
 
     said = logging.get_verbosity()
     logging.set_verbosity_error()  # that a language model has no such head is why it gets one here
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, num_labels=1)
-        about = {"dtype": dtype, "attn_implementation": attention, "local_files_only": True}
-        made = AutoModelForSequenceClassification.from_pretrained(directory, config=config, **about)
-    except (ImportError, OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError("policy", str(directory), f"cannot be loaded as a reward model ({reason})") from error
+        made = open_model(directory, dtype, attention, "SequenceClassification", num_labels=1)
     finally:
         logging.set_verbosity(said)
-    if not any("SequenceClassification" in name for name in config.architectures or ()):
+    if not any("SequenceClassification" in name for name in made.config.architectures or ()):
         torch.nn.init.zeros_(made.score.weight)
     return made

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+import operator
 import re
 from collections.abc import Callable
 from decimal import Decimal
@@ -33,11 +35,16 @@ def format_json(value: Any) -> str:
 
 
 def parse_string_literal(word: str) -> str:
-    """Return the text of a string literal."""
-    if word[0] == "`":
-        return word[1:-1]
+    """Return the text of a string literal.
+
+    Raises:
+        ExpressionError: an escape that JSON does not have.
+    """
     body = word[1:-1].replace("\\'", "'") if word[0] == "'" else word[1:-1]
-    return str(json.loads('"' + re.sub(r'(?<!\\)"', r"\"", body) + '"', strict=False))
+    try:
+        return str(json.loads('"' + re.sub(r'(?<!\\)"', r"\"", body) + '"', strict=False))
+    except ValueError as error:
+        raise ExpressionError(f"{word} is no text ({error})") from None
 
 
 def get_member(value: Any, key: Any) -> Any:
@@ -73,62 +80,57 @@ def require_number(value: Any, op: str) -> Any:
     return value
 
 
-def apply_operator(op: str, left: Any, right: Any) -> Any:
-    """Apply a binary operator.
+def apply_operator(op: type[ast.AST], left: Any, right: Any) -> Any:
+    """Apply a binary operator, which stands for itself but for `ast.Is`: it is ``matches``.
 
     Raises:
         ExpressionError: the operator does not take such operands.
     """
-    if op in ("==", "!="):
+    if op in (ast.Eq, ast.NotEq):
         same = (
             left == right
             and (is_number(left) == is_number(right))
             and isinstance(left, bool) == isinstance(right, bool)
         )
-        return same == (op == "==")
-    if op in _TEXT_OPERATORS:
-        if not (isinstance(left, str) and isinstance(right, str)):
-            raise ExpressionError(f"{op!r} needs two strings, got {format_json(left)} and {format_json(right)}")
-        return _TEXT_OPERATORS[op](left, right)
-    if op == "in":
+        return same == (op is ast.Eq)
+    if op in (ast.In, ast.NotIn):
         if not isinstance(right, list | dict):
             raise ExpressionError(f"'in' needs a list or map on its right, got {format_json(right)}")
-        return any(apply_operator("==", left, item) for item in right)
-    if op in _ORDER or op == "+":
-        if isinstance(left, str) and isinstance(right, str):
-            return left + right if op == "+" else _ORDER[op](left, right)
-        if op != "+" and not (is_number(left) and is_number(right)):
-            raise ExpressionError(f"cannot compare {format_json(left)} {op} {format_json(right)}")
-    a, b = require_number(left, op), require_number(right, op)
+        return any(apply_operator(ast.Eq, left, item) for item in right) == (op is ast.In)
+    texts = isinstance(left, str) and isinstance(right, str)
+    if op is ast.Is:
+        if not texts:
+            raise ExpressionError(f"'matches' needs two strings, got {format_json(left)} and {format_json(right)}")
+        return re.search(right, left) is not None
+    sign, apply = _OPERATORS[op]
+    if texts and (sign == "+" or op in _ORDER):
+        return apply(left, right)
+    if op in _ORDER and not (is_number(left) and is_number(right)):
+        raise ExpressionError(f"cannot compare {format_json(left)} {sign} {format_json(right)}")
+    a, b = require_number(left, sign), require_number(right, sign)
     try:
-        return {**_ORDER, **_ARITHMETIC}[op](a, b)
+        return apply(a, b)
     except (ZeroDivisionError, ValueError):  # math.fmod raises the latter
-        raise ExpressionError(f"{left} {op} {right}: division by zero") from None
+        raise ExpressionError(f"{left} {sign} {right}: division by zero") from None
 
 
-_ORDER: dict[str, Callable[[Any, Any], Any]] = {
-    "<": lambda a, b: a < b,
-    "<=": lambda a, b: a <= b,
-    ">": lambda a, b: a > b,
-    ">=": lambda a, b: a >= b,
+def _remainder(a: Any, b: Any) -> Any:
+    """Compute a remainder that has the sign of `a`, as Go does."""
+    return int(math.fmod(a, b)) if isinstance(a, int) and isinstance(b, int) else math.fmod(a, b)
+
+
+_OPERATORS: dict[type[ast.AST], tuple[str, Callable[[Any, Any], Any]]] = {
+    ast.Lt: ("<", operator.lt),
+    ast.LtE: ("<=", operator.le),
+    ast.Gt: (">", operator.gt),
+    ast.GtE: (">=", operator.ge),
+    ast.Add: ("+", operator.add),
+    ast.Sub: ("-", operator.sub),
+    ast.Mult: ("*", operator.mul),
+    ast.Div: ("/", operator.truediv),
+    ast.Mod: ("%", _remainder),
 }
-_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-    "/": lambda a, b: a / b,
-    "%": lambda a, b: int(math.fmod(a, b)) if isinstance(a, int) and isinstance(b, int) else math.fmod(a, b),
-    "**": lambda a, b: float(a) ** b,
-    "^": lambda a, b: float(a) ** b,
-}
-_TEXT_OPERATORS: dict[str, Callable[[str, str], bool]] = {
-    "contains": lambda a, b: b in a,
-    "startsWith": str.startswith,
-    "endsWith": str.endswith,
-    "matches": lambda a, b: re.search(b, a) is not None,
-    "=~": lambda a, b: re.search(b, a) is not None,
-    "!~": lambda a, b: re.search(b, a) is None,
-}
+_ORDER = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
 def to_int(value: Any) -> int:

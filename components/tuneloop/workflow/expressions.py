@@ -1,20 +1,23 @@
 """Argo's templating: ``{{tags}}``, ``{{=expressions}}`` and ``when`` conditions.
 
 A `Scope` is flat, ``"tasks.update.outputs.parameters.loss" → "0.3"``, as the controller keeps it; every value is text
-(artifacts apart). Expressions are the subset of expr-lang (https://expr-lang.org/docs/language-definition) that
-workflows use: literals, lists, maps, arithmetic, comparison, ``&& || ! and or not``, ``?:``, ``??``, ``?.``, member and
-index access, ``in``, ``contains startsWith endsWith matches``, and the functions in `FUNCTIONS`. A ``when`` is
-govaluate's language, in which a bare word is a string. Whatever else appears is refused by name.
+(artifacts apart). Expressions are the part of expr-lang (https://expr-lang.org/docs/language-definition) that pipelines
+render: literals, lists, ``+ - * / %``, comparison, ``&& || ! and or not``, ``?:``, member and index access, ``in``,
+``matches``, and the functions in `FUNCTIONS`. A ``when`` is govaluate's language, in which a bare word is a string.
+Whatever else appears is refused by name.
+
+Both are read by Python's grammar, once their words are replaced by Python's: ``!`` by ``~`` and ``matches`` by ``is``,
+which bind as tightly.
 
 This module needs the standard library only.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import ast
+import keyword
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tuneloop.workflow.expression_values import (
@@ -50,22 +53,21 @@ def substitute_tags(value: Any, scope: Scope) -> Any:
 
 def evaluate_expression(expression: str, scope: Scope) -> Any:
     """Evaluate an expr-lang `expression` (without braces) to a string, number, boolean, list, dict or None."""
+    parsed = check_expression(expression)
     try:
-        return _Parser(_tokens(expression), _nest(scope)).whole()
+        return _evaluate(parsed, _nest(scope))
     except ExpressionError as error:
         raise ExpressionError(f"{expression!r}: {error}") from None
 
 
-def check_expression(expression: str) -> None:
-    """Check an expression's grammar and the functions it calls, without knowing any names.
+def check_expression(expression: str) -> ast.expr:
+    """Check an expression's grammar and the functions it calls, without knowing any names, and return it parsed.
 
     Raises:
         ExpressionError: as `evaluate_expression` would whatever the names stand for.
     """
-    parser = _Parser(_tokens(expression), {})
-    parser.live = False
     try:
-        parser.whole()
+        return _parse(expression)
     except ExpressionError as error:
         raise ExpressionError(f"{expression!r}: {error}") from None
 
@@ -83,7 +85,7 @@ def evaluate_when(when: str) -> bool:
     if not when.strip():
         return True
     try:
-        value = _Parser(_tokens(when), None).whole()
+        value = _evaluate(_parse(when), None)
     except ExpressionError as error:
         hint = "quote both sides if a value may hold spaces, hyphens or nothing"
         raise ExpressionError(f"invalid 'when' expression {when!r}: {error} ({hint})") from None
@@ -111,250 +113,137 @@ def _nest(scope: Scope) -> dict[str, Any]:
         *path, last = name.split(".")
         branch = root
         for part in path:
-            step = branch.get(part)
-            branch = branch.setdefault(part, {}) if isinstance(step, dict | None) else {}
-            if step is not None and not isinstance(step, dict):
-                _put(root, path[: path.index(part) + 1], branch)
+            if not isinstance(branch.get(part), dict):
+                branch[part] = {}
+            branch = branch[part]
         branch[last] = scope[name]
     return root
 
 
-def _put(root: dict[str, Any], path: list[str], value: Any) -> None:
-    for part in path[:-1]:
-        root = root[part]
-    root[path[-1]] = value
-
-
 _TOKEN = re.compile(
     r"""\s*(?:
-      (?P<number>\d[\d_]*(?:\.\d+)?(?:[eE][-+]?\d+)?)
-    | (?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|`[^`]*`)
-    | (?P<name>[A-Za-z_$][\w$]*)
-    | (?P<op>\?\?|\?\.|\*\*|&&|\|\||==|!=|<=|>=|=~|!~|\.\.|[-+*/%^!<>?:()\[\]{},.|;\#])
+      (?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
+    | (?P<number>\d[\d_]*(?:\.\d+)?(?:[eE][-+]?\d+)?)
+    | (?P<member>\.\s*[A-Za-z_]\w*)
+    | (?P<name>not\s+in\b|[A-Za-z_]\w*)
+    | (?P<op>\?\?|\?\.|\*\*|&&|\|\||==|!=|<=|>=|=~|!~|\.\.|\S)
     )""",
     re.VERBOSE,
 )
-Token = tuple[str, str]
-
-
-def _tokens(source: str) -> list[Token]:
-    tokens, at = [], 0
-    while source[at:].strip():
-        match = _TOKEN.match(source, at)
-        if match is None:
-            raise ExpressionError(f"unexpected {source[at:].strip()[0]!r}")
-        tokens.append((str(match.lastgroup), match[str(match.lastgroup)]))
-        at = match.end()
-    return [*tokens, ("end", "the end")]
-
-
-_BINARY = {
-    **{"||": 1, "or": 1, "&&": 2, "and": 2},
-    **dict.fromkeys(("==", "!=", "<", "<=", ">", ">=", "=~", "!~"), 4),
-    **dict.fromkeys(("in", "contains", "startsWith", "endsWith", "matches", "not"), 4),
-    **{"+": 6, "-": 6, "*": 7, "/": 7, "%": 7, "**": 9, "^": 9, "??": 10},
+_PYTHON = {
+    **{"&&": "and", "||": "or", "!": "~", "not": "~", "=~": "is", "matches": "is"},
+    **{"true": "True", "false": "False", "nil": "None"},
+    **{word: word for word in ("and", "or", "in", "not in", "==", "!=", "<=", ">=", *"-+*/%<>?:()[],")},
 }
-_UNSUPPORTED = {"..": "ranges", "|": "pipes", ";": "sequences", "#": "predicates", "{": "predicates"}
 
 
-class _Parser:
-    """Evaluates while it parses (precedence climbing). `live` is off in branches that are not taken.
+def _parse(source: str) -> ast.expr:
+    """Parse an expression as Python's."""
+    text, end = _translate(_read_words(source))
+    if end:
+        raise ExpressionError(f"unexpected {end!r}")
+    try:
+        parsed = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        rest = text.strip()[(getattr(error, "offset", 0) or 1) - 1 :].split()
+        raise ExpressionError(f"unexpected {rest[0] if rest else 'end'!r}") from None
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Call) and not isinstance(node.func, ast.Constant):
+            name = re.sub(r"\['(\w+)'\]", r".\1", ast.unparse(node.func))
+            if name not in FUNCTIONS:
+                raise ExpressionError(f"the function {name} is not supported")
+        if isinstance(node, ast.Compare) and len(node.ops) > 1:
+            raise ExpressionError("one comparison of another needs parentheses")
+    return parsed
 
-    Without an environment it speaks govaluate, in which names are strings.
-    """
 
-    def __init__(self, tokens: list[Token], env: dict[str, Any] | None) -> None:
-        self.tokens, self.env, self.at, self.live = tokens, env, 0, True
-
-    def whole(self) -> Any:
-        value = self.ternary()
-        if self.tokens[self.at][0] != "end":
-            raise self.refuse()
-        return value
-
-    def refuse(self) -> ExpressionError:
-        word = self.tokens[self.at][1]
-        return ExpressionError(
-            f"{_UNSUPPORTED.get(word, 'unexpected')} {word!r}" + (" are not supported" * (word in _UNSUPPORTED))
-        )
-
-    def take(self, *words: str) -> str | None:
-        kind, word = self.tokens[self.at]
-        if kind in ("op", "name") and word in words:
-            self.at += 1
-            return word
-        return None
-
-    def need(self, word: str) -> None:
-        if self.take(word) is None:
-            raise self.refuse()
-
-    def muted(self, live: bool, parse: Callable[[], Any]) -> Any:
-        before, self.live = self.live, self.live and live
-        try:
-            return parse()
-        finally:
-            self.live = before
-
-    def ternary(self) -> Any:
-        value = self.binary(1)
-        if self.take("?") is None:
-            return value
-        chosen = self.boolean(value, "?")
-        yes = self.muted(chosen, self.ternary)
-        self.need(":")
-        no = self.muted(not chosen, self.ternary)
-        return yes if chosen else no
-
-    def binary(self, lowest: int) -> Any:
-        left, before = self.unary(), ""
-        while True:
-            kind, op = self.tokens[self.at]
-            rank = _BINARY.get(op, 0) if kind in ("op", "name") else 0
-            if rank < lowest:
-                return left
-            if before and (op == "??") != (before == "??"):
-                raise ExpressionError("'??' and other operators cannot be mixed; put one of them in parentheses")
-            before = op
-            self.at += 1
-            negated = op == "not"
-            if negated:
-                op = self.take("in", "contains", "startsWith", "endsWith", "matches") or ""
-                if not op:
-                    raise self.refuse()
-            left = self.apply(op, left, rank)
-            left = not left if negated else left
-
-    def apply(self, op: str, left: Any, rank: int) -> Any:
-        if op in ("&&", "and"):
-            right = self.muted(self.boolean(left, op), lambda: self.binary(rank + 1))
-            return self.boolean(left, op) and self.boolean(right, op)
-        if op in ("||", "or"):
-            right = self.muted(not self.boolean(left, op), lambda: self.binary(rank + 1))
-            return self.boolean(left, op) or self.boolean(right, op)
-        if op == "??":
-            right = self.muted(left is None, lambda: self.binary(rank + 1))
-            return right if left is None else left
-        right = self.binary(rank if op in ("**", "^") else rank + 1)
-        return apply_operator(op, left, right) if self.live else None
-
-    def boolean(self, value: Any, op: str) -> bool:
-        if not self.live:
-            return False
-        if not isinstance(value, bool):
-            raise ExpressionError(f"{op!r} needs true or false, got {format_value(value)}")
-        return value
-
-    def unary(self) -> Any:
-        if op := self.take("!", "not"):
-            return not self.boolean(self.unary(), op) if self.live else self.unary()
-        if op := self.take("-", "+"):
-            value = self.binary(8)
-            if not self.live:
-                return None
-            return -require_number(value, op) if op == "-" else require_number(value, op)
-        return self.postfix(self.primary())
-
-    def postfix(self, value: Any) -> Any:
-        while True:
-            if self.take("?."):
-                if value is None:
-                    self.muted(False, lambda: self.postfix(self.member(None)))
-                    return None
-                value = self.member(value)
-            elif self.env is not None and self.take("."):
-                value = self.member(value)
-            elif self.env is not None and self.take("["):
-                value = self.index(value)
-            else:
-                return value
-
-    def member(self, value: Any) -> Any:
-        if self.take("["):
-            return self.index(value)
-        kind, name = self.tokens[self.at]
-        if kind != "name":
-            raise self.refuse()
-        self.at += 1
-        return get_member(value, name) if self.live else None
-
-    def index(self, value: Any) -> Any:
-        key = self.ternary()
-        if self.take(":"):
+def _translate(words: Iterator[str]) -> tuple[str, str]:
+    """Return the Python of an expression, and the bracket, comma or colon that ends it."""
+    text = ""
+    for word in words:
+        if word == "?":
+            (yes, colon), (no, end) = _translate(words), _translate(words)
+            if colon != ":":
+                raise ExpressionError(f"unexpected {colon or 'end'!r}")
+            return f"({yes}) if ({text}) else ({no})", end
+        if word in (")", "]", ",", ":"):
+            return text, word
+        text += f" {word}"
+        end = "," if word in ("(", "[") else ""
+        while end == ",":
+            part, end = _translate(words)
+            text += part + end
+        if end == ":":
             raise ExpressionError("slices are not supported")
-        self.need("]")
-        return get_member(value, key) if self.live else None
+    return text, ""
 
-    def primary(self) -> Any:
-        kind, word = self.tokens[self.at]
-        self.at += 1
-        if kind == "number":
-            plain = word.replace("_", "")
-            return int(plain) if plain.isdigit() else float(plain)
+
+def _read_words(source: str) -> Iterator[str]:
+    """Yield each word of an expression as Python has it."""
+    for match in _TOKEN.finditer(source.rstrip()):
+        kind, word = str(match.lastgroup), " ".join(match[str(match.lastgroup)].split(" "))
         if kind == "string":
-            return parse_string_literal(word)
-        if kind == "name":
-            return self.name(word)
-        if word == "(":
-            return self.parenthesis()
-        if word == "[" and self.env is not None:
-            return self.sequence("]")
-        if word == "{" and self.env is not None:
-            return self.mapping()
-        self.at -= 1
-        raise self.refuse()
+            yield f"({parse_string_literal(word)!r})"  # Python would join two that follow one another
+        elif kind == "member":
+            yield f"[{word[1:].strip()!r}]"
+        elif kind == "number" or word in _PYTHON:
+            yield _PYTHON.get(word, word)
+        elif kind == "name" and not keyword.iskeyword(word):
+            yield word
+        else:
+            raise ExpressionError(f"unexpected {word!r}")
 
-    def parenthesis(self) -> Any:
-        value = self.ternary()
-        if self.env is None and self.tokens[self.at][1] == ",":  # govaluate's list
-            self.at += 1
-            return [value, *self.sequence(")")]
-        self.need(")")
-        return value
 
-    def name(self, word: str) -> Any:
-        if word in ("true", "false"):
-            return word == "true"
-        if self.env is None:
-            return word
-        if word == "nil":
-            return None
-        if word == "sprig":
-            self.need(".")
-            raise ExpressionError(f"the function sprig.{self.tokens[self.at][1]} is not supported")
-        if self.take("("):
-            return self.call(word)
-        if word not in self.env and self.live:
-            raise ExpressionError(f"unknown name {word!r}")
-        return self.env.get(word)
+def _evaluate(node: ast.expr, env: Mapping[str, Any] | None) -> Any:
+    """Evaluate a parsed expression; without an environment it is govaluate's, in which names are strings."""
 
-    def call(self, word: str) -> Any:
-        if word not in FUNCTIONS:
-            raise ExpressionError(f"the function {word} is not supported")
-        arguments = self.sequence(")")
-        try:
-            return FUNCTIONS[word](*arguments) if self.live else None
-        except (TypeError, ValueError) as error:
-            raise ExpressionError(f"{word}({', '.join(map(format_json, arguments))}): {error}") from None
+    def value(inner: ast.expr) -> Any:
+        return _evaluate(inner, env)
 
-    def sequence(self, end: str) -> list[Any]:
-        values: list[Any] = []
-        while self.take(end) is None:
-            values.append(self.ternary())
-            if self.take(",") is None and self.tokens[self.at][1] != end:
-                raise self.refuse()
-        return values
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name(id=name):
+            if env is not None and name not in env:
+                raise ExpressionError(f"unknown name {name!r}")
+            return name if env is None else env[name]
+        case ast.Subscript(value=owner, slice=key) if env is not None:
+            return get_member(value(owner), value(key))
+        case ast.List(elts=items) if env is not None:
+            return [value(item) for item in items]
+        case ast.Tuple(elts=items) if env is None:
+            return [value(item) for item in items]
+        case ast.Call(func=ast.Name(id=name), args=arguments) if env is not None:
+            return _call_function(name, [value(argument) for argument in arguments])
+        case ast.IfExp(test=test, body=yes, orelse=no):
+            return value(yes if _require_boolean(value(test), "?") else no)
+        case ast.BoolOp(op=op, values=parts):
+            decided, word = (True, "||") if isinstance(op, ast.Or) else (False, "&&")
+            return decided if any(_require_boolean(value(part), word) is decided for part in parts) else not decided
+        case ast.UnaryOp(op=ast.Invert(), operand=inner):
+            return not _require_boolean(value(inner), "!")
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return -require_number(value(inner), "-")
+        case ast.UnaryOp(op=ast.UAdd(), operand=inner):
+            return require_number(value(inner), "+")
+        case ast.BinOp(left=left, op=sign, right=right):
+            return apply_operator(type(sign), value(left), value(right))
+        case ast.Compare(left=left, ops=[sign], comparators=[right]):
+            return apply_operator(type(sign), value(left), value(right))
+    raise ExpressionError(f"unexpected {ast.unparse(node)!r}")
 
-    def mapping(self) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        while self.take("}") is None:
-            kind, key = self.tokens[self.at]
-            self.at += 1
-            self.need(":")
-            values[parse_string_literal(key) if kind == "string" else key] = self.ternary()
-            if self.take(",") is None and self.tokens[self.at][1] != "}":
-                raise self.refuse()
-        return values
+
+def _require_boolean(value: Any, op: str) -> bool:
+    if not isinstance(value, bool):
+        raise ExpressionError(f"{op!r} needs true or false, got {format_value(value)}")
+    return value
+
+
+def _call_function(name: str, arguments: list[Any]) -> Any:
+    try:
+        return FUNCTIONS[name](*arguments)
+    except (TypeError, ValueError) as error:
+        raise ExpressionError(f"{name}({', '.join(map(format_json, arguments))}): {error}") from None
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -364,19 +253,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "float": to_float,
     "string": format_value,
     "toJson": format_json,
-    "toJSON": format_json,
-    "fromJSON": json.loads,
     "len": len,
-    "abs": abs,
-    "min": min,
-    "max": max,
-    "floor": lambda x: float(math.floor(x)),
-    "ceil": lambda x: float(math.ceil(x)),
-    "upper": str.upper,
-    "lower": str.lower,
-    "trim": str.strip,
-    "split": str.split,
-    "replace": str.replace,
-    "join": lambda items, by="": by.join(items),
 }
 """The functions an expression may call: Argo's own names and expr-lang's."""

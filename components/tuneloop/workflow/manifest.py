@@ -17,13 +17,13 @@ ANY = "any"  # taken as it is, whatever is below
 IGNORED = "ignored"  # has no meaning on one machine
 
 _PROBE: Fields = {
-    "httpGet": {"path": ANY, "port": ANY, "scheme": ANY, "httpHeaders": ANY, "host": ANY},
-    **dict.fromkeys(("initialDelaySeconds", "periodSeconds", "timeoutSeconds", "successThreshold"), ANY),
+    "httpGet": {"path": ANY, "port": ANY},
+    **dict.fromkeys(("periodSeconds", "timeoutSeconds"), ANY),
     "failureThreshold": IGNORED,  # an unready pod is waited for
 }
 _VALUE_FROM: Fields = dict.fromkeys(("path", "default", "expression", "parameter"), ANY)
 _PARAMETER: Fields = {
-    **dict.fromkeys(("name", "value", "default", "enum", "globalName"), ANY),
+    **dict.fromkeys(("name", "value", "default", "globalName"), ANY),
     "description": IGNORED,
     "valueFrom": _VALUE_FROM,
 }
@@ -35,20 +35,12 @@ _RETRY: Fields = {
     "affinity": IGNORED,
     "backoff": {"duration": ANY, "factor": ANY},
 }
-_ENV: Fields = {
-    "name": ANY,
-    "value": ANY,
-    "valueFrom": {
-        "fieldRef": {"fieldPath": ANY, "apiVersion": ANY},
-        "secretKeyRef": {"optional": ANY, "name": ANY, "key": ANY},
-        "configMapKeyRef": {"optional": ANY, "name": ANY, "key": ANY},
-    },
-}
+_ENV: Fields = {"name": ANY, "value": ANY, "valueFrom": {"fieldRef": {"fieldPath": ANY}}}
 _REF: Fields = {"name": ANY, "optional": ANY}
 _CONTAINER: Fields = {
     **dict.fromkeys(("name", "image", "command", "args"), ANY),
     "env": [_ENV],
-    "envFrom": [{"prefix": ANY, "secretRef": _REF, "configMapRef": _REF}],
+    "envFrom": [{"secretRef": _REF, "configMapRef": _REF}],
     "readinessProbe": _PROBE,
     "volumeMounts": [dict.fromkeys(("name", "mountPath"), ANY)],
     **dict.fromkeys(("imagePullPolicy", "resources", "securityContext", "ports", "terminationMessagePolicy"), IGNORED),
@@ -60,7 +52,7 @@ _SIDECAR: Fields = {
 }
 """The one that holds the stage's turn, see `tuneloop.argo.lease_sidecar`; it is not run, the executor does the same."""
 _TASK: Fields = {
-    **dict.fromkeys(("name", "template", "when", "withItems", "withParam", "dependencies", "depends"), ANY),
+    **dict.fromkeys(("name", "template", "when", "dependencies", "depends"), ANY),
     "arguments": {"parameters": [{"name": ANY, "value": ANY, "description": IGNORED}]},
 }
 _POD: Fields = dict.fromkeys(
@@ -72,7 +64,7 @@ _POD: Fields = dict.fromkeys(
 )
 _VOLUMES: Fields = {"name": ANY, "emptyDir": IGNORED, "projected": IGNORED}
 _TEMPLATE: Fields = {
-    **dict.fromkeys(("name", "activeDeadlineSeconds", "timeout", "daemon", "parallelism"), ANY),
+    **dict.fromkeys(("name", "daemon"), ANY),
     **_POD,
     "metadata": IGNORED,
     "annotations": IGNORED,
@@ -176,18 +168,15 @@ def _check_pod(template: Mapping[str, Any]) -> None:
     if container is None:
         return
     at = f"templates.{template['name']}"
-    references = [(f"{at}.envFrom", item) for item in container.get("envFrom", [])]
     for item in container.get("env", []):
-        field, source = f"{at}.env.{item['name']}", item.get("valueFrom") or {}
-        references.append((field, source))
-        path = source.get("fieldRef", {}).get("fieldPath")
+        path = (item.get("valueFrom") or {}).get("fieldRef", {}).get("fieldPath")
         if path and path not in FIELD_PATHS:
-            raise UserError(f"{field}.fieldRef", path, f"known here: {', '.join(FIELD_PATHS)}")
-    for field, source in references:
-        for kind in ("secretRef", "configMapRef", "secretKeyRef", "configMapKeyRef"):
-            if source.get(kind) and not source[kind].get("optional"):
+            raise UserError(f"{at}.env.{item['name']}.fieldRef", path, f"known here: {', '.join(FIELD_PATHS)}")
+    for source in container.get("envFrom", []):
+        for kind, named in source.items():
+            if not named.get("optional"):
                 told = "secrets and config maps are a cluster's; make it optional"
-                raise UserError(f"{field}.{kind}", source[kind].get("name"), told)
+                raise UserError(f"{at}.envFrom.{kind}", named.get("name"), told)
     for each in template.get("initContainers", ()):
         if each.get("command") != ["python", "-m", "tuneloop.sharing.sidecar"]:
             raise UserError(f"spec.{at}.initContainers", each.get("name"), UNSUPPORTED)

@@ -17,7 +17,7 @@ from tuneloop.cluster.run_workflows import as_template, prepare_workflow
 from tuneloop.cluster.schedule import build_data_check_spec
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
-from tuneloop.local.workflow_parts import execute_parts
+from tuneloop.local.executor import execute_parts
 from tuneloop.planning.plan import render_plan
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.workflow.settings import QUEUE_LABEL, Cluster, Share

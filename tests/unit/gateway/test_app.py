@@ -25,7 +25,8 @@ from tuneloop.gateway.access import Caller, TokenFile
 from tuneloop.gateway.app import Gateway
 from tuneloop.gateway.jobs import Jobs, _session
 from tuneloop.gateway.processes import Processes
-from tuneloop.gateway.sessions import Quota, Refused, Session, Settings, Wanted, read_settings
+from tuneloop.gateway.sessions import Quota, Session, Settings, Wanted, read_settings
+from tuneloop.inference.refusals import Refused
 
 
 @pytest.fixture(scope="module")

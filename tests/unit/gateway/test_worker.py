@@ -42,7 +42,7 @@ def test_a_worker_computes_in_its_turn_and_sleeps_between(
     worker.thread.start()
     try:
         with other.acquire() as held:
-            request = session.create_model(CreateModel(session_id=session.id, base_model=base.ref))
+            request = session.create_model(CreateModel(base_model=base.ref))
             until(lambda: [seat.who for seat in other.read().waiting] == [session.id])
             assert held.number == 1 and not session.ledger.future(request).done() and not session.models
         session.ledger.future(request).result(LIMIT_S)
@@ -85,7 +85,7 @@ def test_a_busy_worker_lets_others_have_their_turn(
 ) -> None:
     monkeypatch.setattr(module, "SHARE", 0.0)
     base, place = checkpoint_artifact(tmp_path / "base"), str(tmp_path / "group")
-    session.create_model(CreateModel(session_id=session.id, base_model=base.ref))
+    session.create_model(CreateModel(base_model=base.ref))
     requests = [session.optim_step(OptimStep(model_id=MODEL)) for _ in range(5)]
     other = open_turns(place, who="another")
     worker = Worker(session, "key", open_turns(place, who=session.id))
@@ -112,7 +112,7 @@ def test_a_busy_worker_lets_others_have_their_turn(
 def test_a_worker_that_can_not_wake_up_ends(session: Session, tmp_path: Path) -> None:
     base = checkpoint_artifact(tmp_path / "base")
     worker = Worker(session, "key", open_turns(str(tmp_path / "group"), who=session.id))
-    session.create_model(CreateModel(session_id=session.id, base_model=base.ref))
+    session.create_model(CreateModel(base_model=base.ref))
     session.do(session.ledger.take(0))
     session.sleep()
     del session.models[MODEL].trainer
@@ -130,7 +130,7 @@ def test_a_worker_that_can_not_wake_up_ends(session: Session, tmp_path: Path) ->
 
 def test_a_refused_request_takes_its_number(session: Session, tmp_path: Path) -> None:
     base = checkpoint_artifact(tmp_path / "base")
-    session.create_model(CreateModel(session_id=session.id, base_model=base.ref))
+    session.create_model(CreateModel(base_model=base.ref))
     proto = {"content-type": wire.PROTOBUF}
     about = wire._messages()["ForwardBackwardRequest"](model_id=MODEL, seq_id=4)
     about.data.add().model_input.add()  # neither text nor anything else
@@ -173,7 +173,7 @@ def test_turns_of_another_kind_fail_the_request_and_not_the_worker(session: Sess
     with open_turns(str(tmp_path / "group"), who="another", policy="lrs").acquire():
         worker = Worker(session, "key", open_turns(str(tmp_path / "group"), who=session.id))
         worker.thread.start()
-        request = session.create_model(CreateModel(session_id=session.id, base_model="nowhere"))
+        request = session.create_model(CreateModel(base_model="nowhere"))
         with pytest.raises(UserError, match="policy"):
             session.ledger.future(request).result(LIMIT_S)
         assert worker.thread.is_alive()

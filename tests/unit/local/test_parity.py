@@ -1,6 +1,7 @@
 """The local executor beside the real controller: ``parity/`` has workflows, and the nodes Argo 3.7.6 made of them.
 
-Recorded on a cluster from the workflows as they are here, with an image, a security context, and longer sleeps.
+Recorded on a cluster from the workflows as they are here, with an image, a security context, and longer sleeps; that
+of `values.json` also had loops over items, which the local executor refuses.
 """
 
 import json

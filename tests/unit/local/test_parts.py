@@ -9,9 +9,8 @@ import pytest
 from benchmarks.argo_loop import build
 from tuneloop.cluster.continue_run import build_next_workflow
 from tuneloop.config.loading import find_pipeline
-from tuneloop.local.executor import Outcome, execute_workflow
+from tuneloop.local.executor import Outcome, execute_parts, execute_workflow
 from tuneloop.local.journal import Node, read_state
-from tuneloop.local.workflow_parts import execute_parts
 from tuneloop.runs.run_record import Run
 from tuneloop.workflow.settings import LOCAL
 

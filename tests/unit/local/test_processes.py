@@ -252,9 +252,10 @@ def test_signals_end_the_pods_in_grace(tmp_path: Path, number: signal.Signals, c
 
 
 def test_a_pod_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -> None:
-    stubborn = shell("stubborn", f"trap '' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done", timeout="3s")
+    stubborn = shell("stubborn", f"trap '' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done", daemon=True)
     stubborn["podSpecPatch"] = json.dumps({"terminationGracePeriodSeconds": 0.3})
-    outcome = run(tmp_path / "run", stubborn, dag(task("t", "stubborn")))
+    ready = shell("ready", f"until [ -e {tmp_path}/up ]; do sleep 0.05; done")
+    outcome = run(tmp_path / "run", stubborn, ready, dag(task("t", "stubborn"), task("ready", "ready", depends="t")))
     assert named(outcome)["t"].exit_code == 137
 
 

@@ -9,7 +9,7 @@ from tuneloop.argo import memory_estimate
 from tuneloop.argo.memory_estimate import Model
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.artifacts import Role
-from tuneloop.planning import granularity, plan
+from tuneloop.planning import plan
 from tuneloop.workflow import rendered_stages
 
 # Sizes that the models' publishers state, with the configurations that they publish.
@@ -171,21 +171,21 @@ def test_a_pod_of_all_stages_leaves_its_accelerators_idle_while_others_compute(e
 
 
 def test_the_recommended_grain_spends_at_most_a_tenth_between_pods() -> None:
-    grains = granularity.list_iterations_per_pod(60, 60)
+    grains = plan.list_iterations_per_pod(60, 60)
     loop: dict[str, Role] = {"rollout": "sampler", "reward": "scorer", "policy-update": "trainer"}
     for work in (0.5, 3.0, 100.0, 1000.0):
-        pod = granularity.recommend_iterations_per_pod(grains, loop, {"rollout": work / 2, "policy-update": work / 2})
+        pod = plan.recommend_iterations_per_pod(grains, loop, {"rollout": work / 2, "policy-update": work / 2})
         assert pod is not None and (not pod or 60 % pod == 0)
         if pod < 60:
-            assert granularity.compute_overhead(pod, 3) <= 0.1 * (work + granularity.compute_overhead(pod, 3))
-    assert granularity.recommend_iterations_per_pod(grains, loop, {"rollout": 1000.0}) == 0
-    assert granularity.recommend_iterations_per_pod(grains, loop, None) is None
+            assert plan.compute_overhead(pod, 3) <= 0.1 * (work + plan.compute_overhead(pod, 3))
+    assert plan.recommend_iterations_per_pod(grains, loop, {"rollout": 1000.0}) == 0
+    assert plan.recommend_iterations_per_pod(grains, loop, None) is None
 
 
 @pytest.mark.parametrize(("iterations", "part"), [(40, 60), (500, 60), (1, 60), (7, 7)])
 def test_every_grain_that_a_plan_lists_can_be_chosen(iterations: int, part: int) -> None:
     found = find_pipeline("grpo")
-    for pod in granularity.list_iterations_per_pod(iterations, part):
+    for pod in plan.list_iterations_per_pod(iterations, part):
         sets = {"loop.iterations": iterations, "loop.per_workflow": part, "loop.iterations_per_pod": pod}
         found.configure(None, [f"{key}={value}" for key, value in sets.items()])
 

@@ -40,17 +40,14 @@ def test_the_next_step_is_the_same(model: Path) -> None:
         learn(trainer)
     slept, other = trainers
     before, places = digest(slept), {name: t.data_ptr() for name, t in state(slept).items()}
-    out = slept.sleep()
+    slept.sleep()
     assert digest(slept) == before
     assert all(t.data_ptr() != places[name] for name, t in state(slept).items())  # all of it has moved
     for use in (lambda: learn(slept), slept.update, slept.sleep):
         with pytest.raises(RuntimeError, match="sleeps"):
             use()
-    back = slept.wake()
+    slept.wake()
     assert digest(slept) == before
-    assert (out.tensors, out.bytes, out.stand_in) == (back.tensors, back.bytes, True)
-    unique = {t.data_ptr(): t.nbytes for t in [*state(slept).values(), *slept.model.buffers()]}
-    assert out.bytes == sum(unique.values()) and out.tensors == len(unique)
     for trainer in trainers:
         trainer.update()
     assert digest(slept) == digest(other) != before

@@ -1,6 +1,6 @@
 import pytest
 
-from tuneloop.training.traffic import compute_union_length
+from tuneloop.training.fsdp.trainer import compute_union_length
 
 
 @pytest.mark.parametrize(

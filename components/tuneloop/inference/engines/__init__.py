@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
+
+from pydantic import Field
 
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
@@ -26,9 +28,9 @@ class Sampling:
         stop_token_ids: a completion ends with the first of these, and contains it.
     """
 
-    temperature: float
-    max_tokens: int
-    stop_token_ids: tuple[int, ...]
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    max_tokens: Annotated[int, Field(ge=1)] = 16
+    stop_token_ids: tuple[int, ...] = ()
 
 
 class Engine(Protocol):

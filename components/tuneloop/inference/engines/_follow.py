@@ -21,9 +21,10 @@ from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.store import Store
-from tuneloop.inference.engines._loop import EngineLoop, Mode, Refused
+from tuneloop.inference.engines._loop import EngineLoop, Mode
 from tuneloop.inference.engines._readback import Readback, read_back
 from tuneloop.inference.engines.vllm import Vllm
+from tuneloop.inference.refusals import Refused
 from tuneloop.weights import Materialized, live, materialize_version, pointer
 from tuneloop.weights.materialize import MARKER
 from tuneloop.weights.versions import Chain

@@ -23,17 +23,10 @@ from tuneloop.core.errors import UserError
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines.vllm import Answer, Tokens, Vllm
+from tuneloop.inference.refusals import Refused
 
 Mode = Literal["wait", "keep"]
 """What becomes of running requests when weights change, in vLLM's words."""
-
-
-class Refused(RuntimeError):
-    """The server cannot do this, or not now: `status` as HTTP has it."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        self.status = status
-        super().__init__(reason)
 
 
 @dataclass

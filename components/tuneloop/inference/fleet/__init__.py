@@ -28,9 +28,8 @@ Dynamo's vLLM workers, and `tuneloop.inference.server` has them, too:
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -122,21 +121,12 @@ def open_fleet(url: str) -> Fleet:
         UserError: an unknown scheme, or a URL that the backend does not understand.
     """
     scheme, address, _ = url.partition("://")
-    opened = None
-    if address and (name := URLS.get(scheme, scheme)) in plugins.list_variants("fleet"):
-        opened = _opener(name)
-    if opened is None:
+    name, known = URLS.get(scheme, scheme), plugins.list_variants("fleet")
+    if not address or name not in known:
         remedy = "must be a URL: http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace"
-        known = sorted({*URLS, *filter(_opener, plugins.list_variants("fleet"))} - {*URLS.values()})
-        raise UserError("fleet", url, f"{remedy}; schemes: {', '.join(known)}")
-    return opened(url)
-
-
-def _opener(name: str) -> Callable[[str], Fleet] | None:
-    """Find what opens a fleet of the backend `name`; None for a module of this package that is not a backend."""
-    found = plugins.load_variant("fleet", name)
-    opener: Callable[[str], Fleet] | None = getattr(found, "open_fleet", None) if inspect.ismodule(found) else found
-    return opener
+        raise UserError("fleet", url, f"{remedy}; schemes: {', '.join(sorted({*URLS, *known} - {*URLS.values()}))}")
+    opened: Fleet = plugins.load_variant("fleet", name, "open_fleet")(url)
+    return opened
 
 
 def port_of(url: str) -> int | None:

@@ -97,10 +97,7 @@ def load_backend(name: str) -> type[LLMBackend]:
     Raises:
         UserError: there is none, or two have one name.
     """
-    if ":" in name:
-        found: type[LLMBackend] = plugins.load_variant("backends", name)
-        return found
-    return list_backends()[name] if name in list_backends() else plugins.load_variant("backends", name)
+    return list_backends().get(name) or plugins.load_variant("backends", name)
 
 
 def list_backends() -> Mapping[str, type[LLMBackend]]:
@@ -109,11 +106,8 @@ def list_backends() -> Mapping[str, type[LLMBackend]]:
     Raises:
         UserError: two have one name.
     """
-    import importlib
-    import pkgutil
-
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
+    for name in plugins.list_shipped_variants("backends"):
+        plugins.load_variant("backends", name)  # which registers it
     for entry in entry_points(group="tuneloop.backends"):
         register_backend(entry.name)(entry.load())
     return dict(sorted(_known.items()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,6 @@ from tuneloop.training import distributed_checkpoint, lora
 from tuneloop.training.batching import Batch, collate_documents, plan_micro_batches
 from tuneloop.training.fsdp import export
 from tuneloop.training.fsdp.ranks import Ranks
-from tuneloop.training.hardware_options import check_hardware_options
 from tuneloop.training.lora import Lora
 from tuneloop.training.options import LOGITS, Dtype, Packing
 
@@ -76,10 +77,10 @@ class Policy:
         torch_compile: bool = False,
         use_liger_kernel: bool = False,
     ) -> None:
-        check_hardware_options(ranks.device.type, ranks.world, cpu_offload, torch_compile, use_liger_kernel)
+        _check_hardware(ranks, cpu_offload, torch_compile, use_liger_kernel)
         self.ranks, self.dtype, self.lora, self._liger = ranks, getattr(torch, dtype), lora, use_liger_kernel
         cuda = ranks.device.type == "cuda"
-        flash = cuda and importlib.util.find_spec("flash_attn") is not None
+        flash = cuda and _has("flash_attn")
         self.attention = (
             ("flash_attention_2" if flash else "sdpa") if attn_implementation == "auto" else attn_implementation
         )
@@ -258,20 +259,39 @@ class Policy:
         return self._written
 
 
-def open_model(directory: Path, dtype: torch.dtype, attention: str) -> Any:
-    """Open a causal language model of transformers.
+def open_model(directory: Path, dtype: torch.dtype, attention: str, head: str = "CausalLM", **more: Any) -> Any:
+    """Open a model of transformers: a causal language model, or one with another `head`.
 
     Raises:
         UserError: the directory's model, or this way of attention, is none that can be loaded.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    about = {"dtype": dtype, "attn_implementation": attention, "local_files_only": True, **more}
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation=attention, local_files_only=True
-        )
+        return getattr(transformers, f"AutoModelFor{head}").from_pretrained(directory, **about)
     except (ImportError, OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError("policy", str(directory), f"cannot be loaded with {attention} attention ({reason})") from error
+
+
+def _check_hardware(ranks: Ranks, cpu_offload: bool, torch_compile: bool, use_liger_kernel: bool) -> None:
+    """Refuse an option where the device, or the package or compiler, that it needs is not there."""
+    cuda, compiler = ranks.device.type == "cuda", os.environ.get("CXX", "g++")
+    built = cuda or shutil.which(compiler) is not None
+    for flag, chosen, fits, remedy in (
+        ("cpu-offload", cpu_offload, cuda, "trains on the CPU: there is no GPU to take anything off; leave it out"),
+        ("cpu-offload", cpu_offload, ranks.world > 1, "is FSDP's, and one process shards nothing; start several"),
+        ("torch-compile", torch_compile, built, f"needs a C++ compiler on a CPU: install {compiler}, or leave it out"),
+        ("torch-compile", torch_compile, not cuda or _has("triton"), "needs triton: install it, or leave it out"),
+        ("use-liger-kernel", use_liger_kernel, cuda, "its kernels run on a GPU only, and this is a CPU; leave it out"),
+        ("use-liger-kernel", use_liger_kernel, _has("liger_kernel"), "needs the package: pip install liger-kernel"),
+    ):
+        if chosen and not fits:
+            raise UserError(f"--{flag}", True, remedy)
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

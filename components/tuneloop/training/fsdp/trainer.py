@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import resource
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 
 from tuneloop.core.artifacts import Artifact
-from tuneloop.training import distributed_checkpoint, traffic
+from tuneloop.training import distributed_checkpoint
 from tuneloop.training.batching import Batch
 from tuneloop.training.fsdp import export
 from tuneloop.training.fsdp.policy import Policy
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.options import Optimization
-from tuneloop.training.sleep import Bed, Moved
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 """Dense bfloat16 operations a second, from the vendor's data sheets."""
@@ -66,7 +70,7 @@ class Trainer(Policy):
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Measure for `efficiency` what part of a step goes by in collectives; nothing where one process trains."""
-        return traffic.measure_collectives(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext()
+        return measure_collectives(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext()
 
     def efficiency(self, tokens_per_s: float) -> dict[str, float | None]:
         """Compute what `tokens_per_s`, over all ranks, means.
@@ -108,19 +112,19 @@ class Trainer(Policy):
         self.optimizer.zero_grad()
         return whole, rate
 
-    def sleep(self) -> Moved:
+    def sleep(self) -> None:
         """Move parameters, gradients and the optimizer's state to the host's memory, for others to use the device."""
         if self._bed is not None:
             raise RuntimeError("the trainer sleeps already")
         self._bed = Bed(self.model, self.optimizer, self.ranks.device)
-        return self._bed.take()
+        self._bed.take()
 
-    def wake(self) -> Moved:
+    def wake(self) -> None:
         """Undo `sleep`: every tensor is back on its own device, with the same bits."""
         if self._bed is None:
             raise RuntimeError("the trainer does not sleep")
-        moved, self._bed = self._bed.give(), None
-        return moved
+        self._bed.give()
+        self._bed = None
 
     def _logits(self, batch: Batch) -> Tensor:
         self._be_awake()
@@ -152,3 +156,89 @@ class Trainer(Policy):
                 own["exp_avg"], own["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             state |= {f"{moment}.{name}": own[moment] for moment in ("exp_avg", "exp_avg_sq")}
         return state
+
+
+class Bed:
+    """Where a trainer's state lies, in the host's memory, while another run uses the device.
+
+    Parameters, gradients, buffers and the optimizer's state move tensor by tensor, each back to where it came from: a
+    state that comes back to another device than its parameter's fails at the next step, or worse, trains on. On CUDA
+    the host's copies are pinned, so that the copy goes at the speed of the bus. On a CPU they move from one place of
+    the host's memory to another: a stand-in that gives back nothing.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self.model, self.optimizer, self.device = model, optimizer, device
+        self._homes: dict[int, torch.device] = {}  # address on the host → device
+
+    def take(self) -> None:
+        """Move the state to the host; back when the device has done it."""
+        self._move(self._out)
+
+    def give(self) -> None:
+        """Move the state back, likewise."""
+        self._move(self._back)
+
+    def _move(self, how: Callable[[Tensor], Tensor]) -> None:
+        self.model._apply(how)  # parameters stay the same objects, for the optimizer knows them by identity
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = how(value)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def _out(self, tensor: Tensor) -> Tensor:
+        if _address(tensor) in self._homes or tensor.device.type != self.device.type:  # tied to one, or offloaded
+            return tensor
+        host = _on_host(tensor)
+        self._homes[_address(host)] = tensor.device
+        return host
+
+    def _back(self, tensor: Tensor) -> Tensor:
+        home = self._homes.pop(_address(tensor), None)
+        return tensor if home is None else tensor.detach().to(home, copy=True)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cuda" and not isinstance(tensor, DTensor):
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return host.copy_(tensor.detach(), non_blocking=True)
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    found: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return found
+
+
+def _address(tensor: Tensor) -> int:
+    return _local(tensor).data_ptr()
+
+
+@contextlib.contextmanager
+def measure_collectives(found: dict[str, float]) -> Iterator[None]:
+    """Set ``communication_s``, this rank's time in collectives by torch's profiler, waiting for others included, and
+    ``step_s``, that of the whole block."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it calls a machine without a GPU an error
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities) as seen:
+        start = time.perf_counter()
+        yield
+        elapsed = time.perf_counter() - start
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in seen.events() or ()
+        if event.name.startswith("gloo:") or ("nccl" in event.name.lower() and event.device_type == DeviceType.CUDA)
+    ]
+    found |= {"communication_s": compute_union_length(spans) / 1e6, "step_s": elapsed}
+
+
+def compute_union_length(spans: Iterable[tuple[float, float]]) -> float:
+    """Compute the length of the union of intervals, as collectives overlap."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

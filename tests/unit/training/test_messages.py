@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tuneloop.core.errors import UserError
-from tuneloop.formats.chat import rewrite_chats
+from tuneloop.training.fetch import rewrite_chats
 
 ASKED = [{"role": "system", "content": "brief"}, {"role": "user", "content": "2 + 2?"}]
 SAID = {"role": "assistant", "content": "4"}

@@ -1,0 +1,42 @@
+"""Refusals of a server, and how an application of FastAPI answers with them: ``{"error": one line}``."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from tuneloop.core.component import from_validation
+from tuneloop.core.errors import Retryable, UserError
+
+
+class Refused(RuntimeError):
+    """Not done: `status` as HTTP has it, and one line."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        self.status = status
+        super().__init__(reason)
+
+
+def create_app(mistake: int) -> FastAPI:
+    """Make an application without pages that answers our errors: a user's with the status `mistake`, one that may pass
+    with 503."""
+    app = FastAPI(openapi_url=None, strict_content_type=False)
+
+    def refuse(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, RequestValidationError):  # its errors() are pydantic's, below the place in the request
+            for found in error.errors():
+                found["loc"] = found["loc"][1:]
+        if isinstance(error, ValidationError | RequestValidationError):
+            error = from_validation(error)  # type: ignore[arg-type]
+        if isinstance(error, HTTPException):  # of routes: there is none, or it has another method
+            error = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        status = error.status if isinstance(error, Refused) else mistake if isinstance(error, UserError) else 503
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        return JSONResponse({"error": str(error)}, status, headers)
+
+    for kind in (Refused, UserError, Retryable, ValidationError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, refuse)
+    return app
