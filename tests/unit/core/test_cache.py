@@ -140,6 +140,67 @@ def test_what_a_killed_fetch_left_makes_room_for_others(
     assert names(root) == ["small"] and len(list(root.iterdir())) == 1, "empty directories go, too"
 
 
+CHANGES = {"open", "fcntl.flock", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate", "os.utime"}
+
+
+def die_at(moment: int) -> None:
+    """Kill this process right before it opens, locks or changes a file for the time number `moment`."""
+    left = [moment]
+
+    def hook(event: str, _: tuple[object, ...]) -> None:
+        if event in CHANGES:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def test_a_kill_at_any_moment_leaves_nothing_that_is_wrong_or_stays(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process that evicts a file, finds a damaged one, and fetches it anew in two writes."""
+    monkeypatch.setenv("TUNELOOP_CACHE_BYTES", "25")
+    one, two = (root / f"xxh3-128-{name}" for name in "12")
+
+    def fetch(path: Path) -> None:
+        for part in (b"1234", b"567890"):
+            with path.open("r+b") as file:
+                file.seek(4 * (part != b"1234"))
+                file.write(part)
+
+    def take(directory: Path) -> None:
+        held = cache.take_file(directory, "model/x", 10, lambda path: path.read_bytes() == b"1234567890", fetch)
+        assert held and held.read() == b"1234567890"
+        held.close()
+
+    moment, killed = 0, True
+    while killed:
+        moment += 1
+        take(one)
+        for directory, data in ((one, b"1234567890"), (two, b"damaged")):
+            (directory / "model").mkdir(parents=True, exist_ok=True)
+            (directory / "model/x").write_bytes(data)
+        os.utime(one / "model/x", (1, 1))
+        (root / "xxh3-128-3").mkdir(exist_ok=True)
+        (root / "xxh3-128-3/y").write_bytes(b"1" * 10)
+        if not (child := os.fork()):
+            try:
+                die_at(moment)
+                take(two)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        status = os.waitpid(child, 0)[1]
+        killed = os.WIFSIGNALED(status)
+        assert killed or os.WEXITSTATUS(status) == 0
+        take(two)
+        take(one)
+        sizes = [path.stat().st_size for path in root.rglob("*") if path.is_file()]
+        assert sum(sizes) <= 25 and set(sizes) == {10}
+    assert moment > 20
+
+
 def test_the_least_recently_used_goes_first_and_nothing_in_use(
     store: CountingS3, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
