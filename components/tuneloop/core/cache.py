@@ -14,11 +14,12 @@ A name appears once all bytes are there. Still nothing is trusted: who takes a f
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,12 +38,20 @@ def open_directory(digest: str) -> Path:
         UserError: the cache cannot be written.
     """
     cache = Path(os.environ.get(DIRECTORY) or Path(tempfile.gettempdir()) / "tuneloop-cache")
-    try:
+    with _refusals(cache):
         cache.mkdir(parents=True, exist_ok=True)
+    return cache / digest.replace(":", "-")
+
+
+@contextlib.contextmanager
+def _refusals(cache: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
         remedy = f"{error.strerror}; name a directory that can be written"
         raise UserError(DIRECTORY, str(cache), remedy) from error
-    return cache / digest.replace(":", "-")
 
 
 def take_file(
@@ -57,28 +66,32 @@ def take_file(
 
     Returns:
         None where even what was fetched just now is not whole.
+
+    Raises:
+        UserError: the cache cannot be written.
     """
     target, partial = directory / name, directory.with_name(f"{directory.name}.partial") / name
     damaged = fetched = False
-    while True:
-        if held := _lock(target, os.O_RDONLY, fcntl.LOCK_SH):
-            if is_whole(target):
-                os.utime(held.fileno())  # it is the most recently used now
-                return held
-            held.close()
-            if fetched:
-                return None
-            damaged = True
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        if own := _lock(partial, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX):
-            with own, contextlib.suppress(FileNotFoundError):  # somebody removed the directory, empty until now
-                if target.exists() and (not damaged or is_whole(target)):  # another has fetched it meanwhile
-                    partial.unlink()
-                else:
-                    make_room(directory.parent, size)
-                    _fill(partial, target, size, fetch)
-                    fetched = True
-            _remove_directories(partial, directory.parent)
+    with _refusals(directory.parent):
+        while True:
+            if held := _lock(target, os.O_RDONLY, fcntl.LOCK_SH):
+                if is_whole(target):
+                    os.utime(held.fileno())  # it is the most recently used now
+                    return held
+                held.close()
+                if fetched:
+                    return None
+                damaged = True
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            if own := _lock(partial, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX):
+                with own, contextlib.suppress(FileNotFoundError):  # somebody removed the directory, empty until now
+                    if target.exists() and (not damaged or is_whole(target)):  # another has fetched it meanwhile
+                        partial.unlink()
+                    else:
+                        make_room(directory.parent, size)
+                        _fill(partial, target, size, fetch)
+                        fetched = True
+                _remove_directories(partial, directory.parent)
 
 
 def _fill(partial: Path, target: Path, size: int, fetch: Callable[[Path], None]) -> None:

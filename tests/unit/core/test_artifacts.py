@@ -152,6 +152,9 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch:
     with served({"b/a/manifest.json": (tmp_path / "a/manifest.json").read_bytes()}, monkeypatch):
         with pytest.raises(UserError, match=r"^TUNELOOP_CACHE: '.*manifest\.json': File exists; name a directory"):
             _ = Artifact("s3://b/a").path
+        monkeypatch.setenv("TUNELOOP_CACHE", "/proc")  # which takes no files, whoever asks
+        with pytest.raises(UserError, match=r"^TUNELOOP_CACHE: '/proc': No such file or directory; name a directory"):
+            _ = Artifact("s3://b/a").path
 
 
 def test_the_drafts_of_one_attempt_lie_apart() -> None:
