@@ -131,8 +131,9 @@ class Artifact:
             raise UserError("artifact", self.url, f"has no {MANIFEST}; run the stage that makes it, or correct the URL")
         self.manifest = manifest
         listed = digest_of(manifest.files)  # what a proof of a part rests on
-        if listed != (wanted or manifest.digest):
-            raise Corrupt("artifact", self.url, f"holds {listed}, but {wanted or manifest.digest} was asked for")
+        for asked in (wanted, manifest.digest):
+            if asked not in (None, listed):
+                raise Corrupt("artifact", self.url, f"holds {listed}, but {asked} was asked for")
         self._proved: dict[str, object] = {}  # name → what keeps the file in the cache
 
     @property

@@ -94,6 +94,10 @@ def test_a_list_of_files_that_is_not_the_one_referred_to_is_refused(tmp_path: Pa
     (tmp_path / "a/manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(Corrupt, match=f"holds {split_ref(other)[1]}, but {split_ref(ref)[1]} was asked for"):
         Artifact(ref)
+    with pytest.raises(Corrupt, match="was asked for"):
+        Artifact(f"{tmp_path}/a")
+    (tmp_path / "a/manifest.json").write_text(json.dumps({**manifest, "digest": split_ref(other)[1]}))
+    assert Artifact(f"{tmp_path}/a").ref != ref
 
 
 def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
