@@ -13,20 +13,18 @@ another. A reader checks every byte it opens against the manifest; nothing witho
 
 from __future__ import annotations
 
-import fcntl
-import functools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from tuneloop.core import fencing
+from tuneloop.core import cache, fencing
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import (
     Conflict,
@@ -132,58 +130,60 @@ class Artifact:
         if manifest is None:
             raise UserError("artifact", self.url, f"has no {MANIFEST}; run the stage that makes it, or correct the URL")
         self.manifest = manifest
-        if wanted is not None and wanted != manifest.digest:
-            raise Corrupt("artifact", self.url, f"holds {manifest.digest}, but {wanted} was asked for")
+        listed = digest_of(manifest.files)  # what a proof of a part rests on
+        for asked in (wanted, manifest.digest):
+            if asked not in (None, listed):
+                raise Corrupt("artifact", self.url, f"holds {listed}, but {asked} was asked for")
+        self._proved: dict[str, object] = {}  # name → what keeps the file in the cache
 
     @property
     def ref(self) -> str:
         return f"{self.url}@{self.manifest.digest}"
 
-    @functools.cached_property
-    def path(self) -> Path:
-        """A local directory with the artifact's files, every one verified.
+    def part(self, name: str) -> Path:
+        """Return one of the artifact's files or directories as a local path: its bytes are proved, no others are read.
 
-        Local artifacts are read where they lie; others are fetched once into the cache
-        (``TUNELOOP_CACHE``, default below the temporary directory).
+        Where the store is a folder, files are read where they lie. Others are fetched into the cache
+        (`tuneloop.core.cache`), where they stay at least as long as this object does.
+
+        Raises:
+            UserError: the artifact has no such part.
+            Corrupt: some of it is missing, or differs from the manifest.
         """
+        names = [each for each in self.manifest.files if each == name or each.startswith(f"{name}/")]
+        if not names:
+            raise UserError("artifact", self.url, f"holds no {name}")
+        return self._prove(names) / name
+
+    @property
+    def path(self) -> Path:
+        """A local directory with all of the artifact's files, each as `part` gives it."""
+        return self._prove(self.manifest.files)
+
+    def _prove(self, names: Iterable[str]) -> Path:
         local = local_path(self.url)
-        if local is not None:
-            self._verify(local / self.manifest.root)
-            return local / self.manifest.root
-        cache = Path(os.environ.get("TUNELOOP_CACHE") or Path(tempfile.gettempdir()) / "tuneloop-cache")
-        target = cache / self.manifest.digest.replace(":", "-")
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            lock = (cache / f".{target.name}.lock").open("a")
-        except OSError as error:
-            remedy = f"{error.strerror}; name a directory that can be written"
-            raise UserError("TUNELOOP_CACHE", str(cache), remedy) from error
-        with lock as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
-            if not target.exists():
-                staged = Path(tempfile.mkdtemp(dir=cache))
-                try:
-                    self._fetch(staged)
-                    self._verify(staged)
-                    staged.rename(target)
-                except BaseException:
-                    shutil.rmtree(staged, ignore_errors=True)
-                    raise
-        return target
-
-    def _fetch(self, directory: Path) -> None:
-        store = Store(self.url)
-        for name in self.manifest.files:
-            store.download(f"{self.manifest.root}/{name}", directory / name)
-
-    def _verify(self, directory: Path) -> None:
-        for name, want in self.manifest.files.items():
-            path = directory / name
-            if not path.is_file():
-                raise Corrupt("artifact", f"{self.url}/{self.manifest.root}/{name}", "is missing; " + _MEND)
-            if path.stat().st_size != want.size or file_digest(path) != want.digest:
-                where = f"{self.url}/{self.manifest.root}/{name}"
+        directory = local / self.manifest.root if local else cache.open_directory(self.manifest.digest)
+        for name in names:
+            if name in self._proved:
+                continue
+            want, where = self.manifest.files[name], f"{self.url}/{self.manifest.root}/{name}"
+            if local and not (directory / name).is_file():
+                raise Corrupt("artifact", where, "is missing; " + _MEND)
+            proof = _is_whole(directory / name, want) if local else self._take(directory, name, want)
+            if not proof:
                 raise Corrupt("artifact", where, f"differs from its manifest ({DIGEST} {want.digest}); " + _MEND)
+            self._proved[name] = proof
+        return directory
+
+    def _take(self, directory: Path, name: str, want: File) -> BinaryIO | None:
+        def fetch(path: Path) -> None:
+            Store(self.url).copy_file(f"{self.manifest.root}/{name}", path, want.size)
+
+        return cache.take_file(directory, name, want.size, lambda path: _is_whole(path, want), fetch)
+
+
+def _is_whole(path: Path, want: File) -> bool:
+    return path.stat().st_size == want.size and file_digest(path) == want.digest
 
 
 _MEND = "restore it from a copy, or delete the artifact's URL and run the stage again"

@@ -218,14 +218,15 @@ class Resident:
         if optimizer and state is None:
             raise UserError("load_state", policy.url, "has no optimizer state; load its weights alone")
         base = checkpoint.lora_base(policy) if optimizer and self.lora else policy
-        directory, saved = checkpoint.model_dir(base), policy.path / "trainer"
+        directory = checkpoint.model_dir(base)
+        saved = policy.part("trainer") if optimizer else None
         version = int(policy.manifest.facts["version"])
         self.__dict__.pop("trainer", None)  # two at once may not fit; all that is needed is here and looks right
         torch.manual_seed(self.seed)
         trainer = Trainer(directory, self.ranks, _optimization(AdamParams()), lora=self.lora)
         trainer.base = base
         checkpoint.load_masters(trainer, base)
-        if optimizer and state is not None:
+        if saved and state is not None:
             trainer.load(saved, state["step"])
         self.trainer: Trainer = trainer
         self.version, self.gradients, self.spoiled = version, False, False

@@ -307,7 +307,7 @@ def check_weights(probe: Probe) -> None:
     """it serves the checkpoint: its version, and the trainer's log-probabilities of the canary"""
     if probe.policy is None:
         raise Skipped("give --policy, the checkpoint that should be served")
-    want, canary = probe.policy.manifest.facts["version"], read_canary(probe.policy.path)
+    want, canary = probe.policy.manifest.facts["version"], read_canary(probe.policy)
     served = probe.one(probe.prompt(7))["end_version"]
     _expect(served == want, f"says version {served}, the checkpoint is version {want}")
     ours, theirs = canary["logprobs"], probe.scores(canary["ids"])

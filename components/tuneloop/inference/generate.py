@@ -9,7 +9,6 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -83,16 +82,17 @@ class Prompts:
     """
 
     def __init__(self, prompts: Artifact, name: str) -> None:
-        path = prompts.path / f"{name}.parquet"
-        if not path.is_file():
-            raise UserError("--prompts", prompts.url, f"has no {path.name}; give it what data_prep made")
-        self._file = pq.ParquetFile(path)
+        file = f"{name}.parquet"
+        if file not in prompts.manifest.files:
+            raise UserError("--prompts", prompts.url, f"has no {file}; give it what data_prep made")
+        self._prompts = prompts  # as long as it is here, the file is
+        self._file = pq.ParquetFile(prompts.part(file))
         for column in COLUMNS:
             if column not in self._file.schema_arrow.names:
                 remedy = f"has no column {column}; run data_prep again"
-                raise UserError("--prompts", f"{prompts.url}/{path.name}", remedy)
+                raise UserError("--prompts", f"{prompts.url}/{file}", remedy)
         if not len(self):
-            raise UserError("--prompts", f"{prompts.url}/{path.name}", "has no rows; give data_prep more data")
+            raise UserError("--prompts", f"{prompts.url}/{file}", "has no rows; give data_prep more data")
 
     def __len__(self) -> int:
         return int(self._file.metadata.num_rows)
@@ -124,7 +124,7 @@ def generate_completions(
         UserError: a prompt that cannot be encoded or leaves too little room in the context.
         StaleWeights: the engine serves other weights.
     """
-    model, options = policy.path / "model", job.options
+    model, options = policy.part("model"), job.options
     tokenizer = load_tokenizer(model)
     requests = [_request(stage, tokenizer, job, i) for i in range(len(job.rows))]
     proofs: list[dict[str, float]] = []
@@ -205,7 +205,7 @@ def _compare_with_canary(engine: Engine, policy: Artifact, tolerance: float) -> 
     want, served = (policy.manifest.facts["version"], policy.manifest.digest), (engine.version, engine.digest)
     if served != want:
         return f"engine {engine.name} serves version {served[0]} ({served[1]}) instead of {want[0]} ({want[1]})"
-    canary = read_canary(policy.path)
+    canary = read_canary(policy)
     answers = engine.score(canary["ids"])
     differences = [abs(ours - theirs) for ours, theirs in zip(answers, canary["logprobs"], strict=True)]
     mean, most = sum(differences) / len(differences), max(differences)
@@ -217,18 +217,15 @@ def _compare_with_canary(engine: Engine, policy: Artifact, tolerance: float) -> 
     return {"mean_abs_diff": mean, "max_abs_diff": most, "tolerance": tolerance}
 
 
-def read_canary(checkpoint: Path) -> dict[str, Any]:
+def read_canary(policy: Artifact) -> dict[str, Any]:
     """Read ``canary.json`` of a checkpoint.
 
     Raises:
         UserError: it does not have one.
     """
-    path = checkpoint / "canary.json"
-    if not path.is_file():
-        raise UserError(
-            "--policy", str(checkpoint), "has no canary.json; make it with base_model, sft or policy_update"
-        )
-    canary: dict[str, Any] = json.loads(path.read_text())
+    if "canary.json" not in policy.manifest.files:
+        raise UserError("--policy", policy.url, "has no canary.json; make it with base_model, sft or policy_update")
+    canary: dict[str, Any] = json.loads(policy.part("canary.json").read_text())
     return canary
 
 

@@ -255,7 +255,7 @@ class HttpApi:
 
 def change_policy(loop: EngineLoop, policy: Artifact) -> Future[dict[str, float]]:
     """Have `policy` served."""
-    return loop.change(policy.path / "model", policy.manifest.facts["version"], policy.manifest.digest)
+    return loop.change(policy.part("model"), policy.manifest.facts["version"], policy.manifest.digest)
 
 
 def _reference(model: str, label: str) -> str:
@@ -267,7 +267,7 @@ def _reference(model: str, label: str) -> str:
 
 def _fetch(ref: str) -> Artifact:
     policy = Artifact(ref)
-    policy.path  # noqa: B018 - fetched and verified here, on a thread that nobody waits for
+    policy.part("model")  # fetched and proved here, on a thread that nobody waits for
     return policy
 
 

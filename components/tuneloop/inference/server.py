@@ -91,7 +91,7 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
         follower = Follower(loop, options.weights, directory, options.poll_interval, options.pause)
     policy = Artifact(options.policy) if options.policy else None
     if policy:
-        policy.path  # noqa: B018 - verified before seconds go into starting vLLM
+        policy.part("model")  # proved before seconds go into starting vLLM
     loop.start()
     if policy:
         change_policy(loop, policy).result()

@@ -21,7 +21,8 @@ from tuneloop.core.errors import UserError
 def _copy_out(stage: Stage, manifest: Manifest) -> None:
     directory = getattr(stage.params, "directory", None)
     if directory is not None:
-        copy_out(Artifact(stage.out_url).path, Path(directory).expanduser().absolute())
+        made = Artifact(stage.out_url)
+        copy_out(made.path, Path(directory).expanduser().absolute())
         stage.log(f"copied to {directory}")
 
 
@@ -39,9 +40,9 @@ def export(
     Raises:
         UserError: `policy` is not a checkpoint; `directory` exists and holds something else.
     """
-    model = policy.path / "model"
-    if not (model / "config.json").is_file():
+    if "model/config.json" not in policy.manifest.files:
         raise UserError("--policy", policy.url, "holds no model/config.json; give it a checkpoint")
+    model = policy.part("model")
     shutil.copytree(model, stage.out, dirs_exist_ok=True)
     parameters = sum(count_parameters(path) for path in model.glob("*.safetensors"))
     stage.facts.update(version=policy.manifest.facts.get("version"), digest=policy.manifest.digest)

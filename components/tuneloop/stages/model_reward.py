@@ -42,7 +42,7 @@ def model_reward(
     ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("load"):
         longest = max(map(len, sequences)) + 1
-        model = Scorer(scorer.path / "model", ranks, max_length=longest, **options.model_options)
+        model = Scorer(scorer.part("model"), ranks, max_length=longest, **options.model_options)
     if max(max(ids) for ids in sequences) >= model.vocab_size:
         raise UserError("--scorer", scorer.url, "has a smaller vocabulary; train it from a model with this tokenizer")
     with stage.timed("score"):
@@ -65,7 +65,7 @@ def read_rollouts(rollouts: Artifact) -> pa.Table:
         UserError: there are none.
     """
     for name in ("rewards.parquet", "rollouts.parquet"):
-        if name in rollouts.manifest.files and (table := pq.read_table(rollouts.path / name)).num_rows:
+        if name in rollouts.manifest.files and (table := pq.read_table(rollouts.part(name))).num_rows:
             return table
     raise UserError("--rollouts", rollouts.url, "holds no rollouts; give it what the stage rollout or reward made")
 

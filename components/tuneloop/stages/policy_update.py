@@ -143,7 +143,7 @@ def open_trainer(
         checkpoint.load_masters(trainer, base)
     if fresh or state is None:
         return trainer, f"fresh: {fresh}"
-    trainer.load(policy.path / "trainer", state["step"])
+    trainer.load(policy.part("trainer"), state["step"])
     return trainer, f"carried on from step {state['step']}"
 
 

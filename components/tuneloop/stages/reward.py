@@ -50,9 +50,9 @@ def reward(
         UserError: more failures than the budget that would come again: the reward raises or returns what it must not,
             or they are `unverifiable` or `escape`. The data, the rewards or the policy must change.
     """
-    path = rollouts.path / "rollouts.parquet"
-    if not path.is_file():
-        raise UserError("--rollouts", rollouts.url, f"has no {path.name}; give it what the stage rollout made")
+    if "rollouts.parquet" not in rollouts.manifest.files:
+        raise UserError("--rollouts", rollouts.url, "has no rollouts.parquet; give it what the stage rollout made")
+    path = rollouts.part("rollouts.parquet")
     rows = pq.read_table(path, columns=["group", "completion", "answer", "reward_spec", "metadata"]).to_pylist()
     if not rows:
         raise UserError("--rollouts", rollouts.url, "holds no rollouts; run the stage that makes them again")

@@ -104,7 +104,7 @@ def read_demonstrations(prompts: Artifact, model: Path, max_length: int) -> Corp
     """
     if "sft.parquet" not in prompts.manifest.files:
         raise UserError("--prompts", prompts.url, "holds no sft.parquet; give it what data_prep commits")
-    table = pq.ParquetFile(prompts.path / "sft.parquet")
+    table = pq.ParquetFile(prompts.part("sft.parquet"))
     for column in COLUMNS:
         if column not in table.schema_arrow.names:
             raise UserError("--prompts", column, f"is not a column of {prompts.url}/sft.parquet; make the data again")

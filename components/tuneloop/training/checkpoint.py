@@ -43,14 +43,14 @@ def model_dir(policy: Artifact) -> Path:
     """
     if "model/config.json" not in policy.manifest.files or "version" not in policy.manifest.facts:
         raise UserError("checkpoint", policy.url, "holds no model/config.json and version; give it a checkpoint")
-    return policy.path / "model"
+    return policy.part("model")
 
 
 def trainer_state(policy: Artifact) -> dict[str, Any] | None:
     """Read ``trainer/state.json``; None where nothing has been trained yet."""
     if "trainer/state.json" not in policy.manifest.files:
         return None
-    state: dict[str, Any] = json.loads((policy.path / "trainer" / "state.json").read_text())
+    state: dict[str, Any] = json.loads(policy.part("trainer/state.json").read_text())
     return state
 
 
@@ -88,7 +88,7 @@ def load_masters(target: Policy, policy: Artifact) -> None:
     where adapters were, ``model/`` with them merged in is all there is."""
     state = trainer_state(policy)
     if state is not None and "lora" not in state:
-        target.load_masters(policy.path / "trainer")
+        target.load_masters(policy.part("trainer"))
 
 
 def lora_base(policy: Artifact) -> Artifact:
@@ -148,5 +148,5 @@ def _canary_ids(policy: Artifact, vocab_size: int) -> list[int]:
     """Return the ids of the input's canary, which keep to tokens that its tokenizer knows."""
     if "canary.json" not in policy.manifest.files:
         return canary_ids(vocab_size)
-    ids: list[int] = json.loads((policy.path / "canary.json").read_text())["ids"]
+    ids: list[int] = json.loads(policy.part("canary.json").read_text())["ids"]
     return ids

@@ -208,9 +208,9 @@ def _resume(stage: Stage, trainer: Any, batch: int) -> int:
         return batch
     about = checkpoint.trainer_state(point)
     assert about is not None
-    trainer.load(point.path / "trainer", about["step"])
+    trainer.load(point.part("trainer"), about["step"])
     if stage.leader:
-        (stage.out / "metrics.jsonl").write_bytes((point.path / "metrics.jsonl").read_bytes())
+        (stage.out / "metrics.jsonl").write_bytes(point.part("metrics.jsonl").read_bytes())
     stage.facts.update(resumed_from=about["step"])
     if about["world_size"] != trainer.ranks.world:
         stage.facts["resumed_world_size"] = about["world_size"]

@@ -45,9 +45,8 @@ def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
             "--into", str(into), "holds what tuneloop.training.fetch did not put there; choose another directory"
         )
     ref, _, part = source.partition("#")
-    path = Artifact(ref).path / part
-    if not path.exists():
-        raise UserError("storageUri", source, f"{ref} holds no {part}")
+    artifact = Artifact(ref)
+    path = artifact.part(part) if part else artifact.path
     staged = into.with_name(f".{into.name}.{os.urandom(4).hex()}")
     try:
         if path.is_dir():

@@ -122,7 +122,7 @@ def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> Pairs:
             raise UserError("--prompts", prompts.url, "holds no preference.parquet; set data_prep's preference")
         return Pairs([])
     tokenizer = load_tokenizer(checkpoint.model_dir(policy))
-    batches = pq.ParquetFile(prompts.path / f"{split}.parquet").iter_batches(1024)
+    batches = pq.ParquetFile(prompts.part(f"{split}.parquet")).iter_batches(1024)
     return Pairs(
         Pair(
             row["id"],

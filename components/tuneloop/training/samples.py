@@ -91,7 +91,7 @@ def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sa
     """
     if "rewards.parquet" not in rewards.manifest.files:
         raise UserError("--rewards", rewards.url, "holds no rewards.parquet; give it what the stage reward commits")
-    table = pq.ParquetFile(rewards.path / "rewards.parquet")
+    table = pq.ParquetFile(rewards.part("rewards.parquet"))
     for column in COLUMNS:
         if column not in table.schema_arrow.names:
             raise UserError("--rewards", column, f"is not a column of {rewards.url}/rewards.parquet; run reward again")

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from tuneloop.core.artifacts import Artifact, Manifest, dump_canonical_json, file_digest
+from tuneloop.core.artifacts import Artifact, Manifest, dump_canonical_json
 from tuneloop.core.component import UNTRACKED, Stage
-from tuneloop.core.errors import Corrupt
 from tuneloop.core.store import Store, local_path
 from tuneloop.weights.pointer import PointerConflict, PointerRewind
 from tuneloop.weights.publish import Published, publish_version
@@ -52,10 +50,12 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
         _accept_overtaken(chain, version, manifest, ran)
         return
     began = time.time()
-    with tempfile.TemporaryDirectory(prefix="tuneloop-publish-") as scratch:
-        model = _model(Artifact(stage.out_url), Path(scratch))
-        base_version, base = _base(manifest)
-        done = publish_version(root, version, model, base=base, base_version=base_version, source=manifest.digest)
+    made, ref = Artifact(stage.out_url), manifest.inputs.get("policy")
+    policy = Artifact(ref) if ref else None
+    base = _find_base(policy) if policy else None
+    follows = int(policy.manifest.facts["version"]) if policy and base else None
+    model = made.part("model")
+    done = publish_version(root, version, model, base=base, base_version=follows, source=manifest.digest)
     if version not in chain.versions:
         _record(chain.store, done, began)
         stage.log(_line(done))
@@ -83,35 +83,17 @@ def _accept_overtaken(chain: Chain, version: int, manifest: Manifest, ran: bool)
         raise PointerRewind("weights version", version, f"{where}; give each run a root of its own")
 
 
-def _model(artifact: Artifact, scratch: Path) -> Path:
-    """Return ``model/`` of a checkpoint, verified; fetched without the trainer's state where it lies elsewhere."""
-    local = local_path(artifact.url)
-    held = (local or scratch) / (artifact.manifest.root if local else "")
-    for name, want in artifact.manifest.files.items():
-        if not name.startswith("model/"):
-            continue
-        if local is None:
-            Store(artifact.url).download(f"{artifact.manifest.root}/{name}", held / name)
-        if file_digest(held / name) != want.digest:
-            raise Corrupt("checkpoint", f"{artifact.url}: {name}", "differs from its manifest; it is not published")
-    return held / "model"
+def _find_base(policy: Artifact) -> Path | None:
+    """Find ``model/`` of the policy that a checkpoint follows: in an undisturbed run the base of the next version.
 
-
-def _base(manifest: Manifest) -> tuple[int | None, Path | None]:
-    """Find the policy that the checkpoint follows: in an undisturbed run the base, which `publish_version` proves.
-
-    One whose files are gone (`tuneloop gc --keep`) is left to the chain.
+    `publish_version` proves it. One whose files are gone (`tuneloop gc --keep`) is left to the chain.
     """
-    ref = manifest.inputs.get("policy")
-    if ref is None:
-        return None, None
-    policy = Artifact(ref)
     local = local_path(policy.url)
     if local is None:
-        return int(policy.manifest.facts["version"]), policy.path / "model"
+        return policy.part("model")
     held = local / policy.manifest.root
     there = all((held / name).is_file() for name in policy.manifest.files if name.startswith("model/"))
-    return (int(policy.manifest.facts["version"]), held / "model") if there else (None, None)
+    return held / "model" if there else None
 
 
 def _record(store: Store, done: Published, began: float) -> None:

@@ -68,6 +68,38 @@ def test_a_reference_to_other_bytes_is_refused(tmp_path: Path) -> None:
         Artifact(f"{url}@{digest}")
 
 
+def test_a_part_is_proved_and_nothing_else_is_read(tmp_path: Path) -> None:
+    draft = Draft(f"{tmp_path}/a")
+    for name in ("model", "model-2", "trainer"):
+        (draft.path / name).mkdir()
+        (draft.path / name / "x").write_text(name)
+    draft.commit(stage="test")
+    ref = Artifact(f"{tmp_path}/a").ref
+    for name in ("model-2", "trainer"):
+        (draft.path / name / "x").write_text("damaged")
+    artifact = Artifact(ref)
+    assert (artifact.part("model") / "x").read_text() == artifact.part("model/x").read_text() == "model"
+    for name in ("trainer", "trainer/x"):
+        with pytest.raises(Corrupt, match=r"trainer/x': differs from its manifest"):
+            artifact.part(name)
+    with pytest.raises(UserError, match=r"a': holds no mod$"):
+        artifact.part("mod")
+
+
+def test_a_list_of_files_that_is_not_the_one_referred_to_is_refused(tmp_path: Path) -> None:
+    """Else a part would be proved against whatever the manifest says now."""
+    ref, other = commit(f"{tmp_path}/a", x="1"), commit(f"{tmp_path}/b", x="2")
+    manifest = json.loads((tmp_path / "a/manifest.json").read_text())
+    manifest["files"] = json.loads((tmp_path / "b/manifest.json").read_text())["files"]
+    (tmp_path / "a/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(Corrupt, match=f"holds {split_ref(other)[1]}, but {split_ref(ref)[1]} was asked for"):
+        Artifact(ref)
+    with pytest.raises(Corrupt, match="was asked for"):
+        Artifact(f"{tmp_path}/a")
+    (tmp_path / "a/manifest.json").write_text(json.dumps({**manifest, "digest": split_ref(other)[1]}))
+    assert Artifact(f"{tmp_path}/a").ref != ref
+
+
 def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
     commit(f"{tmp_path}/a", x="1")
     manifest = json.loads((tmp_path / "a/manifest.json").read_text())
@@ -102,7 +134,9 @@ def test_a_manifest_names_nothing_outside_its_artifact(
     assert precious.read_text() == "mine" and sorted(p.name for p in tmp_path.iterdir()) == ["a", "precious.txt"]
 
 
-def test_what_could_not_be_fetched_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_fetched_leaves_nothing_half_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TUNELOOP_CACHE", str(tmp_path / "cache"))
     commit(f"{tmp_path}/a", x="1", y="2")
     manifest = (tmp_path / "a/manifest.json").read_bytes()
@@ -111,7 +145,7 @@ def test_what_could_not_be_fetched_leaves_nothing_in_the_cache(tmp_path: Path, m
     with served(objects, monkeypatch):
         with pytest.raises(UserError, match=f"s3://b/a/{root}/y': is missing"):
             _ = Artifact("s3://b/a").path
-        assert [p.name for p in (tmp_path / "cache").iterdir() if not p.name.endswith(".lock")] == []
+        assert [p.name for p in (tmp_path / "cache").rglob("*") if p.is_file()] == ["x"]
         objects[f"b/a/{root}/y"] = b"2"
         assert sorted(p.read_text() for p in Artifact("s3://b/a").path.iterdir()) == ["1", "2"]
 
@@ -121,6 +155,9 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TUNELOOP_CACHE", str(tmp_path / "a/manifest.json"))
     with served({"b/a/manifest.json": (tmp_path / "a/manifest.json").read_bytes()}, monkeypatch):
         with pytest.raises(UserError, match=r"^TUNELOOP_CACHE: '.*manifest\.json': File exists; name a directory"):
+            _ = Artifact("s3://b/a").path
+        monkeypatch.setenv("TUNELOOP_CACHE", "/proc")  # which takes no files, whoever asks
+        with pytest.raises(UserError, match=r"^TUNELOOP_CACHE: '/proc': No such file or directory; name a directory"):
             _ = Artifact("s3://b/a").path
 
 

@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_is_not_published(tmp_path: Path) -> None:
     (policy,) = chain(tmp_path, 1)
     path = policy.path / "model" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x00" if path.read_bytes()[-1] else path.read_bytes()[:-1] + b"\x01")
-    with pytest.raises(Corrupt, match="is not published"):
+    with pytest.raises(Corrupt, match="differs from its manifest"):
         toy(out=f"{tmp_path}/0", weights=str(tmp_path / "w"))
     assert not (tmp_path / "w" / "latest").exists()
 

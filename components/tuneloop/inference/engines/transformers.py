@@ -88,7 +88,7 @@ class Transformers:
         self.version, self.digest = -1, ""
         disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(
-            policy.path / "model", dtype=self.dtype, attn_implementation=self.attention
+            policy.part("model"), dtype=self.dtype, attn_implementation=self.attention
         )
         self.serve(model, policy.manifest.facts["version"], policy.manifest.digest)
 

@@ -112,7 +112,7 @@ class Vllm:
         """
         wanted = policy.manifest.facts["version"], policy.manifest.digest
         if (self.version, self.digest) != wanted or force:
-            self.change(policy.path / "model", *wanted)
+            self.change(policy.part("model"), *wanted)
 
     def change(self, model: Path, version: int, digest: str) -> None:
         """Start on, or change in place to, the weights in a model directory.

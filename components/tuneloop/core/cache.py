@@ -1,0 +1,160 @@
+"""Files of remote artifacts on this machine's disk: fetched once, proved by every process that uses them, bounded.
+
+Below ``TUNELOOP_CACHE`` (default: ``tuneloop-cache`` in the temporary directory) each artifact has a directory, named
+by its digest. What a file is to whom is said by a lock (flock) on the file itself, which the kernel releases when its
+holder dies, however that happens:
+
+* exclusive, on ``<digest>.partial/<name>``: somebody fetches it, and whoever wants it waits;
+* shared, on ``<digest>/<name>``: somebody uses it, and it stays;
+* none: it may go, the least recently used first.
+
+A name appears once all bytes are there. Still nothing is trusted: who takes a file proves its bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from tuneloop.core.errors import UserError
+
+DIRECTORY, LIMIT = "TUNELOOP_CACHE", "TUNELOOP_CACHE_BYTES"
+"""Variables: where the cache is, and the most bytes that it keeps (default: half of what would be free without it)."""
+PREFIX = "xxh3-128-"
+"""Of directories of artifacts. Nothing else below `DIRECTORY` is ours to delete."""
+
+
+def open_directory(digest: str) -> Path:
+    """Return the directory for the files of the artifact with this digest; the cache is made where it is absent.
+
+    Raises:
+        UserError: the cache cannot be written.
+    """
+    cache = Path(os.environ.get(DIRECTORY) or Path(tempfile.gettempdir()) / "tuneloop-cache")
+    with _refusals(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+    return cache / digest.replace(":", "-")
+
+
+@contextlib.contextmanager
+def _refusals(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        remedy = f"{error.strerror}; name a directory that can be written"
+        raise UserError(DIRECTORY, str(cache), remedy) from error
+
+
+def take_file(
+    directory: Path, name: str, size: int, is_whole: Callable[[Path], bool], fetch: Callable[[Path], None]
+) -> BinaryIO | None:
+    """Return the file `name` of `directory`, which nobody deletes while what is returned is open.
+
+    Args:
+        size: that it will have, bytes.
+        is_whole: proves the bytes of a file.
+        fetch: writes them to a file that is there already.
+
+    Returns:
+        None where even what was fetched just now is not whole.
+
+    Raises:
+        UserError: the cache cannot be written.
+    """
+    target, partial = directory / name, directory.with_name(f"{directory.name}.partial") / name
+    damaged = fetched = False
+    with _refusals(directory.parent):
+        while True:
+            if held := _lock(target, os.O_RDONLY, fcntl.LOCK_SH):
+                if is_whole(target):
+                    os.utime(held.fileno())  # it is the most recently used now
+                    return held
+                held.close()
+                if fetched:
+                    return None
+                damaged = True
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            if own := _lock(partial, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX):
+                with own, contextlib.suppress(FileNotFoundError):  # somebody removed the directory, empty until now
+                    if target.exists() and (not damaged or is_whole(target)):  # another has fetched it meanwhile
+                        partial.unlink()
+                    else:
+                        make_room(directory.parent, size)
+                        _fill(partial, target, size, fetch)
+                        fetched = True
+                _remove_directories(partial, directory.parent)
+
+
+def _fill(partial: Path, target: Path, size: int, fetch: Callable[[Path], None]) -> None:
+    """Fetch the file `partial`, which is locked, and name it `target`."""
+    try:
+        for length in (0, size):  # what somebody who was killed has left goes; others count what is to come
+            os.truncate(partial, length)
+        fetch(partial)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.rename(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def make_room(cache: Path, size: int) -> None:
+    """Delete what nobody uses, the least recently used first, until there is room for `size` bytes more.
+
+    What is in use stays, also beyond the limit: a stage takes what it needs.
+
+    Raises:
+        UserError: `LIMIT` is no number of bytes.
+    """
+    found: list[tuple[float, int, Path]] = []
+    for place in cache.glob(f"{PREFIX}*"):
+        for where, _, names in os.walk(place):
+            for path in (Path(where, name) for name in names):
+                with contextlib.suppress(FileNotFoundError):
+                    found.append(((about := path.stat()).st_mtime, about.st_size, path))
+    kept = sum(each for _, each, _ in found)
+    limit = _read_limit(cache, kept)
+    for _, each, path in sorted(found):
+        if kept + size <= limit:
+            break
+        if own := _lock(path, os.O_RDWR, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            with own:
+                path.unlink()
+            kept -= each
+            _remove_directories(path, cache)
+
+
+def _remove_directories(path: Path, cache: Path) -> None:
+    """Remove the directories above `path`, up to that of its artifact, unless something is in them."""
+    for parent in path.parents[: len(path.relative_to(cache).parts) - 1]:
+        with contextlib.suppress(OSError):
+            parent.rmdir()
+
+
+def _read_limit(cache: Path, kept: int) -> int:
+    given = os.environ.get(LIMIT)
+    if not given:
+        return (shutil.disk_usage(cache).free + kept) // 2
+    if not given.isdecimal():
+        raise UserError(LIMIT, given, "is not a number of bytes; write one, as in 50000000000")
+    return int(given)
+
+
+def _lock(path: Path, flags: int, kind: int) -> BinaryIO | None:
+    """Open and lock a file; None where it is not there, gone once it is ours, or (``LOCK_NB``) another's."""
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), contextlib.ExitStack() as stack:
+        held = stack.enter_context(os.fdopen(os.open(path, flags, 0o644), "rb"))
+        fcntl.flock(held, kind)
+        if os.path.samestat(os.fstat(held.fileno()), path.stat()):
+            stack.pop_all()
+            return held
+    return None
