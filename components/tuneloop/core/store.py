@@ -18,7 +18,7 @@ import fcntl
 import io
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote, urlparse
@@ -229,13 +229,42 @@ class Store:
             files = [base] if base.is_file() else [p for p in base.rglob("*") if p.is_file()]
             return sorted(str(p.relative_to(self.root)) for p in files)
 
-    def parts(self) -> list[str]:
-        """List the first parts of all keys that have several, sorted: what a listing would show as directories."""
-        with self._faults(""):
+    def parts(self, folder: str = "") -> list[str]:
+        """List the names of the folders directly below `folder`, sorted: first parts of keys that have several."""
+        with self._faults(folder):
             if self.root is None:
-                found = obstore.list_with_delimiter(self._objects)["common_prefixes"]
-                return sorted(str(prefix) for prefix in found)
-            return sorted(p.name for p in self.root.glob("*") if p.is_dir())
+                found = obstore.list_with_delimiter(self._objects, folder or None)["common_prefixes"]
+                return sorted(str(prefix).rpartition("/")[2] for prefix in found)
+            try:
+                return sorted(entry.name for entry in os.scandir(self.root / folder) if entry.is_dir())
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def find_marks(self, folder: str, depth: int, names: Collection[str]) -> dict[str, str]:
+        """Find the keys of some names that lie `depth` folders below `folder`, or with 0 directly in it.
+
+        Returns:
+            key → a mark that changes when the key is written again.
+        """
+        with self._faults(folder):
+            if self.root is None:
+                below = obstore.list(self._objects, folder).collect() if depth else ()
+                found = below if depth else obstore.list_with_delimiter(self._objects, folder)["objects"]
+                level = folder.count("/") + depth + 1
+                return {
+                    key: f"{meta['e_tag']} {meta['size']} {meta['last_modified']}"
+                    for meta in found
+                    if (key := str(meta["path"])).rpartition("/")[2] in names and key.count("/") == level
+                }
+            places = [folder]
+            for _ in range(depth):
+                places = [f"{place}/{name}" for place in places for name in self.parts(place)]
+            marks = {}
+            for key in (f"{place}/{name}" for place in places for name in names):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    status = os.stat(f"{self.root}/{key}")
+                    marks[key] = f"{status.st_mtime_ns} {status.st_size}"
+            return marks
 
     def stat(self) -> dict[str, tuple[int, float]]:
         """Return every key with its size in bytes and when it was last written, Unix seconds."""
