@@ -32,44 +32,30 @@ Answer = TypeVar("Answer")
 
 
 class Index:
-    """The small files below a store's URL, by key, each with the mark under which it was read."""
+    """The small files below a store's URL; `held` is key → the mark under which it was read, and its bytes."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._held = self._load()
+        self.held = self._load()
         self._unsaved = 0
 
-    @property
-    def marks(self) -> dict[str, str]:
-        """Key → mark of every file that is held."""
-        return {key: mark for key, (mark, _) in self._held.items()}
-
-    def read(self, wanted: Mapping[str, str]) -> dict[str, bytes]:
-        """Return the bytes of files; one that is gone, or has another digest, is left out.
+    def read(self, wanted: Mapping[str, str], gone: Collection[str] = ()) -> dict[str, bytes]:
+        """Return the bytes of files; one that is not there, or has another digest, is left out.
 
         Args:
             wanted: key → mark: what changes when the file is written again, or ``xxh3-128:…`` of its bytes.
+            gone: keys that are held, and known to be no longer there.
         """
-        missing = [key for key, mark in wanted.items() if not self._holds(key, mark)]
+        missing = [key for key, mark in wanted.items() if self.held.get(key, ("",))[0] != mark]
+        for key in (*missing, *gone):
+            self.held.pop(key, None)
         for key, data in zip(missing, map_requests(self.store, self.store.get, missing)):
-            self._held.pop(key, None)
             if data is not None and is_mark_of(wanted[key], data):
-                self._held[key] = wanted[key], data
+                self.held[key] = wanted[key], data
         self._unsaved += len(missing)
-        if self._unsaved > FEW + len(self._held) // 50:
+        if gone or self._unsaved > FEW + len(self.held) // 50:
             self._save()
-        return {key: self._held[key][1] for key in wanted if key in self._held}
-
-    def forget(self, gone: Collection[str]) -> None:
-        """Drop files that are known to be gone."""
-        for key in gone:
-            del self._held[key]
-        if gone:
-            self._save()
-
-    def _holds(self, key: str, mark: str) -> bool:
-        held, data = self._held.get(key, ("", b""))
-        return held == mark and is_mark_of(mark, data)
+        return {key: self.held[key][1] for key in wanted if key in self.held}
 
     def _load(self) -> dict[str, tuple[str, bytes]]:
         written = self.store.get(KEY)
@@ -87,8 +73,8 @@ class Index:
         return held
 
     def _save(self) -> None:
-        listed = json.dumps([(key, mark, len(data)) for key, (mark, data) in self._held.items()])
-        plain = b"".join((listed.encode(), b"\n", *(data for _, data in self._held.values())))
+        listed = json.dumps([(key, mark, len(data)) for key, (mark, data) in self.held.items()])
+        plain = b"".join((listed.encode(), b"\n", *(data for _, data in self.held.values())))
         packed = zstandard.ZstdCompressor(level=1).compress(plain)
         with contextlib.suppress(UserError, Retryable, OSError):  # who may not write here reads file by file
             self.store.put(KEY, xxhash.xxh3_128_digest(packed) + packed)

@@ -235,31 +235,22 @@ class Store:
             if self.root is None:
                 found = obstore.list_with_delimiter(self._objects, folder or None)["common_prefixes"]
                 return sorted(str(prefix).rpartition("/")[2] for prefix in found)
-            try:
-                return sorted(entry.name for entry in os.scandir(self.root / folder) if entry.is_dir())
-            except (FileNotFoundError, NotADirectoryError):
-                return []
+            there = os.path.isdir(place := f"{self.root}/{folder}")
+            return sorted(entry.name for entry in os.scandir(place) if entry.is_dir()) if there else []
 
     def find_marks(self, folder: str, depth: int, names: Collection[str]) -> dict[str, str]:
-        """Find the keys of some names that lie `depth` folders below `folder`, or with 0 directly in it.
-
-        Returns:
-            key → a mark that changes when the key is written again.
-        """
+        """Find the keys of some names `depth` folders below `folder`: key → what changes when it is written again."""
         with self._faults(folder):
             if self.root is None:
-                below = obstore.list(self._objects, folder).collect() if depth else ()
-                found = below if depth else obstore.list_with_delimiter(self._objects, folder)["objects"]
-                level = folder.count("/") + depth + 1
-                return {
-                    key: f"{meta['e_tag']} {meta['size']} {meta['last_modified']}"
-                    for meta in found
-                    if (key := str(meta["path"])).rpartition("/")[2] in names and key.count("/") == level
-                }
+                flat = None if depth else obstore.list_with_delimiter(self._objects, folder)["objects"]
+                found = obstore.list(self._objects, folder).collect() if flat is None else flat
+                marks = {str(m["path"]): f"{m['e_tag']} {m['size']} {m['last_modified']}" for m in found}
+                parts = {key: key.removeprefix(f"{folder}/").split("/") for key in marks}
+                return {key: marks[key] for key in parts if len(parts[key]) == depth + 1 and parts[key][-1] in names}
             places = [folder]
             for _ in range(depth):
                 places = [f"{place}/{name}" for place in places for name in self.parts(place)]
-            marks = {}
+            marks = dict[str, str]()
             for key in (f"{place}/{name}" for place in places for name in names):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     status = os.stat(f"{self.root}/{key}")

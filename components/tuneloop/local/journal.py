@@ -123,39 +123,29 @@ def read_state(workdir: Path) -> State | None:
 
 @functools.lru_cache(maxsize=1)
 def _read_journal(path: Path, size: int, mtime_ns: int) -> tuple[Workflow | None, dict[str, Node], list[str]]:
-    """Read a journal as long as it is so large and so old; of each node's lines only the newest that is whole."""
+    """Read a journal as long as it is so large and so old; of each node's lines the newest."""
     workflow, parts, damaged = None, list[str](), 0
-    lines, kept = dict[str, list[bytes]](), dict[str, list[bytes]]()
-    for line in (
-        path.read_bytes().rpartition(b"\n")[0].splitlines()
-    ):  # behind the last end of a line one is being written
-        if line.startswith(NODE):
-            lines.setdefault(line[len(NODE) : line.find(b'"', len(NODE))].decode(errors="replace"), []).append(line)
-        elif found := _parse_line(line):
-            workflow = Workflow(**found)
+    lines, kept = dict[bytes, bytes](), dict[bytes, bytes]()
+    for line in path.read_bytes().split(b"\n")[:-1]:  # what is behind the last end of a line is being written
+        body, _, rest = line.rpartition(SUM)
+        if rest != xxhash.xxh3_64_hexdigest(body).encode() + b'"}':
+            damaged += bool(line)
+        elif line.startswith(NODE):
+            lines[line[len(NODE) : line.index(b'"', len(NODE))]] = body
+        else:
+            workflow = Workflow(**_parse(body))
             if workflow.phase == "Running":
-                lines = {id: [*written] for id, written in kept.items()}
+                lines = dict(kept)
             elif workflow.phase == "Succeeded" and "next" in workflow.outputs:
                 parts.append(workflow.outputs["next"])
-                kept = {id: [*written] for id, written in lines.items()}
-        else:
-            damaged += bool(line)
-    nodes = {}
-    for id, written in lines.items():
-        while written and not (found := _parse_line(written.pop())):
-            damaged += 1
-        if found:
-            nodes[id] = Node(**found)
+                kept = dict(lines)
     if damaged:
         _report_damage(path, damaged)
-    return workflow, nodes, parts
+    nodes = (Node(**_parse(body)) for body in lines.values())
+    return workflow, {node.id: node for node in nodes}, parts
 
 
-def _parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return what a line records; None if it is damaged."""
-    body, _, rest = line.rpartition(SUM)
-    if rest != xxhash.xxh3_64_hexdigest(body).encode() + b'"}':
-        return None
+def _parse(body: bytes) -> dict[str, Any]:
     record: dict[str, Any] = json.loads(body + b"}")
     del record["kind"]
     return record

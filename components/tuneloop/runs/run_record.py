@@ -137,6 +137,7 @@ class Run:
         self._index = Index(Store(self.url))
         self._known: dict[str, tuple[str, Entry]] = {}
         self.entries: list[Entry] = []
+        self._by_digest: dict[str | None, Entry] = {}
         self.refresh()
 
     @classmethod
@@ -178,17 +179,17 @@ class Run:
                 Default: where a store has directories, to look into which is cheap.
         """
         store = self._index.store
-        indexed = {key: mark for key, mark in self._index.marks.items() if PLACE.match(key)}
+        indexed = {key: mark for key, (mark, _) in self._index.held.items() if PLACE.match(key)}
         every = store.root is not None if whole is None else whole
         found = self._find_marks(store, {} if every else indexed)
-        self._index.forget(indexed.keys() - found.keys() if every else ())
         self._failures = [f"iterations/{FAILURE}", *(key for key in found if key.endswith(f"/{FAILURE}"))]
         present = {key: mark for key, mark in found.items() if PLACE.match(key)}
-        if present != {key: mark for key, (mark, _) in self._known.items()}:
-            data = self._index.read(present)
+        gone = indexed.keys() - found.keys() if every else ()
+        if gone or present != {key: mark for key, (mark, _) in self._known.items()}:
+            data = self._index.read(present, gone)
             self._known = {key: (present[key], self._parse(key, present[key], data[key])) for key in data}
             self.entries = sorted((entry for _, entry in self._known.values()), key=lambda e: (e.started, e.key))
-            self._by_digest = {entry.manifest.digest: entry for entry in reversed(self.entries)}
+            self._by_digest = {e.manifest.digest: e for e in reversed(self.entries)}
 
     @staticmethod
     def _find_marks(store: Store, indexed: Mapping[str, str]) -> dict[str, str]:
@@ -289,7 +290,7 @@ class Run:
         """Return the artifact of this run that a reference names: at its URL, else any of the same bytes."""
         url, digest = split_ref(ref)
         _, there = self._known.get(f"{url.removeprefix(f'{self.url}/')}/{MANIFEST}", ("", None))
-        return there if there and there.manifest.digest == digest else self._by_digest.get(digest or "")
+        return there if there and there.manifest.digest == digest else self._by_digest.get(digest)
 
     def policy_of(self, entry: Entry) -> Entry | None:
         """Return the checkpoint that an artifact was made with."""
