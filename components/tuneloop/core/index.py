@@ -13,7 +13,7 @@ import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any
 
 import xxhash
 import zstandard
@@ -27,8 +27,6 @@ FEW = 100
 REQUESTS = 32
 """Requests to an object store at a time."""
 DIGEST = "xxh3-128:"
-Asked = TypeVar("Asked")
-Answer = TypeVar("Answer")
 
 
 class Index:
@@ -50,8 +48,9 @@ class Index:
         for key in (*missing, *gone):
             self.held.pop(key, None)
         for key, data in zip(missing, map_requests(self.store, self.store.get, missing)):
-            if data is not None and is_mark_of(wanted[key], data):
-                self.held[key] = wanted[key], data
+            mark = wanted[key]
+            if data is not None and (mark == DIGEST + xxhash.xxh3_128_hexdigest(data) or not mark.startswith(DIGEST)):
+                self.held[key] = mark, data
         self._unsaved += len(missing)
         if gone or self._unsaved > FEW + len(self.held) // 50:
             self._save()
@@ -81,12 +80,7 @@ class Index:
         self._unsaved = 0
 
 
-def is_mark_of(mark: str, data: bytes) -> bool:
-    """Say whether `data` may have this mark: where that is a digest, it must be theirs."""
-    return not mark.startswith(DIGEST) or mark == DIGEST + xxhash.xxh3_128_hexdigest(data)
-
-
-def map_requests(store: Store, ask: Callable[[Asked], Answer], of: Iterable[Asked]) -> list[Answer]:
+def map_requests(store: Store, ask: Callable[[Any], Any], of: Iterable[Any]) -> list[Any]:
     """Return what `ask` returns of each, in their order; of an object store many are asked at a time."""
     if store.root is not None:
         return [ask(each) for each in of]

@@ -28,7 +28,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -133,7 +132,7 @@ def _read_journal(path: Path, size: int, mtime_ns: int) -> tuple[Workflow | None
         elif line.startswith(NODE):
             lines[line[len(NODE) : line.index(b'"', len(NODE))]] = body
         else:
-            workflow = Workflow(**_parse(body))
+            workflow = Workflow(**json.loads(b"{" + body.partition(b", ")[2] + b"}"))
             if workflow.phase == "Running":
                 lines = dict(kept)
             elif workflow.phase == "Succeeded" and "next" in workflow.outputs:
@@ -141,14 +140,8 @@ def _read_journal(path: Path, size: int, mtime_ns: int) -> tuple[Workflow | None
                 kept = dict(lines)
     if damaged:
         _report_damage(path, damaged)
-    nodes = (Node(**_parse(body)) for body in lines.values())
+    nodes = (Node(**json.loads(b"{" + body.partition(b", ")[2] + b"}")) for body in lines.values())  # without the kind
     return workflow, {node.id: node for node in nodes}, parts
-
-
-def _parse(body: bytes) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(body + b"}")
-    del record["kind"]
-    return record
 
 
 @functools.cache

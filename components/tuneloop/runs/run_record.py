@@ -25,10 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from tuneloop.core.artifacts import DIGEST, MANIFEST, File, Manifest, Role, file_digest, parse_manifest, split_ref
 from tuneloop.core.attempts import FAILURE
 from tuneloop.core.errors import Corrupt, UserError
-from tuneloop.core.index import Index, is_mark_of, map_requests
+from tuneloop.core.index import Index, map_requests
 from tuneloop.core.store import Store, normalize_url
 from tuneloop.local import journal
 from tuneloop.runs import records
@@ -175,8 +177,8 @@ class Run:
         """Read manifests that were committed since.
 
         Args:
-            whole: look into every iteration; else those that others have followed are taken as the index has them.
-                Default: where a store has directories, to look into which is cheap.
+            whole: look into every iteration, not only into those that the index lacks or that are not settled; default:
+                where a store has directories.
         """
         store = self._index.store
         indexed = {key: mark for key, (mark, _) in self._index.held.items() if PLACE.match(key)}
@@ -203,11 +205,7 @@ class Run:
         folders = [(name, 0) for name in store.parts() if name != "iterations"]
         fresh = [(f"iterations/{number}", 1) for number in there - settled]
         folders += fresh if len(fresh) <= MANY else [("iterations", 2)]
-
-        def look(folder: tuple[str, int]) -> dict[str, str]:
-            return store.find_marks(*folder, (MANIFEST, FAILURE))
-
-        for marks in map_requests(store, look, folders):
+        for marks in map_requests(store, lambda at: store.find_marks(at[0], at[1], (MANIFEST, FAILURE)), folders):
             found |= marks
         return found
 
@@ -222,12 +220,11 @@ class Run:
 
     def read_failures(self) -> dict[str, str]:
         """Return task → why it failed, of those that have not gone on since; only runs on KFP leave that."""
-        found: dict[str, str] = {}
-        left = zip(self._failures, map_requests(self._index.store, self._index.store.get, self._failures))
-        for key, failure in ((key, json.loads(data)) for key, data in left if data):
-            place = key.removesuffix(f"/{FAILURE}")
+        found = {}
+        for key in self._failures:
+            place, failure = key.removesuffix(f"/{FAILURE}"), json.loads(self._index.store.get(key) or b"{}")
             later = (entry.key for entry in self.entries if entry.started > failure["time"])
-            if not any(f"{each}/".startswith(f"{place}/") for each in later):
+            if failure and not any(f"{each}/".startswith(f"{place}/") for each in later):
                 found[place] = failure["message"]
         return found
 
@@ -259,25 +256,20 @@ class Run:
         """Read the file `name` of an artifact, checked against its manifest; None if it has none of that name."""
         if name not in entry.manifest.files:
             return None
-        key, digest = self._locate(entry, name)
-        return self._check(key, digest, self._index.store.get(key))
+        key = f"{entry.key}/{entry.manifest.root}/{name}"
+        data = self._index.store.get(key)
+        if data is None or xxhash.xxh3_128_hexdigest(data) != entry.manifest.files[name].digest:
+            raise Corrupt("artifact", f"{self.url}/{key}", "differs from its manifest; see `tuneloop weights verify`")
+        return data
 
     def read_rows(self, entries: Sequence[Entry]) -> Iterator[list[dict[str, float]]]:
         """Yield the rows of each artifact's ``metrics.jsonl``, all read at once; none where it has no such file."""
-        places = [self._locate(e, METRICS) if METRICS in e.manifest.files else None for e in entries]
-        data = self._index.read(dict(filter(None, places)))
-        for place in places:
-            lines = self._check(*place, data.get(place[0])).splitlines() if place else ()
-            yield [json.loads(line) for line in lines]
-
-    def _locate(self, entry: Entry, name: str) -> tuple[str, str]:
-        """Return the key and the digest of a file of an artifact."""
-        return f"{entry.key}/{entry.manifest.root}/{name}", f"{DIGEST}:{entry.manifest.files[name].digest}"
-
-    def _check(self, key: str, digest: str, data: bytes | None) -> bytes:
-        if data is None or not is_mark_of(digest, data):
-            raise Corrupt("artifact", f"{self.url}/{key}", "differs from its manifest; see `tuneloop weights verify`")
-        return data
+        keys = {e.key: f"{e.key}/{e.manifest.root}/{METRICS}" for e in entries if METRICS in e.manifest.files}
+        wanted = {keys[e.key]: f"{DIGEST}:{e.manifest.files[METRICS].digest}" for e in entries if e.key in keys}
+        found = self._index.read(wanted)
+        for entry in entries:
+            data = found.get(keys.get(entry.key, "")) or self.read(entry, METRICS) or b""
+            yield [json.loads(line) for line in data.splitlines()]
 
     @property
     def checkpoints(self) -> list[Entry]:
