@@ -200,7 +200,8 @@ class Run:
         for key in indexed:
             held.setdefault(int(key.split("/")[1]) if key.startswith("iterations/") else 0, []).append(key)
         there = {int(name) for name in store.parts("iterations") if name.isdigit()}
-        settled = {number for number in there & held.keys() if number + SETTLED <= max(held)}
+        newest = max(held, default=0)
+        settled = {number for number in there & held.keys() if number + SETTLED <= newest}
         found = {key: indexed[key] for number in settled for key in held[number]}
         folders = [(name, 0) for name in store.parts() if name != "iterations"]
         fresh = [(f"iterations/{number}", 1) for number in there - settled]
