@@ -5,7 +5,7 @@ with the fields of a real one, its rows of metrics, empty files for the rest, an
 Every command runs in a process of its own. The first row of a command reads a run that nobody has read before, the
 second one the same run again.
 
-    python benchmarks/run_index.py [--iterations 1000 4000] [--store s3://bucket/prefix] [--keep]
+    python benchmarks/run_index.py [--iterations 1000 4000] [--store s3://bucket/prefix] [--work DIRECTORY]
 """
 
 from __future__ import annotations

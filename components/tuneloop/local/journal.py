@@ -125,19 +125,20 @@ def _read_journal(path: Path, size: int, mtime_ns: int) -> tuple[Workflow | None
     """Read a journal as long as it is so large and so old; of each node's lines the newest."""
     workflow, parts, damaged = None, list[str](), 0
     lines, kept = dict[bytes, bytes](), dict[bytes, bytes]()
-    for line in path.read_bytes().split(b"\n")[:-1]:  # what is behind the last end of a line is being written
-        body, _, rest = line.rpartition(SUM)
-        if rest != xxhash.xxh3_64_hexdigest(body).encode() + b'"}':
-            damaged += bool(line)
-        elif line.startswith(NODE):
-            lines[line[len(NODE) : line.index(b'"', len(NODE))]] = body
-        else:
-            workflow = Workflow(**json.loads(b"{" + body.partition(b", ")[2] + b"}"))
-            if workflow.phase == "Running":
-                lines = dict(kept)
-            elif workflow.phase == "Succeeded" and "next" in workflow.outputs:
-                parts.append(workflow.outputs["next"])
-                kept = dict(lines)
+    with path.open("rb") as file:
+        for line in file:
+            body, _, rest = line.rpartition(SUM)
+            if rest != xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n':
+                damaged += line.endswith(b"\n") and len(line) > 1  # one without an end is being written
+            elif line.startswith(NODE):
+                lines[line[len(NODE) : line.index(b'"', len(NODE))]] = body
+            else:
+                workflow = Workflow(**json.loads(b"{" + body.partition(b", ")[2] + b"}"))
+                if workflow.phase == "Running":
+                    lines = dict(kept)
+                elif workflow.phase == "Succeeded" and "next" in workflow.outputs:
+                    parts.append(workflow.outputs["next"])
+                    kept = dict(lines)
     if damaged:
         _report_damage(path, damaged)
     nodes = (Node(**json.loads(b"{" + body.partition(b", ")[2] + b"}")) for body in lines.values())  # without the kind
