@@ -13,7 +13,7 @@ from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE, UserError
 from tuneloop.core.store import normalize_url
 from tuneloop.local.journal import BROKEN, Node
-from tuneloop.runs.run_record import Run
+from tuneloop.runs.run_record import Entry, Run
 from tuneloop.runs.summary import format_duration, format_size, result_line
 
 if TYPE_CHECKING:
@@ -66,13 +66,16 @@ def show_stages(stages: Iterable[Stage], places: int = 1) -> None:
 
 def list_stages(run: Run) -> list[Stage]:
     """List the stages of a run, in the order in which they first had a pod or an artifact."""
-    pods = [node for node in (run.state.nodes.values() if run.state else ()) if node.type == "Pod"]
-    order = dict.fromkeys([*(e.stage for e in run.entries), *(get_stage_name(node) for node in pods)])
-    return [_stage(run, name, [node for node in pods if get_stage_name(node) == name]) for name in order]
+    state, stages = run.state, dict[str, tuple[list[Entry], list[Node]]]()
+    for entry in run.entries:
+        stages.setdefault(entry.stage, ([], []))[0].append(entry)
+    for node in state.nodes.values() if state else ():
+        if node.type == "Pod":
+            stages.setdefault(get_stage_name(node), ([], []))[1].append(node)
+    return [_stage(run, name, *of_it) for name, of_it in stages.items()]
 
 
-def _stage(run: Run, name: str, pods: list[Node]) -> Stage:
-    entries = [e for e in run.entries if e.stage == name]
+def _stage(run: Run, name: str, entries: list[Entry], pods: list[Node]) -> Stage:
     newest, pod = entries[-1] if entries else None, pods[-1] if pods else None
     phase, under_way = pod.phase if pod else "Committed", bool(pod and pod.phase in ("Running", "Pending"))
     if pod and under_way:
@@ -126,10 +129,12 @@ def format_store_option(store: str) -> str:
 
 def show_weights(run: Run) -> None:
     """Print the checkpoints of a run: version, maker, digest, bytes, age, who used it, which is newest."""
-    rows, held = [], run.checkpoints
+    rows, held, users = [], run.checkpoints, dict[str, list[str]]()
+    for entry in run.with_role("sampler", "evaluator"):
+        if policy := run.policy_of(entry):
+            users.setdefault(policy.key, []).append(entry.key)
     for entry in held:
         files = entry.manifest.files
-        users = [e.key for e in run.with_role("sampler", "evaluator") if run.policy_of(e) is entry]
         mark = " latest" if entry is held[-1] else ""
         rows.append(
             (
@@ -139,7 +144,7 @@ def show_weights(run: Run) -> None:
                 format_size(sum(f.size for n, f in files.items() if n.startswith("model/"))),
                 format_size(sum(f.size for f in files.values())),
                 format_duration(time.time() - entry.finished) if entry.started else "",
-                ", ".join(users),
+                ", ".join(users.get(entry.key, ())),
             )
         )
     columns = ("version", "made by", "digest", "model", "whole", "age", "sampled by")

@@ -170,6 +170,7 @@ def _verify_published(root: str, version: int | None) -> int:
 def _verify_checkpoints(run: Run, version: int | None) -> int:
     from tuneloop.runs.run_record import verify_artifact
 
+    run.refresh(whole=True)
     held = run.checkpoints
     chosen = [e for e in held if version in (None, e.manifest.facts["version"])]
     if not chosen:

@@ -18,7 +18,7 @@ import fcntl
 import io
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -255,13 +255,33 @@ class Store:
             files = [base] if base.is_file() else [p for p in base.rglob("*") if p.is_file()]
             return sorted(str(p.relative_to(self.root)) for p in files)
 
-    def parts(self) -> list[str]:
-        """List the first parts of all keys that have several, sorted: what a listing would show as directories."""
-        with self._faults(""):
+    def parts(self, folder: str = "") -> list[str]:
+        """List the names of the folders directly below `folder`, sorted: first parts of keys that have several."""
+        with self._faults(folder):
             if self.root is None:
-                found = obstore.list_with_delimiter(self._objects)["common_prefixes"]
-                return sorted(str(prefix) for prefix in found)
-            return sorted(p.name for p in self.root.glob("*") if p.is_dir())
+                found = obstore.list_with_delimiter(self._objects, folder or None)["common_prefixes"]
+                return sorted(str(prefix).rpartition("/")[2] for prefix in found)
+            there = os.path.isdir(place := f"{self.root}/{folder}")
+            return sorted(entry.name for entry in os.scandir(place) if entry.is_dir()) if there else []
+
+    def find_marks(self, folder: str, depth: int, names: Collection[str]) -> dict[str, str]:
+        """Find the keys of some names `depth` folders below `folder`: key → what changes when it is written again."""
+        with self._faults(folder):
+            if self.root is None:
+                flat = None if depth else obstore.list_with_delimiter(self._objects, folder)["objects"]
+                found = obstore.list(self._objects, folder).collect() if flat is None else flat
+                marks = {str(m["path"]): f"{m['e_tag']} {m['size']} {m['last_modified']}" for m in found}
+                parts = {key: key.removeprefix(f"{folder}/").split("/") for key in marks}
+                return {key: marks[key] for key in parts if len(parts[key]) == depth + 1 and parts[key][-1] in names}
+            places = [folder]
+            for _ in range(depth):
+                places = [f"{place}/{name}" for place in places for name in self.parts(place)]
+            marks = dict[str, str]()
+            for key in (f"{place}/{name}" for place in places for name in names):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    status = os.stat(f"{self.root}/{key}")
+                    marks[key] = f"{status.st_mtime_ns} {status.st_size}"
+            return marks
 
     def stat(self) -> dict[str, tuple[int, float]]:
         """Return every key with its size in bytes and when it was last written, Unix seconds."""

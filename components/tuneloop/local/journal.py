@@ -5,7 +5,9 @@ Files below the work directory (``workdir``):
 ``nodes.jsonl``
     One JSON object a line, appended. ``{"kind": "workflow", …}`` (see `Workflow`) opens a session (phase ``Running``)
     and closes it; ``{"kind": "node", …}`` (see `Node`) is a whole node as it is at that moment.
-    The newest line of an id counts. A resumed run appends a new session: node lines of earlier sessions are history.
+    Last in a line is ``"sum"``, an xxh3-64 of what is before it: a line that is damaged or torn is as if it were not
+    there. The newest line of an id counts. A resumed run appends a new session: node lines of earlier sessions are
+    history.
     A run of several workflows has a session of each; those that ended well and go on (output ``next``) count, too.
 ``logs/<node id>.log``
     Standard output and error of a pod, raw.
@@ -13,13 +15,12 @@ Files below the work directory (``workdir``):
     The pod's private directory: output files, progress file.
 ``lock``
     Held (flock) by the executor as long as it lives.
-
-This module needs the standard library only.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import signal
@@ -28,11 +29,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tuneloop.core.errors import UserError
+import xxhash
+
+from tuneloop.core.errors import UserError, print_diagnostic
 
 DONE = ("Succeeded", "Failed", "Error", "Skipped", "Omitted")
 """Phases that a node does not leave. The others are ``Pending`` and ``Running``."""
 BROKEN = ("Failed", "Error")
+NODE, SUM = b'{"kind": "node", "id": "', b', "sum": "'
+"""How the line of a node begins, and what is before its digest at the end of any line."""
 
 
 @dataclass
@@ -109,24 +114,40 @@ def read_state(workdir: Path) -> State | None:
     path = workdir / "nodes.jsonl"
     if not path.exists():
         return None
-    workflow, nodes = None, {}
-    parts: list[str] = []
-    kept: dict[str, Node] = {}
-    for line in path.read_bytes().splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:  # the last line of a killed run, or one being written
-            continue
-        if record.pop("kind") == "node":
-            nodes[record["id"]] = Node(**record)
-        else:
-            workflow = Workflow(**record)
-            if workflow.phase == "Running":
-                nodes = dict(kept)
-            elif workflow.phase == "Succeeded" and "next" in workflow.outputs:
-                parts.append(workflow.outputs["next"])
-                kept = dict(nodes)
+    status = path.stat()
+    workflow, nodes, parts = _read_journal(path, status.st_size, status.st_mtime_ns)
     return State(workflow, nodes, _held(workdir), parts) if workflow else None
+
+
+@functools.lru_cache(maxsize=1)
+def _read_journal(path: Path, size: int, mtime_ns: int) -> tuple[Workflow | None, dict[str, Node], list[str]]:
+    """Read a journal as long as it is so large and so old; of each node's lines the newest."""
+    workflow, parts, damaged = None, list[str](), 0
+    lines, kept = dict[bytes, bytes](), dict[bytes, bytes]()
+    with path.open("rb") as file:
+        for line in file:
+            body, _, rest = line.rpartition(SUM)
+            if rest != xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n':
+                damaged += line.endswith(b"\n") and len(line) > 1  # one without an end is being written
+            elif line.startswith(NODE):
+                lines[line[len(NODE) : line.index(b'"', len(NODE))]] = body
+            else:
+                workflow = Workflow(**json.loads(b"{" + body.partition(b", ")[2] + b"}"))
+                if workflow.phase == "Running":
+                    lines = dict(kept)
+                elif workflow.phase == "Succeeded" and "next" in workflow.outputs:
+                    parts.append(workflow.outputs["next"])
+                    kept = dict(lines)
+    if damaged:
+        _report_damage(path, damaged)
+    nodes = (Node(**json.loads(b"{" + body.partition(b", ")[2] + b"}")) for body in lines.values())  # without the kind
+    return workflow, {node.id: node for node in nodes}, parts
+
+
+@functools.cache
+def _report_damage(path: Path, count: int) -> None:
+    """Say once what is skipped: it is history only."""
+    print_diagnostic(f"{path}: {count} damaged lines are skipped", 0)
 
 
 class Journal:
@@ -139,7 +160,8 @@ class Journal:
 
     def write(self, record: Node | Workflow) -> None:
         kind = "node" if isinstance(record, Node) else "workflow"
-        os.write(self._file, (json.dumps({"kind": kind, **asdict(record)}) + "\n").encode())
+        body = json.dumps({"kind": kind, **asdict(record)})[:-1].encode()
+        os.write(self._file, body + SUM + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
 
     def close(self) -> None:
         os.close(self._file)

@@ -9,6 +9,8 @@ store if that is a directory, else ``./runs``::
     workflow.yaml   the very workflow that is executed
     nodes.jsonl …   the executor's state (`tuneloop.local.journal`)
     report.html
+
+What readers open of every artifact is read from the run's index (`tuneloop.core.index`) as far as that has it.
 """
 
 from __future__ import annotations
@@ -18,22 +20,29 @@ import json
 import re
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from tuneloop.core.artifacts import MANIFEST, File, Manifest, Role, file_digest, parse_manifest, split_ref
+from tuneloop.core.artifacts import DIGEST, MANIFEST, File, Manifest, Role, file_digest, parse_manifest, split_ref
 from tuneloop.core.attempts import FAILURE
 from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.index import Index, map_requests
 from tuneloop.core.store import Store, normalize_url
 from tuneloop.local import journal
 from tuneloop.runs import records
 from tuneloop.runs.records import ROOT, Record, get_run_directory, list_runs, read_record
 
 PLACE = re.compile(r"^(?:iterations/(?P<iteration>\d+)/)?(?P<stage>[a-z0-9][a-z0-9_-]*)/manifest\.json$")
+METRICS = "metrics.jsonl"
+SETTLED = 2
+"""An iteration that so many have followed is whole: each starts from the policy of the one before."""
+MANY = 64
+"""More iterations than these are listed at once, not one by one."""
+RECORDING: tuple[Role, ...] = ("trainer", "sampler", "scorer")
 SAID = ("step", "mean", "mean_reward")
 """Columns of ``metrics.jsonl`` that are not curves, or are in the results already."""
 
@@ -127,7 +136,10 @@ class Run:
         self.name, self.store_url, self.record = name, normalize_url(store), record
         self.url = f"{self.store_url}/{name}"
         self.directory = get_run_directory(name, store)
-        self._known: dict[str, Entry] = {}
+        self._index = Index(Store(self.url))
+        self._known: dict[str, tuple[str, Entry]] = {}
+        self.entries: list[Entry] = []
+        self._by_digest: dict[str | None, Entry] = {}
         self.refresh()
 
     @classmethod
@@ -161,31 +173,59 @@ class Run:
         own = engine.get("weights") if isinstance(engine, dict) else None
         return str(own or f"{self.url}/weights")
 
-    def refresh(self) -> None:
-        """Read manifests that were committed since."""
-        store = Store(self.url)
-        committed = store.keys()
-        present = {key: match for key in committed if (match := PLACE.match(key))}
-        for key, match in present.items():
-            place = key.removesuffix(f"/{MANIFEST}")
-            if place not in self._known:
-                data = store.get(key)
-                assert data is not None
-                iteration = int(match["iteration"]) if match["iteration"] else None
-                self._known[place] = Entry(
-                    place, match["stage"], iteration, parse_manifest(f"{self.url}/{place}", data)
-                )
-        standing = [entry for entry in self._known.values() if f"{entry.key}/{MANIFEST}" in present]
-        self.entries = sorted(standing, key=lambda e: (e.started, e.key))
-        self._failures = [key for key in committed if key.endswith(f"/{FAILURE}")]
+    def refresh(self, *, whole: bool | None = None) -> None:
+        """Read manifests that were committed since.
+
+        Args:
+            whole: look into every iteration, not only into those that the index lacks or that are not settled; default:
+                where a store has directories.
+        """
+        store = self._index.store
+        indexed = {key: mark for key, (mark, _) in self._index.held.items() if PLACE.match(key)}
+        every = store.root is not None if whole is None else whole
+        found = self._find_marks(store, {} if every else indexed)
+        self._failures = [f"iterations/{FAILURE}", *(key for key in found if key.endswith(f"/{FAILURE}"))]
+        present = {key: mark for key, mark in found.items() if PLACE.match(key)}
+        gone = indexed.keys() - found.keys() if every else ()
+        if gone or present != {key: mark for key, (mark, _) in self._known.items()}:
+            data = self._index.read(present, gone)
+            self._known = {key: (present[key], self._parse(key, present[key], data[key])) for key in data}
+            self.entries = sorted((entry for _, entry in self._known.values()), key=lambda e: (e.started, e.key))
+            self._by_digest = {e.manifest.digest: e for e in reversed(self.entries)}
+
+    @staticmethod
+    def _find_marks(store: Store, indexed: Mapping[str, str]) -> dict[str, str]:
+        """Find the manifests and failures of a run, with their marks; of settled iterations those that are indexed."""
+        held: dict[int, list[str]] = {}
+        for key in indexed:
+            held.setdefault(int(key.split("/")[1]) if key.startswith("iterations/") else 0, []).append(key)
+        there = {int(name) for name in store.parts("iterations") if name.isdigit()}
+        newest = max(held, default=0)
+        settled = {number for number in there & held.keys() if number + SETTLED <= newest}
+        found = {key: indexed[key] for number in settled for key in held[number]}
+        folders = [(name, 0) for name in store.parts() if name != "iterations"]
+        fresh = [(f"iterations/{number}", 1) for number in there - settled]
+        folders += fresh if len(fresh) <= MANY else [("iterations", 2)]
+        for marks in map_requests(store, lambda at: store.find_marks(at[0], at[1], (MANIFEST, FAILURE)), folders):
+            found |= marks
+        return found
+
+    def _parse(self, key: str, mark: str, data: bytes) -> Entry:
+        """Return the artifact of a manifest; the one that is known, if that was read under the same mark."""
+        if key in self._known and self._known[key][0] == mark:
+            return self._known[key][1]
+        place, match = key.removesuffix(f"/{MANIFEST}"), PLACE.match(key)
+        assert match
+        iteration = int(match["iteration"]) if match["iteration"] else None
+        return Entry(place, match["stage"], iteration, parse_manifest(f"{self.url}/{place}", data))
 
     def read_failures(self) -> dict[str, str]:
         """Return task → why it failed, of those that have not gone on since; only runs on KFP leave that."""
         found = {}
         for key in self._failures:
-            place, failure = key.removesuffix(f"/{FAILURE}"), json.loads(Store(self.url).get(key) or b"{}")
+            place, failure = key.removesuffix(f"/{FAILURE}"), json.loads(self._index.store.get(key) or b"{}")
             later = (entry.key for entry in self.entries if entry.started > failure["time"])
-            if not any(f"{each}/".startswith(f"{place}/") for each in later):
+            if failure and not any(f"{each}/".startswith(f"{place}/") for each in later):
                 found[place] = failure["message"]
         return found
 
@@ -218,14 +258,19 @@ class Run:
         if name not in entry.manifest.files:
             return None
         key = f"{entry.key}/{entry.manifest.root}/{name}"
-        data = Store(self.url).get(key)
+        data = self._index.store.get(key)
         if data is None or xxhash.xxh3_128_hexdigest(data) != entry.manifest.files[name].digest:
             raise Corrupt("artifact", f"{self.url}/{key}", "differs from its manifest; see `tuneloop weights verify`")
         return data
 
-    def rows(self, entry: Entry) -> list[dict[str, float]]:
-        """Read the rows of an artifact's ``metrics.jsonl``."""
-        return [json.loads(line) for line in (self.read(entry, "metrics.jsonl") or b"").splitlines()]
+    def read_rows(self, entries: Sequence[Entry]) -> Iterator[list[dict[str, float]]]:
+        """Yield the rows of each artifact's ``metrics.jsonl``, all read at once; none where it has no such file."""
+        keys = {e.key: f"{e.key}/{e.manifest.root}/{METRICS}" for e in entries if METRICS in e.manifest.files}
+        wanted = {keys[e.key]: f"{DIGEST}:{e.manifest.files[METRICS].digest}" for e in entries if e.key in keys}
+        found = self._index.read(wanted)
+        for entry in entries:
+            data = found.get(keys.get(entry.key, "")) or self.read(entry, METRICS) or b""
+            yield [json.loads(line) for line in data.splitlines()]
 
     @property
     def checkpoints(self) -> list[Entry]:
@@ -237,8 +282,8 @@ class Run:
     def maker(self, ref: str) -> Entry | None:
         """Return the artifact of this run that a reference names: at its URL, else any of the same bytes."""
         url, digest = split_ref(ref)
-        same = [entry for entry in self.entries if entry.manifest.digest == digest]
-        return next((entry for entry in same if f"{self.url}/{entry.key}" == url), same[0] if same else None)
+        _, there = self._known.get(f"{url.removeprefix(f'{self.url}/')}/{MANIFEST}", ("", None))
+        return there if there and there.manifest.digest == digest else self._by_digest.get(digest)
 
     def policy_of(self, entry: Entry) -> Entry | None:
         """Return the checkpoint that an artifact was made with."""
@@ -275,16 +320,20 @@ class Run:
         """Return the newest mean reward of any kind."""
         return max([*self.evaluations(), *self.training_rewards()], key=lambda s: s.entry.finished, default=None)
 
-    def curves(self) -> list[Curve]:
-        """Return a curve of every quantity that the run's stages recorded."""
+    def curves(self, of: Collection[str] | None = None) -> list[Curve]:
+        """Return a curve of every quantity that the run's stages recorded.
+
+        Args:
+            of: only the points that these artifacts made, by their keys.
+        """
         found = []
-        for scores in (self.training_rewards(), self.evaluations()):
-            if scores:
+        for known in (self.training_rewards(), self.evaluations()):
+            if scores := [score for score in known if of is None or score.entry.key in of]:
                 made = scores[-1].entry.manifest
                 found.append(curve := Curve("mean_reward", made.stage, made.role, scores[0].how, "iteration"))
             for score in scores:
                 curve.add(self._iteration_judged(score), score.value, score.entry.finished)
-        return [*found, *self._recorded("trainer"), *self._recorded("sampler"), *self._recorded("scorer")]
+        return [*found, *(curve for role in RECORDING for curve in self._recorded(role, of))]
 
     def phase_seconds(self) -> dict[str, list[tuple[float, float]]]:
         """Return stage → (iteration, seconds it worked); iteration 0 is everything outside the loop."""
@@ -317,14 +366,14 @@ class Run:
         punished = entry.manifest.params.get("escape_score") is not None
         return int(outcomes.get("score", 0)) + (int(outcomes.get("escape", 0)) if punished else 0)
 
-    def _recorded(self, role: Role) -> Iterator[Curve]:
+    def _recorded(self, role: Role, of: Collection[str] | None) -> Iterator[Curve]:
         """Yield the columns of ``metrics.jsonl``, over optimizer steps outside the loop, over iterations inside."""
-        entries = self.with_role(role)
+        entries = [entry for entry in self.with_role(role) if of is None or entry.key in of]
         for stage in dict.fromkeys(entry.manifest.stage for entry in entries):
             curves: dict[str, Curve] = {}
             of_it = [entry for entry in entries if entry.manifest.stage == stage]
-            for entry in sorted(of_it, key=lambda e: e.iteration or 0):
-                rows = self.rows(entry)
+            of_it.sort(key=lambda e: e.iteration or 0)
+            for entry, rows in zip(of_it, self.read_rows(of_it)):
                 for index, row in enumerate(rows):
                     inside = entry.iteration is not None
                     x = (entry.iteration or 1) - 1 + (index + 1) / len(rows) if inside else row.get("step", index)

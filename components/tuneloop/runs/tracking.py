@@ -64,7 +64,7 @@ def mirror_run(run: Run, *, follow: bool = False, going_on: Callable[[], bool] |
         made = Mirror(run)
         made.sync()
         while going_on() if going_on else follow and _running(run):
-            made.sync()
+            made.sync(whole=False)
         made.sync()
         return made.close()
     except MlflowException as error:
@@ -126,24 +126,25 @@ class Mirror:
         self.logged: dict[str, int] = {}
         self.mirrored: set[str] = set()
 
-    def sync(self) -> None:
-        """Mirror what was committed since."""
+    def sync(self, *, whole: bool | None = None) -> None:
+        """Mirror what was committed since; `whole` is that of `Run.refresh`."""
         from mlflow.entities import Metric
 
-        self.run.refresh()
-        for curve in self.run.curves():
+        self.run.refresh(whole=whole)
+        fresh = [entry for entry in self.run.entries if entry.key not in self.mirrored]
+        for curve in self.run.curves({entry.key for entry in fresh}) if fresh else ():
             name = f"{curve.stage}/{curve.name}"
             first = self.logged.get(name, 0)
             # Several optimizer steps of one iteration share an x: their own count is the step then.
             recorded = curve.role == "trainer"
             points = [
-                Metric(name, y, int(at * 1000), index + 1 if recorded else int(x))
+                Metric(name, y, int(at * 1000), first + index + 1 if recorded else int(x))
                 for index, (x, y, at) in enumerate(zip(curve.x, curve.y, curve.at))
             ]
-            self._log(self.parent, points[first:])
-            self.logged[name] = len(points)
-        for entry in self.run.entries:
-            if entry.iteration is not None and entry.key not in self.mirrored:
+            self._log(self.parent, points)
+            self.logged[name] = first + len(points)
+        for entry in fresh:
+            if entry.iteration is not None:
                 stage, at = entry.stage, int(entry.finished * 1000)
                 values = {f"{stage}/{k}": float(v) for k, v in entry.manifest.scalars.items()}
                 values[f"seconds/{stage}"] = entry.seconds
@@ -151,7 +152,7 @@ class Mirror:
                 if entry.manifest.role == "sampler" and (one := find_delivery(self.run, entry)):
                     known = [Metric(f"weights/{k}", v, at, one.version) for k, v in get_measurements(one).items()]
                     self._log(self.parent, known)
-                self.mirrored.add(entry.key)
+            self.mirrored.add(entry.key)
 
     def close(self) -> str:
         """Write how the run stands, and say where its mirror is."""

@@ -90,6 +90,29 @@ def test_a_run_its_iterations_and_every_point_once(client: Any, uri: str, tmp_pa
     assert "temperature 1, training prompts" in parent.data.tags["mlflow.note.content"]
 
 
+def test_a_mirror_that_follows_sends_what_is_new_once(client: Any, tmp_path: Path) -> None:
+    run = started(tmp_path, "new", 3)
+    toy.make(f"{tmp_path}/new", 3)
+    made = tracking.Mirror(run)
+    made.sync()
+    sent: list[str] = []
+    log = made._log
+    made._log = lambda run_id, points: (sent.extend(point.key for point in points), log(run_id, points))[1]  # type: ignore[method-assign]
+    made.sync(whole=False)
+    assert not sent
+    toy.make(f"{tmp_path}/new", 4)
+    made.sync(whole=False)
+    assert sorted(key for key in sent if key.startswith("policy_update/")) == sorted(
+        f"policy_update/{name}" for name in ("entropy", "entropy", "kl", "kl", "loss", "loss")
+    )
+    made.sync()
+    parent = parent_of(client, run)
+    history = client.get_metric_history(parent.info.run_id, "policy_update/kl")
+    assert [m.step for m in history] == list(range(1, 9)), "each optimizer step once, counted on"
+    rewards = client.get_metric_history(parent.info.run_id, "reward/mean_reward")
+    assert [m.step for m in rewards] == [1, 2, 3, 4]
+
+
 def test_another_run_of_the_same_name_is_another(client: Any, tmp_path: Path) -> None:
     one, two = (started(tmp_path / place, "same", 1) for place in "xy")
     tracking.mirror_run(one)

@@ -1,0 +1,88 @@
+"""The small files of a run in one: of every artifact what its readers open, the manifest and the rows of metrics.
+
+``<url>/index.zst`` is written by readers that had to open many files one by one, and is known to no stage. It is a
+cache: each file is held with the mark under which it was read, and is read again where the mark has changed. So an
+index that is lost, behind, or written by two at once costs time and changes nothing, and one that is damaged is made
+again. It holds an xxh3-128 of all that follows, then with zstandard a line of JSON, ``[key, mark, size]`` for each
+file, and the files' bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import xxhash
+import zstandard
+
+from tuneloop.core.errors import Retryable, UserError, print_diagnostic
+from tuneloop.core.store import Store
+
+KEY = "index.zst"
+FEW = 100
+"""So many files, and one of fifty that are indexed, may be read one by one before the index is written."""
+REQUESTS = 32
+"""Requests to an object store at a time."""
+DIGEST = "xxh3-128:"
+
+
+class Index:
+    """The small files below a store's URL; `held` is key → the mark under which it was read, and its bytes."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.held = self._load()
+        self._unsaved = 0
+
+    def read(self, wanted: Mapping[str, str], gone: Collection[str] = ()) -> dict[str, bytes]:
+        """Return the bytes of files; one that is not there, or has another digest, is left out.
+
+        Args:
+            wanted: key → mark: what changes when the file is written again, or ``xxh3-128:…`` of its bytes.
+            gone: keys that are held, and known to be no longer there.
+        """
+        missing = [key for key, mark in wanted.items() if self.held.get(key, ("",))[0] != mark]
+        for key in (*missing, *gone):
+            self.held.pop(key, None)
+        for key, data in zip(missing, map_requests(self.store, self.store.get, missing)):
+            mark = wanted[key]
+            if data is not None and (mark == DIGEST + xxhash.xxh3_128_hexdigest(data) or not mark.startswith(DIGEST)):
+                self.held[key] = mark, data
+        self._unsaved += len(missing)
+        if gone or self._unsaved > FEW + len(self.held) // 50:
+            self._save()
+        return {key: self.held[key][1] for key in wanted if key in self.held}
+
+    def _load(self) -> dict[str, tuple[str, bytes]]:
+        written = self.store.get(KEY)
+        if written is None:
+            return {}
+        if xxhash.xxh3_128_digest(written[16:]) != written[:16]:
+            print_diagnostic(f"{self.store.url}/{KEY}: is damaged; it is made again from the manifests", 0)
+            return {}
+        plain = zstandard.ZstdDecompressor().decompress(written[16:])
+        at = plain.index(b"\n") + 1
+        held = {}
+        for key, mark, size in json.loads(plain[:at]):
+            held[key] = mark, plain[at : at + size]
+            at += size
+        return held
+
+    def _save(self) -> None:
+        listed = json.dumps([(key, mark, len(data)) for key, (mark, data) in self.held.items()])
+        plain = b"".join((listed.encode(), b"\n", *(data for _, data in self.held.values())))
+        packed = zstandard.ZstdCompressor(level=1).compress(plain)
+        with contextlib.suppress(UserError, Retryable, OSError):  # who may not write here reads file by file
+            self.store.put(KEY, xxhash.xxh3_128_digest(packed) + packed)
+        self._unsaved = 0
+
+
+def map_requests(store: Store, ask: Callable[[Any], Any], of: Iterable[Any]) -> list[Any]:
+    """Return what `ask` returns of each, in their order; of an object store many are asked at a time."""
+    if store.root is not None:
+        return [ask(each) for each in of]
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        return list(pool.map(ask, of))
