@@ -14,7 +14,8 @@ The rules were read in backend/src/v2 of kubeflow/pipelines 2.17.0:
   parameter's placeholder is replaced in the text; every exit code but 0 is a failure.
 
 Argo, which runs this graph on a cluster, is left out: a task starts when those it depends on have succeeded (those of
-an exit handler: have ended), one at a time, and has `maxRetryCount` more attempts.
+an exit handler: have ended), one at a time, and has `maxRetryCount` more attempts. (KFP's own manifests give Argo the
+retry policy OnError: there a pod that was deleted is started again, and one whose program failed is not.)
 """
 
 from __future__ import annotations

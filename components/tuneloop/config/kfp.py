@@ -20,7 +20,9 @@ class Kfp(BaseModel):
     model_registry: str = Field(
         "", description="address of a Kubeflow Model Registry, or mlflow+ADDRESS: exported models are registered there"
     )
-    retries: int = Field(3, ge=0, description="attempts of a pod after the first, whatever the exit code was")
+    retries: int = Field(
+        3, ge=0, description="attempts of a pod after the first, by the retry policy of Argo's workflow defaults"
+    )
     timeout_s: int = Field(0, ge=0, description="seconds that a stage may take once its pod runs; 0: no limit")
     shm: str = Field("", description="of an in-memory /dev/shm for accelerator stages; empty: the runtime's 64 MiB")
     node_selector: dict[str, str] = Field({}, description="labels of the nodes for accelerator stages")

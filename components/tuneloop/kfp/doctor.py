@@ -6,6 +6,7 @@ It is looked at through the Kubernetes API, in the namespace of the runs, and on
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from collections.abc import Iterator, Mapping
@@ -79,7 +80,7 @@ def check_kfp(
         checks = [
             *collect_checks("KFP's API server", check_api_server(cluster)),
             *collect_checks("executor", check_executor(cluster)),
-            *collect_checks("workflow defaults", check_workflow_defaults(cluster)),
+            *collect_checks("workflow defaults", check_retries(cluster)),
             *collect_checks("store", check_store_settings(cluster, "kfp", WARNING if on_volume else REFUSED)),
             *collect_checks("queue", check_queue(cluster, workflow), admitted),
             *collect_checks("images", check_images(cluster, list_images(workflow))),
@@ -144,6 +145,14 @@ def check_executor(cluster: Connection) -> Iterator[Check]:
     command = f"kubectl -n {namespace} patch configmap {SETTINGS} --type merge -p {patch}"
     said = "has no securityContext.runAsUser: KFP's driver pods would hang in CreateContainerConfigError"
     yield Check("executor", REFUSED, f"{SETTINGS} in namespace {namespace} {said}", command)
+
+
+def check_retries(cluster: Connection) -> Iterator[Check]:
+    """Report the controller's retries, and what they leave of `kfp.retries`: they fill in its policy."""
+    for check in check_workflow_defaults(cluster):
+        lost = '"retryPolicy": "OnError"' in check.found
+        left = "; kfp.retries starts pods again that were lost, none that failed" if lost else ""
+        yield dataclasses.replace(check, found=f"{check.found}{left}")
 
 
 def check_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:

@@ -51,6 +51,7 @@ def test_a_backend_that_has_all(backend: Cluster, tmp_path: Path, monkeypatch: p
     found = {each["subject"]: each["found"] for each in told["checks"]}
     assert found["executor"].startswith("runs as user 65532")
     assert '"retryPolicy": "OnError"' in found["workflow defaults"]
+    assert "starts pods again that were lost, none that failed" in found["workflow defaults"]
     assert found["queue"] == "LocalQueue tuneloop admits what accelerator tasks ask for"
     assert found["KFP's API"].endswith(" answers")
 
