@@ -15,7 +15,7 @@ The rules were read in backend/src/v2 of kubeflow/pipelines 2.17.0:
 
 Argo, which runs this graph on a cluster, is left out: a task starts when those it depends on have succeeded (those of
 an exit handler: have ended), one at a time, and has `maxRetryCount` more attempts. (KFP's own manifests give Argo the
-retry policy OnError: there a pod that was deleted is started again, and one whose program failed is not.)
+retry policy OnError: there a pod that was deleted, or whose program failed, is not started again.)
 """
 
 from __future__ import annotations
