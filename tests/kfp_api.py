@@ -4,6 +4,8 @@ Answers have the shape of what a KFP 2.17.0 API server answered; a run that is s
 client.
 """
 
+import base64
+import gzip
 import json
 import operator
 import re
@@ -22,6 +24,7 @@ class Api(ThreadingHTTPServer):
         runs: by creation; each as a message of the API.
         task_details: of each run.
         nodes: of each run's workflow.
+        compressed: whether Argo has compressed these.
         logs: pod → text.
         missing: whether the address has no Kubeflow Pipelines.
         asked: how often somebody asked an address that has none.
@@ -36,7 +39,7 @@ class Api(ThreadingHTTPServer):
         self.task_details: list[dict[str, Any]] = []
         self.nodes: dict[str, dict[str, Any]] = {}
         self.logs: dict[str, str] = {}
-        self.missing, self.asked, self.page_size = False, 0, 100
+        self.missing, self.compressed, self.asked, self.page_size = False, False, 0, 100
         super().__init__(("127.0.0.1", 0), Handler)
 
     @property
@@ -71,7 +74,11 @@ class Handler(BaseHTTPRequestHandler):
             case ["v2beta1", "recurringruns"]:
                 self.reply({"recurringRuns": self.named(self.server.recurring, query)})
             case ["v1beta1", "runs", run_id]:
-                workflow = {"metadata": {"name": "wf"}, "status": {"nodes": self.server.nodes}}
+                status: dict[str, Any] = {"nodes": self.server.nodes}
+                if self.server.compressed:
+                    packed = gzip.compress(json.dumps(self.server.nodes).encode())
+                    status = {"nodes": None, "compressedNodes": base64.b64encode(packed).decode()}
+                workflow = {"metadata": {"name": "wf"}, "status": status}
                 self.reply({"run": {"id": run_id}, "pipeline_runtime": {"workflow_manifest": json.dumps(workflow)}})
             case ["v1alpha1", "runs", _, "nodes", pod, "log"] if pod in self.server.logs:
                 self.reply(self.server.logs[pod])

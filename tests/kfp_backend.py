@@ -6,14 +6,16 @@ The rules were read in backend/src/v2 of kubeflow/pipelines 2.17.0:
 - driver/resolve.go: a constant that is a macro as a whole is replaced, any other stays as it is; what a task is not
   given is not in its inputs.
 - driver/container.go, cacheutils/cache.go: a task's fingerprint is of its inputs, its outputs' names and types, command
-  and image; a task that is in the cache runs no container.
+  and image; a task that is in the cache of the pipeline's name runs no container.
+- driver/driver.go: each task has one more output artifact, `executor-logs`, which the launcher writes.
 - metadata/client.go: all input events of an execution are put at once (one artifact twice fails); a DAG is complete
   when as many of its tasks are COMPLETE or CACHED as it has, and it is asked only when a container of it has ended.
 - component/launcher_v2.go: the container's arguments get the executor input with the defaults of parameters, then each
   parameter's placeholder is replaced in the text; every exit code but 0 is a failure.
 
 Argo, which runs this graph on a cluster, is left out: a task starts when those it depends on have succeeded (those of
-an exit handler: have ended), one at a time, and has `maxRetryCount` more attempts.
+an exit handler: have ended), one at a time, and has `maxRetryCount` more attempts. (KFP's own manifests give Argo the
+retry policy OnError: there a pod that was deleted, or whose program failed, is not started again.)
 """
 
 from __future__ import annotations
@@ -224,7 +226,7 @@ class Interpreter:
         self, name: str, path: str, task: Mapping[str, Any], component: Mapping[str, Any], given: Values, dag: int
     ) -> None:
         container = self.spec["deploymentSpec"]["executors"][component["executorLabel"]]["container"]
-        key = _compute_fingerprint(component, container, given)
+        key = _compute_fingerprint(self.spec["pipelineInfo"]["name"], component, container, given)
         number = self.create_execution("system.ContainerExecution", name, path, given, dag)
         enabled = self.cache and task.get("cachingOptions", {}).get("enableCache", False)
         if enabled and key in self.backend._cache:
@@ -255,6 +257,7 @@ class Interpreter:
         definitions = component.get("inputDefinitions", {}).get("parameters", {})
         defaults = {k: v["defaultValue"] for k, v in definitions.items() if "defaultValue" in v}
         outputs = component.get("outputDefinitions", {})
+        logs = {"executor-logs": {"artifactType": {"schemaTitle": "system.Artifact"}}}
         return {
             "inputs": {
                 "parameterValues": {**defaults, **given.parameters},
@@ -263,7 +266,7 @@ class Interpreter:
             "outputs": {
                 "artifacts": {
                     k: {"artifacts": [{"name": k, "uri": str(place / k), "type": each["artifactType"]}]}
-                    for k, each in outputs.get("artifacts", {}).items()
+                    for k, each in {**outputs.get("artifacts", {}), **logs}.items()
                 },
                 "parameters": {k: {"outputFile": str(place / "parameters" / k)} for k in outputs.get("parameters", {})},
                 "outputFile": str(place / "executor_output.json"),
@@ -283,7 +286,11 @@ class Interpreter:
         assert container["command"][0] == "python3"
         command = [python(), *(compile_text(word) for word in (*container["command"][1:], *container.get("args", ())))]
         environment = {each["name"]: each["value"] for each in container.get("env", ())}
-        done = subprocess.run(command, env={**os.environ, **environment})
+        log = Path(executor_input["outputs"]["artifacts"]["executor-logs"]["artifacts"][0]["uri"])
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as file:
+            done = subprocess.run(command, env={**os.environ, **environment}, stdout=file, stderr=subprocess.STDOUT)
+        print(log.read_text())
         return done.returncode == 0
 
     def collect(self, executor_input: Mapping[str, Any], component: Mapping[str, Any]) -> Values:
@@ -359,9 +366,12 @@ def _check_type(what: str, kind: str, value: Any) -> None:
     assert good, f"{what}: type mismatch: {kind}, {value!r}"
 
 
-def _compute_fingerprint(component: Mapping[str, Any], container: Mapping[str, Any], given: Values) -> str:
+def _compute_fingerprint(
+    pipeline: str, component: Mapping[str, Any], container: Mapping[str, Any], given: Values
+) -> str:
     outputs = component.get("outputDefinitions", {})
     parts = [
+        pipeline,
         given.parameters,
         {name: artifact.id for name, artifact in given.artifacts.items()},
         outputs,

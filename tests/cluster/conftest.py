@@ -50,8 +50,8 @@ def cluster() -> Connection:
 
 
 @pytest.fixture
-def root(cluster: Connection, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A URL below the cluster's store, reached from here with the keys that its pods have; emptied afterwards."""
+def root(cluster: Connection, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A URL below the module's or the cluster's store, reached from here with the pods' keys; emptied afterwards."""
     secret = cluster.core.read_namespaced_secret("tuneloop-store", cluster.namespace).data
     for name, value in secret.items():
         monkeypatch.setenv(name, base64.b64decode(value).decode())
@@ -61,7 +61,7 @@ def root(cluster: Connection, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     service, namespace = (url.hostname or "").split(".")[:2]
     with forwarded(namespace, service, url.port or 80) as place:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{place}")
-        root = f"{STORE}/root-{uuid.uuid4().hex[:8]}"
+        root = f"{getattr(request.module, 'STORE', STORE)}/root-{uuid.uuid4().hex[:8]}"
         yield root
         Store(root).delete("")
 

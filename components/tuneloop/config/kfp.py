@@ -18,7 +18,9 @@ class Kfp(BaseModel):
     model_registry: str = Field(
         "", description="address of a Kubeflow Model Registry, or mlflow+ADDRESS: exported models are registered there"
     )
-    retries: int = Field(3, ge=0, description="attempts of a pod after the first, whatever the exit code was")
+    retries: int = Field(
+        3, ge=0, description="attempts of a pod after the first, by the retry policy of Argo's workflow defaults"
+    )
     timeout_s: int = Field(0, ge=0, description="seconds that a stage may take once its pod runs; 0: no limit")
     volumes: dict[str, str] = Field({}, description="PersistentVolumeClaim → path, mounted in every stage")
     image_pull_secrets: list[str] = Field([], description="Secrets of the images' registry")

@@ -9,6 +9,8 @@ wrong is one line (`UserError`, `Retryable`), whatever the client library raised
 
 from __future__ import annotations
 
+import base64
+import gzip
 import io
 import json
 import math
@@ -226,7 +228,11 @@ def _pods(client: Any, run_id: str) -> list[tuple[str, str]]:
     detail = _get(client, f"/apis/v1beta1/runs/{run_id}")
     manifest = json.loads(detail or "{}").get("pipeline_runtime", {}).get("workflow_manifest") or "{}"
     workflow = json.loads(manifest)
-    nodes = [node for node in workflow.get("status", {}).get("nodes", {}).values() if _runs_a_stage(node)]
+    status = workflow.get("status", {})
+    listed = status.get("nodes") or {}
+    if packed := status.get("compressedNodes"):  # Argo's form of a status that is too large
+        listed = json.loads(gzip.decompress(base64.b64decode(packed)))
+    nodes = [node for node in listed.values() if _runs_a_stage(node)]
     ordered = sorted(nodes, key=lambda node: str(node.get("startedAt")))
     return [(_task_of(node), _pod_of(workflow["metadata"]["name"], node)) for node in ordered]
 

@@ -42,8 +42,10 @@ from tuneloop.kube.connection import Connection
 API_SERVER = "ml-pipeline"
 SIZE_LIMIT = 0.7 * 2**20
 """Bytes: Argo's workflow object has at most 1 MiB, and KFP offloads none of it."""
-NODE_BYTES = 3600
-"""Of a task in the status, not compressed: its driver's, executor's and own node, with inputs and outputs."""
+NODE_BYTES = 9_500
+"""Of a task in the status, compressed by Argo: 152 kB were 16 tasks of a loop written out, on KFP's own manifests."""
+SHOWN_TASKS = 12
+"""Of a run whose status Argo does not compress: a task takes 79 kB of its 1 MiB, and KFP reads no compressed one."""
 EXECUTOR = {"runAsNonRoot": True, "runAsUser": 65532}
 """What KFP's own manifests have in the executor's security context."""
 RELEASE = version("kfp")
@@ -79,13 +81,13 @@ def check_kfp(
         checks = [
             *collect_checks("KFP's API server", check_api_server(cluster)),
             *collect_checks("executor", check_executor(cluster)),
-            *collect_checks("workflow defaults", check_workflow_defaults(cluster)),
+            *collect_checks("workflow defaults", check_retries(cluster)),
             *collect_checks("store", check_store_settings(cluster, "kfp", WARNING if on_volume else REFUSED)),
             *collect_checks("queue", check_queue(cluster, workflow), admitted),
             *collect_checks("images", check_images(cluster, list_images(workflow))),
         ]
     if documents:
-        checks.append(check_size(predict_workflow_size(documents[0])))
+        checks.append(check_size(predict_workflow_size(documents[0]), count_tasks(documents[0])))
     return [*checks, check_endpoint(cluster, endpoint)]
 
 
@@ -146,6 +148,25 @@ def check_executor(cluster: Connection) -> Iterator[Check]:
     yield Check("executor", REFUSED, f"{SETTINGS} in namespace {namespace} {said}", command)
 
 
+def check_retries(cluster: Connection) -> Iterator[Check]:
+    """Report the controller's retries, whose policy is that of `kfp.retries`, too.
+
+    KFP's launcher ends with 143 when its pod is deleted, which the policy of KFP's own manifests, OnError, does not
+    cover.
+    """
+    namespace, settings = find_controller_settings(cluster) or (None, {})
+    defaults = settings.get("workflowDefaults") or {}
+    retry = defaults.get("spec", {}).get("templateDefaults", {}).get("retryStrategy") or {}
+    if retry.get("retryPolicy") != "OnError":
+        yield from check_workflow_defaults(cluster)
+        return
+    said = "retryPolicy OnError: a run fails when one of its pods is preempted, and kfp.retries has no meaning"
+    retry["retryPolicy"] = "Always"
+    patch = shlex.quote(json.dumps({"data": {"workflowDefaults": json.dumps(defaults)}}))
+    command = f"kubectl -n {namespace} patch configmap {SETTINGS} --type merge -p {patch}"
+    yield Check("workflow defaults", WARNING, f"{said} ({SETTINGS} in namespace {namespace})", command)
+
+
 def check_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:
     """Check the LocalQueue that accelerator tasks wait in, and the ClusterQueue behind it."""
     names, (group, release), namespace = list_queues(workflow), KUEUE, cluster.namespace
@@ -163,21 +184,29 @@ def check_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Ch
         yield from find_queue_problems(cluster, workflow)
 
 
+def count_tasks(spec: Mapping[str, Any]) -> int:
+    graphs = (spec["root"], *spec["components"].values())
+    return sum(len(graph.get("dag", {}).get("tasks", {})) for graph in graphs)
+
+
 def predict_workflow_size(spec: Mapping[str, Any]) -> int:
     """Predict the bytes of a run's workflow object.
 
     The compiled pipeline is in it, once a component; its status grows with the tasks that run.
     """
-    graphs = (spec["root"], *spec["components"].values())
-    return len(json.dumps(spec)) + NODE_BYTES * sum(len(graph.get("dag", {}).get("tasks", {})) for graph in graphs)
+    return len(json.dumps(spec)) + NODE_BYTES * count_tasks(spec)
 
 
-def check_size(size: int) -> Check:
-    """Check the predicted size of a workflow object."""
+def check_size(size: int, tasks: int) -> Check:
+    """Check the predicted size of a workflow object, and whether KFP can show its tasks."""
     said = f"{size / 1000:.0f} kB predicted; at most {SIZE_LIMIT / 1000:.0f} kB, 70 % of what Argo takes, are safe"
-    if size < SIZE_LIMIT:
-        return Check("workflow size", OK, said)
-    return Check("workflow size", REFUSED, said, "tuneloop doctor … --to kfp --set kfp.unroll=0")
+    remedy = "tuneloop doctor … --to kfp --set kfp.unroll=0"
+    if size >= SIZE_LIMIT:
+        return Check("workflow size", REFUSED, said, remedy)
+    if tasks > SHOWN_TASKS:
+        said = f"{tasks} tasks: Argo compresses the status of more than {SHOWN_TASKS}, and KFP shows no more of them"
+        return Check("workflow size", WARNING, said, remedy)
+    return Check("workflow size", OK, said)
 
 
 def check_endpoint(cluster: Connection, endpoint: str | None) -> Check:

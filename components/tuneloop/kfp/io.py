@@ -16,6 +16,8 @@ from typing import Any
 SAME = "same_artifact"
 """Parameter: input → the other input that is the same artifact. KFP's metadata store has one event for an artifact in a
 task (its table Event is UNIQUE in artifact, execution and type), and its driver fails at the second."""
+LOGS = "executor-logs"
+"""Output artifact that KFP's driver adds to each task: its launcher writes it, while the task runs."""
 SCHEMES = {"s3://": "/s3/", "gs://": "/gcs/", "minio://": "/minio/"}
 """URL scheme → where the launcher keeps the artifact in the container."""
 
@@ -48,7 +50,7 @@ class Task:
         return cls(
             parameters=parameters,
             inputs={**artifacts, **{k: artifacts[other] for k, other in parameters.get(SAME, {}).items()}},
-            outputs=_single(outputs.get("artifacts", {})),
+            outputs={k: v for k, v in _single(outputs.get("artifacts", {})).items() if k != LOGS},
             wanted=tuple(outputs.get("parameters", {})),
             file=Path(outputs["outputFile"]),
         )

@@ -109,8 +109,9 @@ def test_where_every_template_is_retried_tasks_have_a_row_and_logs(
     driver = {**path, "displayName": "sft-driver(0)", "name": "wf(0).root(0).sft-driver(0)", "templateName": "driver"}
     backend.nodes = {f"wf-{i}": {"id": f"wf-{i}", "type": "Pod", **each} for i, each in enumerate((path, driver))}
     backend.logs = {"wf-impl-0": "sft: step 1\n", "wf-driver-1": "driver\n"}
-    assert run_cli(["kfp", "logs", "demo", "sft"]) == 0
-    assert capsys.readouterr().out == "sft | sft: step 1\n"
+    for backend.compressed in (False, True):
+        assert run_cli(["kfp", "logs", "demo", "sft"]) == 0
+        assert capsys.readouterr().out == "sft | sft: step 1\n"
 
 
 def test_a_schedule_looks_for_new_data_and_starts_its_run(backend: Api, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,15 @@ def test_a_backend_that_has_all(backend: Cluster, tmp_path: Path, monkeypatch: p
         assert run_cli(["doctor", "sft", "--to", "kfp", "--endpoint", api.url, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["target"], told["namespace"]) == ("kfp", "kubeflow")
-    assert {each["outcome"] for each in told["checks"]} == {"ok"}
     found = {each["subject"]: each["found"] for each in told["checks"]}
+    warned = [each for each in told["checks"] if each["outcome"] != "ok"]
+    assert [each["subject"] for each in warned] == ["workflow defaults"], "KFP's own have no retries of preempted pods"
+    assert "kfp.retries has no meaning" in warned[0]["found"]
+    words = shlex.split(warned[0]["remedy"])
+    assert words[:5] == ["kubectl", "-n", "kubeflow", "patch", "configmap"]
+    defaults = json.loads(json.loads(words[-1])["data"]["workflowDefaults"])
+    assert defaults["spec"]["templateDefaults"]["retryStrategy"]["retryPolicy"] == "Always"
     assert found["executor"].startswith("runs as user 65532")
-    assert '"retryPolicy": "OnError"' in found["workflow defaults"]
     assert found["queue"] == "LocalQueue tuneloop admits what accelerator tasks ask for"
     assert found["KFP's API"].endswith(" answers")
 
@@ -158,11 +164,14 @@ def test_quota_images_and_a_store_on_a_volume(backend: Cluster) -> None:
 
 
 def test_a_workflow_that_is_too_large() -> None:
-    tasks = {f"task-{number}": {} for number in range(150)}
+    tasks = {f"task-{number}": {} for number in range(12)}
     loop: Objects = {"components": {}, "root": {"dag": {"tasks": tasks}}}
-    assert check_size(predict_workflow_size(loop)).outcome == OK
-    tasks |= {f"more-{number}": {} for number in range(100)}
-    size = check_size(predict_workflow_size(loop))
+    assert check_size(predict_workflow_size(loop), 12).outcome == OK
+    tasks |= {f"more-{number}": {} for number in range(50)}
+    size = check_size(predict_workflow_size(loop), 62)
+    assert size.outcome == WARNING and "KFP shows no more of them" in size.found
+    tasks |= {f"again-{number}": {} for number in range(100)}
+    size = check_size(predict_workflow_size(loop), 162)
     assert size.outcome == REFUSED and "--set kfp.unroll=0" in size.remedy
 
 

@@ -28,6 +28,8 @@ class Launcher:
         from tuneloop.kfp.template import _artifacts
 
         task = self.directory / "kfp" / at
+        task.mkdir(parents=True, exist_ok=True)
+        (task / io.LOGS).write_text("of the launcher")
         given = {
             "inputs": {
                 "parameterValues": {"url": f"{self.run}/{at}", "pipelinechannel--run": "r", **parameters},
@@ -38,7 +40,7 @@ class Launcher:
             "outputs": {
                 "artifacts": {
                     each: {"artifacts": [{"name": each, "uri": str(task / each)}]}
-                    for each in _artifacts(getattr(toy, name))
+                    for each in (*_artifacts(getattr(toy, name)), io.LOGS)
                 },
                 "parameters": {each: {"outputFile": str(task / "x")} for each in getattr(toy, name).results},
                 "outputFile": str(task / "executor_output.json"),
@@ -106,12 +108,13 @@ def test_the_loop_ends_at_its_target(launcher: Launcher) -> None:
     assert find_manifest(f"{launcher.run}/evaluate-after") is not None, "the last policy is evaluated"
 
 
-def test_nothing_follows_a_loop_that_goes_on_in_the_next_run(launcher: Launcher) -> None:
+def test_nothing_follows_a_loop_that_goes_on_in_the_next_run(launcher: Launcher, tmp_path: Path) -> None:
     assert launcher.start("sft", "sft", skill=1) == 0
     policy = {**launcher.handle("sft", "checkpoint"), stage.GOES_ON: 60.0}
     assert launcher.start("evaluate", "evaluate-after", {"policy": policy}) == 0
     assert find_manifest(f"{launcher.run}/evaluate-after") is None
     assert launcher.handle("evaluate-after", "metrics") == {stage.GOES_ON: 60.0}
+    assert (tmp_path / "kfp/evaluate-after" / io.LOGS).read_text() == "of the launcher", "it is not ours to write"
 
 
 def test_position_is_read_from_what_is_committed(launcher: Launcher, tmp_path: Path) -> None:
