@@ -87,10 +87,10 @@ def _quota(workflow: Mapping[str, Any], spec: Mapping[str, Any], queue: str, clu
         t for t in workflow["spec"]["templates"] if labels_of(parse_applied_object(t) or t).get(QUEUE_LABEL) == queue
     ]
     # A daemon keeps its share while the others run.
-    beside = json.loads(workflow["spec"].get("podSpecPatch") or "{}").get("containers", ())  # Argo's own
-    held = _sum(compute_pod_requests(template, beside) for template in own if template.get("daemon"))
+    argos = json.loads(workflow["spec"].get("podSpecPatch") or "{}").get("containers", ())
+    held = _sum(compute_pod_requests(template, argos) for template in own if template.get("daemon"))
     for template in own:
-        alone = compute_pod_requests(template, beside)
+        alone = compute_pod_requests(template, argos)
         wanted = alone if template.get("daemon") else _sum((alone, held))
         for resource, amount in sorted(wanted.items()):
             if resource not in quota:

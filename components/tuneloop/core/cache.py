@@ -88,6 +88,7 @@ def take_file(
                     if target.exists() and (not damaged or is_whole(target)):  # another has fetched it meanwhile
                         partial.unlink()
                     else:
+                        os.truncate(partial, 0)  # what somebody who was killed has left goes
                         make_room(directory.parent, size)
                         _fill(partial, target, size, fetch)
                         fetched = True

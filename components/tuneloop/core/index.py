@@ -37,22 +37,22 @@ class Index:
         self.held = self._load()
         self._unsaved = 0
 
-    def read(self, wanted: Mapping[str, str], gone: Collection[str] = ()) -> dict[str, bytes]:
+    def read(self, wanted: Mapping[str, str], gone: Collection[str] = (), *, save: bool = False) -> dict[str, bytes]:
         """Return the bytes of files; one that is not there, or has another digest, is left out.
 
         Args:
             wanted: key → mark: what changes when the file is written again, or ``xxh3-128:…`` of its bytes.
             gone: keys that are held, and known to be no longer there.
+            save: write the index where a file that it held is another now, however few there are.
         """
         missing = [key for key, mark in wanted.items() if self.held.get(key, ("",))[0] != mark]
-        for key in (*missing, *gone):
-            self.held.pop(key, None)
+        changed = [self.held.pop(key) for key in (*missing, *gone) if key in self.held]
         for key, data in zip(missing, map_requests(self.store, self.store.get, missing)):
             mark = wanted[key]
             if data is not None and (mark == DIGEST + xxhash.xxh3_128_hexdigest(data) or not mark.startswith(DIGEST)):
                 self.held[key] = mark, data
         self._unsaved += len(missing)
-        if gone or self._unsaved > FEW + len(self.held) // 50:
+        if gone or (save and changed) or self._unsaved > FEW + len(self.held) // 50:
             self._save()
         return {key: self.held[key][1] for key in wanted if key in self.held}
 

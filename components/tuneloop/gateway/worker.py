@@ -102,11 +102,11 @@ class Worker:
         app.add_api_route(HEALTH, self.health)
         return self._guarded(app)
 
-    def health(self) -> dict[str, str]:
+    async def health(self) -> dict[str, str]:
         """Answer that the worker is ready."""
         return {"status": "ok"}
 
-    def heartbeat(self) -> dict[str, str]:
+    async def heartbeat(self) -> dict[str, str]:
         """Take note that the client lives."""
         return {"type": "session_heartbeat"}
 
@@ -146,7 +146,7 @@ class Worker:
             return JSONResponse({"error": message, "category": "server" if mine else "user"})
         return _result(future.result(), wire.PROTOBUF in request.headers.get("accept", ""))
 
-    def info(self, model_id: Annotated[str, Body(embed=True)] = "") -> dict[str, Any]:
+    async def info(self, model_id: Annotated[str, Body(embed=True)] = "") -> dict[str, Any]:
         """Describe a model."""
         return self.session.info(model_id)
 

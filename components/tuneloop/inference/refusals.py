@@ -28,7 +28,8 @@ def create_app(mistake: int) -> FastAPI:
     def refuse(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, RequestValidationError):  # its errors() are pydantic's, below the place in the request
             for found in error.errors():
-                found["loc"] = found["loc"][1:]
+                where = found["loc"][1:]
+                found["loc"] = where if where and found["type"] != "json_invalid" else ("body",)
         if isinstance(error, ValidationError | RequestValidationError):
             error = from_validation(error)  # type: ignore[arg-type]
         if isinstance(error, HTTPException):  # of routes: there is none, or it has another method

@@ -160,7 +160,8 @@ def check_retries(cluster: Connection) -> Iterator[Check]:
     if retry.get("retryPolicy") != "OnError":
         yield from check_workflow_defaults(cluster)
         return
-    said = "retryPolicy OnError: a run fails when one of its pods is preempted, and kfp.retries has no meaning"
+    said = "retryPolicy OnError: a run fails when one of its pods is preempted, and kfp.retries has no meaning; the "
+    said += "command changes that for all workflows of this controller"
     retry["retryPolicy"] = "Always"
     patch = shlex.quote(json.dumps({"data": {"workflowDefaults": json.dumps(defaults)}}))
     command = f"kubectl -n {namespace} patch configmap {SETTINGS} --type merge -p {patch}"

@@ -123,12 +123,13 @@ def _expand(word: str, env: Mapping[str, str]) -> str:
 
 
 def _grace(template: Mapping[str, Any], default: float) -> float:
-    """Read terminationGracePeriodSeconds, which Argo has only in ``podSpecPatch``."""
+    """Read terminationGracePeriodSeconds, which Argo has only in ``podSpecPatch``; nobody waits longer than `default`
+    for a process of this machine."""
     try:
         patch = json.loads(template.get("podSpecPatch") or "{}")
     except json.JSONDecodeError:  # it may be YAML; a cluster's reader takes care of it
         return default
-    return float(patch.get("terminationGracePeriodSeconds", default))
+    return min(float(patch.get("terminationGracePeriodSeconds", default)), default)
 
 
 def _become_daemon(

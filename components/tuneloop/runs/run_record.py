@@ -186,9 +186,9 @@ class Run:
         found = self._find_marks(store, {} if every else indexed)
         self._failures = [f"iterations/{FAILURE}", *(key for key in found if key.endswith(f"/{FAILURE}"))]
         present = {key: mark for key, mark in found.items() if PLACE.match(key)}
-        gone = indexed.keys() - found.keys() if every else ()
+        gone = indexed.keys() - found.keys()
         if gone or present != {key: mark for key, (mark, _) in self._known.items()}:
-            data = self._index.read(present, gone)
+            data = self._index.read(present, gone, save=every)
             self._known = {key: (present[key], self._parse(key, present[key], data[key])) for key in data}
             self.entries = sorted((entry for _, entry in self._known.values()), key=lambda e: (e.started, e.key))
             self._by_digest = {e.manifest.digest: e for e in reversed(self.entries)}
@@ -200,7 +200,7 @@ class Run:
         for key in indexed:
             held.setdefault(int(key.split("/")[1]) if key.startswith("iterations/") else 0, []).append(key)
         there = {int(name) for name in store.parts("iterations") if name.isdigit()}
-        newest = max(held, default=0)
+        newest = max(there & held.keys(), default=0)
         settled = {number for number in there & held.keys() if number + SETTLED <= newest}
         found = {key: indexed[key] for number in settled for key in held[number]}
         folders = [(name, 0) for name in store.parts() if name != "iterations"]
