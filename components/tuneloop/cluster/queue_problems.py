@@ -59,7 +59,7 @@ def _cluster_queue(
     yield from _inactive(queue, local)
     if found is not UNSEEN:
         yield from _admitted(cluster, found["spec"].get("namespaceSelector"), name)
-        yield from _quota(workflow, found["spec"], queue, name)
+        yield from find_quota_problems(workflow, found["spec"], queue, name)
 
 
 def _admitted(cluster: Connection, selector: Mapping[str, Any] | None, name: str) -> Iterator[UserError]:
@@ -79,7 +79,11 @@ def _admitted(cluster: Connection, selector: Mapping[str, Any] | None, name: str
         yield Problem("ClusterQueue", name, f"does not admit namespace {cluster.namespace}", command)
 
 
-def _quota(workflow: Mapping[str, Any], spec: Mapping[str, Any], queue: str, cluster_queue: str) -> Iterator[UserError]:
+def find_quota_problems(
+    workflow: Mapping[str, Any], spec: Mapping[str, Any], queue: str, cluster_queue: str
+) -> Iterator[UserError]:
+    """Find what templates of a queue request beyond all that a ClusterQueue with this `spec` has, the server's share
+    taken off."""
     if spec.get("cohortName") or spec.get("cohort"):  # it may borrow what others leave
         return
     quota, command = _largest(spec), f"kubectl edit clusterqueue {cluster_queue}"
