@@ -53,6 +53,8 @@ def prepare_workflow(
         if name not in parameters:
             raise UserError(f"spec.arguments.parameters.{name}", None, "is missing; tuneloop's pipelines have it")
         parameters[name]["value"] = value
+    for mutex in spec.get("synchronization", {}).get("mutexes", ()):  # as the controller would write it
+        mutex["name"] = mutex["name"].replace("{{workflow.parameters.run}}", run)
     if priority:
         for template in made["spec"].get("templates", ()):
             _prioritize(template, priority)
