@@ -168,7 +168,7 @@ def _verify_published(root: str, version: int | None) -> int:
 
 
 def _verify_checkpoints(run: Run, version: int | None) -> int:
-    from tuneloop.runs.run_record import verify_artifact
+    from tuneloop.runs.verification import verify_artifact
 
     run.refresh(whole=True)
     held = run.checkpoints

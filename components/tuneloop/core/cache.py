@@ -98,8 +98,7 @@ def take_file(
 def _fill(partial: Path, target: Path, size: int, fetch: Callable[[Path], None]) -> None:
     """Fetch the file `partial`, which is locked, and name it `target`."""
     try:
-        for length in (0, size):  # what somebody who was killed has left goes; others count what is to come
-            os.truncate(partial, length)
+        os.truncate(partial, size)  # others count what is to come
         fetch(partial)
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.rename(target)

@@ -186,6 +186,7 @@ def check_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Ch
 
 
 def count_tasks(spec: Mapping[str, Any]) -> int:
+    """Count the tasks of all graphs of a compiled pipeline."""
     graphs = (spec["root"], *spec["components"].values())
     return sum(len(graph.get("dag", {}).get("tasks", {})) for graph in graphs)
 

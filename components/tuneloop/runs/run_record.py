@@ -19,15 +19,13 @@ import io
 import json
 import re
 import statistics
-import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from tuneloop.core.artifacts import DIGEST, MANIFEST, File, Manifest, Role, file_digest, parse_manifest, split_ref
+from tuneloop.core.artifacts import DIGEST, MANIFEST, Manifest, Role, parse_manifest, split_ref
 from tuneloop.core.attempts import FAILURE
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.index import Index, map_requests
@@ -388,39 +386,6 @@ class Run:
         """Return the iteration of a batch, or whose checkpoint an evaluation judged; 0 before the loop."""
         made = self.policy_of(score.entry) if score.entry.manifest.role == "evaluator" else None
         return float((made or score.entry).iteration or 0)
-
-
-@dataclass(frozen=True)
-class Checked:
-    """A file of a checkpoint, hashed again.
-
-    Attributes:
-        found: digest of the bytes that are there; empty if the file is missing.
-    """
-
-    key: str
-    want: File
-    found: str
-
-    @property
-    def good(self) -> bool:
-        return self.found == self.want.digest
-
-
-def verify_artifact(run: Run, entry: Entry) -> Iterator[Checked]:
-    """Hash every file of an artifact again, one at a time."""
-    store = Store(run.url)
-    there = set(store.keys(f"{entry.key}/{entry.manifest.root}"))
-    for name, want in sorted(entry.manifest.files.items()):
-        key = f"{entry.key}/{entry.manifest.root}/{name}"
-        if key not in there:
-            yield Checked(key, want, "")
-        elif store.root is not None:
-            yield Checked(key, want, file_digest(store.root / key))
-        else:
-            with tempfile.TemporaryDirectory() as scratch:
-                store.download(key, Path(scratch) / "file")
-                yield Checked(key, want, file_digest(Path(scratch) / "file"))
 
 
 def _sampling(entry: Entry) -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit import toy
 from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.runs.verification import verify_artifact
 from tuneloop.runs import records, run_record
 from tuneloop.runs.records import Record
 from tuneloop.runs.run_record import Run
@@ -84,12 +85,12 @@ def test_a_flipped_byte_is_found_by_name(tmp_path: Path) -> None:
     entry = run.checkpoints[-1]
     at = tmp_path / "bad" / entry.key / entry.manifest.root
     weights, rows = at / "model" / "weights.json", at / "metrics.jsonl"
-    assert all(c.good for c in run_record.verify_artifact(run, entry))
+    assert all(c.good for c in verify_artifact(run, entry))
     data = bytearray(weights.read_bytes())
     data[0] ^= 1
     weights.write_bytes(data)
     rows.unlink()
-    assert {c.key.rpartition("/")[2]: bool(c.found) for c in run_record.verify_artifact(run, entry) if not c.good} == {
+    assert {c.key.rpartition("/")[2]: bool(c.found) for c in verify_artifact(run, entry) if not c.good} == {
         "weights.json": True,
         "metrics.jsonl": False,
     }
@@ -112,9 +113,9 @@ def test_verify_reads_object_stores_too(store: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Store, "__init__", remote)
     entry = run.checkpoints[-1]
-    assert all(c.good for c in run_record.verify_artifact(run, entry))
+    assert all(c.good for c in verify_artifact(run, entry))
     (store / "demo" / entry.key / entry.manifest.root / "metrics.jsonl").unlink()
-    assert [c.found for c in run_record.verify_artifact(run, entry) if not c.good] == [""]
+    assert [c.found for c in verify_artifact(run, entry) if not c.good] == [""]
 
 
 def record(store: Path, **config: object) -> Record:

@@ -1,0 +1,45 @@
+"""Verification of the files that a run has committed, by hashing them again."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tuneloop.core.artifacts import File, file_digest
+from tuneloop.core.store import Store
+from tuneloop.runs.run_record import Entry, Run
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A file of a checkpoint, hashed again.
+
+    Attributes:
+        found: digest of the bytes that are there; empty if the file is missing.
+    """
+
+    key: str
+    want: File
+    found: str
+
+    @property
+    def good(self) -> bool:
+        return self.found == self.want.digest
+
+
+def verify_artifact(run: Run, entry: Entry) -> Iterator[Checked]:
+    """Hash every file of an artifact again, one at a time."""
+    store = Store(run.url)
+    there = set(store.keys(f"{entry.key}/{entry.manifest.root}"))
+    for name, want in sorted(entry.manifest.files.items()):
+        key = f"{entry.key}/{entry.manifest.root}/{name}"
+        if key not in there:
+            yield Checked(key, want, "")
+        elif store.root is not None:
+            yield Checked(key, want, file_digest(store.root / key))
+        else:
+            with tempfile.TemporaryDirectory() as scratch:
+                store.download(key, Path(scratch) / "file")
+                yield Checked(key, want, file_digest(Path(scratch) / "file"))
