@@ -1,6 +1,8 @@
 """Compiled pipelines, whole, by KFP's rules (tests/kfp_backend.py) and by its local runner: equal to `tuneloop run`."""
 
+import html
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 import yaml
 from kfp import components
 from kfp.local import config as kfp_config
+from PIL import Image
 
 from tests.compiling import compiled
 from tests.kfp_api import Api, serve_api
@@ -149,6 +152,38 @@ def test_a_reached_target_ends_the_loop(place: Place, form: str) -> None:
     place.run(run, cache=False, kfp__unroll=FORMS[form], target_reward=-1.0)
     assert not (place.store / run / "iterations/2").exists(), "the second iteration did nothing"
     assert place.exported(run) == Artifact(str(place.store / run / "iterations/1/policy-update")).manifest.digest
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="Chromium draws the pages: apt-get install chromium")
+def test_pages_are_drawn_in_the_frame_of_the_user_interface(place: Place, tmp_path: Path) -> None:
+    """KFP's UI shows an HTML artifact in a frame without an origin, in which scripts may run but reach nothing.
+
+    `TUNELOOP_PICTURES=DIR` keeps the pictures.
+    """
+    place.copy("pages", ())
+    run = place.run("pages", cache=False)
+    kept = Path(os.environ.get("TUNELOOP_PICTURES", tmp_path))
+    kept.mkdir(exist_ok=True)
+    outputs = {"report": ("report",), "curves": ("exit-handler-1/iterations", "curves")}
+    empty = draw_in_frame("<!doctype html>", kept / "empty.png")
+    assert empty < 5
+    for name, output in outputs.items():
+        page = place.backend.read_page(run, *output)
+        assert draw_in_frame(page, kept / f"{name}.png") > 100, f"{name} is blank"
+
+
+def draw_in_frame(page: str, picture: Path) -> int:
+    """Draw an HTML page as KFP's UI does (frontend/src/components/viewers/HTMLViewer.tsx); return its colours."""
+    frame = picture.with_suffix(".html")
+    attributes = f'sandbox="allow-scripts" srcdoc="{html.escape(page)}" style="width:100%;height:99vh;border:0"'
+    frame.write_text(f"<!doctype html><meta charset=utf-8><body style=margin:0><iframe {attributes}></iframe>")
+    line = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,1600"]
+    # A frame in a process of its own may be drawn after the picture is taken.
+    line += ["--disable-features=IsolateSandboxedIframes", "--run-all-compositor-stages-before-draw"]
+    subprocess.run([*line, f"--screenshot={picture}", frame.as_uri()], check=True, capture_output=True, timeout=300)
+    with Image.open(picture) as drawn:
+        return len(drawn.convert("RGB").getcolors(1 << 24) or ())
 
 
 @pytest.mark.slow

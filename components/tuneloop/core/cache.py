@@ -82,7 +82,7 @@ def take_file(
                 if fetched:
                     return None
                 damaged = True
-            partial.parent.mkdir(parents=True, exist_ok=True)
+            _make_directories(partial.parent)
             if own := _lock(partial, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX):
                 with own, contextlib.suppress(FileNotFoundError):  # somebody removed the directory, empty until now
                     if target.exists() and (not damaged or is_whole(target)):  # another has fetched it meanwhile
@@ -100,7 +100,7 @@ def _fill(partial: Path, target: Path, size: int, fetch: Callable[[Path], None])
     try:
         os.truncate(partial, size)  # others count what is to come
         fetch(partial)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_directories(target.parent)
         partial.rename(target)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -131,6 +131,18 @@ def make_room(cache: Path, size: int) -> None:
                 path.unlink()
             kept -= each
             _remove_directories(path, cache)
+
+
+def _make_directories(path: Path) -> None:
+    """Make a directory and those above it, while others may remove them as long as they are empty."""
+    while True:
+        try:
+            return path.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError:
+            continue
+        except FileExistsError:
+            if os.path.lexists(path):
+                raise
 
 
 def _remove_directories(path: Path, cache: Path) -> None:

@@ -274,3 +274,27 @@ def test_the_limit_is_half_of_what_would_be_free(root: Path) -> None:
     room = os.statvfs(root)
     free = room.f_bavail * room.f_frsize
     assert cache._read_limit(root, 10 * free) == pytest.approx(5.5 * free, rel=0.05)
+
+
+@pytest.mark.parametrize("of", ["xxh3-128-1.partial", "xxh3-128-1"])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_directory_that_another_process_tidies_away_is_made_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch, of: str, there: bool
+) -> None:
+    """Two processes of a pod begin with the same artifact: one removes the empty directory that the other enters."""
+    make, removed = os.mkdir, []
+
+    def make_and_lose(path: Path, mode: int) -> None:
+        if path.name != of or removed:
+            return make(path, mode)
+        removed.append(path)
+        if there:
+            raise FileExistsError  # it was there, and is gone before anybody looks again
+        make(path, mode)
+        os.rmdir(path)
+
+    monkeypatch.setattr(os, "mkdir", make_and_lose)
+    held = cache.take_file(cache.open_directory("xxh3-128:1"), "a/b", 1, lambda path: True, lambda path: None)
+    assert held and removed
+    held.close()
+    assert names(root) == ["b"]
