@@ -2,11 +2,17 @@
 
 A prompt and its completion are tokenized apart and joined as ids: the border between them is always a border
 between tokens, in training as in generation. After that nothing retokenizes: stages hand ids to one another.
+
+Text is text: what data, users or tools say never becomes a control token (one that the tokenizer marks as special),
+also where it is spelled like one. Those come from the chat template and from this module alone.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,10 +59,8 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     if chat:
         ids = _encode_chat(tokenizer, prompt)
     else:
-        ids = list(tokenizer.encode(prompt))
-        bare = tokenizer.encode(prompt, add_special_tokens=False)
-        if ids[-1:] == [tokenizer.eos_token_id] and bare[-1:] != ids[-1:]:
-            ids.pop()
+        bare, framed = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+        ids = [*framed[: framed.index(bare[0])], *encode_text(tokenizer, prompt)]
     if not ids:
         raise UserError("prompt", prompt, "has no tokens; nothing can follow it")
     return ids
@@ -64,7 +68,14 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
 
 def encode_completion(tokenizer: Any, text: str) -> list[int]:
     """Encode what the policy should produce for `text`: no special tokens but the end of sequence, last."""
-    return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    return [*encode_text(tokenizer, text), tokenizer.eos_token_id]
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Encode text by itself; what is spelled like a control token is encoded letter by letter."""
+    pieces = _control_tokens(tokenizer, len(tokenizer)).split(text)
+    parts = [part for i, piece in enumerate(pieces) for part in (piece if i % 2 else [piece]) if part]
+    return [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)]
 
 
 def encode_conversation(tokenizer: Any, messages: str) -> tuple[list[int], list[bool]]:
@@ -88,7 +99,7 @@ def encode_conversation(tokenizer: Any, messages: str) -> tuple[list[int], list[
         if turn["role"] != "assistant":
             continue
         before = _encode_chat(tokenizer, json.dumps(turns[:number]))
-        whole = list(tokenizer.apply_chat_template(turns[: number + 1], return_dict=False))
+        whole = _apply_template(tokenizer, turns[: number + 1])
         if before[: len(ids)] != ids or whole[: len(before)] != before:
             remedy = "the chat template rewrites what was said before it; give each turn as a demonstration of its own"
             raise UserError(f"message {number}", turn["content"][:60], remedy)
@@ -118,13 +129,13 @@ def encode_reply(
         UserError: a template that cannot say this, does not end turns with one of `stops`, or rewrites the turn.
     """
     if not chat:
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        return encode_text(tokenizer, text)
     said = {"role": "assistant", "content": "<think>\na\n</think>\n\nb"}
     turns = [{"role": "user", "content": "a"}, said]
     try:
-        before = list(tokenizer.apply_chat_template(turns, return_dict=False))
+        before = _apply_template(tokenizer, turns)
         turns.append({"role": role, "content": text})
-        after = list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+        after = _apply_template(tokenizer, turns, add_generation_prompt=True)
     except Exception as error:  # jinja's, and whatever a template raises
         raise UserError("chat template", role, f"cannot render a reply of this role ({error})") from error
     ends = [place + 1 for place, token in enumerate(before) if token in stops]
@@ -156,7 +167,41 @@ def _encode_chat(tokenizer: Any, prompt: str) -> list[int]:
     if not tokenizer.chat_template:
         raise UserError("policy", "tokenizer", "has no chat template, but the prompts are chats; use plain prompts")
     try:
-        messages = json.loads(prompt)
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        return _apply_template(tokenizer, json.loads(prompt), add_generation_prompt=True)
     except (json.JSONDecodeError, TypeError, KeyError) as error:
         raise UserError("prompt", prompt[:80], "is not a JSON list of chat messages") from error
+
+
+@functools.lru_cache(8)
+def _control_tokens(tokenizer: Any, size: int) -> re.Pattern[str]:
+    """Return what matches the control tokens of a tokenizer of `size` tokens, the longest first; one group."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    names = sorted({*added, *tokenizer.all_special_tokens}, key=lambda name: (-len(name), name))
+    return re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
+
+
+def _apply_template(tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> list[int]:
+    """Render messages and encode them, with words in the place of control tokens that the messages spell out; the
+    words go through the template, and are then encoded as what they stand for, letter by letter."""
+    controls, found = _control_tokens(tokenizer, len(tokenizer)), list[str]()
+    mark = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]  # nobody can write it into the messages
+
+    def hide(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: hide(part) for key, part in value.items()}
+        if isinstance(value, list):
+            return [hide(part) for part in value]
+        if not isinstance(value, str):
+            return value
+        pieces = controls.split(value)
+        for i in range(1, len(pieces), 2):
+            found.append(pieces[i])
+            pieces[i] = f"@{mark}:{len(found) - 1}@"
+        return "".join(pieces)
+
+    hidden = hide(messages)
+    if not found:
+        return list(tokenizer.apply_chat_template(messages, return_dict=False, **how))
+    pieces = re.split(f"@{mark}:([0-9]+)@", tokenizer.apply_chat_template(hidden, tokenize=False, **how))
+    parts = [part for i, piece in enumerate(pieces) for part in (found[int(piece)] if i % 2 else [piece]) if part]
+    return [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)]

@@ -18,7 +18,10 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | Non
     gold = _gold(answer)
     if not gold:
         return None
-    return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+    try:
+        return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+    except Exception:  # whatever the completion makes the library raise, it is not the answer
+        return 0.0
 
 
 @functools.lru_cache(maxsize=4096)

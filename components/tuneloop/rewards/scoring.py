@@ -11,8 +11,13 @@ is to say besides; `Escape` is for a completion whose program tried to leave its
 tried that of its environment is an escape whatever its rewards say. Rewards run in a forked
 process that reports after every call; the parent watches the clock. Whatever a call does (raise, exit, crash the
 interpreter, hang in C with signals blocked, return NaN or something outside `RANGE`), the process is replaced
-where it must be and the next call is judged afresh: one bad call costs its own row only, and it is never a score.
+where it must be and the next call is judged afresh: one bad call costs its own row only.
 Modules are imported before the fork, so that a replacement starts in milliseconds.
+
+A policy must gain nothing by how its text is judged. A call that spends its time computing, runs out of `memory`, or
+kills its process twice over was ended by the completion, and that is a score: the least that the reward can give. A
+call that waits, or whose process got no processor, was hindered by its host: it has no score, and may have one another
+time.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import functools
 import json
 import math
 import os
+import resource
 import signal
 import sys
 import time
@@ -76,8 +82,19 @@ class Reward(NamedTuple):
 
 class _Verdict(NamedTuple):
     kind: Kind
-    value: float | str
+    value: float | str | None
+    """None: the completion ended the call, by what is in `parts`; the score is still to be settled."""
     parts: Mapping[str, float] = {}
+
+
+class _Limits(NamedTuple):
+    seconds: float
+    memory: int
+    punish: bool
+
+    def end(self, by: str, otherwise: _Verdict) -> _Verdict:
+        """Return the verdict on a call that the completion ended, by ``timeout``, ``memory`` or ``crash``."""
+        return _Verdict("score", None, {by: 1.0}) if self.punish else otherwise
 
 
 class _Job(NamedTuple):
@@ -139,7 +156,13 @@ def full_marks(spec: Mapping[str, float]) -> float:
 
 
 def score_all(
-    rows: Sequence[Row], *, timeout_s: float, workers: int = 1, progress: Callable[[int], None] | None = None
+    rows: Sequence[Row],
+    *,
+    timeout_s: float,
+    workers: int = 1,
+    memory: int = 4 << 30,
+    punish: bool = True,
+    progress: Callable[[int], None] | None = None,
 ) -> list[Outcome]:
     """Score every row by its own rewards.
 
@@ -148,6 +171,9 @@ def score_all(
             (JSON object or empty).
         timeout_s: seconds that one call of one reward may take.
         workers: processes; each takes every `workers`-th call.
+        memory: bytes that judging may take in each, beyond what the stage itself has.
+        punish: whether a completion that ends a reward's call gets the least that this can give, and
+            ``NAME.timeout``, ``NAME.memory`` or ``NAME.crash`` in its breakdown; else it has no score.
         progress: called with the number of finished calls (a row has one for each of its rewards); may raise to stop.
 
     Returns:
@@ -160,61 +186,108 @@ def score_all(
     rewards = {name: find_reward(name) for name in {name for spec in specs for name in spec}}
     jobs = [_Job(index, name) for index, spec in enumerate(specs) for name in spec]
     verdicts: dict[_Job, _Verdict] = {}
-    pool = [_Worker(share, rows, rewards) for i in range(workers) if (share := jobs[i::workers])]
+    limits = _Limits(timeout_s, memory, punish)
+    pool = [_Worker(share, rows, rewards, limits) for i in range(workers) if (share := jobs[i::workers])]
     try:
         while active := [worker for worker in pool if worker.left]:
-            patience = min(worker.since for worker in active) + timeout_s - time.monotonic()
+            patience = min(worker.due for worker in active) - time.monotonic()
             ready = wait([worker.pipe for worker in active], max(patience, 0.0))
             for worker in active:
                 if worker.pipe in ready:
                     verdicts.update(worker.receive())
-                elif time.monotonic() - worker.since >= timeout_s:
-                    verdicts.update(worker.replace("timeout", f"took more than {timeout_s:g} s"))
+                elif time.monotonic() >= worker.due:
+                    verdicts.update(worker.replace_late())
             if progress:
                 progress(len(verdicts))
     finally:
         for worker in pool:
             worker.stop()
-    return [_combine(spec, {n: verdicts[_Job(index, n)] for n in spec}) for index, spec in enumerate(specs)]
+    return [
+        _combine(spec, {n: _settle(verdicts[_Job(index, n)], rewards[n], weight) for n, weight in spec.items()})
+        for index, spec in enumerate(specs)
+    ]
+
+
+def _settle(verdict: _Verdict, reward: Reward, weight: float) -> _Verdict:
+    """Make a score of a call that the completion ended: the end of the reward's range that its weight disfavours."""
+    if verdict.value is not None:
+        return verdict
+    least = reward.low if weight > 0 else reward.high
+    return verdict._replace(value=least if math.isfinite(least) else 0.0)
 
 
 def _combine(spec: Mapping[str, float], verdicts: Mapping[str, _Verdict]) -> Outcome:
-    breakdown = {name: verdict.value for name, verdict in verdicts.items()}
+    breakdown = {name: verdict.value for name, verdict in verdicts.items() if verdict.value is not None}
     breakdown |= {f"{name}.{part}": value for name, v in verdicts.items() for part, value in v.parts.items()}
     for verdict in sorted(verdicts.values(), key=lambda v: v.kind != "escape"):
         if verdict.kind != "score":
             return Outcome(verdict.kind, None, breakdown)
-    return Outcome("score", math.fsum(spec[n] * float(v.value) for n, v in verdicts.items()), breakdown)
+    return Outcome("score", math.fsum(spec[n] * float(v.value or 0) for n, v in verdicts.items()), breakdown)
 
 
 class _Worker:
-    """A forked process that runs the jobs `left`, last first, and writes a line a verdict; it began one at `since`."""
+    """A forked process that runs the jobs `left`, last first, and writes a line a verdict.
+
+    Attributes:
+        since: when it began one; `due` is when to look whether its time is over.
+        used: seconds of processor time until then, with those of its children.
+        killer: the job that has ended a process once.
+    """
 
     pid: int
     pipe: int
     partial: bytes
     since: float
+    due: float
+    used: float
 
-    def __init__(self, jobs: list[_Job], rows: Sequence[Row], rewards: Mapping[str, Reward]) -> None:
-        self.left, self.rows, self.rewards = jobs[::-1], rows, rewards
+    def __init__(self, jobs: list[_Job], rows: Sequence[Row], rewards: Mapping[str, Reward], limits: _Limits) -> None:
+        self.left, self.rows, self.rewards, self.limits = jobs[::-1], rows, rewards, limits
+        self.killer: _Job | None = None
         self._start()
 
     def receive(self) -> Iterable[tuple[_Job, _Verdict]]:
         """Return the verdicts that have arrived; replace the process if it died."""
         data = os.read(self.pipe, 1 << 16)
         if not data:
-            return self.replace("infra_error", "the process that ran it died")
+            return self.replace_dead()
         *lines, self.partial = (self.partial + data).split(b"\n")
-        self.since = time.monotonic()
-        return [(self.left.pop(), _Verdict(*json.loads(line))) for line in lines]
+        verdicts = []
+        for line in lines:
+            used, *verdict = json.loads(line)
+            self._begin(used)
+            verdicts.append((self.left.pop(), _Verdict(*verdict)))
+        return verdicts
 
-    def replace(self, kind: Kind, reason: str) -> Iterable[tuple[_Job, _Verdict]]:
+    def replace_dead(self) -> Iterable[tuple[_Job, _Verdict]]:
+        """Try the job at hand once more in a new process; where it killed that, too, go on with the rest."""
+        if self.killer == self.left[-1]:
+            return self.replace(self.limits.end("crash", _Verdict("infra_error", "the process that ran it died")))
+        self.killer = self.left[-1]
+        self.stop()
+        self._start()
+        return []
+
+    def replace_late(self) -> Iterable[tuple[_Job, _Verdict]]:
+        """Give up on the job at hand, unless it would compute and got less than half of its time on a processor: then
+        it has up to ten times as long."""
+        seconds, now = self.limits.seconds, time.monotonic()
+        late = _Verdict("timeout", f"took more than {seconds:g} s")
+        state, used = _read_stat(self.pid)
+        if used - self.used >= seconds / 2:
+            return self.replace(self.limits.end("timeout", late))
+        if state != "R" or now - self.since >= 10 * seconds:
+            return self.replace(late)
+        self.due = now + seconds / 4
+        return []
+
+    def replace(self, verdict: _Verdict) -> Iterable[tuple[_Job, _Verdict]]:
         """Give up on the job at hand and go on with the rest in a new process."""
         self.stop()
         lost = self.left.pop()
         if self.left:
             self._start()
-        return [(lost, _Verdict(kind, reason))]
+        return [(lost, verdict)]
 
     def stop(self) -> None:
         """Kill the process and whatever it started."""
@@ -224,16 +297,30 @@ class _Worker:
             os.close(self.pipe)
             self.pid = 0
 
+    def _begin(self, used: float) -> None:
+        self.since, self.used = time.monotonic(), used
+        self.due = self.since + self.limits.seconds
+
     def _start(self) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         self.pipe, write = os.pipe()
         self.pid = os.fork()
         if not self.pid:
-            _serve(write, self.left[::-1], self.rows, self.rewards)
+            _serve(write, self.left[::-1], self.rows, self.rewards, self.limits)
         _own_group(self.pid)
         os.close(write)
-        self.partial, self.since = b"", time.monotonic()
+        self.partial = b""
+        self._begin(0.0)
+
+
+def _read_stat(pid: int) -> tuple[str, float]:
+    """Return a process's state (proc(5); ``R``: it runs, or would) and the seconds of processor time that it and its
+    children have had; elsewhere than on Linux nothing is known of them."""
+    if sys.platform != "linux":
+        return "", 0.0
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _own_group(pid: int) -> None:
@@ -242,19 +329,26 @@ def _own_group(pid: int) -> None:
         os.setpgid(pid, pid)
 
 
-def _serve(pipe: int, jobs: Sequence[_Job], rows: Sequence[Row], rewards: Mapping[str, Reward]) -> NoReturn:
+def _serve(
+    pipe: int, jobs: Sequence[_Job], rows: Sequence[Row], rewards: Mapping[str, Reward], limits: _Limits
+) -> NoReturn:
     """Judge in the child, which never returns into the parent's code, and dies when the parent does."""
     try:
         _own_group(os.getpid())
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a hanging reward must not outlive the stage
+            own = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_DATA, (own + limits.memory,) * 2)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         os.dup2(2, 1)  # what a reward prints is for people
         for job in jobs:
-            verdict = _judge(rewards[job.name], rows[job.row])
+            try:
+                verdict = _judge(rewards[job.name], rows[job.row])
+            except MemoryError:
+                verdict = limits.end("memory", _Verdict("infra_error", f"{RAISED} MemoryError"))
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it left behind would hit the next
-            os.write(pipe, json.dumps(verdict).encode() + b"\n")
+            os.write(pipe, json.dumps([sum(os.times()[:4]), *verdict]).encode() + b"\n")
     finally:
         os._exit(0)
 
@@ -274,6 +368,8 @@ def _judge(reward: Reward, row: Row) -> _Verdict:
         parts = {str(part): float(share) for part, share in parts.items()}
     except Escape as error:
         return _Verdict("escape", str(error)[:300])
+    except MemoryError:
+        raise
     except OSError as error:  # a file or a service that it asks
         return _Verdict("infra_error", f"{type(error).__name__}: {error}"[:300])
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the reward's doing, too

@@ -36,9 +36,13 @@ def reward(
         float | None, Field(description="of programs that tried to leave the sandbox; default: none, so not trained on")
     ] = None,
     error_budget: Annotated[float, Field(ge=0, le=1, description="share of rollouts that may go unscored")] = 0.05,
+    punish: Annotated[
+        bool, Field(description="completions that use up a reward's time or memory, or crash it, get its least score")
+    ] = True,
+    memory_mb: Annotated[int, Field(ge=1, description="that judging may take, in each process")] = 4096,
     workers: Annotated[int, Field(ge=1, description="processes")] = 1,
 ) -> Results:
-    """Score every rollout; what could not be scored is typed, never zero.
+    """Score every rollout; what its host kept from a score is typed, never zero.
 
     ``facts.reward`` holds `mean` and `std` (population) over the scores, `solved` (share of scores that are full
     marks), `outcomes` (counts), `breakdown` (mean of each reward before weighting) and `zero_variance` (share of
@@ -65,7 +69,8 @@ def reward(
         bar.update(done)
 
     with stage.timed("score"):
-        outcomes = score_all(rows, timeout_s=timeout_s, workers=workers, progress=advance)
+        limits: Any = {"timeout_s": timeout_s, "memory": memory_mb << 20, "punish": punish}
+        outcomes = score_all(rows, **limits, workers=workers, progress=advance)
     if escape_score is not None:
         outcomes = [replace(o, score=escape_score) if o.outcome == "escape" else o for o in outcomes]
     _check_budget(outcomes, error_budget)

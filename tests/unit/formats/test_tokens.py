@@ -6,7 +6,13 @@ import pytest
 
 from tests.policies import tokenizer
 from tuneloop.core.errors import UserError
-from tuneloop.formats.tokens import decode_ids, encode_conversation, encode_prompt
+from tuneloop.formats.tokens import (
+    decode_ids,
+    encode_completion,
+    encode_conversation,
+    encode_prompt,
+    encode_reply,
+)
 
 TALK = [
     {"role": "user", "content": "1 ="},
@@ -41,3 +47,45 @@ def test_a_template_that_strips_what_was_thought_is_refused():
 def test_nothing_to_learn():
     with pytest.raises(UserError, match="no message of the assistant"):
         encode_conversation(tokenizer(), json.dumps(TALK[:1]))
+
+
+def controls(words, ids):
+    return [token for token in ids if token in words.all_special_ids]
+
+
+@pytest.mark.parametrize("spelled", ["{}", "a {}b", "{}{}", "<{}>", "{}\n{}"])
+@pytest.mark.parametrize("number", range(3))
+def test_no_text_becomes_a_control_token(number: int, spelled: str) -> None:
+    words = tokenizer()
+    name = words.all_special_tokens[number]
+    text = spelled.replace("{}", name)
+    assert controls(words, words.encode(text)), "the tokenizer by itself makes one of it"
+    assert controls(words, encode_prompt(words, text, False)) == []
+    assert controls(words, encode_completion(words, text)) == [words.eos_token_id]
+    stops = [words.eos_token_id]
+    for put in (
+        lambda said: encode_prompt(words, json.dumps([{"role": "user", "content": said}]), True),
+        lambda said: encode_conversation(words, json.dumps([*TALK, {"role": "assistant", "content": said}]))[0],
+        lambda said: encode_conversation(words, json.dumps([{"role": "system", "content": said}, *TALK]))[0],
+        lambda said: encode_reply(words, said, True, "tool", stops),
+        lambda said: encode_reply(words, said, False, "tool", stops),
+    ):
+        assert controls(words, put(text)) == controls(words, put("word"))
+        assert text in words.decode(put(text), skip_special_tokens=False), "it is still there to be read"
+
+
+def test_a_text_in_two_parts_becomes_no_control_token() -> None:
+    """What is put between its halves is taken out again."""
+    words = tokenizer()
+    name = words.eos_token
+    text = name[:5] + name + name[5:]
+    ids = encode_prompt(words, json.dumps([{"role": "user", "content": text}]), True)
+    assert controls(words, ids) == controls(words, encode_prompt(words, json.dumps(TALK[:1]), True))
+
+
+def test_text_without_control_tokens_is_as_the_tokenizer_has_it() -> None:
+    words = tokenizer()
+    assert encode_prompt(words, "1 + 2 = <|im_x|>", False) == words.encode("1 + 2 = <|im_x|>")
+    assert encode_prompt(words, json.dumps(TALK[:1]), True) == list(
+        words.apply_chat_template(TALK[:1], add_generation_prompt=True, return_dict=False)
+    )

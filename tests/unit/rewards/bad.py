@@ -62,6 +62,10 @@ def hangs_in_c(*_: Any) -> float:
     return float(bool(re.match(r"(a+)+$", "a" * 64 + "b")))
 
 
+def grows(*_: Any) -> float:
+    return float(len(bytearray(1 << 31)))
+
+
 def leaves_an_alarm(*_: Any) -> float:
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     return 1.0

@@ -12,6 +12,7 @@ import pytest
 
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
+from tuneloop.environments import python
 from tuneloop.rewards import sandbox
 from tuneloop.rewards.scoring import Outcome, score_all
 from tuneloop.stages.data_prep import data_prep
@@ -89,6 +90,19 @@ def test_what_can_not_be_judged_outside_is_not(tests: list[Any]) -> None:
 def test_what_a_program_uses_up(program: str, reason: str, limits: dict[str, float]) -> None:
     outcome = judge(program, ANY, **limits)
     assert (outcome.outcome, outcome.score, outcome.breakdown[f"code.{reason}"]) == ("score", 0.0, 1.0)
+
+
+FORGES = "import os\nfor f in range(3, 64):\n try: os.write(f, {text!r})\n except OSError: pass\n"
+
+
+@pytest.mark.parametrize("text", [b"x", b"\nrefused: no", b"\nresult 3", b"\nescape\n", b"\xff" * 100])
+def test_a_program_cannot_forge_its_verdict(text: bytes) -> None:
+    """It can write to the descriptor of the notes, but not over the line that says that it was run."""
+    outcome = judge(FORGES.format(text=text) + "os._exit(0)", ANY)
+    assert (outcome.outcome, outcome.score) == ("score", 0.0)
+    call = json.dumps({"name": "python", "arguments": {"code": FORGES.format(text=text)}})
+    reply = python.create({}).step(f"<tool_call>{call}</tool_call>")
+    assert not reply.escape and not reply.done
 
 
 ATTACKS = {

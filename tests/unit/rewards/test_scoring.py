@@ -49,11 +49,12 @@ def test_weighted_sum_with_breakdown() -> None:
     [
         ("raises", "infra_error", "raised RuntimeError: no luck (bad.py:26)"),
         ("exits", "infra_error", "raised SystemExit: 0 (bad.py:30)"),
-        ("unprintable", "infra_error", "the process that ran it died"),
-        ("dies", "infra_error", "the process that ran it died"),
-        ("crashes", "infra_error", "the process that ran it died"),
+        ("unprintable", "score", "crash"),
+        ("dies", "score", "crash"),
+        ("crashes", "score", "crash"),
         ("hangs", "timeout", "took more than 1 s"),
-        ("hangs_in_c", "timeout", "took more than 1 s"),
+        ("hangs_in_c", "score", "timeout"),
+        ("grows", "score", "memory"),
         ("says_nan", "infra_error", "returned nan, outside its range [0, 2]"),
         ("says_inf", "infra_error", "returned inf, outside its range [0, 2]"),
         ("too_much", "infra_error", "returned 2.5, outside its range [0, 2]"),
@@ -65,10 +66,24 @@ def test_weighted_sum_with_breakdown() -> None:
 def test_a_bad_call_costs_its_own_row_only(deed: str, outcome: str, story: str, workers: int) -> None:
     name = f"{BAD}:by_name"
     rows = [row(deed if i in (2, 5) else "fine", spec={"exact": 1.0, name: 1.0}) for i in range(6)]
-    outcomes = score_all(rows, timeout_s=1.0 if story.startswith("took") else 30.0, workers=workers)
+    slow = story == "timeout" or story.startswith("took")
+    outcomes = score_all(rows, timeout_s=1.0 if slow else 30.0, workers=workers, memory=1 << 30)
     fine = Outcome("score", 1.0, {"exact": 0.0, name: 1.0})
     bad = Outcome(outcome, None, {"exact": 0.0, name: story})  # type: ignore[arg-type]
+    if outcome == "score":
+        bad = Outcome("score", 0.0, {"exact": 0.0, name: 0.0, f"{name}.{story}": 1.0})
     assert outcomes == [fine, fine, bad, fine, fine, bad]
+
+
+@pytest.mark.parametrize(("deed", "outcome"), [("crashes", "infra_error"), ("hangs_in_c", "timeout")])
+def test_what_ends_its_call_has_no_score_where_it_is_not_to_be_punished(deed: str, outcome: str) -> None:
+    rows = [row(deed, spec={f"{BAD}:by_name": 1.0}), row("fine", spec={f"{BAD}:by_name": 1.0})]
+    assert [o.outcome for o in score_all(rows, timeout_s=1.0, punish=False)] == [outcome, "score"]
+
+
+def test_the_least_score_is_what_the_weight_disfavours() -> None:
+    (ended,) = score_all([row("crashes", spec={f"{BAD}:by_name": -0.5})], timeout_s=30.0)
+    assert ended.score == -1.0
 
 
 def test_what_a_reward_leaves_behind_does_not_hit_the_next(tmp_path: Path) -> None:

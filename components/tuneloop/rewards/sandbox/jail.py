@@ -154,7 +154,7 @@ def shut_in(options: dict[str, Any]) -> None:
     except (OSError, ValueError, MemoryError) as error:
         os.write(notes, f"refused: {error!r}".encode())
         os._exit(FAILED)
-    os.write(notes, b"ready")
+    os.write(notes, b"ready\n")  # a line of its own, before the program: nothing that follows can take it back
 
 
 def execute_program(program: str, call: str | None, notes: int) -> int:
