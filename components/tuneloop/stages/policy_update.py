@@ -226,7 +226,8 @@ def repeat_update(stage: Stage, made: Artifact, ranks: Ranks) -> None:
     differ = {name: (theirs.get(name), ours[name]) for name in ("world_size", "device", "threads")}
     differ["torch"] = (theirs["packages"]["torch"], ours["packages"]["torch"])
     told = ", ".join(f"{name} {then} then, {now} now" for name, (then, now) in differ.items())
-    remedy = f"({told}); go on as it was made, or with --reset-optimizer true; --state-every 1 needs no replay"
+    remedy = f"({told}); go on as it was made, or begin another run: at a checkpoint with trainer/, or with "
+    remedy += "--reset-optimizer true"
     if theirs["world_size"] != ranks.world:
         raise UserError("--expected-world-size", ranks.world, f"another number rounds otherwise {remedy}")
     params = policy_update.validate(made.manifest.params)

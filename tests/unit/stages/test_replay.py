@@ -1,19 +1,25 @@
 """Checkpoints without the trainer's state: whoever has lost it repeats the updates, to the same bits or not at all."""
 
 import json
+import os
+import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 from tests.making import checkpoint_artifact, prompts_artifact, rewards_artifact
+from tuneloop.algorithms import grpo
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import Interrupted, UserError
 from tuneloop.stages.export import export
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.sft import sft
 from tuneloop.training.resident import RESIDENT
+from tuneloop.weights.versions import Chain
 
 TERMS = {"algorithm_args": {"beta": 0.1}, "updates_per_batch": 2, "warmup_steps": 3, "learning_rate": 1e-2}
 ROUNDED = {**TERMS, "save_dtype": "bfloat16", "device": "cpu"}
@@ -61,7 +67,9 @@ def test_lost_state_is_replayed_to_the_same_bytes(base: Artifact, tmp_path: Path
     options = {**ROUNDED, **more}
     whole = loop(tmp_path / "whole", base, **options)
     kept = loop(tmp_path / "kept", base, state_every=3, **options)
-    lost = loop(tmp_path / "lost", base, lost=True, state_every=3, **options)
+    weights = str(tmp_path / "weights")
+    lost = loop(tmp_path / "lost", base, lost=True, state_every=3, weights=weights, **options)
+    assert [*Chain(weights).versions] == [1, 2, 3, 4, 5]
     assert models(kept) == models(whole)
     assert [each.manifest.digest for each in lost] == [each.manifest.digest for each in kept]
     assert lost[2].manifest.digest == whole[2].manifest.digest
@@ -107,6 +115,31 @@ def test_what_cannot_be_replayed_is_refused(base: Artifact, tmp_path: Path) -> N
     scored.write_bytes(good)
     RESIDENT.options = None
     assert update(tmp_path / "good", 3, policy, base, state_every=5, **ROUNDED).manifest.facts["version"] == 3
+
+
+class Signalled(grpo.Algorithm):
+    """GRPO in whose loss SIGTERM arrives, once that is wanted."""
+
+    wanted: ClassVar[bool] = False
+
+    def loss(self, tokens: Any) -> Any:
+        if Signalled.wanted:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().loss(tokens)
+
+
+def test_a_signal_ends_a_replay_and_leaves_nothing(
+    base: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "signalled", SimpleNamespace(Signalled=Signalled))
+    about = {"algorithm": "signalled:Signalled", "per_device_train_batch_size": 2, "device": "cpu", "state_every": 9}
+    policy = update(tmp_path, 1, base, base, **about)
+    monkeypatch.setattr(Signalled, "wanted", True)
+    RESIDENT.options = None
+    with pytest.raises(Interrupted):
+        update(tmp_path, 2, policy, base, **{**about, "algorithm": "grpo"})
+    assert not any((tmp_path / "2").iterdir())
+    assert Artifact(policy.ref).path.is_dir(), "what is replayed is not touched"
 
 
 def test_parameters_that_were_rounded_are_not_taken_for_others(base: Artifact, tmp_path: Path) -> None:
