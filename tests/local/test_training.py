@@ -140,7 +140,8 @@ def test_two_processes_update_as_one(tmp_path, lora):
 
 @pytest.mark.slow
 def test_two_processes_replay_what_two_processes_did(tmp_path):
-    """Each rank's shards to the same bits; one process alone is refused, as it would add up in another order."""
+    """Each rank's shards to the same bits, with the rate that each update had. One process alone is refused: it would
+    add up in another order."""
     base = checkpoint_artifact(tmp_path / "base")
     about = {"warmup_steps": 0, "device": "cpu", "per_device_train_batch_size": 2}
     made = {}
@@ -149,6 +150,7 @@ def test_two_processes_replay_what_two_processes_did(tmp_path):
         for i in (1, 2, 3):
             rewards = rewards_artifact(tmp_path / f"rewards{every}-{i}", policy, rollout_rows(policy, 5, 3))
             inputs = {"policy": policy.ref, "rewards": rewards.ref, "iteration": i, "state_every": every}
+            inputs["learning_rate"] = i * 1e-3
             if (every, i) == (9, 3):
                 with pytest.raises(UserError, match=r"another number rounds otherwise \(world_size 2 then, 1 now"):
                     policy_update(out=str(tmp_path / "alone"), **inputs, **about)

@@ -223,7 +223,7 @@ def replay_updates(stage: Stage, policy: Artifact, ranks: Ranks) -> None:
 def repeat_update(stage: Stage, made: Artifact, ranks: Ranks) -> None:
     """Repeat the update that made a checkpoint, and prove that it came to the same bits."""
     theirs, ours = made.manifest.provenance, collect_provenance(0.0, ranks.world)
-    differ = {name: (theirs.get(name), ours[name]) for name in ("world_size", "device", "threads")}
+    differ = {name: (theirs.get(name), ours[name]) for name in ("world_size", "device", "threads", "code")}
     differ["torch"] = (theirs["packages"]["torch"], ours["packages"]["torch"])
     told = ", ".join(f"{name} {then} then, {now} now" for name, (then, now) in differ.items())
     remedy = f"({told}); go on as it was made, or begin another run: at a checkpoint with trainer/, or with "
