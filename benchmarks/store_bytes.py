@@ -6,6 +6,9 @@ Every stage begins with an empty cache, as in a pod of its own. The first iterat
 `policy_update`, and so with the optimizer's state. The last column is what the same stage reads by read(2) where the
 store is a folder: files that are hashed count, those that are mapped into memory do not. `--layers 11 --hidden 512` is
 a model of 35 million parameters.
+
+The second table has the updates of five iterations, with `state_every` 1 and 5, in one pod where the trainer stays in
+memory, and each in a pod of its own, which replays those before it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import contextlib
 import os
 import re
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -211,23 +215,48 @@ def make_model(work: Path, layers: int, hidden: int) -> Path:
     return work / "model"
 
 
-def run_loop(url: str, model: Path, measure: Callable[..., None]) -> None:
-    """Run the stages of two iterations, each by `measure`."""
+def run_loop(url: str, model: Path, measure: Callable[..., None], iterations: int = 2, **options: Any) -> None:
+    """Run the stages of a loop, each by `measure`; `options` are of its updates."""
     sampled = {"engine": "transformers", "max_tokens": 4}
     prompts, policy = f"{url}/data-prep", f"{url}/sft"
     measure("data_prep", data_prep, out=prompts, train=64, eval=16, sft=64)
     measure("base_model", base_model, out=f"{url}/base", prompts=prompts, model=str(model))
     measure("sft", sft, out=policy, policy=f"{url}/base", prompts=prompts, max_steps=2, save_dtype="bfloat16")
-    for i in (1, 2):
+    for i in range(1, iterations + 1):
         here = f"{url}/iterations/{i}"
         given = {"policy": policy, "prompts": prompts, "n": 2, "prompts_per_iteration": 4, **sampled}
         measure(f"rollout {i}", rollout, out=f"{here}/rollout", iteration=i, **given)
         measure(f"reward {i}", reward, out=f"{here}/reward", rollouts=f"{here}/rollout", error_budget=0.5)
         given = {"policy": policy, "rewards": f"{here}/reward", "iteration": i, "save_dtype": "bfloat16"}
-        measure(f"policy_update {i}", policy_update, out=f"{here}/policy-update", **given)
+        measure(f"policy_update {i}", policy_update, out=f"{here}/policy-update", **given, **options)
         policy = f"{here}/policy-update"
     measure("evaluate", evaluate, out=f"{url}/evaluate", policy=policy, prompts=prompts, limit=4, **sampled)
     measure("export", export, out=f"{url}/export", policy=policy)
+
+
+def count_updates(server: CountingS3, model: Path, work: Path, every: int, alone: bool) -> list[float]:
+    """Count the updates of five iterations, replayed ones included, and MB that they read and wrote.
+
+    Args:
+        alone: each in a process of its own, with an empty cache.
+    """
+    sums, url = [0.0, 0.0, 0.0], f"s3://bucket/{every}-{alone}"
+
+    def measure(name: str, stage: Any, **given: Any) -> None:
+        os.environ["TUNELOOP_CACHE"] = f"{work}/caches/{every}-{alone}" + (f"-{name}" if alone else "")
+        if alone:
+            RESIDENT.options = None
+        server.log.clear()
+        made = stage(**given)
+        if stage is policy_update:
+            updates = 1 + made.facts.get("replayed", {"updates": 0})["updates"]
+            sums[:] = map(sum, zip(sums, (updates, server.read() / 1e6, server.written() / 1e6)))
+
+    run_loop(url, model, measure, 5, state_every=every)
+    for key in server.keys(url.removeprefix("s3://")):
+        server.path(key).unlink()
+    shutil.rmtree(work / "caches")
+    return sums
 
 
 def _read_calls() -> int:
@@ -259,12 +288,17 @@ def main() -> None:
 
         with serve_s3(work / "objects") as server:
             run_loop("s3://bucket/run", model, count_remote)
-        run_loop(f"{work}/run", model, count_local)
-        parameters = Artifact(f"{work}/run/base").manifest.results["parameters"]
-    print(f"{parameters:,} parameters; MB of 1e6 bytes")
-    print(f"{'stage':<18} {'requests':>8} {'read MB':>10} {'written MB':>10} {'folder: read MB':>16}")
-    for name, (requests, *sizes) in counts.items():
-        print(f"{name:<18} {requests:>8.0f} " + " ".join(f"{s:>{w}.3f}" for s, w in zip(sizes, (10, 10, 16))))
+            run_loop(f"{work}/run", model, count_local)
+            parameters = Artifact(f"{work}/run/base").manifest.results["parameters"]
+            print(f"{parameters:,} parameters; MB of 1e6 bytes")
+            print(f"{'stage':<18} {'requests':>8} {'read MB':>10} {'written MB':>10} {'folder: read MB':>16}")
+            for name, (requests, *sizes) in counts.items():
+                print(f"{name:<18} {requests:>8.0f} " + " ".join(f"{s:>{w}.3f}" for s, w in zip(sizes, (10, 10, 16))))
+            print(f"\n{'five updates':<28} {'updates':>8} {'read MB':>10} {'written MB':>10}")
+            for every, alone in ((1, False), (5, False), (1, True), (5, True)):
+                found = count_updates(server, model, work, every, alone)
+                name = f"state_every={every}, {'a pod each' if alone else 'in one pod'}"
+                print(f"{name:<28} {found[0]:>8.0f} {found[1]:>10.3f} {found[2]:>10.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,26 @@ def test_killed_in_two_stages_and_resumed_is_the_undisturbed_run(tmp_path: Path)
     assert digests(tmp_path, "killed") == digests(tmp_path, "calm")
 
 
+def test_killed_without_the_trainers_state_it_replays_what_followed_it(tmp_path: Path) -> None:
+    """Five iterations of one pod, state after the third alone; killed in the fifth, whose policy then is replayed."""
+    settings = {"update.state_every": 3, "loop.iterations": 5, "loop.iterations_per_pod": 60, "sft.max_steps": 100}
+    finish(command("run", "sft_then_grpo", "--run", "calm", store=tmp_path, **settings))
+    (pod,) = (each for each in pods(tmp_path / "calm") if each.template == "iterations")
+    killed = tmp_path / "killed"
+    line = command("run", "sft_then_grpo", "--run", "killed", store=tmp_path, **settings)
+
+    def begun() -> bool:
+        return any((killed / "iterations/5/policy-update").glob("data-*"))
+
+    assert kill_when(line, killed, pod.id, begun) == "Running"
+    finish(command("resume", "killed", store=tmp_path))
+    assert digests(tmp_path, "killed") == digests(tmp_path, "calm")
+    made = {i: Artifact(str(killed / f"iterations/{i}/policy-update")).manifest for i in range(1, 6)}
+    assert [i for i in made if "trainer/state.json" in made[i].files] == [3]
+    assert made[5].facts["replayed"] == {"from_version": 4, "updates": 1}, "version 1 is that of sft"
+    assert made[4].facts["updates"] == 1, "without a step the replay proves nothing"
+
+
 def test_killed_at_ten_points_and_resumed_is_the_undisturbed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from tests.waiting import LIMIT_S, until
 from tests.warm import python
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Component
-from tuneloop.core.errors import Interrupted
+from tuneloop.core.errors import Interrupted, UserError
 from tuneloop.formats.token_files import Document
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.sft import sft
@@ -136,6 +136,30 @@ def test_two_processes_update_as_one(tmp_path, lora):
     assert_same_training(Artifact(str(tmp_path / "one")), Artifact(str(tmp_path / "two")))
     spent = Artifact(str(tmp_path / "two")).manifest.facts["efficiency"]
     assert 0 < spent["communication_s"] < spent["step_s"]
+
+
+@pytest.mark.slow
+def test_two_processes_replay_what_two_processes_did(tmp_path):
+    """Each rank's shards to the same bits, with the rate that each update had. One process alone is refused: it would
+    add up in another order."""
+    base = checkpoint_artifact(tmp_path / "base")
+    about = {"warmup_steps": 0, "device": "cpu", "per_device_train_batch_size": 2}
+    made = {}
+    for every in (1, 9):
+        policy = base
+        for i in (1, 2, 3):
+            rewards = rewards_artifact(tmp_path / f"rewards{every}-{i}", policy, rollout_rows(policy, 5, 3))
+            inputs = {"policy": policy.ref, "rewards": rewards.ref, "iteration": i, "state_every": every}
+            inputs["learning_rate"] = i * 1e-3
+            if (every, i) == (9, 3):
+                with pytest.raises(UserError, match=r"another number rounds otherwise \(world_size 2 then, 1 now"):
+                    policy_update(out=str(tmp_path / "alone"), **inputs, **about)
+            finish(launch(policy_update, tmp_path / f"{every}-{i}", 2, **inputs, **about))
+            policy = made[every, i] = Artifact(str(tmp_path / f"{every}-{i}"))
+    assert made[9, 3].manifest.facts["replayed"] == {"from_version": 0, "updates": 2}
+    for i in (1, 2, 3):
+        one, nine = (made[every, i].manifest.files["model/model.safetensors"] for every in (1, 9))
+        assert one == nine
 
 
 @pytest.mark.slow

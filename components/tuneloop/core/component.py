@@ -184,6 +184,13 @@ class Component:
         except ValidationError as error:
             raise from_validation(error, prefix=f"{self.name}.") from None
 
+    def build_arguments(self, params: Params, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
+        """Build what the function is given beside the `Stage`: its inputs, parameters, and models of options."""
+        arguments: dict[str, Any] = {name: inputs.get(name) for name in self.inputs} | dict(params.__dict__)
+        for name, model in self.options.items():
+            arguments[name] = model.model_construct(**{field: arguments.pop(field) for field in model.names()})
+        return arguments
+
     def main(self, argv: Sequence[str] | None = None) -> typing.NoReturn:
         """Run as a program; never returns."""
         sys.exit(self.run(sys.argv[1:] if argv is None else argv))
@@ -250,10 +257,7 @@ class Component:
         clock = time.perf_counter()
         if given := list_device_ids():
             stage.log(f"devices {', '.join(given)}")
-        arguments: dict[str, Any] = {name: inputs.get(name) for name in self.inputs} | dict(stage.params.__dict__)
-        for name, model in self.options.items():
-            arguments[name] = model.model_construct(**{field: arguments.pop(field) for field in model.names()})
-        results = dict(self.function(stage, **arguments) or {})
+        results = dict(self.function(stage, **self.build_arguments(stage.params, inputs)) or {})
         assert results.keys() == self.results.keys(), f"{self.name} must return {sorted(self.results)}"
         draft = Draft(stage.out_url, attempt=stage.attempt)
         stage._bring(draft)

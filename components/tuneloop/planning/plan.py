@@ -81,7 +81,8 @@ def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, fl
             sums[-1] += f"; with its programs {format_size(memory_estimate.compute_memory_request([stage], parts))}"
     told = f"{model.name}: {model.parameters:,} parameters ({model.how})" if isinstance(model, Model) else model
     work = [f"  {stage}: {text}" for stage, text in estimate_work(stages, pods)]
-    lines = ["work at most", *work, f"memory of {told}", *sums]
+    written = [f"  {stage.name}: {describe_checkpoint(stage, model)}" for stage in stages if writes_checkpoint(stage)]
+    lines = ["work at most", *work, *(["a checkpoint", *written] if written else []), f"memory of {told}", *sums]
     lines += colocation.describe_colocation(workflow, model.parameters if isinstance(model, Model) else None)
     overlapped = any(call["name"] == "ahead" for template in templates.values() for call in list_calls(template))
     spread = any(stage.nodes > 1 for stage in stages if stage.name in loop)
@@ -140,6 +141,30 @@ def estimate_work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tupl
             yield stage.name, f"{times * steps:,.0f} optimizer steps × {batch:g} examples{tokens}"
         elif stage.role == "evaluator" and (limit := value("limit")):
             yield stage.name, f"{times} × at most {limit:g} completions"
+
+
+def writes_checkpoint(stage: Stage) -> bool:
+    """Say whether a stage trains a policy, and so writes a checkpoint."""
+    return stage.component is not None and stage.role == "trainer" and stage.component.kind == "checkpoint"
+
+
+def describe_checkpoint(stage: Stage, model: Model | str) -> str:
+    """Describe what a checkpoint takes in the store: ``model/`` in `save_dtype`; and ``trainer/``, float32 parameters
+    and AdamW's two moments of what is trained, 12 bytes each."""
+    if not isinstance(model, Model):
+        return "not estimated"
+    dtype = stage.flags.get("save_dtype", "auto")
+    width = 4 if (stage.flags.get("dtype", "float32") if dtype == "auto" else dtype) == "float32" else 2
+    adapters, served = memory_estimate.count_adapter_parameters(stage, model), model.parameters * width
+    text = f"model/ {model.parameters:,} × {width} = {format_size(served)}"
+    if adapters is None:
+        return f"{text}, trainer/ not estimated"
+    trained, every = adapters or model.parameters, int(stage.number("state_every") or 1)
+    text += f", trainer/ {trained:,} × 12 = {format_size(trained * 12)}"
+    if every == 1:
+        return f"{text}, with both {format_size(served + trained * 12)}"
+    mean = format_size(served + trained * 12 / every)
+    return f"{text} each {every} iterations: {mean} an iteration; a new process replays at most {every - 1} updates"
 
 
 def _count(

@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tuneloop.core.artifacts import MANIFEST
+from tuneloop.core.artifacts import MANIFEST, split_ref
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
-from tuneloop.runs.run_record import Run
+from tuneloop.runs.run_record import Entry, Run
+from tuneloop.training.checkpoint import UNWRITTEN
 
 HISTORY = "metrics.jsonl"
 """Of a checkpoint that is dropped this stays: the curves of a run are made of it."""
@@ -40,8 +41,9 @@ def find_leftovers(run: Run, *, keep: int | None = None, idle: float = 86400.0) 
     """Find what `delete_leftovers` would delete, by key.
 
     Args:
-        keep: checkpoints of the loop to keep, the newest; None: all. Others keep manifest and history, so that the run
-            still resumes and reports, but they cannot be loaded.
+        keep: checkpoints of the loop to keep, the newest; None: all. Those stay, too, that hold the trainer's state, or
+            the base of adapters, without which one that is kept cannot be trained on. Others keep manifest and history,
+            so that the run still resumes and reports, but they cannot be loaded.
         idle: seconds since the last write.
 
     Raises:
@@ -104,8 +106,20 @@ def _dead(key: str, roots: Mapping[str, str | None]) -> tuple[str, str] | None:
 def _old(run: Run, keep: int, files: Mapping[str, tuple[int, float]]) -> Iterator[Leftover]:
     """Yield the files of checkpoints that the loop has left behind."""
     looped = [entry for entry in run.checkpoints if entry.iteration is not None]
+    needed = {key for entry in looped[-keep:] for key in _list_needed(run, entry)}
     for entry in looped[:-keep]:
-        for name in entry.manifest.files:
+        for name in () if entry.key in needed else entry.manifest.files:
             key = f"{entry.key}/{entry.manifest.root}/{name}"
             if name != HISTORY and key in files:
                 yield Leftover(key, f"checkpoint of version {entry.manifest.facts['version']}", files[key][0])
+
+
+def _list_needed(run: Run, entry: Entry) -> Iterator[str]:
+    """Yield the keys of what training on from `entry` reads: where updates are replayed from, and its adapters' base.
+
+    Rewards, from which they are replayed, are never deleted.
+    """
+    facts = entry.manifest.facts
+    for needed in (facts.get(UNWRITTEN, {}).get("since"), facts.get("base")):
+        if needed:
+            yield split_ref(needed)[0].removeprefix(f"{run.url}/")

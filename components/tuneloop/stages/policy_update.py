@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, ValidationInfo
@@ -11,8 +13,9 @@ from pydantic import AfterValidator, Field, ValidationInfo
 from tuneloop.algorithms._objective import Completions, PolicyGradient
 from tuneloop.algorithms._terms import estimate_kl
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.component import Input, OptionalInput, Results, Stage
+from tuneloop.core.component import UNTRACKED, Input, OptionalInput, Params, Results, Stage
 from tuneloop.core.errors import UserError
+from tuneloop.core.provenance import collect_provenance
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.lora import disable_adapters
 from tuneloop.training.options import Optimization, TrainerOptions
@@ -40,7 +43,7 @@ class PolicyUpdateOptions(TrainerOptions):
         *("learning_rate", "warmup_steps", "lr_scheduler_type", "max_steps", "adam_beta1", "adam_beta2"),
         *("weight_decay", "max_grad_norm", "updates_per_batch", "per_device_train_batch_size", "max_staleness"),
         *("packing", "gradient_checkpointing", "lora", "cpu_offload", "torch_compile", "use_liger_kernel"),
-        *("dtype", "save_dtype", "attn_implementation", "device", "expected_world_size"),
+        *("dtype", "save_dtype", "attn_implementation", "device", "state_every", "expected_world_size"),
     )
 
     learning_rate: float = Field(5e-4, gt=0)
@@ -53,6 +56,12 @@ class PolicyUpdateOptions(TrainerOptions):
     )
     per_device_train_batch_size: int = Field(128, ge=1, description="rollouts in a micro-batch")
     max_staleness: int = Field(0, ge=0, description="versions that rollouts may be older than the policy")
+    state_every: int = Field(
+        1,
+        ge=1,
+        description="trainer/ is written at each such iteration; between them it is in memory, or replayed",
+        json_schema_extra=UNTRACKED,
+    )
 
 
 @checkpoint.checkpoint_stage(loss=float, version=int)
@@ -85,17 +94,48 @@ def policy_update(
     The optimizer goes on from the checkpoint's state if `policy_update` wrote that with the same betas;
     after `sft` or `base_model` it starts fresh, and so does the warm-up.
 
+    With `state_every` above 1 that state is written only by iterations that it divides. Between them it stays in
+    memory, and a process that has not got it repeats the updates since, from the rewards that were committed
+    (`facts.replayed`). Nothing more is written at the end of a pod, or on SIGTERM: pods end after multiples of
+    `loop.iterations_per_pod`, so one number for both is enough, and whatever else ends one, a replay covers.
+
     Raises:
         UserError: rollouts of another policy than `policy`, older ones than `max_staleness` allows, or ones sampled
-            at temperature 0; a missing column; no reference where `beta` is set.
+            at temperature 0; a missing column; no reference where `beta` is set; updates that cannot be repeated to
+            the same bits.
         Interrupted: on SIGTERM. Nothing is kept: a retry begins anew.
     """
+    ranks = checkpoint.open_ranks(stage, options)
+    about: dict[str, Any] = {"iteration": iteration, "reset_optimizer": reset_optimizer, "options": options}
+    about |= {"algorithm": algorithm, "algorithm_args": algorithm_args}
+    trainer, losses = train_policy(stage, ranks, policy, rewards, reference, **about)
+    due = iteration % options.state_every == 0
+    version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype, with_state=due)
+    stage.facts["state"] = "written" if due else "kept in memory"
+    RESIDENT.keep(trainer, stage.attempt, options)
+    return {"loss": sum(losses) / len(losses) if losses else 0.0, "version": version}
+
+
+def train_policy(
+    stage: Stage,
+    ranks: Ranks,
+    policy: Artifact,
+    rewards: Artifact,
+    reference: Artifact | None,
+    *,
+    iteration: int,
+    algorithm: str,
+    algorithm_args: dict[str, Any],
+    options: PolicyUpdateOptions,
+    reset_optimizer: bool,
+    **_: Any,
+) -> tuple[Trainer, list[float]]:
+    """Train on the rewards with the parameters of `policy_update`, and return the trainer and each step's loss."""
     objective = epochs.open_algorithm(algorithm, algorithm_args, PolicyGradient)
     if objective.beta and reference is None:
         raise UserError("algorithm_args.beta", objective.beta, "needs --reference, a checkpoint; or set it to 0")
     temperature = check_sampling(policy, rewards, options.max_staleness)
     samples = read_samples(rewards, int(policy.manifest.facts["version"]), options.max_staleness)
-    ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("load"):
         trainer, optimizer = open_trainer(stage, policy, ranks, options, reset_optimizer)
         trainer.max_length = max(len(sample.document.ids) for sample in samples)
@@ -116,9 +156,7 @@ def policy_update(
             learner.score(trainer, [sample for sample in samples if sample.used], "old")
     losses = take_steps(stage, trainer, learner, samples, options.updates_per_batch, watch=iteration <= 1)
     _report(stage, samples, iteration, len(losses))
-    version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype)
-    RESIDENT.keep(trainer, stage, options)
-    return {"loss": sum(losses) / len(losses) if losses else 0.0, "version": version}
+    return trainer, losses
 
 
 def open_trainer(
@@ -127,24 +165,90 @@ def open_trainer(
     """Open the trainer of `policy`, and say what became of the optimizer's state.
 
     Adapters are carried on together with it; where it is fresh they begin anew, over the model with the old ones in it.
-    Where this very process wrote `policy`, its trainer is taken up again (`tuneloop.training.resident`).
+    Where this very process wrote `policy`, its trainer is taken up again (`tuneloop.training.resident`); where not, and
+    the state was not written, the updates since it was are repeated.
     """
     from tuneloop.training.fsdp.trainer import Trainer
 
     optimization, about = options.optimization, options.model_options
-    kept = RESIDENT.take(policy, options)
-    if kept and not reset and ranks.world == 1:
+    kept, same = RESIDENT.take(policy, options)
+    unwritten = policy.manifest.facts.get(checkpoint.UNWRITTEN)
+    if unwritten and not kept and not why_fresh(unwritten, optimization, about, reset):
+        replay_updates(stage, policy, ranks)
+        kept, same = RESIDENT.take(policy, options)
+    if kept and same and not reset:
+        kept.since = kept.since if unwritten else policy.ref
         return kept, f"carried on from step {kept.step}"
     state = checkpoint.trainer_state(policy)
     fresh = why_fresh(state, optimization, about, reset)
+    kept = None if fresh or not unwritten else kept  # two at once may not fit
     base = checkpoint.lora_base(policy) if not fresh and about["lora"] else policy
-    trainer = epochs.new_trainer(stage, Trainer, base, ranks, optimization, about)
+    trainer: Trainer = epochs.new_trainer(stage, Trainer, base, ranks, optimization, about)
+    trainer.since = kept.since if kept else policy.ref
     if fresh or trainer.lora:
         checkpoint.load_masters(trainer, base)
     if fresh or state is None:
         return trainer, f"fresh: {fresh}"
-    trainer.load(policy.part("trainer"), state["step"])
+    if kept:
+        trainer.copy_state(kept)
+    else:
+        trainer.load(policy.part("trainer"), state["step"])
     return trainer, f"carried on from step {state['step']}"
+
+
+def replay_updates(stage: Stage, policy: Artifact, ranks: Ranks) -> None:
+    """Repeat the updates since the last checkpoint with the trainer's state, until `RESIDENT` stands behind `policy`.
+
+    Each has the inputs and the parameters that its manifest names, and is proved by the digest of the state.
+
+    Raises:
+        UserError: something of these is gone or has changed, or the bits are others.
+    """
+    made = policy
+    try:
+        chain = [policy]
+        while (before := chain[0].manifest.inputs["policy"]) != policy.manifest.facts[checkpoint.UNWRITTEN]["since"]:
+            chain.insert(0, Artifact(before))
+        told = {"from_version": chain[0].manifest.facts["version"] - 1, "updates": len(chain)}
+        stage.log(f"the trainer's state is replayed: {told}")
+        with stage.timed("replay"):
+            for made in chain:
+                repeat_update(stage, made, ranks)
+    except UserError as error:
+        remedy = f"has no trainer's state, and iteration {made.manifest.facts['iteration']} cannot be replayed: {error}"
+        raise UserError("--policy", policy.url, remedy) from error
+    stage.facts["replayed"] = told
+
+
+def repeat_update(stage: Stage, made: Artifact, ranks: Ranks) -> None:
+    """Repeat the update that made a checkpoint, and prove that it came to the same bits."""
+    theirs, ours = made.manifest.provenance, collect_provenance(0.0, ranks.world)
+    differ = {name: (theirs.get(name), ours[name]) for name in ("world_size", "device", "threads", "code")}
+    differ["torch"] = (theirs["packages"]["torch"], ours["packages"]["torch"])
+    told = ", ".join(f"{name} {then} then, {now} now" for name, (then, now) in differ.items())
+    remedy = f"({told}); go on as it was made, or begin another run: at a checkpoint with trainer/, or with "
+    remedy += "--reset-optimizer true"
+    if theirs["world_size"] != ranks.world:
+        raise UserError("--expected-world-size", ranks.world, f"another number rounds otherwise {remedy}")
+    params = policy_update.validate(made.manifest.params)
+    arguments = policy_update.build_arguments(params, {k: Artifact(ref) for k, ref in made.manifest.inputs.items()})
+    with tempfile.TemporaryDirectory() as scratch, _as_before(stage, params, Path(scratch)):
+        trainer, _ = train_policy(stage, ranks, **arguments)
+    wanted = made.manifest.facts[checkpoint.UNWRITTEN]["digest"]
+    if (found := trainer.compute_state_digest()) != wanted:
+        raise UserError("trainer's state", found, f"{wanted} was committed {remedy}")
+    RESIDENT.keep(trainer, made.manifest.root, arguments["options"])
+
+
+@contextmanager
+def _as_before(stage: Stage, params: Params, out: Path) -> Iterator[None]:
+    """Give `stage` the parameters of another update, whose files and facts nobody keeps, while the block runs."""
+    own = {name: getattr(stage, name) for name in ("params", "out", "facts", "timings")}
+    vars(stage).update(params=params, out=out, facts={}, timings={})
+    try:
+        yield
+    finally:
+        vars(stage).update(own)
 
 
 def why_fresh(

@@ -5,6 +5,10 @@ parameters and AdamW's moments in DCP, and ``state.json`` with the stage that wr
 and its betas. With LoRA ``model/`` has the adapters merged in, ``trainer/`` holds them and their moments alone, and the
 frozen parameters are those of a checkpoint whose digest is ``base`` in ``state.json``, whose URL is ``facts.base``, and
 which is not written again. ``canary.json`` repeats the ids of the input's. Equal tensors give equal files.
+
+A checkpoint of `policy_update` may be without ``trainer/`` (``state_every``): ``facts.unwritten_state`` is then what
+``state.json`` would say, with the digest of the tensors, and the checkpoint since which updates have to be repeated to
+have them.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
     from tuneloop.training.fsdp.ranks import Ranks
     from tuneloop.training.fsdp.trainer import Trainer
 
+UNWRITTEN = "unwritten_state"
+
 
 def checkpoint_stage(**results: type) -> Callable[[Callable[..., Results]], Component]:
     """Make a stage of a function that trains a policy: its checkpoint is committed, and then published."""
@@ -47,9 +53,9 @@ def model_dir(policy: Artifact) -> Path:
 
 
 def trainer_state(policy: Artifact) -> dict[str, Any] | None:
-    """Read ``trainer/state.json``; None where nothing has been trained yet."""
+    """Read ``trainer/state.json``, or the facts in its place; None where nothing has been trained yet."""
     if "trainer/state.json" not in policy.manifest.files:
-        return None
+        return policy.manifest.facts.get(UNWRITTEN)
     state: dict[str, Any] = json.loads(policy.part("trainer/state.json").read_text())
     return state
 
@@ -85,10 +91,22 @@ def check_stop(stage: Stage, policy: Policy) -> None:
 
 def load_masters(target: Policy, policy: Artifact) -> None:
     """Put the float32 parameters behind a checkpoint in place of those of its ``model/``, if it has been trained whole;
-    where adapters were, ``model/`` with them merged in is all there is."""
+    where adapters were, ``model/`` with them merged in is all there is.
+
+    Raises:
+        UserError: they were not written, and ``model/`` is rounded.
+    """
     state = trainer_state(policy)
-    if state is not None and "lora" not in state:
+    if state is None or "lora" in state:
+        return
+    if UNWRITTEN not in policy.manifest.facts:
         target.load_masters(policy.part("trainer"))
+    elif (dtype := policy.manifest.facts["save_dtype"]) != "float32":
+        remedy = (
+            f"has no float32 parameters: its trainer's state was not written, and its model/ is {dtype}; take a "
+            "checkpoint that has trainer/ (--state-every), or have save_dtype=float32 from the start"
+        )
+        raise UserError("checkpoint", policy.url, remedy)
 
 
 def lora_base(policy: Artifact) -> Artifact:
@@ -107,13 +125,19 @@ def lora_base(policy: Artifact) -> Artifact:
 
 
 def write_checkpoint(
-    stage: Stage, trainer: Trainer, policy: Artifact, save_dtype: str, version: int | None = None
+    stage: Stage,
+    trainer: Trainer,
+    policy: Artifact,
+    save_dtype: str,
+    version: int | None = None,
+    with_state: bool = True,
 ) -> int:
     """Write all of a checkpoint but its metrics to ``stage.out``; called by all ranks.
 
     Args:
         policy: the checkpoint that was trained: the tokenizer and all other files beside the weights are its.
         version: of what is written; None: the one after `policy`'s.
+        with_state: write ``trainer/``; else what it takes to repeat the update and prove that is in the facts.
 
     Returns:
         The version.
@@ -125,14 +149,17 @@ def write_checkpoint(
             weights = shutil.ignore_patterns("*.safetensors*", "*.bin*")
             shutil.copytree(source, stage.out / "model", ignore=weights, dirs_exist_ok=True)
         written = trainer.export(source, stage.out / "model", save_dtype)
-        trainer.save(stage.out / "trainer")
-        if stage.leader:
-            betas = [trainer.optimization.adam_beta1, trainer.optimization.adam_beta2]
-            state: dict[str, Any] = {"format": 1, "stage": stage.name, "step": trainer.step, "betas": betas}
-            if trainer.lora:
-                state |= {"lora": trainer.lora.model_dump(mode="json"), "base": trainer.base.manifest.digest}
-                stage.facts["base"] = trainer.base.url
-            (stage.out / "trainer" / "state.json").write_text(dump_canonical_json(state))
+        betas = [trainer.optimization.adam_beta1, trainer.optimization.adam_beta2]
+        state: dict[str, Any] = {"format": 1, "stage": stage.name, "step": trainer.step, "betas": betas}
+        if trainer.lora:
+            state |= {"lora": trainer.lora.model_dump(mode="json"), "base": trainer.base.manifest.digest}
+            stage.facts["base"] = trainer.base.url
+        if not with_state:
+            stage.facts[UNWRITTEN] = {**state, "digest": trainer.compute_state_digest(), "since": trainer.since}
+        else:
+            trainer.save(stage.out / "trainer")
+            if stage.leader:
+                (stage.out / "trainer" / "state.json").write_text(dump_canonical_json(state))
     if stage.leader:
         with stage.timed("canary"):
             ids = _canary_ids(policy, trainer.vocab_size)

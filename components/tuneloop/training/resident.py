@@ -1,7 +1,8 @@
 """The trainer that stays in memory between two updates of one process, as where a pod runs several iterations.
 
-It saves reading what was just written, and changes no number: it is taken up again only by an update that goes on from
-the very checkpoint that it wrote, with the same options.
+It saves reading what was just written, and with ``state_every`` above 1 writing it; it changes no number. It is taken
+up again only by an update that goes on from the very checkpoint behind which it stands: one that it wrote, or whose
+update it has repeated.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.component import Stage
 
 if TYPE_CHECKING:
     from tuneloop.training.fsdp.trainer import Trainer
@@ -23,24 +23,24 @@ class ResidentTrainer:
 
     Attributes:
         attempt: that wrote the checkpoint behind which the trainer stands.
+        options: that it was made with.
     """
 
     trainer: Trainer | None = None
     attempt: str = ""
     options: TrainerOptions | None = None
 
-    def keep(self, trainer: Trainer, stage: Stage, options: TrainerOptions) -> None:
-        """Keep the trainer whose checkpoint `stage` commits."""
-        self.trainer, self.attempt, self.options = trainer, stage.attempt, options
+    def keep(self, trainer: Trainer, attempt: str, options: TrainerOptions) -> None:
+        """Keep the trainer that stands behind the checkpoint of `attempt`."""
+        self.trainer, self.attempt, self.options = trainer, attempt, options
 
-    def take(self, policy: Artifact, options: TrainerOptions) -> Trainer | None:
-        """Hand out the trainer that wrote `policy` with these options; any other is let go."""
+    def take(self, policy: Artifact, options: TrainerOptions) -> tuple[Trainer | None, bool]:
+        """Hand out the trainer behind `policy`, and say whether these are its options; any other is let go."""
         found, known, attempt = self.trainer, self.options, self.attempt
         self.trainer = self.options = None
         if known is None or attempt != policy.manifest.root:
-            return None
-        same = (known.optimization, known.model_options) == (options.optimization, options.model_options)
-        return found if same else None
+            return None, False
+        return found, (known.optimization, known.model_options) == (options.optimization, options.model_options)
 
 
 RESIDENT = ResidentTrainer()

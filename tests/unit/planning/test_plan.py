@@ -135,6 +135,7 @@ def test_the_plan_shows_graph_work_and_arithmetic() -> None:
     # 300 × 128 embeddings + 4 × (2·128·4·32 + 2·128·2·32 + 3·128·384 + 2·128 + 2·32) + 128
     assert "tiny-qwen3: 826,240 parameters" in text
     assert "826,240 × (4 weights + 4 gradients + 8 Adam) = 13.2 MB" in text
+    assert "sft: model/ 826,240 × 4 = 3.3 MB, trainer/ 826,240 × 12 = 9.91 MB, with both 13.2 MB" in text
 
 
 def test_a_model_directory_is_read(tmp_path: Path) -> None:
@@ -180,6 +181,20 @@ def test_the_recommended_grain_spends_at_most_a_tenth_between_pods() -> None:
             assert plan.compute_overhead(pod, 3) <= 0.1 * (work + plan.compute_overhead(pod, 3))
     assert plan.recommend_iterations_per_pod(grains, loop, {"rollout": 1000.0}) == 0
     assert plan.recommend_iterations_per_pod(grains, loop, None) is None
+
+
+def test_state_that_is_written_now_and_then_is_counted_so() -> None:
+    model = Model("7B", 7 * 10**9, "", 32, 4096, 32, 128, 32000, {"q_proj": (4096, 4096)})
+
+    def told(*flags: str) -> str:
+        return plan.describe_checkpoint(rendered_stages.read_stage(leaf("u", "policy_update", *flags)), model)
+
+    whole = "model/ 7,000,000,000 × 2 = 14 GB, trainer/ 7,000,000,000 × 12 = 84 GB"
+    assert told("--save-dtype", "bfloat16") == f"{whole}, with both 98 GB"
+    rest = "each 5 iterations: 30.8 GB an iteration; a new process replays at most 4 updates"
+    assert told("--dtype", "bfloat16", "--state-every", "5") == f"{whole} {rest}"
+    assert "trainer/ 4,194,304 × 12 = 50.3 MB" in told("--lora", '{"r": 16}')
+    assert told("--lora", '{"target_modules": "q.*"}').endswith(", trainer/ not estimated")
 
 
 @pytest.mark.parametrize(("iterations", "part"), [(40, 60), (500, 60), (1, 60), (7, 7)])

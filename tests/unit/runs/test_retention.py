@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.making import checkpoint_artifact, rewards_artifact
 from tests.unit import toy
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.runs.retention import delete_leftovers, find_leftovers
 from tuneloop.runs.run_record import Run
+from tuneloop.stages.policy_update import policy_update
+from tuneloop.training.resident import RESIDENT
 
 
 @pytest.fixture
@@ -57,3 +60,31 @@ def test_old_checkpoints_keep_their_manifest_and_history(run: Run) -> None:
     assert Artifact(f"{run.url}/iterations/3/policy-update").path.is_dir()
     with pytest.raises(UserError, match="must be at least 1"):
         find_leftovers(run, keep=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [({"state_every": 3}, {3}), ({"state_every": 9}, {1}), ({"state_every": 3, "lora": {"r": 2}}, {1, 3})],
+)
+def test_what_a_replay_or_adapters_need_stays(tmp_path: Path, options: dict[str, object], needed: set[int]) -> None:
+    """Of five iterations the newest alone is kept, and what the sixth needs, which has the bytes that it would have."""
+    policy = checkpoint_artifact(tmp_path / "x/sft")
+    for i in range(1, 6):
+        place, given = tmp_path / f"x/iterations/{i}", {"reset_optimizer": i == 2, "iteration": i, "device": "cpu"}
+        rewards = rewards_artifact(place / "reward", policy)
+        policy_update(out=f"{place}/policy-update", policy=policy.ref, rewards=rewards.ref, **given, **options)
+        policy = Artifact(f"{place}/policy-update")
+
+    def go_on(name: str) -> str:
+        RESIDENT.options = None  # a process of its own
+        out = str(tmp_path / name)
+        policy_update(out=out, policy=policy.ref, rewards=last.ref, iteration=6, device="cpu", **options)
+        return Artifact(out).manifest.digest
+
+    last = rewards_artifact(tmp_path / "last", policy)
+    before, run = go_on("before"), Run("x", str(tmp_path))
+    items = find_leftovers(run, keep=1, idle=3600)
+    gone = {int(item.key.split("/")[1]) for item in items if item.key.startswith("iterations/")}
+    assert gone == {1, 2, 3, 4} - needed
+    delete_leftovers(run, items)
+    assert go_on("after") == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tuneloop.core.errors import UserError
 from tuneloop.core.processor import check_processor
 from tuneloop.training.options import Device
+
+Value = TypeVar("Value")
 
 
 class Ranks:
@@ -60,7 +62,7 @@ class Ranks:
         """Take the maxima of `values` over the ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def merge(self, own: dict[int, list[float]]) -> dict[int, list[float]]:
+    def merge(self, own: dict[int, Value]) -> dict[int, Value]:
         """Merge what all ranks hold."""
         parts: list[Any] = [own]
         if self.world > 1:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.distributed.tensor import DTensor
@@ -36,9 +37,11 @@ class Trainer(Policy):
         step: optimizer steps taken, also by those whose state was loaded.
         trainable: the parameters that it changes, by name: all, or those of adapters.
         base: the checkpoint that the frozen parameters under adapters are of, for who opened it to say.
+        since: reference of the checkpoint whose files its state was last opened from, likewise.
     """
 
     base: Artifact
+    since: str
 
     def __init__(self, model: Path, ranks: Ranks, optimization: Optimization, **about: Any) -> None:
         super().__init__(model, ranks, **about)
@@ -141,6 +144,24 @@ class Trainer(Policy):
     def load(self, directory: Path, step: int) -> None:
         """Go on from what `save` wrote after `step`, with any number of ranks."""
         distributed_checkpoint.load_tensors(self._state(), directory)
+        self._set_step(step)
+
+    def copy_state(self, other: Trainer) -> None:
+        """Go on from where a trainer of the same parameters stands, on the same ranks."""
+        theirs = other._state()
+        for name, value in self._state().items():
+            value.copy_(theirs[name])
+        self._set_step(other.step)
+
+    def compute_state_digest(self) -> str:
+        """Compute the xxh3-128 of what `save` would write, as it is spread over these ranks; called by all."""
+        own = xxhash.xxh3_128()
+        for tensor in self._state().values():
+            own.update(_local(tensor).cpu().contiguous().flatten().view(torch.uint8).numpy())
+        parts = self.ranks.merge({self.ranks.rank: own.hexdigest()})
+        return xxhash.xxh3_128_hexdigest("".join(parts[rank] for rank in sorted(parts)).encode())
+
+    def _set_step(self, step: int) -> None:
         self.step = step
         for parameter in self.trainable.values():
             self.optimizer.state[parameter]["step"].fill_(step)

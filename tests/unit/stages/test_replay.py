@@ -1,0 +1,164 @@
+"""Checkpoints without the trainer's state: whoever has lost it repeats the updates, to the same bits or not at all."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.making import checkpoint_artifact, prompts_artifact, rewards_artifact
+from tuneloop.algorithms import grpo
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import Interrupted, UserError
+from tuneloop.stages.export import export
+from tuneloop.stages.policy_update import policy_update
+from tuneloop.stages.sft import sft
+from tuneloop.training.resident import RESIDENT
+from tuneloop.weights.versions import Chain
+
+TERMS = {"algorithm_args": {"beta": 0.1}, "updates_per_batch": 2, "warmup_steps": 3, "learning_rate": 1e-2}
+ROUNDED = {**TERMS, "save_dtype": "bfloat16", "device": "cpu"}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Artifact:
+    return checkpoint_artifact(tmp_path / "base")
+
+
+def update(place: Path, iteration: int, policy: Artifact, reference: Artifact, **options: Any) -> Artifact:
+    rewards = rewards_artifact(place / f"rewards{iteration}", policy)
+    inputs = {"policy": policy.ref, "rewards": rewards.ref, "reference": reference.ref}
+    policy_update(out=f"{place}/{iteration}", iteration=iteration, **inputs, **options)
+    return Artifact(f"{place}/{iteration}")
+
+
+def loop(
+    place: Path, base: Artifact, count: int = 5, lost: bool = False, rates: Mapping[int, float] = {}, **options: Any
+) -> list[Artifact]:
+    """The checkpoints of `count` iterations, where `lost` each by a process of its own."""
+    made = [base]
+    for i in range(1, count + 1):
+        if lost:
+            RESIDENT.options = None
+        own = {**options, "learning_rate": rates.get(i, 1e-2)}
+        made.append(update(place, i, made[-1], base, **own))
+    return made[1:]
+
+
+def models(made: list[Artifact]) -> list[str]:
+    return [each.manifest.files["model/model.safetensors"].digest for each in made]
+
+
+def rewrite(made: Artifact, section: str, **values: Any) -> None:
+    """Change what a manifest says beside its files, which no digest covers."""
+    path = Path(made.url.removeprefix("file://")) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest[section] |= values
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("more", [{}, {"lora": {"r": 2}}])
+def test_lost_state_is_replayed_to_the_same_bytes(base: Artifact, tmp_path: Path, more: dict[str, Any]) -> None:
+    options = {**ROUNDED, **more}
+    whole = loop(tmp_path / "whole", base, **options)
+    kept = loop(tmp_path / "kept", base, state_every=3, **options)
+    weights = str(tmp_path / "weights")
+    lost = loop(tmp_path / "lost", base, lost=True, state_every=3, weights=weights, **options)
+    assert [*Chain(weights).versions] == [1, 2, 3, 4, 5]
+    assert models(kept) == models(whole)
+    assert [each.manifest.digest for each in lost] == [each.manifest.digest for each in kept]
+    assert lost[2].manifest.digest == whole[2].manifest.digest
+    written = ["kept in memory", "kept in memory", "written", "kept in memory", "kept in memory"]
+    for made in (kept, lost):
+        assert [each.manifest.facts["state"] for each in made] == written
+        held = [any(name.startswith("trainer/") for name in each.manifest.files) for each in made]
+        assert held == [False, False, True, False, False]
+    assert [each.manifest.facts.get("replayed") for each in kept] == [None] * 5
+    assert [each.manifest.facts.get("replayed") for each in lost] == [
+        *(None, {"from_version": 0, "updates": 1}, {"from_version": 0, "updates": 2}),
+        *(None, {"from_version": 3, "updates": 1}),
+    ]
+
+
+def test_each_update_is_replayed_with_the_options_that_it_had(base: Artifact, tmp_path: Path) -> None:
+    rates = {2: 3e-2, 3: 1e-3, 4: 1e-3}
+    whole = loop(tmp_path / "whole", base, rates=rates, **ROUNDED)
+    assert models(loop(tmp_path / "kept", base, rates=rates, state_every=9, **ROUNDED)) == models(whole)
+    assert models(loop(tmp_path / "lost", base, rates=rates, lost=True, state_every=9, **ROUNDED)) == models(whole)
+
+
+def test_what_cannot_be_replayed_is_refused(base: Artifact, tmp_path: Path) -> None:
+    def refused(name: str, match: str) -> None:
+        RESIDENT.options = None
+        with pytest.raises(UserError, match=rf"^--policy: 'file://{tmp_path}/run/2': has no trainer's state, {match}"):
+            update(tmp_path / name, 3, policy, base, state_every=5, **ROUNDED)
+        assert not (tmp_path / name / "3/manifest.json").exists()
+
+    first, policy = loop(tmp_path / "run", base, 2, state_every=5, **ROUNDED)
+    rewrite(first, "provenance", world_size=2)
+    refused("world", r"and iteration 1 cannot .*: 1: another number rounds otherwise \(world_size 2 then, 1 now")
+    rewrite(first, "provenance", world_size=1)
+    rewrite(first, "params", learning_rate=2e-2)
+    refused("rate", r"and iteration 1 cannot be replayed: trainer's state: '\w+': \w+ was committed .*torch .* then")
+    rewrite(first, "params", learning_rate=1e-2)
+    scored = Artifact(str(tmp_path / "run/rewards2")).part("rewards.parquet")
+    good = scored.read_bytes()
+    scored.write_bytes(good[:-1] + b"\xff")
+    refused("rewards", r"and iteration 2 cannot be replayed: artifact: .*rewards.parquet': differs from its manifest")
+    scored.unlink()
+    refused("gone", r"and iteration 2 cannot be replayed: artifact: .*rewards.parquet': is missing")
+    scored.write_bytes(good)
+    RESIDENT.options = None
+    assert update(tmp_path / "good", 3, policy, base, state_every=5, **ROUNDED).manifest.facts["version"] == 3
+
+
+class Signalled(grpo.Algorithm):
+    """GRPO in whose loss SIGTERM arrives, once that is wanted."""
+
+    wanted: ClassVar[bool] = False
+
+    def loss(self, tokens: Any) -> Any:
+        if Signalled.wanted:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().loss(tokens)
+
+
+def test_a_signal_ends_a_replay_and_leaves_nothing(
+    base: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "signalled", SimpleNamespace(Signalled=Signalled))
+    about = {"algorithm": "signalled:Signalled", "per_device_train_batch_size": 2, "device": "cpu", "state_every": 9}
+    policy = update(tmp_path, 1, base, base, **about)
+    monkeypatch.setattr(Signalled, "wanted", True)
+    RESIDENT.options = None
+    with pytest.raises(Interrupted):
+        update(tmp_path, 2, policy, base, **{**about, "algorithm": "grpo"})
+    assert not any((tmp_path / "2").iterdir())
+    assert Artifact(policy.ref).path.is_dir(), "what is replayed is not touched"
+
+
+def test_parameters_that_were_rounded_are_not_taken_for_others(base: Artifact, tmp_path: Path) -> None:
+    prompts = prompts_artifact(tmp_path / "prompts")
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        about = {**ROUNDED, "save_dtype": dtype}
+        whole, rounded = (loop(tmp_path / f"{dtype}{k}", base, 1, state_every=k, **about)[0] for k in (1, 2))
+        export(out=str(tmp_path / f"{dtype}-model"), policy=rounded.ref)
+        for policy in (whole, rounded):
+            out = tmp_path / "tuned" / policy.url.rpartition("/tmp")[2].replace("/", "-")
+            given = {"prompts": prompts.ref, "max_steps": 2, "device": "cpu"}
+            if (dtype, policy) == ("bfloat16", rounded):
+                with pytest.raises(UserError, match=r"has no float32 parameters: .* model/ is bfloat16; take a check"):
+                    sft(out=str(out), policy=policy.ref, **given)
+                with pytest.raises(UserError, match="has no float32 parameters"):
+                    update(tmp_path / "reset", 2, policy, base, reset_optimizer=True, **about)
+            else:
+                sft(out=str(out), policy=policy.ref, **given)
+                found.append(Artifact(str(out)))
+    _, *exact = models(found)
+    assert exact[0] == exact[1]
