@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -27,14 +27,17 @@ def find_queue_problems(cluster: Connection, workflow: Mapping[str, Any]) -> Ite
 
     Kueue leaves a pod of an unknown queue waiting for ever, and says so nowhere.
     """
-    labels = find_queued_templates(workflow)
+    labels, behind = find_queued_templates(workflow), dict[str, list[str]]()
     for name in list_queues(workflow):
         found = find_object(cluster.get, *KUEUE, "localqueues", name)
         if found is ABSENT:
             said = f"is not a LocalQueue of namespace {cluster.namespace}: stages would wait for ever"
             yield Problem("queue", name, said, APPLY, f" (or yours), or {INSTALL}")
         elif found is not UNSEEN:
-            yield from _cluster_queue(cluster, workflow, name, found)
+            yield from _inactive(name, found)
+            behind.setdefault(found["spec"]["clusterQueue"], []).append(name)
+    for name, queues in behind.items():
+        yield from _cluster_queue(cluster, workflow, name, queues)
     for priority in sorted({each[PRIORITY_LABEL] for each in labels.values() if PRIORITY_LABEL in each}):
         if is_absent(cluster.custom.get_cluster_custom_object, *KUEUE, "workloadpriorityclasses", priority):
             found = f"is not a WorkloadPriorityClass of {cluster.context}"
@@ -49,17 +52,46 @@ def _inactive(name: str, queue: Mapping[str, Any]) -> Iterator[UserError]:
 
 
 def _cluster_queue(
-    cluster: Connection, workflow: Mapping[str, Any], queue: str, local: Mapping[str, Any]
+    cluster: Connection, workflow: Mapping[str, Any], name: str, queues: Collection[str]
 ) -> Iterator[UserError]:
-    name = local["spec"]["clusterQueue"]
     found = find_object(cluster.custom.get_cluster_custom_object, *KUEUE, "clusterqueues", name)
     if found is ABSENT:
-        yield Problem("queue", queue, f"is of the ClusterQueue {name}, which does not exist", APPLY, " (or yours)")
-        return
-    yield from _inactive(queue, local)
-    if found is not UNSEEN:
+        said = f"is of the ClusterQueue {name}, which does not exist"
+        yield Problem("queue", ", ".join(queues), said, APPLY, " (or yours)")
+    elif found is not UNSEEN:
         yield from _admitted(cluster, found["spec"].get("namespaceSelector"), name)
-        yield from find_quota_problems(workflow, found["spec"], queue, name)
+        yield from find_quota_problems(workflow, found["spec"], queues, name)
+
+
+def find_queue_warnings(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Problem]:
+    """Find a rollout server that draws on the quota of stages, or may borrow it.
+
+    It holds its share for the whole run: the servers of several runs can hold all of it, and no stage is admitted.
+    """
+    held, waited = set[str](), set[str]()
+    daemons = [template["name"] for template in workflow["spec"]["templates"] if template.get("daemon")]
+    for name, labels in find_queued_templates(workflow).items():
+        (held if name in daemons else waited).add(labels[QUEUE_LABEL])
+    for server in sorted(held):
+        own = _list_quotas(cluster, server, "borrowingLimit")
+        if any(own & _list_quotas(cluster, stage, "lendingLimit") for stage in waited):
+            found = "gives a server, for as long as its run, quota that stages wait for: servers of several runs can "
+            found += "hold all of it, and then none of these goes on"
+            command = "tuneloop … --set cluster.sampler.queue=tuneloop-samplers"
+            yield Problem("queue", server, found, command, " (docs/cluster.md, The queue)")
+
+
+def _list_quotas(cluster: Connection, queue: str, limit: str) -> set[str]:
+    """List what a LocalQueue draws on: its ClusterQueue, and the cohort unless every `limit` of resources is 0."""
+    local = find_object(cluster.get, *KUEUE, "localqueues", queue)
+    if local in (ABSENT, UNSEEN):
+        return set()
+    name = local["spec"]["clusterQueue"]
+    found = find_object(cluster.custom.get_cluster_custom_object, *KUEUE, "clusterqueues", name)
+    spec = {} if found in (ABSENT, UNSEEN) else found["spec"]
+    flavors = [flavor for group in spec.get("resourceGroups", ()) for flavor in group["flavors"]]
+    some = any(parse_resource_quantity(each.get(limit, 1)) for flavor in flavors for each in flavor["resources"])
+    return {name, *([f"cohort {spec['cohortName']}"] if some and spec.get("cohortName") else [])}
 
 
 def _admitted(cluster: Connection, selector: Mapping[str, Any] | None, name: str) -> Iterator[UserError]:
@@ -80,15 +112,15 @@ def _admitted(cluster: Connection, selector: Mapping[str, Any] | None, name: str
 
 
 def find_quota_problems(
-    workflow: Mapping[str, Any], spec: Mapping[str, Any], queue: str, cluster_queue: str
+    workflow: Mapping[str, Any], spec: Mapping[str, Any], queues: Collection[str], cluster_queue: str
 ) -> Iterator[UserError]:
-    """Find what templates of a queue request beyond all that a ClusterQueue with this `spec` has, the server's share
-    taken off."""
+    """Find what templates of some queues request beyond all that a ClusterQueue with this `spec` has, the server's
+    share taken off."""
     if spec.get("cohortName") or spec.get("cohort"):  # it may borrow what others leave
         return
     quota, command = _largest(spec), f"kubectl edit clusterqueue {cluster_queue}"
     own = [
-        t for t in workflow["spec"]["templates"] if labels_of(parse_applied_object(t) or t).get(QUEUE_LABEL) == queue
+        t for t in workflow["spec"]["templates"] if labels_of(parse_applied_object(t) or t).get(QUEUE_LABEL) in queues
     ]
     # A daemon keeps its share while the others run.
     argos = json.loads(workflow["spec"].get("podSpecPatch") or "{}").get("containers", ())
@@ -103,7 +135,8 @@ def find_quota_problems(
             elif amount > quota[resource]:
                 found = f"is more than ClusterQueue {cluster_queue} can ever give ({quota[resource]})"
                 beside = "" if wanted == alone else " with the server beside it"
-                yield Problem(template["name"], f"{resource}: {amount}{beside}", found, command, ", or lower it")
+                otherwise = ", or lower it" + (" or set cluster.sampler.queue" if beside else "")
+                yield Problem(template["name"], f"{resource}: {amount}{beside}", found, command, otherwise)
 
 
 def _largest(spec: Mapping[str, Any]) -> Amounts:

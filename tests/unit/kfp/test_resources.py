@@ -1,4 +1,5 @@
-"""A pod asks for accelerators exactly if its stage computes on one: every pipeline, engine and option, both engines.
+"""A pod asks for accelerators, in the queue of its role, exactly if its stage computes on one: every pipeline, engine
+and option, both engines.
 
 What computes is said here, apart from the code: who trains, who scores with a model, and who samples, where that is
 not a server's to do.
@@ -43,12 +44,13 @@ OPTIONS = {
 }
 REFUSED = {(engine, "asynchronous") for engine in ("pull", "endpoint", "fleet")}
 GPUS = {"trainer": 5, "sampler": 3, "scorer": 2, "": 0}
-SETS = tuple(f"cluster.{role}.gpus={count}" for role, count in GPUS.items() if role)
+SETS = tuple(f"cluster.{role}={{gpus: {count}, queue: of-{role}}}" for role, count in GPUS.items() if role)
 WORK = {
     **dict.fromkeys(("sft", "policy_update", "preference", "reward_model"), "trainer"),
     **dict.fromkeys(("reference_logprobs", "model_reward"), "scorer"),
     **dict.fromkeys(("rollout", "evaluate"), "sampler"),
     "server": "sampler",
+    "iterations": "trainer",
 }
 
 
@@ -93,7 +95,8 @@ def check_workflow(pipeline: str, engine: str, option: str, *sets: str) -> None:
         resources = container["resources"]
         assert int(resources.get("limits", {}).get("nvidia.com/gpu", 0)) == (0 if claims else expected), name
         assert bool(pod.get("resourceClaims")) == bool(claims and expected), name
-        assert (QUEUE_LABEL in labels) == bool(expected and option != "claim"), name
+        queue = "tuneloop" if claims else f"of-{WORK.get(program)}"
+        assert labels.get(QUEUE_LABEL) == (queue if expected and option != "claim" else None), name
         assert ("shm" in str(pod.get("volumes"))) == bool(expected), name
         assert pod.get("terminationGracePeriodSeconds", 30) == (300 if expected else 30), name
         assert resources["requests"].keys() >= {"cpu", "memory"}, name
@@ -140,21 +143,28 @@ def test_accelerators_are_where_the_work_is_on_kubeflow(
     for name, task in tasks.items():
         words, pod = task["container"]["command"], pods.get(name, {})
         launches = "--job" in task["container"].get("args", ())
-        expected = 0 if launches else count_expected(find_program(words), engine, served=False)
+        program = find_program(words)
+        expected = 0 if launches else count_expected(program, engine, served=False)
         given = task["container"]["resources"]
         assert int(given.get("accelerator", {}).get("resourceCount", 0)) == expected, name
-        assert (QUEUE_LABEL in pod.get("podMetadata", {}).get("labels", {})) == bool(expected), name
+        queue = pod.get("podMetadata", {}).get("labels", {}).get(QUEUE_LABEL)
+        assert queue == (f"of-{WORK[program]}" if expected else None), name
         assert ("emptyDirMounts" in pod) == bool(expected), name
         assert {"resourceCpuRequest", "resourceMemoryRequest"} <= given.keys(), name
         if launches:
             job = json.loads(task["container"]["args"][task["container"]["args"].index("--job") + 1])
-            assert {role: Cluster(**job["cluster"]).count_gpus(role) for role in GPUS if role}.items() <= GPUS.items()
+            cluster = Cluster(**job["cluster"])
+            for role in ("trainer", "sampler", "scorer"):
+                assert cluster.count_gpus(role) == GPUS[role]
+                assert cluster.build_queue_labels(role) == {QUEUE_LABEL: f"of-{role}"}
 
 
 def test_a_job_of_a_trainer_backend_asks_for_the_trainers() -> None:
     place: Any = {"node_selector": {"gpu": "h100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]}
-    cluster = Cluster(trainer=AcceleratorResources(gpus=5, grace_s=99, shm="8Gi", **place))
+    cluster = Cluster(trainer=AcceleratorResources(gpus=5, queue="mine", grace_s=99, shm="8Gi", **place))
     backend = Native(args={"policy": "p", "prompts": "q", "checkpoint": "c"})
+    for make in (trainjob.as_trainjob, trainjob.as_jobset, trainjob.as_job, trainjob.as_rayjob):
+        assert make(backend, "t", cluster)["metadata"]["labels"][QUEUE_LABEL] == "mine"
     train = trainjob.as_trainjob(backend, "t", cluster)["spec"]
     assert train["trainer"]["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == "5"
     assert train["podTemplateOverrides"][0]["spec"] == {"nodeSelector": {"gpu": "h100"}, **dict([*place.items()][1:])}
