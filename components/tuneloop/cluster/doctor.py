@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -230,7 +230,7 @@ def check_argo_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterat
     """Check the queues of a workflow: what `submit` refuses, then what it warns of."""
     yield from CHECKS["queue"](cluster, workflow)
     for each in find_queue_warnings(cluster, workflow):
-        yield Check("queue", WARNING, f"{each.value!r} {each.found}", each.command)
+        yield replace(_refuse("queue", each), outcome=WARNING)
 
 
 def check_argo_images(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:

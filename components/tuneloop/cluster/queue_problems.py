@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
@@ -12,7 +13,7 @@ from tuneloop.cluster.problems import ABSENT, APPLY, INSTALL, UNSEEN, Problem, f
 from tuneloop.cluster.run_workflows import find_queued_templates, list_queues
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection
-from tuneloop.workflow.manifest import labels_of, parse_applied_object
+from tuneloop.workflow.manifest import labels_of, list_calls, parse_applied_object
 from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE_LABEL
 
 KUEUE = ("kueue.x-k8s.io", "v1beta2")
@@ -68,10 +69,15 @@ def find_queue_warnings(cluster: Connection, workflow: Mapping[str, Any]) -> Ite
 
     It holds its share for the whole run: the servers of several runs can hold all of it, and no stage is admitted.
     """
-    held, waited = set[str](), set[str]()
-    daemons = [template["name"] for template in workflow["spec"]["templates"] if template.get("daemon")]
+    held, waited, servers = set[str](), set[str](), count_servers(workflow)
     for name, labels in find_queued_templates(workflow).items():
-        (held if name in daemons else waited).add(labels[QUEUE_LABEL])
+        (held if name in servers else waited).add(labels[QUEUE_LABEL])
+        if (count := servers.get(name, 1)) > 1:
+            found = (
+                "are admitted one by one: runs at a time can each get a part, and wait for the rest, where the quota "
+            )
+            found += f"has less than {count - 1} a run and one more"
+            yield Problem("engine.replicas", count, found, "kubectl edit clusterqueue", " (docs/cluster.md, The queue)")
     for server in sorted(held):
         own = _list_quotas(cluster, server, "borrowingLimit")
         if any(own & _list_quotas(cluster, stage, "lendingLimit") for stage in waited):
@@ -79,6 +85,13 @@ def find_queue_warnings(cluster: Connection, workflow: Mapping[str, Any]) -> Ite
             found += "hold all of it, and then none of these goes on"
             command = "tuneloop … --set cluster.sampler.queue=tuneloop-samplers"
             yield Problem("queue", server, found, command, " (docs/cluster.md, The queue)")
+
+
+def count_servers(workflow: Mapping[str, Any]) -> dict[str, int]:
+    """Count the pods of each daemon's template that a graph has at a time."""
+    templates = workflow["spec"]["templates"]
+    called = [Counter(call["template"] for call in list_calls(template)) for template in templates]
+    return {t["name"]: max(1, *(each[t["name"]] for each in called)) for t in templates if t.get("daemon")}
 
 
 def _list_quotas(cluster: Connection, queue: str, limit: str) -> set[str]:
@@ -122,19 +135,19 @@ def find_quota_problems(
     own = [
         t for t in workflow["spec"]["templates"] if labels_of(parse_applied_object(t) or t).get(QUEUE_LABEL) in queues
     ]
-    # A daemon keeps its share while the others run.
     argos = json.loads(workflow["spec"].get("podSpecPatch") or "{}").get("containers", ())
-    held = _sum(compute_pod_requests(template, argos) for template in own if template.get("daemon"))
+    servers = count_servers(workflow)  # a daemon keeps its share while the others run
+    held = _sum(compute_pod_requests(each, argos) for each in own for _ in range(servers.get(each["name"], 0)))
     for template in own:
         alone = compute_pod_requests(template, argos)
-        wanted = alone if template.get("daemon") else _sum((alone, held))
+        wanted = held if template.get("daemon") else _sum((alone, held))
         for resource, amount in sorted(wanted.items()):
             if resource not in quota:
                 found = f"ClusterQueue {cluster_queue} has no quota for it"
                 yield Problem(template["name"], f"{resource}: {amount}", found, command)
             elif amount > quota[resource]:
                 found = f"is more than ClusterQueue {cluster_queue} can ever give ({quota[resource]})"
-                beside = "" if wanted == alone else " with the server beside it"
+                beside = "" if wanted == alone else " with the run's servers"
                 otherwise = ", or lower it" + (" or set cluster.sampler.queue" if beside else "")
                 yield Problem(template["name"], f"{resource}: {amount}{beside}", found, command, otherwise)
 

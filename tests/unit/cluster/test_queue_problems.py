@@ -44,8 +44,8 @@ def test_every_stage_that_does_not_fit_beside_the_server_is_told() -> None:
     spec = {"resourceGroups": [{"flavors": [{"resources": flavor}]}]}
     found = {problem.field: problem.value for problem in find_quota_problems(workflow, spec, ["q"], "cq")}
     assert found == {
-        "update": "nvidia.com/gpu: 10 with the server beside it",
-        "sft": "nvidia.com/gpu: 9 with the server beside it",
+        "update": "nvidia.com/gpu: 10 with the run's servers",
+        "sft": "nvidia.com/gpu: 9 with the run's servers",
     }
 
 
@@ -55,9 +55,20 @@ RUN = [template("serve", 2, "s", daemon=True), template("update", 6, "t")]
 def test_two_queues_of_one_quota_are_counted_together() -> None:
     assert look(RUN, {"s": "a", "t": "b"}, {"a": cluster_queue(2), "b": cluster_queue(6)}) == ([], [])
     assert look(RUN, {"s": "a", "t": "a"}, {"a": cluster_queue(8)}) == ([], ["s"]), "two such runs would lock"
-    beside = "nvidia.com/gpu: 8 with the server beside it"
+    beside = "nvidia.com/gpu: 8 with the run's servers"
     assert look(RUN, {"s": "a", "t": "a"}, {"a": cluster_queue(7)}) == ([beside], ["s"])
     assert look([RUN[1]], {"t": "a"}, {"a": cluster_queue(7)}) == ([], []), "no server, nothing to wait for"
+
+
+def test_every_server_of_a_run_is_counted() -> None:
+    """In `main` and in `continued`, of which one runs at a time."""
+    calls = [{"name": f"serve-{i}", "template": "serve"} for i in (1, 2)]
+    graphs: list[dict[str, object]] = [{"name": name, "dag": {"tasks": calls}} for name in ("main", "continued")]
+    behind = {"s": "a", "t": "b"}
+    for gpus, problems in ((4, []), (3, ["nvidia.com/gpu: 4 with the run's servers"])):
+        specs = {"a": cluster_queue(gpus), "b": cluster_queue(6)}
+        assert look([*RUN, *graphs], behind, specs) == (problems, ["2"]), "two runs could get one server each"
+    assert look([*RUN, *graphs], dict.fromkeys(behind, "a"), {"a": cluster_queue(10)}) == ([], ["2", "s"])
 
 
 @pytest.mark.parametrize(
