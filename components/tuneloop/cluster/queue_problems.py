@@ -73,10 +73,7 @@ def find_queue_warnings(cluster: Connection, workflow: Mapping[str, Any]) -> Ite
     for name, labels in find_queued_templates(workflow).items():
         (held if name in servers else waited).add(labels[QUEUE_LABEL])
         if (count := servers.get(name, 1)) > 1:
-            found = (
-                "are admitted one by one: runs at a time can each get a part, and wait for the rest, where the quota "
-            )
-            found += f"has less than {count - 1} a run and one more"
+            found = "are admitted one by one: several runs can each get some of theirs, and wait for the others"
             yield Problem("engine.replicas", count, found, "kubectl edit clusterqueue", " (docs/cluster.md, The queue)")
     for server in sorted(held):
         own = _list_quotas(cluster, server, "borrowingLimit")

@@ -161,11 +161,7 @@ class AcceleratorResources(Resources):
     """What a pod of a role asks for that computes on accelerators."""
 
     gpus: int = Field(0, ge=0, description="nvidia.com/gpu of a pod; 0: it runs on CPU, and says so")
-    queue: str | None = Field(
-        None,
-        description="Kueue LocalQueue of its pods and jobs; none: cluster.queue. A sampler's should draw on a "
-        "ClusterQueue of its own (docs/cluster.md, The queue)",
-    )
+    queue: str | None = Field(None, description="Kueue LocalQueue of its pods and jobs; none: cluster.queue")
     shm: SharedMemory = AUTO
     grace_s: Grace = 300
 
@@ -179,9 +175,7 @@ class Cluster(BaseModel):
         pattern=r"\{image\}",
         description="where images lie; {image} is base, trainer or rollout",
     )
-    queue: str = Field(
-        "tuneloop", description="Kueue LocalQueue of accelerator stages whose role names none; empty: not queued"
-    )
+    queue: str = Field("tuneloop", description="Kueue LocalQueue of accelerator stages; empty: not queued")
     priority: str = Field("", description="Kueue WorkloadPriorityClass of accelerator stages; empty: priority 0")
     trainer: AcceleratorResources = Field(AcceleratorResources(), description="pods of stages that train")
     sampler: AcceleratorResources = Field(

@@ -30,7 +30,6 @@ from tuneloop.inference.engines import Engine, Sampling
 
 Value = TypeVar("Value")
 Finished = dict[int, list[Completion]]
-Done = Callable[[int], None]
 LOSSES = 3
 """The server may be lost so many times in a row without one request finished in between; then the caller gives up."""
 IN_WORKFLOW = "TUNELOOP_NODE_NAME"
@@ -98,7 +97,7 @@ class Client:
         return [results[i] for i in range(len(requests))]
 
     def generate_into(
-        self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Done = lambda _: None
+        self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Callable[[int], None]
     ) -> None:
         """Generate what is not in `results` yet into it, under the keys of `requests`; what is finished stays there."""
 

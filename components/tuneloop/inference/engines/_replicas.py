@@ -104,7 +104,7 @@ class Replicas:
         for i, request in requests.items():
             shares[self._find_replica(request)][i] = request
         self.call_each(
-            lambda client: client.generate_into(shares[client], sampling, made[client]),
+            lambda client: client.generate_into(shares[client], sampling, made[client], lambda _: None),
             lambda: done(len(results) + sum(map(len, made.values()))),
         )
         for client, finished in made.items():
