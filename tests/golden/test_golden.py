@@ -19,6 +19,7 @@ FORMS = {
     "": [],
     "-transformers": ["--set", "engine.name=transformers", "--set", "loop.evaluate_every=5"],
     "-asynchronous": ["--set", "loop.asynchronous=true", "--set", "loop.evaluate_every=5"],
+    "-replicas": ["--set", "engine.replicas=2"],
     "-pods": [
         "--set",
         "engine.name=transformers",
@@ -41,7 +42,7 @@ def test_rendered_yaml(
 ) -> None:
     if form and "loop" not in find_pipeline(str(pipeline)).Config.model_fields:
         pytest.skip("has no loop")
-    if form in ("-asynchronous", "-pods", "-shared") and pipeline.stem != "grpo":
+    if form in ("-asynchronous", "-replicas", "-pods", "-shared") and pipeline.stem != "grpo":
         pytest.skip("the loop is grpo's")
     assert run_cli(["render", str(pipeline), *FORMS[form]]) == 0
     text = capsys.readouterr().out

@@ -87,16 +87,7 @@ def test_a_loop_outlives_its_server(tmp_path: Path) -> None:
     settings |= {"rollout.prompts_per_iteration": 16, "engine.args.max_num_seqs": 2}  # so that it takes a while
     line = command("run", "sft_then_grpo", "--run", "v", store=tmp_path, **settings)
     child = subprocess.Popen(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-    def generates() -> bool:
-        found = journal.read_state(tmp_path / "v")
-        pods = found.nodes.values() if found else ()
-        busy = [p for p in pods if p.template == "rollout" and p.phase == "Running" and "iteration" in p.inputs]
-        return any(
-            p.inputs["iteration"] == "2" and (tmp_path / "v" / "nodes" / p.id / "progress").exists() for p in busy
-        )
-
-    until(generates, 10 * LIMIT_S, child)
+    until(lambda: generates(tmp_path / "v", "2"), 10 * LIMIT_S, child)
     os.kill(serving(port), signal.SIGILL)
     printed, _ = child.communicate(timeout=10 * LIMIT_S)
     assert child.returncode == 0, printed[-4000:]
@@ -115,10 +106,38 @@ def test_a_loop_outlives_its_server(tmp_path: Path) -> None:
         assert Artifact(f"{tmp_path}/v/iterations/{iteration}/policy-update").manifest.facts["version"] == iteration + 1
 
 
-def serving(port: int) -> int:
-    """The process that listens at a port, by its socket: a fork has the command line of what it was forked from."""
+@pytest.mark.slow
+def test_a_loop_goes_on_with_the_replica_that_is_left(tmp_path: Path) -> None:
+    """One of two servers is killed while both generate: the other makes the rest of that batch."""
+    port = free_port()
+    settings = {"engine.name": "vllm", "engine.replicas": 2, "loop.iterations": 2, "engine.port": port}
+    settings |= {"rollout.prompts_per_iteration": 16, "engine.args.max_num_seqs": 2}  # so that it takes a while
+    line = command("run", "sft_then_grpo", "--run", "v", store=tmp_path, **settings)
+    child = subprocess.Popen(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    until(lambda: generates(tmp_path / "v", "1"), 10 * LIMIT_S, child)
+    os.kill(serving(port, host=2), signal.SIGKILL)
+    printed, _ = child.communicate(timeout=10 * LIMIT_S)
+    assert child.returncode == 0, printed[-4000:]
+    assert "serve-" in printed and "server died: SIGKILL" in printed
+    served = [Artifact(f"{tmp_path}/v/iterations/{i}/rollout").manifest.facts["replicas"] for i in (1, 2)]
+    assert {*served[0]} == {f"http://127.0.0.{host}:{port}" for host in (1, 2)}
+    assert [sum(each["requests"] for each in of.values()) for of in served] == [16, 16]
+    assert "lost" in served[0][f"http://127.0.0.2:{port}"] and "lost" not in served[0][f"http://127.0.0.1:{port}"]
+
+
+def generates(workdir: Path, iteration: str) -> bool:
+    """Whether the rollout of an iteration has been heard of."""
+    found = journal.read_state(workdir)
+    pods = found.nodes.values() if found else ()
+    busy = [p for p in pods if p.template == "rollout" and p.phase == "Running" and "iteration" in p.inputs]
+    return any(p.inputs["iteration"] == iteration and (workdir / "nodes" / p.id / "progress").exists() for p in busy)
+
+
+def serving(port: int, host: int = 1) -> int:
+    """The process that listens at a port of 127.0.0.`host`, by its socket: a fork has the command line of what it was
+    forked from."""
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    (inode,) = [words[9] for words in lines if words[1].endswith(f":{port:04X}") and words[3] == "0A"]
+    (inode,) = [words[9] for words in lines if words[1] == f"{host:02X}00007F:{port:04X}" and words[3] == "0A"]
     holders = set()
     for place in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # it has ended meanwhile

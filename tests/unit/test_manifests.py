@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import re
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,12 @@ def test_a_rendered_workflow_names_what_the_base_ships(name: str) -> None:
     assert queues and queues <= set(named("LocalQueue"))
 
 
-def test_the_local_queue_leads_to_the_cluster_queue() -> None:
-    assert named("LocalQueue")["tuneloop"]["spec"]["clusterQueue"] in named("ClusterQueue")
+def test_the_local_queues_lead_to_cluster_queues_apart() -> None:
+    """Samplers take nothing that stages wait for: servers hold what they have as long as their runs."""
+    behind = {name: each["spec"]["clusterQueue"] for name, each in named("LocalQueue").items()}
+    assert behind == {"tuneloop": "tuneloop", "tuneloop-samplers": "tuneloop-samplers"}
+    assert {*behind.values()} == {*named("ClusterQueue")}
+    assert not any("cohortName" in each["spec"] for each in named("ClusterQueue").values())
 
 
 def test_what_names_no_priority_class_is_above_low() -> None:
@@ -89,25 +94,36 @@ def test_what_names_no_priority_class_is_above_low() -> None:
     assert values["tuneloop-low"] < 0 == values["tuneloop-normal"] < values["tuneloop-high"]
 
 
-def test_the_quota_of_a_node_with_gpus_holds_a_run_that_uses_all_of_them(tmp_path: Path) -> None:
-    """A server beside the largest stage of a model of 7 billion parameters."""
-    queue = copy.deepcopy(named("ClusterQueue")["tuneloop"])
-    for patch in yaml.safe_load((MANIFESTS / "components" / "gpu-nvidia" / "quota.yaml").read_text()):
+def read_gpu_quota(queue: str, file: str) -> dict[str, Decimal]:
+    """Resource → quota of a ClusterQueue as `components/gpu-nvidia` patches it."""
+    made = copy.deepcopy(named("ClusterQueue")[queue])
+    for patch in yaml.safe_load((MANIFESTS / "components" / "gpu-nvidia" / file).read_text()):
         *above, last = patch["path"].strip("/").split("/")
-        place = functools.reduce(lambda found, key: found[int(key) if key.isdigit() else key], above, queue)
+        place = functools.reduce(lambda found, key: found[int(key) if key.isdigit() else key], above, made)
         place.append(patch["value"]) if last == "-" else place.update({last: patch["value"]})
+    (group,) = made["spec"]["resourceGroups"]
+    quota = {r["name"]: parse_resource_quantity(r["nominalQuota"]) for r in group["flavors"][0]["resources"]}
+    assert {*group["coveredResources"]} == quota.keys()
+    return quota
+
+
+def test_the_quotas_of_a_node_with_gpus_hold_a_run_that_uses_all_of_them(tmp_path: Path) -> None:
+    """A server beside the largest stage of a model of 7 billion parameters."""
+    quotas = {"tuneloop": read_gpu_quota("tuneloop", "quota.yaml")}
+    quotas["tuneloop-samplers"] = read_gpu_quota("tuneloop-samplers", "quota-samplers.yaml")
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama-2-7b"][1]))
     pipeline, sets = find_pipeline("sft_then_grpo"), ["cluster.trainer.gpus=6", "cluster.sampler.gpus=2"]
+    sets += ["cluster.sampler.queue=tuneloop-samplers", "engine.args.tensor_parallel_size=2"]
     made = pipeline.build(pipeline.configure(sets=[f"base_model={tmp_path}", *sets]))
-    asked = {t["name"]: compute_pod_requests(t) for t in made["spec"]["templates"] if QUEUE_LABEL in labels_of(t)}
-    server, largest = asked.pop("serve"), {}
-    for each in asked.values():
-        largest = {resource: max(amount, largest.get(resource, 0)) for resource, amount in each.items()}
-    (group,) = queue["spec"]["resourceGroups"]
-    quota = {r["name"]: parse_resource_quantity(r["nominalQuota"]) for r in group["flavors"][0]["resources"]}
-    assert {*group["coveredResources"]} == quota.keys() == largest.keys()
-    assert largest["nvidia.com/gpu"] + server["nvidia.com/gpu"] == quota["nvidia.com/gpu"]
-    assert all(largest[resource] + server[resource] <= quota[resource] for resource in quota)
+    largest: dict[str, dict[str, Decimal]] = {queue: {} for queue in quotas}
+    for template in made["spec"]["templates"]:
+        if queue := labels_of(template).get(QUEUE_LABEL):
+            asked, most = compute_pod_requests(template), largest[queue]
+            most |= {resource: max(amount, most.get(resource, Decimal())) for resource, amount in asked.items()}
+    for queue, quota in quotas.items():
+        assert largest[queue].keys() == quota.keys()
+        assert all(largest[queue][resource] <= quota[resource] for resource in quota)
+        assert largest[queue]["nvidia.com/gpu"] == quota["nvidia.com/gpu"]
 
 
 def test_images_run_without_root_and_pass_signals() -> None:

@@ -98,7 +98,7 @@ def jobset_steps(
             "workflows.argoproj.io/workflow": "{{workflow.name}}",  # `argo logs` goes by it
             **(claims.build_sharing_labels(cluster.share, claims.role_of(component.image)) if cluster.share else {}),
         },
-        queue={} if role == "cpu" else cluster.queue_labels,
+        queue=cluster.build_queue_labels(role),
         stage=component.template,
     )
     inputs: Any = result.inputs
@@ -145,7 +145,7 @@ def build_jobset(
         name: of the object; with ``-node-0-0-x7k2p`` at its end at most 63 characters.
         pod: the spec of each.
         labels: of the JobSet and its pods.
-        queue: Kueue's labels, see `Cluster.queue_labels`.
+        queue: Kueue's labels, see `Cluster.build_queue_labels`.
         stage: what `tuneloop cluster logs` calls the pods.
     """
     about = {"labels": dict(labels or {}), "annotations": {"workflows.argoproj.io/node-name": stage or name}}

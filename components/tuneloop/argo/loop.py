@@ -189,14 +189,16 @@ def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
 
 
 def call_server(templates: Templates, config: LoopPipelineConfig, policy: str) -> tuple[list[Any], str]:
-    """Make the task of the rollout server that boots with `policy`, if the engine has one; and return its endpoint.
+    """Make the tasks of the rollout servers that boot with `policy`, if the engine has some; and return their endpoint.
 
     A server that pulls needs no policy: it finds the latest version.
     """
     if "serve" not in templates:
         return [], config.engine.rollout_endpoint_url or ""
-    task = templates["serve"](name="serve", arguments={} if config.engine.pull else {"policy": policy})
-    return [task], f"http://{task.ip}:{config.engine.port}"
+    given, count = {} if config.engine.pull else {"policy": policy}, config.engine.replicas
+    calls = {f"serve-{i}": {**given, "replica": str(i)} for i in range(1, count + 1)} if count > 1 else {"serve": given}
+    tasks = [templates["serve"](name=name, arguments=arguments) for name, arguments in calls.items()]
+    return tasks, ",".join(f"http://{task.ip}:{config.engine.port}" for task in tasks)
 
 
 def call_loop(

@@ -90,8 +90,8 @@ def server_templates(config: Any) -> dict[str, Any]:
     """Make the template of the rollout server, if the engine has one."""
     if config.engine.name != "vllm":
         return {}
-    about = {"cluster": config.cluster, **config.published(RUN)}
-    return {"serve": server_template(config.engine.port, config.engine.options, **about)}
+    about = {"several": config.engine.replicas > 1, **config.published(RUN)}
+    return {"serve": server_template(config.engine.port, config.engine.options, config.cluster, **about)}
 
 
 class Tasks:

@@ -100,7 +100,7 @@ def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, A
     from hera.workflows.models import Affinity
 
     own, share = cluster.resources(role), None if role == "cpu" else cluster.share
-    labels = {"app.kubernetes.io/component": image, **({} if role == "cpu" else cluster.queue_labels)}
+    labels = {"app.kubernetes.io/component": image, **cluster.build_queue_labels(role)}
     patch: dict[str, Any] = {} if own.grace_s == GRACE_S else {"terminationGracePeriodSeconds": own.grace_s}
     fields = place_fields(own)
     if share:

@@ -154,34 +154,37 @@ def stage_template(
 
 
 def server_template(
-    port: int, engine_args: Mapping[str, Any], *, weights: str | None = None, cluster: Cluster | None = None
+    port: int, engine_args: Mapping[str, Any], cluster: Cluster, *, weights: str | None = None, several: bool = False
 ) -> Container:
     """Build the vLLM server as a daemon: it lives as long as the graph that started it.
 
     Args:
         port: where it listens, at the pod's address.
         engine_args: vLLM's own options.
-        weights: URL of published versions to follow; none: it boots from `policy`, and loads what it is told to.
         cluster: what the pod asks for.
+        weights: URL of published versions to follow; none: it boots from `policy`, and loads what it is told to.
+        several: it is called once for each `replica`.
     """
+    names = [*([] if weights else ["policy"]), *(["replica"] if several else [])]
+    attempts = "{{workflow.parameters.store}}/{{workflow.parameters.run}}/serve"
     # It asks nobody for a token. `tuneloop run` reads the field as 127.0.0.1.
     address = EnvVar(name="POD_IP", value_from=EnvVarSource(field_ref=ObjectFieldSelector(field_path="status.podIP")))
     return Container(
         name="serve",
         daemon=True,
-        inputs=[] if weights else [Parameter(name="policy")],
+        inputs=[Parameter(name=name) for name in names],
         command=["python", "-m", "tuneloop.inference.server"],
         args=[
             *(("--weights", weights) if weights else ("--policy", "{{inputs.parameters.policy}}")),
             *("--host", "$(POD_IP)", "--port", str(port)),
             *("--engine-args", _text(dict(engine_args))),
-            *("--attempts", "{{workflow.parameters.store}}/{{workflow.parameters.run}}/serve"),
+            *("--attempts", attempts + ("-{{inputs.parameters.replica}}" if several else "")),
         ],
         ports=[ContainerPort(container_port=port)],
         readiness_probe=Probe(
             http_get=HTTPGetAction(path="/health", port=port), period_seconds=1, failure_threshold=600
         ),
-        **retried_pod_fields("rollout", "sampler", cluster or Cluster(), RETRY_SERVER, [address]),
+        **retried_pod_fields("rollout", "sampler", cluster, RETRY_SERVER, [address]),
     )
 
 

@@ -59,7 +59,7 @@ def as_trainjob(
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": {"name": name, "labels": {**labels, **cluster.queue_labels}},
+        "metadata": {"name": name, "labels": {**labels, **cluster.build_queue_labels("trainer")}},
         "spec": {
             "runtimeRef": {"name": runtime or f"tuneloop-{backend.framework()}"},
             "labels": labels,
@@ -80,9 +80,8 @@ def as_trainjob(
 
 def as_jobset(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
     """Render as a JobSet, for clusters without Kubeflow Trainer. Data and model have to be where the arguments say."""
-    return build_jobset(
-        name, _pod(backend, name, cluster), backend.nodes, labels=_labels(run), queue=cluster.queue_labels
-    )
+    queue = cluster.build_queue_labels("trainer")
+    return build_jobset(name, _pod(backend, name, cluster), backend.nodes, labels=_labels(run), queue=queue)
 
 
 def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
@@ -104,7 +103,7 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "labels": {**_labels(run), **cluster.queue_labels}},
+        "metadata": {"name": name, "labels": {**_labels(run), **cluster.build_queue_labels("trainer")}},
         "spec": {"backoffLimit": 0, "ttlSecondsAfterFinished": 3600, "template": template},
     }
 
@@ -143,7 +142,7 @@ def build_rayjob(
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
-        "metadata": {"name": name, "labels": {**_labels(run), **({} if role == "cpu" else cluster.queue_labels)}},
+        "metadata": {"name": name, "labels": {**_labels(run), **cluster.build_queue_labels(role)}},
         "spec": {
             "entrypoint": shlex.join(entry),
             "shutdownAfterJobFinishes": True,

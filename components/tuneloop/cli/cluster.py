@@ -65,6 +65,7 @@ def submit_run(
     from tuneloop.cluster import run_workflows
     from tuneloop.cluster import submit as argo
     from tuneloop.cluster.preflight import check_cluster, list_notices
+    from tuneloop.cluster.queue_problems import find_queue_warnings
     from tuneloop.config.loading import find_pipeline
     from tuneloop.inference.fleet.graph import bring_up, find_api_version
 
@@ -85,6 +86,9 @@ def submit_run(
     if graph:
         find_api_version(there)
     check_cluster(there, made)
+    with translate_api_errors(there):
+        for warning in find_queue_warnings(there, made):
+            typer.echo(f"note: {warning}", err=True)
     if check:
         argo.prepare_resumption(made, run_workflows.list_workflows(there, run), run)
         typer.echo(f"{run}: can be submitted to {there.context}, namespace {namespace}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -28,6 +28,7 @@ from tuneloop.cluster.preflight import (
     list_references,
 )
 from tuneloop.cluster.problems import ABSENT, UNSEEN, Problem, find_object, record_denied_reads
+from tuneloop.cluster.queue_problems import find_queue_warnings
 from tuneloop.cluster.run_workflows import list_queues
 from tuneloop.core.errors import UserError
 from tuneloop.kube.api_errors import translate_api_errors
@@ -84,7 +85,8 @@ def check_argo(cluster: Connection, workflow: Mapping[str, Any], store: str | No
         checks += collect_checks("workflow defaults", check_workflow_defaults(cluster))
         elsewhere = (store or "s3:").partition(":")[0] != "s3" or "claim" in dict(list_references(workflow["spec"]))
         checks += collect_checks("store", check_store_settings(cluster, "local", WARNING if elsewhere else REFUSED))
-        for name, find in {**CHECKS, "images": check_argo_images, "store": check_argo_store}.items():
+        own = {"images": check_argo_images, "queue": check_argo_queue, "store": check_argo_store}
+        for name, find in {**CHECKS, **own}.items():
             if name != "store" or store:
                 checks += collect_checks(name, find(cluster, workflow), described.get(name, ""))
     return checks
@@ -105,7 +107,7 @@ def describe_needs(cluster: Connection, workflow: Mapping[str, Any]) -> dict[str
 
 def describe_queued_stage() -> dict[str, Any]:
     """Describe a workflow of one accelerator stage with the default settings, which asks for nothing else."""
-    stage = {"name": "stage", "metadata": {"labels": Cluster().queue_labels}}
+    stage = {"name": "stage", "metadata": {"labels": Cluster().build_queue_labels("trainer")}}
     parameters = [{"name": "run"}, {"name": "store"}]
     return {"metadata": {}, "spec": {"templates": [stage], "arguments": {"parameters": parameters}}}
 
@@ -222,6 +224,13 @@ def check_store_settings(cluster: Connection, overlay: str, missing: str) -> Ite
         patch = json.dumps([{"op": "remove", "path": f"/data/{key}"}])
         remedy = f"{prefix} patch configmap {STORE} --type=json -p '{patch}'"
         yield Check("store", WARNING, f"{key} is in both, ConfigMap and Secret {STORE}: keep it in one", remedy)
+
+
+def check_argo_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:
+    """Check the queues of a workflow: what `submit` refuses, then what it warns of."""
+    yield from CHECKS["queue"](cluster, workflow)
+    for each in find_queue_warnings(cluster, workflow):
+        yield replace(_refuse("queue", each), outcome=WARNING)
 
 
 def check_argo_images(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -12,7 +13,7 @@ from tuneloop.cluster.problems import ABSENT, APPLY, INSTALL, UNSEEN, Problem, f
 from tuneloop.cluster.run_workflows import find_queued_templates, list_queues
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection
-from tuneloop.workflow.manifest import labels_of, parse_applied_object
+from tuneloop.workflow.manifest import labels_of, list_calls, parse_applied_object
 from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE_LABEL
 
 KUEUE = ("kueue.x-k8s.io", "v1beta2")
@@ -27,14 +28,17 @@ def find_queue_problems(cluster: Connection, workflow: Mapping[str, Any]) -> Ite
 
     Kueue leaves a pod of an unknown queue waiting for ever, and says so nowhere.
     """
-    labels = find_queued_templates(workflow)
+    labels, behind = find_queued_templates(workflow), dict[str, list[str]]()
     for name in list_queues(workflow):
         found = find_object(cluster.get, *KUEUE, "localqueues", name)
         if found is ABSENT:
             said = f"is not a LocalQueue of namespace {cluster.namespace}: stages would wait for ever"
             yield Problem("queue", name, said, APPLY, f" (or yours), or {INSTALL}")
         elif found is not UNSEEN:
-            yield from _cluster_queue(cluster, workflow, name, found)
+            yield from _inactive(name, found)
+            behind.setdefault(found["spec"]["clusterQueue"], []).append(name)
+    for name, queues in behind.items():
+        yield from _cluster_queue(cluster, workflow, name, queues)
     for priority in sorted({each[PRIORITY_LABEL] for each in labels.values() if PRIORITY_LABEL in each}):
         if is_absent(cluster.custom.get_cluster_custom_object, *KUEUE, "workloadpriorityclasses", priority):
             found = f"is not a WorkloadPriorityClass of {cluster.context}"
@@ -49,17 +53,55 @@ def _inactive(name: str, queue: Mapping[str, Any]) -> Iterator[UserError]:
 
 
 def _cluster_queue(
-    cluster: Connection, workflow: Mapping[str, Any], queue: str, local: Mapping[str, Any]
+    cluster: Connection, workflow: Mapping[str, Any], name: str, queues: Collection[str]
 ) -> Iterator[UserError]:
-    name = local["spec"]["clusterQueue"]
     found = find_object(cluster.custom.get_cluster_custom_object, *KUEUE, "clusterqueues", name)
     if found is ABSENT:
-        yield Problem("queue", queue, f"is of the ClusterQueue {name}, which does not exist", APPLY, " (or yours)")
-        return
-    yield from _inactive(queue, local)
-    if found is not UNSEEN:
+        said = f"is of the ClusterQueue {name}, which does not exist"
+        yield Problem("queue", ", ".join(queues), said, APPLY, " (or yours)")
+    elif found is not UNSEEN:
         yield from _admitted(cluster, found["spec"].get("namespaceSelector"), name)
-        yield from find_quota_problems(workflow, found["spec"], queue, name)
+        yield from find_quota_problems(workflow, found["spec"], queues, name)
+
+
+def find_queue_warnings(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Problem]:
+    """Find a rollout server that draws on the quota of stages, or may borrow it.
+
+    It holds its share for the whole run: the servers of several runs can hold all of it, and no stage is admitted.
+    """
+    held, waited, servers = set[str](), set[str](), count_servers(workflow)
+    for name, labels in find_queued_templates(workflow).items():
+        (held if name in servers else waited).add(labels[QUEUE_LABEL])
+        if (count := servers.get(name, 1)) > 1:
+            found = "are admitted one by one: several runs can each get some of theirs, and wait for the others"
+            yield Problem("engine.replicas", count, found, "kubectl edit clusterqueue", " (docs/cluster.md, The queue)")
+    for server in sorted(held):
+        own = _list_quotas(cluster, server, "borrowingLimit")
+        if any(own & _list_quotas(cluster, stage, "lendingLimit") for stage in waited):
+            found = "gives a server, for as long as its run, quota that stages wait for: servers of several runs can "
+            found += "hold all of it, and then none of these goes on"
+            command = "tuneloop … --set cluster.sampler.queue=tuneloop-samplers"
+            yield Problem("queue", server, found, command, " (docs/cluster.md, The queue)")
+
+
+def count_servers(workflow: Mapping[str, Any]) -> dict[str, int]:
+    """Count the pods of each daemon's template that a graph has at a time."""
+    templates = workflow["spec"]["templates"]
+    called = [Counter(call["template"] for call in list_calls(template)) for template in templates]
+    return {t["name"]: max(1, *(each[t["name"]] for each in called)) for t in templates if t.get("daemon")}
+
+
+def _list_quotas(cluster: Connection, queue: str, limit: str) -> set[str]:
+    """List what a LocalQueue draws on: its ClusterQueue, and the cohort unless every `limit` of resources is 0."""
+    local = find_object(cluster.get, *KUEUE, "localqueues", queue)
+    if local in (ABSENT, UNSEEN):
+        return set()
+    name = local["spec"]["clusterQueue"]
+    found = find_object(cluster.custom.get_cluster_custom_object, *KUEUE, "clusterqueues", name)
+    spec = {} if found in (ABSENT, UNSEEN) else found["spec"]
+    flavors = [flavor for group in spec.get("resourceGroups", ()) for flavor in group["flavors"]]
+    some = any(parse_resource_quantity(each.get(limit, 1)) for flavor in flavors for each in flavor["resources"])
+    return {name, *([f"cohort {spec['cohortName']}"] if some and spec.get("cohortName") else [])}
 
 
 def _admitted(cluster: Connection, selector: Mapping[str, Any] | None, name: str) -> Iterator[UserError]:
@@ -80,30 +122,31 @@ def _admitted(cluster: Connection, selector: Mapping[str, Any] | None, name: str
 
 
 def find_quota_problems(
-    workflow: Mapping[str, Any], spec: Mapping[str, Any], queue: str, cluster_queue: str
+    workflow: Mapping[str, Any], spec: Mapping[str, Any], queues: Collection[str], cluster_queue: str
 ) -> Iterator[UserError]:
-    """Find what templates of a queue request beyond all that a ClusterQueue with this `spec` has, the server's share
-    taken off."""
+    """Find what templates of some queues request beyond all that a ClusterQueue with this `spec` has, the server's
+    share taken off."""
     if spec.get("cohortName") or spec.get("cohort"):  # it may borrow what others leave
         return
     quota, command = _largest(spec), f"kubectl edit clusterqueue {cluster_queue}"
     own = [
-        t for t in workflow["spec"]["templates"] if labels_of(parse_applied_object(t) or t).get(QUEUE_LABEL) == queue
+        t for t in workflow["spec"]["templates"] if labels_of(parse_applied_object(t) or t).get(QUEUE_LABEL) in queues
     ]
-    # A daemon keeps its share while the others run.
     argos = json.loads(workflow["spec"].get("podSpecPatch") or "{}").get("containers", ())
-    held = _sum(compute_pod_requests(template, argos) for template in own if template.get("daemon"))
+    servers = count_servers(workflow)  # a daemon keeps its share while the others run
+    held = _sum(compute_pod_requests(each, argos) for each in own for _ in range(servers.get(each["name"], 0)))
     for template in own:
         alone = compute_pod_requests(template, argos)
-        wanted = alone if template.get("daemon") else _sum((alone, held))
+        wanted = held if template.get("daemon") else _sum((alone, held))
         for resource, amount in sorted(wanted.items()):
             if resource not in quota:
                 found = f"ClusterQueue {cluster_queue} has no quota for it"
                 yield Problem(template["name"], f"{resource}: {amount}", found, command)
             elif amount > quota[resource]:
                 found = f"is more than ClusterQueue {cluster_queue} can ever give ({quota[resource]})"
-                beside = "" if wanted == alone else " with the server beside it"
-                yield Problem(template["name"], f"{resource}: {amount}{beside}", found, command, ", or lower it")
+                beside = "" if wanted == alone else " with the run's servers"
+                otherwise = ", or lower it" + (" or set cluster.sampler.queue" if beside else "")
+                yield Problem(template["name"], f"{resource}: {amount}{beside}", found, command, otherwise)
 
 
 def _largest(spec: Mapping[str, Any]) -> Amounts:

@@ -22,6 +22,9 @@ class EngineConfig(BaseModel):
         "server, at rollout_endpoint_url; or pkg.mod:attr",
     )
     port: int = Field(8765, ge=1, le=65535, description="where the vLLM server listens")
+    replicas: int = Field(
+        1, ge=1, description="vLLM servers of the run, each with cluster.sampler's GPUs; prompts are spread over them"
+    )
     args: dict[str, Any] | None = Field(
         None, description="the engine's own options; default: for vllm a short context without graph capture"
     )
@@ -61,6 +64,8 @@ class EngineConfig(BaseModel):
             raise ValueError(
                 "colocate is of the run's own vLLM server, which loads checkpoints: set name vllm, unset pull"
             )
+        if self.replicas > 1 and (self.name != "vllm" or self.colocate):
+            raise ValueError("replicas are vLLM servers with devices of their own: set name vllm, unset colocate")
         if self.weights is not None and not self.pull:
             raise ValueError("weights says where to publish: set pull")
         check_args(self.name, self.args or {}, "args.")

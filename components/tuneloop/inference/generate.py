@@ -21,6 +21,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, request_id
 from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
 from tuneloop.inference.engines import Engine, Remote, Sampling
+from tuneloop.inference.engines._replicas import Replicas
 from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
 
 COLUMNS = ("id", "prompt", "chat", "answer", "reward", "metadata")
@@ -128,15 +129,19 @@ def generate_completions(
     tokenizer = load_tokenizer(model)
     requests = [_request(stage, tokenizer, job, i) for i in range(len(job.rows))]
     proofs: list[dict[str, float]] = []
+
+    def prove(one: Engine) -> None:
+        proofs.append(prove_weights(one, policy, options.canary_tolerance))
+
     if isinstance(engine, Remote):
         engine.check = stage.check_stop
     with stage.timed("load"):
         engine.load(policy)
     _check_room(job, requests, engine)
     with stage.timed("canary"):
-        proofs.append(prove_weights(engine, policy, options.canary_tolerance))
+        engine.call_each(prove) if isinstance(engine, Replicas) else prove(engine)
     if isinstance(engine, Remote):  # a proof is of one process
-        engine.prove = lambda: proofs.append(prove_weights(engine, policy, options.canary_tolerance))
+        engine.prove = prove
     sampling = Sampling(options.temperature, options.max_tokens, stop_ids(tokenizer, model))
     bar = stage.progress(len(requests), "prompts")
 
@@ -154,6 +159,8 @@ def generate_completions(
     stage.facts["staleness"] = measure_staleness(policy, completions, getattr(engine, "max_staleness", 0))
     if pulled := getattr(engine, "pulled", None):
         stage.facts["pulled"] = pulled
+    if isinstance(engine, Replicas):
+        stage.facts["replicas"] = engine.served
     if refitted := getattr(engine, "refitted", None):
         stage.facts["refitted"] = asdict(refitted)
     tokens = sum(sum(get_sampled_mask(c)) for group in completions for c in group)

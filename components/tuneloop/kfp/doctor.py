@@ -169,20 +169,22 @@ def check_retries(cluster: Connection) -> Iterator[Check]:
 
 
 def check_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:
-    """Check the LocalQueue that accelerator tasks wait in, and the ClusterQueue behind it."""
+    """Check the LocalQueues that accelerator tasks wait in, and the ClusterQueues behind them."""
     names, (group, release), namespace = list_queues(workflow), KUEUE, cluster.namespace
     if not names:
         return
     found = find_object(cluster.custom.list_namespaced_custom_object, group, release, namespace, "localqueues")
     if found is ABSENT:
         yield Check("queue", OK, f"Kueue ({group}/{release}) is not installed: accelerator tasks start at once")
-    elif found is not UNSEEN and names[0] not in [each["metadata"]["name"] for each in found["items"]]:
-        about = {"metadata": {"name": names[0], "namespace": namespace}, "spec": {"clusterQueue": names[0]}}
-        queue = json.dumps({"apiVersion": f"{group}/{release}", "kind": "LocalQueue", **about})
-        said = f"no LocalQueue {names[0]} in namespace {namespace}: accelerator tasks would wait for ever"
-        yield Check("queue", REFUSED, said, f"echo {shlex.quote(queue)} | kubectl apply -f -")
     elif found is not UNSEEN:
-        yield from find_queue_problems(cluster, workflow)
+        missing = [name for name in names if name not in [each["metadata"]["name"] for each in found["items"]]]
+        for name in missing:
+            about = {"metadata": {"name": name, "namespace": namespace}, "spec": {"clusterQueue": name}}
+            queue = json.dumps({"apiVersion": f"{group}/{release}", "kind": "LocalQueue", **about})
+            said = f"no LocalQueue {name} in namespace {namespace}: accelerator tasks would wait for ever"
+            yield Check("queue", REFUSED, said, f"echo {shlex.quote(queue)} | kubectl apply -f -")
+        if not missing:
+            yield from find_queue_problems(cluster, workflow)
 
 
 def count_tasks(spec: Mapping[str, Any]) -> int:

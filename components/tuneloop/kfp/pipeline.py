@@ -63,9 +63,10 @@ def build_steps(pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Lo
     if loop:
         loop.check_specs(specs)
         refused = {"loop.asynchronous": config.loop.asynchronous, "engine.colocate": config.engine.colocate}
+        refused["engine.replicas"] = config.engine.replicas if config.engine.replicas > 1 else False
         for name, chosen in refused.items():
             if chosen:
-                raise UserError(name, True, "is built for Argo and for one machine: leave it out here")
+                raise UserError(name, chosen, "is built for Argo and for one machine: leave it out here")
         engine = {"endpoint": config.engine.rollout_endpoint_url}
     passed = ["seed", *(["iteration"] if loop else []), *config.published("")]
     steps: dict[str, Any] = {"report": report_step(**pods)}

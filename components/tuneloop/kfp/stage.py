@@ -87,7 +87,7 @@ def launch_jobset(
     env = ranks_env(name, nodes, processes)
     role = find_role(stage, task.parameters)
     pod = pod_spec(stage.image, role, command, build_stage_args(stage, task), wanted, env)
-    queue = {} if role == "cpu" else wanted.queue_labels
+    queue = wanted.build_queue_labels(role)
     labels = {"app.kubernetes.io/part-of": "tuneloop", "app.kubernetes.io/component": stage.image}
     manifest = build_jobset(name, pod, nodes, labels=labels, queue=queue, stage=stage.template)
     return follow_job(["--namespace", namespace, "--manifest", json.dumps(manifest)])

@@ -259,7 +259,7 @@ def configure_task_pod(
         kubernetes.mount_pvc(task, claim, path)
     if gpus := cluster.count_gpus(role):
         task.set_accelerator_type(GPU).set_accelerator_limit(gpus)
-    for label, value in ({} if role == "cpu" else cluster.queue_labels).items():
+    for label, value in cluster.build_queue_labels(role).items():
         kubernetes.add_pod_label(task, label, value)
     if own.shm:
         limit = None if own.shm == AUTO else own.shm

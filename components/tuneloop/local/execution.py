@@ -72,6 +72,7 @@ class Execution:
         self._lock = threading.RLock()
         self._running: dict[str, tuple[Node, Process, float]] = {}
         self._log_offsets: dict[str, int] = {}
+        self._servers: dict[str, int] = {}
         self._end_reasons: dict[str, str] = {}
         self._journal = Journal(workdir)
 
@@ -149,7 +150,7 @@ class Execution:
         """Return a pod's environment: the machine's, then the container's."""
         progress = self.workdir / "nodes" / node.id / "progress"
         env = {**self._env, "ARGO_PROGRESS_FILE": str(progress)}
-        values = (node.id, "local", node.id, socket.gethostname(), "local", "127.0.0.1", "127.0.0.1")
+        values = (node.id, "local", node.id, socket.gethostname(), "local", self.get_address(node), "127.0.0.1")
         fields = dict(zip(manifest.FIELD_PATHS, values))
         for item in container.get("env", []):
             if "value" in item:
@@ -157,6 +158,14 @@ class Execution:
             elif path := (item.get("valueFrom") or {}).get("fieldRef", {}).get("fieldPath"):
                 env[item["name"]] = fields[path]
         return env
+
+    def get_address(self, node: Node) -> str:
+        """Return the address of a pod; each server has its own, as they listen at one port, and keeps it."""
+        if not self.templates[node.template].get("daemon"):
+            return "127.0.0.1"
+        with self._lock:
+            task = node.name.rpartition("(")[0] or node.name  # the same for all attempts
+            return f"127.0.0.{1 + self._servers.setdefault(task, len(self._servers))}"
 
     def pod_slot(self, daemon: bool) -> contextlib.AbstractContextManager[object]:
         """Return a place among the pods that may run at a time, to be waited for; daemons take none."""

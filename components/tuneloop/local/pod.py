@@ -136,9 +136,9 @@ def _become_daemon(
     execution: Execution, container: Mapping[str, Any], node: Node, process: Process, grace: float
 ) -> Result:
     probe = container.get("readinessProbe") or {}
-    pause = min(float(probe.get("periodSeconds", 1)), 0.1)
+    pause, address = min(float(probe.get("periodSeconds", 1)), 0.1), execution.get_address(node)
     over = process.ended.is_set()
-    while not over and not _is_ready(probe, container):
+    while not over and not _is_ready(probe, container, address):
         if execution.stopping.is_set():
             end_process(process, grace)
             return Result("Failed", "stopped", exit_code=process.code)
@@ -146,15 +146,15 @@ def _become_daemon(
     if over:
         message = f"ended before it was ready: {describe_exit(process.code, _last_words(execution.workdir / node.log))}"
         return Result("Failed", message, exit_code=process.code)
-    return Result("Running", daemon=PodDaemon(execution, node, process, grace))
+    return Result("Running", daemon=PodDaemon(execution, node, process, grace), address=address)
 
 
-def _is_ready(probe: Mapping[str, Any], container: Mapping[str, Any]) -> bool:
+def _is_ready(probe: Mapping[str, Any], container: Mapping[str, Any], address: str) -> bool:
     get = probe.get("httpGet")
     if not get:
         return True
     named = {port.get("name"): port["containerPort"] for port in container.get("ports", [])}
-    url = f"http://127.0.0.1:{named.get(get['port'], get['port'])}/{str(get.get('path', '')).removeprefix('/')}"
+    url = f"http://{address}:{named.get(get['port'], get['port'])}/{str(get.get('path', '')).removeprefix('/')}"
     try:
         return send_request("GET", url, timeout_s=float(probe.get("timeoutSeconds", 1)))[0] < 400
     except (OSError, Unanswered):

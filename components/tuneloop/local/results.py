@@ -44,6 +44,7 @@ class Result:
     Attributes:
         phase: one of `tuneloop.local.journal.DONE`, or ``Running`` for a daemon that is ready.
         parameters: output parameters.
+        address: of the pod, for a daemon.
     """
 
     phase: str
@@ -51,6 +52,7 @@ class Result:
     parameters: dict[str, str] = field(default_factory=dict)
     exit_code: int | None = None
     daemon: Daemon | None = None
+    address: str = ""
 
     @property
     def broken(self) -> bool:
@@ -165,5 +167,5 @@ def result_scope(name: str, result: Result) -> Scope:
     if result.exit_code is not None:
         scope[f"{at}.exitCode"] = str(result.exit_code)
     if result.daemon is not None:
-        scope[f"{at}.ip"] = "127.0.0.1"
+        scope[f"{at}.ip"] = result.address
     return scope | {f"{at}.outputs.parameters.{key}": value for key, value in result.parameters.items()}

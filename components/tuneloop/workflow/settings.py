@@ -161,6 +161,7 @@ class AcceleratorResources(Resources):
     """What a pod of a role asks for that computes on accelerators."""
 
     gpus: int = Field(0, ge=0, description="nvidia.com/gpu of a pod; 0: it runs on CPU, and says so")
+    queue: str | None = Field(None, description="Kueue LocalQueue of its pods and jobs; none: cluster.queue")
     shm: SharedMemory = AUTO
     grace_s: Grace = 300
 
@@ -220,13 +221,15 @@ class Cluster(BaseModel):
         gpus = max(map(self.count_gpus, known)) + (self.sampler.gpus if served else 0)
         return first, self if first == "cpu" else self.adjust_role(first, gpus=gpus)
 
-    @property
-    def queue_labels(self) -> dict[str, str]:
-        """What makes Kueue admit a pod or a job; nothing without a queue, or with a shared claim."""
-        if self.share and self.share.device_class and not self.share.alone:
+    def build_queue_labels(self, role: ResourceRole) -> dict[str, str]:
+        """Build what makes Kueue admit a pod of a role, or its job; nothing of cpu, without a queue, or on a claim."""
+        own = self.resources(role)
+        claimed = self.share and self.share.device_class and not self.share.alone
+        if claimed or not isinstance(own, AcceleratorResources):
             return {}
-        labels = {QUEUE_LABEL: self.queue, PRIORITY_LABEL: self.priority}
-        return {name: value for name, value in labels.items() if value and self.queue}
+        queue = self.queue if own.queue is None else own.queue
+        labels = {QUEUE_LABEL: queue, PRIORITY_LABEL: self.priority}
+        return {name: value for name, value in labels.items() if value and queue}
 
 
 NEXT = "next"

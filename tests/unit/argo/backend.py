@@ -15,11 +15,12 @@ def describe_deployment(name: str, namespace: str, image: str) -> dict[str, Any]
 
 def describe_backend(namespace: str) -> dict[str, Any]:
     """Return path → object of an Argo, a Kueue, a store and a node with all images, for runs in `namespace`."""
+    names = ("tuneloop", "tuneloop-samplers")
+    queues = {name: {"metadata": {"name": name}, "spec": {"clusterQueue": name}} for name in names}
     inside, quota = f"/api/v1/namespaces/{namespace}", [{"name": "cpu", "nominalQuota": "4"}]
     quota.append({"name": "memory", "nominalQuota": "16Gi"})
     group = {"coveredResources": ["cpu", "memory"], "flavors": [{"name": "default", "resources": quota}]}
     selector = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
-    queue = {"metadata": {"name": "tuneloop"}, "spec": {"clusterQueue": "tuneloop"}}
     settings = {"name": "workflow-controller-configmap", "namespace": namespace}
     images = [{"names": [f"docker.io/tuneloop/{name}:dev"]} for name in ("base", "trainer", "rollout")]
     accounts = ("tuneloop-stage", "tuneloop-executor", "tuneloop-continue")
@@ -34,8 +35,11 @@ def describe_backend(namespace: str) -> dict[str, Any]:
         },
         "/apis/apps/v1/deployments": [describe_deployment("workflow-controller", "argo", CONTROLLER_IMAGE)],
         f"/apis/argoproj.io/v1alpha1/namespaces/{namespace}/workflows": [],
-        f"{KUEUE}/namespaces/{namespace}/localqueues": [queue],
-        f"{KUEUE}/namespaces/{namespace}/localqueues/tuneloop": queue,
-        f"{KUEUE}/clusterqueues/tuneloop": {"spec": {"namespaceSelector": selector, "resourceGroups": [group]}},
+        f"{KUEUE}/namespaces/{namespace}/localqueues": [*queues.values()],
+        **{f"{KUEUE}/namespaces/{namespace}/localqueues/{name}": each for name, each in queues.items()},
+        **{
+            f"{KUEUE}/clusterqueues/{name}": {"spec": {"namespaceSelector": selector, "resourceGroups": [group]}}
+            for name in names
+        },
         "/api/v1/nodes": [{"metadata": {"name": "n"}, "status": {"images": images}}],
     }

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.unit import toy
+from tuneloop.argo.lint import lint_workflow
 from tuneloop.argo.pipeline import build_workflow
 from tuneloop.config.loading import find_pipeline
 from tuneloop.config.loop import LoopPipelineConfig
@@ -90,3 +91,19 @@ def test_a_published_version_has_the_same_address_in_every_template() -> None:
         url = "{{workflow.parameters.store}}/{{workflow.parameters.run}}/weights"
         assert words[words.index("--weights") + 1] == url
     assert "inputs" not in templates["serve"], "it finds the latest version by itself"
+
+
+def test_each_replica_is_a_task_of_its_own_and_all_of_them_are_the_endpoint() -> None:
+    grpo = find_pipeline("grpo")
+    made = grpo.build(grpo.configure(sets=["engine.replicas=3", "engine.pull=true"]))
+    assert not lint_workflow(made)
+    templates = {t["name"]: t for t in made["spec"]["templates"]}
+    assert templates["serve"]["inputs"] == {"parameters": [{"name": "replica"}]}
+    assert templates["serve"]["container"]["args"][-1].endswith("/serve-{{inputs.parameters.replica}}")
+    names = ["serve-1", "serve-2", "serve-3"]
+    for graph, first in (("main", "evaluate-before"), ("continued", "part")):
+        tasks = {task["name"]: task for task in templates[graph]["dag"]["tasks"]}
+        assert [name for name, task in tasks.items() if task["template"] == "serve"] == names
+        assert {*names} <= {*tasks[first]["depends"].split(" && ")}
+        endpoint = next(p["value"] for p in tasks[first]["arguments"]["parameters"] if p["name"] == "endpoint")
+        assert endpoint == ",".join(f"http://{{{{tasks.{name}.ip}}}}:8765" for name in names)

@@ -28,13 +28,14 @@ Output = pytest.CaptureFixture[str]
 
 
 def test_a_cluster_that_has_all(backend: Cluster, capsys: Output) -> None:
-    assert run_cli(["doctor", "sft_then_grpo", "--store", "s3://b/runs"]) == 0
+    queue = "cluster.sampler.queue=tuneloop-samplers"
+    assert run_cli(["doctor", "sft_then_grpo", "--store", "s3://b/runs", "--set", queue]) == 0
     shown = capsys.readouterr().out
     assert all(line.startswith("ok ") for line in shown.splitlines()[:-2]), shown
     for said in (
         "workflow-controller:v3.7.6",
         "tuneloop/rollout:dev: on a node",
-        "LocalQueue tuneloop",
+        "LocalQueue tuneloop, tuneloop-samplers admits what the stages ask for",
     ):
         assert said in shown
     unwritten = "-        store              not checked by a write: AWS_ACCESS_KEY_ID is not set here"
@@ -125,3 +126,16 @@ def test_the_tag_of_an_image(image: str, tag: str) -> None:
 def test_settings_are_of_a_pipeline(capsys: Output) -> None:
     assert run_cli(["doctor", "--set", "a=1"]) == 2
     assert "is of a pipeline: name one" in capsys.readouterr().err
+
+
+def test_a_server_and_stages_on_one_quota_are_warned_of(backend: Cluster, capsys: Output) -> None:
+    """`submit` notes it as well."""
+    assert run_cli(["doctor", "grpo"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("warning ")]
+    assert "queue              'tuneloop': gives a server, for as long as its run, quota that stages" in lines[at]
+    assert lines[at + 1].strip() == "tuneloop … --set cluster.sampler.queue=tuneloop-samplers"
+    submit = ["submit", "grpo", "--run", "a", "--store", "s3://b/runs", "--check"]
+    for sets, notes in (([], 1), (["--set", "cluster.sampler.queue=tuneloop-samplers"], 0)):
+        assert run_cli([*submit, *sets]) == 0
+        assert capsys.readouterr().err.count("note: queue: 'tuneloop': gives a server") == notes

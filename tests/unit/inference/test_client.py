@@ -290,7 +290,7 @@ def test_a_batch_goes_on_where_the_server_died(policy: Artifact, capfd: pytest.C
         client = Client(endpoint, 60.0, patience_s=LIMIT_S)
         assert isinstance(client, Remote)
         client.load(policy)
-        client.prove = lambda: proofs.append(len(client.score([1, 2, 3])))
+        client.prove = lambda one: proofs.append(len(one.score([1, 2, 3])))
         made = client.generate(BATCH, Sampling(1.0, 4, ()), seen.append)
     assert ids(made) == undisturbed
     assert about.asked == [["r0", "r1", "r2", "r3", "r4"], ["r0", "r1", "r2"], ["r0"]]

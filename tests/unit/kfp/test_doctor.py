@@ -122,6 +122,17 @@ def test_what_is_missing_comes_with_a_command(
     assert found in refused.found and remedy in refused.remedy
 
 
+def test_each_queue_that_is_missing_comes_with_a_command(backend: Cluster) -> None:
+    _no_queue(backend.objects)
+    refused = [
+        check for check in look(backend, "cluster.sampler.queue=mine", pipeline="sft") if check.outcome == REFUSED
+    ]
+    assert [("clusterQueue" in each.remedy, each.found.split()[2]) for each in refused] == [
+        (True, "mine"),
+        (True, "tuneloop"),
+    ]
+
+
 def test_the_command_keeps_the_executors_other_settings(backend: Cluster) -> None:
     _root(backend.objects)
     (refused,) = [check for check in look(backend) if check.outcome == REFUSED]

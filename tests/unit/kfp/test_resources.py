@@ -1,4 +1,5 @@
-"""A pod asks for accelerators exactly if its stage computes on one: every pipeline, engine and option, both engines.
+"""A pod asks for accelerators, in the queue of its role, exactly if its stage computes on one: every pipeline, engine
+and option, both engines.
 
 What computes is said here, apart from the code: who trains, who scores with a model, and who samples, where that is
 not a server's to do.
@@ -24,9 +25,10 @@ from tuneloop.training.backends.native import Native
 from tuneloop.workflow.settings import QUEUE_LABEL, AcceleratorResources, Cluster
 
 LOOPS, OTHERS = ("grpo", "sft_then_grpo"), ("sft", "dpo")
+PARALLEL = "engine.args.tensor_parallel_size=3"
 ENGINES = {
-    "vllm": ("engine.name=vllm",),
-    "pull": ("engine.name=vllm", "engine.pull=true"),
+    "vllm": ("engine.name=vllm", PARALLEL),
+    "pull": ("engine.name=vllm", "engine.pull=true", PARALLEL),
     "transformers": ("engine.name=transformers",),
     "endpoint": ("engine.name=endpoint", "engine.rollout_endpoint_url=http://h:1", "engine.pull=true"),
     "fleet": ("engine.name=endpoint", "engine.fleet=http://h:1"),
@@ -41,14 +43,21 @@ OPTIONS = {
     "claim": CLAIM,
     "own-claim": (*CLAIM, "cluster.share.runs_per_claim=1", "nodes=2"),
 }
-REFUSED = {(engine, "asynchronous") for engine in ("pull", "endpoint", "fleet")}
+REPLICAS = {"vllm-2": (*ENGINES["vllm"], "engine.replicas=2"), "pull-2": (*ENGINES["pull"], "engine.replicas=2")}
+REFUSED = {
+    **{(engine, "asynchronous"): "loop.asynchronous: True" for engine in ("pull", "pull-2", "endpoint", "fleet")},
+    **{(engine, each): "engine.replicas: 2" for engine in REPLICAS for each in ("turns", "claim", "own-claim")},
+}
+OURS = ("vllm", "pull", *REPLICAS)
+"""Engines whose servers are the run's."""
 GPUS = {"trainer": 5, "sampler": 3, "scorer": 2, "": 0}
-SETS = tuple(f"cluster.{role}.gpus={count}" for role, count in GPUS.items() if role)
+SETS = tuple(f"cluster.{role}={{gpus: {count}, queue: of-{role}}}" for role, count in GPUS.items() if role)
 WORK = {
     **dict.fromkeys(("sft", "policy_update", "preference", "reward_model"), "trainer"),
     **dict.fromkeys(("reference_logprobs", "model_reward"), "scorer"),
     **dict.fromkeys(("rollout", "evaluate"), "sampler"),
     "server": "sampler",
+    "iterations": "trainer",
 }
 
 
@@ -61,9 +70,9 @@ def find_program(words: list[str]) -> str:
 def count_expected(program: str, engine: str, served: bool) -> int:
     """GPUs of a pod. `served`: whether the run's own vLLM server is another pod."""
     if program == "iterations":
-        beside = engine in ("vllm", "pull") and not served
+        beside = engine in OURS and not served
         return GPUS["trainer"] + (GPUS["sampler"] if beside else 0)
-    elsewhere = engine in ("endpoint", "fleet") or (engine in ("vllm", "pull") and served)
+    elsewhere = engine in ("endpoint", "fleet") or (engine in OURS and served)
     return GPUS["" if program in ("rollout", "evaluate") and elsewhere else WORK.get(program, "")]
 
 
@@ -93,7 +102,8 @@ def check_workflow(pipeline: str, engine: str, option: str, *sets: str) -> None:
         resources = container["resources"]
         assert int(resources.get("limits", {}).get("nvidia.com/gpu", 0)) == (0 if claims else expected), name
         assert bool(pod.get("resourceClaims")) == bool(claims and expected), name
-        assert (QUEUE_LABEL in labels) == bool(expected and option != "claim"), name
+        queue = "tuneloop" if claims else f"of-{WORK.get(program)}"
+        assert labels.get(QUEUE_LABEL) == (queue if expected and option != "claim" else None), name
         assert ("shm" in str(pod.get("volumes"))) == bool(expected), name
         assert pod.get("terminationGracePeriodSeconds", 30) == (300 if expected else 30), name
         assert resources["requests"].keys() >= {"cpu", "memory"}, name
@@ -102,14 +112,39 @@ def check_workflow(pipeline: str, engine: str, option: str, *sets: str) -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [*ENGINES, *REPLICAS])
 @pytest.mark.parametrize("pipeline", LOOPS)
 def test_accelerators_are_where_the_work_is_on_argo(pipeline: str, engine: str, option: str) -> None:
+    sets = {**ENGINES, **REPLICAS}[engine]
     if (engine, option) in REFUSED:
-        with pytest.raises(UserError, match=r"loop.asynchronous: True: samples with the version before"):
-            check_workflow(pipeline, engine, option, *ENGINES[engine])
+        with pytest.raises(UserError, match=REFUSED[engine, option]):
+            check_workflow(pipeline, engine, option, *sets)
     else:
-        check_workflow(pipeline, engine, option, *ENGINES[engine])
+        check_workflow(pipeline, engine, option, *sets)
+
+
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        (["cluster.sampler.gpus=2"], r"cluster.sampler.gpus: 2: has to be .* \(1 × 1\)"),
+        (["cluster.sampler.gpus=4", "engine.args.tensor_parallel_size=2"], r"\(2 × 1\)"),
+        (["engine.replicas=2", "engine.name=transformers"], "replicas are vLLM servers with devices of their own"),
+        (["engine.replicas=2", "engine.colocate=true"], "replicas are vLLM servers with devices of their own"),
+    ],
+)
+def test_gpus_that_no_server_computes_on_are_refused(sets: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        find_pipeline("grpo").configure(sets=sets)
+
+
+def test_a_task_of_kubeflow_has_one_server(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"engine.replicas: 2: is built for Argo and for one machine"):
+        compiled("grpo", ["engine.replicas=2"], tmp_path / "made.yaml")
+
+
+def test_a_server_on_as_many_gpus_as_it_computes_on() -> None:
+    sets = ["engine.args={tensor_parallel_size: 2, pipeline_parallel_size: 2}", "cluster.sampler.gpus=4"]
+    assert find_pipeline("grpo").configure(sets=sets).engine.replicas == 1
 
 
 @pytest.mark.parametrize("option", ["plain", "nodes", "turns", "claim"])
@@ -140,21 +175,28 @@ def test_accelerators_are_where_the_work_is_on_kubeflow(
     for name, task in tasks.items():
         words, pod = task["container"]["command"], pods.get(name, {})
         launches = "--job" in task["container"].get("args", ())
-        expected = 0 if launches else count_expected(find_program(words), engine, served=False)
+        program = find_program(words)
+        expected = 0 if launches else count_expected(program, engine, served=False)
         given = task["container"]["resources"]
         assert int(given.get("accelerator", {}).get("resourceCount", 0)) == expected, name
-        assert (QUEUE_LABEL in pod.get("podMetadata", {}).get("labels", {})) == bool(expected), name
+        queue = pod.get("podMetadata", {}).get("labels", {}).get(QUEUE_LABEL)
+        assert queue == (f"of-{WORK[program]}" if expected else None), name
         assert ("emptyDirMounts" in pod) == bool(expected), name
         assert {"resourceCpuRequest", "resourceMemoryRequest"} <= given.keys(), name
         if launches:
             job = json.loads(task["container"]["args"][task["container"]["args"].index("--job") + 1])
-            assert {role: Cluster(**job["cluster"]).count_gpus(role) for role in GPUS if role}.items() <= GPUS.items()
+            cluster = Cluster(**job["cluster"])
+            for role in ("trainer", "sampler", "scorer"):
+                assert cluster.count_gpus(role) == GPUS[role]
+                assert cluster.build_queue_labels(role) == {QUEUE_LABEL: f"of-{role}"}
 
 
 def test_a_job_of_a_trainer_backend_asks_for_the_trainers() -> None:
     place: Any = {"node_selector": {"gpu": "h100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]}
-    cluster = Cluster(trainer=AcceleratorResources(gpus=5, grace_s=99, shm="8Gi", **place))
+    cluster = Cluster(trainer=AcceleratorResources(gpus=5, queue="mine", grace_s=99, shm="8Gi", **place))
     backend = Native(args={"policy": "p", "prompts": "q", "checkpoint": "c"})
+    for make in (trainjob.as_trainjob, trainjob.as_jobset, trainjob.as_job, trainjob.as_rayjob):
+        assert make(backend, "t", cluster)["metadata"]["labels"][QUEUE_LABEL] == "mine"
     train = trainjob.as_trainjob(backend, "t", cluster)["spec"]
     assert train["trainer"]["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == "5"
     assert train["podTemplateOverrides"][0]["spec"] == {"nodeSelector": {"gpu": "h100"}, **dict([*place.items()][1:])}

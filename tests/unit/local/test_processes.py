@@ -37,7 +37,7 @@ def server(port: int, probe: dict[str, Any], **more: Any) -> Template:
                     os._exit(9)
                 self.send_response(200); self.end_headers(); self.wfile.write(b"%d" % os.getpid())
         time.sleep(0.3)
-        http.server.HTTPServer(("127.0.0.1", {port}), Handler).serve_forever()
+        http.server.HTTPServer((os.environ.get("POD_IP", "127.0.0.1"), {port}), Handler).serve_forever()
         """
     )
     ports = [{"name": "http", "containerPort": port}]
@@ -92,6 +92,23 @@ def test_a_daemon_serves_until_its_graph_ends(tmp_path: Path) -> None:
     assert gone(int(nodes["i.ask"].outputs["y"]))
     assert (nodes["i.serve"].phase, nodes["i.serve"].daemoned) == ("Succeeded", True)
     assert nodes["i.serve"].finished <= nodes["o"].started
+
+
+def test_servers_of_one_template_listen_at_one_port_of_addresses_of_their_own(tmp_path: Path) -> None:
+    port = free_port()
+    serve = server(port, {"httpGet": {"port": port}}, retryStrategy={"limit": 1, "retryPolicy": "Always"})
+    serve["container"]["env"] = [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+    tasks, before = [task("serve-1", "serve"), task("serve-2", "serve")], "serve-1 && serve-2"
+    for name, template in (("first", "ask"), ("end", "askend"), ("again", "ask")):
+        for i in (1, 2):
+            tasks.append(
+                task(f"{name}-{i}", template, depends=before, arguments=given(ip=f"{{{{tasks.serve-{i}.ip}}}}"))
+            )
+        before = f"serve-1 && serve-2 && {name}-1 && {name}-2"
+    nodes = named(run(tmp_path, serve, ask(port), ask(port, "/end"), dag(*tasks)))
+    answers = {name: node.outputs["y"] for name, node in nodes.items() if name.startswith(("first", "again"))}
+    assert len({*answers.values()}) == 4, "two processes, and after their ends two others at the same addresses"
+    assert {nodes[f"first-{i}"].inputs["ip"] for i in (1, 2)} == {"127.0.0.1", "127.0.0.2"}
 
 
 def test_a_daemon_that_ends_is_started_again(tmp_path: Path) -> None:

@@ -75,11 +75,11 @@ class Remote(Engine, Protocol):
 
     Attributes:
         check: called while that process is waited for; what it raises ends the wait.
-        prove: called once a process that was started anew serves the policy; raises where it does not.
+        prove: called with the engine once a process that was started anew serves the policy; raises where it does not.
     """
 
     check: Callable[[], None]
-    prove: Callable[[], None]
+    prove: Callable[[Engine], None]
 
 
 def check_args(name: str, args: Mapping[str, Any], prefix: str) -> None:

@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -26,9 +26,10 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable, Unavailable, UserError
 from tuneloop.core.http import POLL_S, Response, Unanswered, open_response
 from tuneloop.formats.rollouts import Completion, Request
-from tuneloop.inference.engines import Sampling
+from tuneloop.inference.engines import Engine, Sampling
 
 Value = TypeVar("Value")
+Finished = dict[int, list[Completion]]
 LOSSES = 3
 """The server may be lost so many times in a row without one request finished in between; then the caller gives up."""
 IN_WORKFLOW = "TUNELOOP_NODE_NAME"
@@ -58,6 +59,7 @@ class Client:
             address that never answered is given up at once.
 
     Attributes:
+        hasty: nobody waits for a server that is away: others are there.
         pulled: where the server follows published versions, what the last pull took.
 
     Every call waits while the server is away, and raises `Retryable` where that takes too long, or where it is lost
@@ -76,8 +78,9 @@ class Client:
         self._patience_s, self._met = patience_s, False
         self.context, self.version, self.digest = 0, -1, ""
         self.pulled: dict[str, Any] = {}
+        self.hasty = False
         self.check: Callable[[], None] = lambda: None
-        self.prove: Callable[[], None] = lambda: None
+        self.prove: Callable[[Engine], None] = lambda _: None
         self._policy: Artifact | None = None
         self._renewing = False
         self._given_up = False
@@ -89,10 +92,17 @@ class Client:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
     ) -> list[list[Completion]]:
-        results: dict[int, list[Completion]] = {}
+        results: Finished = {}
+        self.generate_into(dict(enumerate(requests)), sampling, results, done)
+        return [results[i] for i in range(len(requests))]
+
+    def generate_into(
+        self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Callable[[int], None]
+    ) -> None:
+        """Generate what is not in `results` yet into it, under the keys of `requests`; what is finished stays there."""
 
         def attempt() -> None:
-            left = [i for i in range(len(requests)) if i not in results]
+            left = [i for i in requests if i not in results]
             waiting = [asdict(requests[i]) for i in left]
             body = {"requests": waiting, "sampling": asdict(sampling), "version": self.version}
             with self._open("POST", "/generate", body) as response:
@@ -105,8 +115,8 @@ class Client:
                         return
             raise Lost(f"{self.endpoint}: broke off after {len(results)} of {len(requests)} requests")
 
-        self._persist(attempt, self._renew, lambda: len(results), len(requests))
-        return [results[i] for i in range(len(requests))]
+        if len(results) < len(requests):
+            self._persist(attempt, self._renew, lambda: len(results), len(requests))
 
     def score(self, ids: Sequence[int]) -> list[float]:
         body = {"ids": list(ids), "version": self.version}
@@ -157,7 +167,7 @@ class Client:
         self._renewing = True
         try:
             self._load(self._policy, False)
-            self.prove()
+            self.prove(self)
         finally:
             self._renewing = False
 
@@ -168,7 +178,7 @@ class Client:
             Lost: that takes too long.
         """
         kept = f"; {finished} of {total} requests are finished, and kept" if total else ""
-        _say(f"lost the server ({lost}){kept}; waits for it")
+        _say(f"lost the server ({lost}){kept}; {'looks for it once more' if self.hasty else 'waits for it'}")
         begun = time.monotonic()
         while True:
             self.check()
@@ -184,6 +194,8 @@ class Client:
         _say(f"{self.endpoint} answers again after {time.monotonic() - begun:.1f} s{left}")
 
     def _patience(self) -> float:
+        if self.hasty:
+            return 0.0
         if self._patience_s is not None:
             return self._patience_s
         if IN_WORKFLOW in os.environ:

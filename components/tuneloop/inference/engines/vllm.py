@@ -24,6 +24,7 @@ from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Engine, Sampling
 from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._reload import reload_weights, reset_prefix_cache
+from tuneloop.inference.engines._replicas import Replicas
 
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
 """Engine arguments that tuneloop sets: another value would break what a rollout promises."""
@@ -48,7 +49,7 @@ def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> E
     """Open a client where there is an endpoint, else an engine in this process.
 
     Args:
-        endpoint: URL of a running `tuneloop.inference.server`.
+        endpoint: URL of a running `tuneloop.inference.server`; of several, with commas between.
         args: vLLM's ``EngineArgs`` by their own names; a server has its own, they are not sent. With
             ``enable_sleep_mode`` a server has its device by turns, see `Client`.
         timeout_s: how long a client waits for a server that says nothing.
@@ -56,6 +57,8 @@ def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> E
     Raises:
         UserError: an argument that tuneloop sets itself.
     """
+    if endpoint and "," in endpoint:
+        return Replicas([Client(url.strip(), timeout_s) for url in endpoint.split(",")])
     return Client(endpoint, timeout_s, sleeps=bool(args.get("enable_sleep_mode"))) if endpoint else Vllm(args)
 
 

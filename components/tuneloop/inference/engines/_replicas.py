@@ -1,0 +1,119 @@
+"""Several rollout servers of one run, as one engine.
+
+A prompt belongs to one of them, by its place in the first batch: the completions of its group, and later turns of its
+episodes, meet its tokens in that server's prefix cache. Seeds are the requests' own, whoever makes the completions.
+Who is lost is left alone until the engine is closed, and the others are asked for what it had not finished; only the
+last one is waited for, as `tuneloop.inference.engines._client` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import Interrupted, Retryable
+from tuneloop.core.http import POLL_S
+from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.inference.engines import Engine, Sampling
+from tuneloop.inference.engines._client import Client, Finished
+
+
+class Replicas:
+    """`Remote` over servers that are all brought to the same version.
+
+    Attributes:
+        served: URL → the ``requests`` that a replica finished, and why it was ``lost``, if it was.
+        pulled: as `Client` has it, of the replica that served the version last.
+    """
+
+    name = "vllm"
+
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self.clients, self.live = clients, list(clients)
+        self.context, self.version, self.digest = 0, -1, ""
+        self.served: dict[str, dict[str, Any]] = {client.endpoint: {"requests": 0} for client in clients}
+        self.pulled: dict[str, Any] = {}
+        self.check: Callable[[], None] = lambda: None
+        self.prove: Callable[[Engine], None] = lambda _: None
+        self._places: dict[str, int] = {}
+        for client in clients:
+            client.check, client.prove = lambda: self.check(), lambda one: self.prove(one)
+
+    def load(self, policy: Artifact, *, force: bool = False) -> None:
+        self.call_each(lambda client: client.load(policy, force=force))
+        self.version, self.digest = self.live[0].version, self.live[0].digest
+        self.context = min(client.context for client in self.live)
+        self.pulled = max((client.pulled for client in self.live), key=lambda about: float(about.get("served_at", 0)))
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
+    ) -> list[list[Completion]]:
+        results: Finished = {}
+        while left := {i: request for i, request in enumerate(requests) if i not in results}:
+            self._generate_into(left, sampling, results, done)
+        return [results[i] for i in range(len(requests))]
+
+    def score(self, ids: Sequence[int]) -> list[float]:
+        """Score as `Engine.score` does, by every replica; the first answer counts."""
+        scored: list[list[float]] = []
+        self.call_each(lambda client: scored.append(client.score(ids)))
+        return scored[0]
+
+    def close(self) -> None:
+        """Connections live as long as a call."""
+
+    def call_each(self, work: Callable[[Client], object], beat: Callable[[], None] = lambda: None) -> None:
+        """Do `work` with all replicas at the same time; one that is lost meanwhile is left out from then on.
+
+        Args:
+            beat: called now and then; what it raises ends the wait.
+
+        Raises:
+            Retryable: all are lost, and the last did not come back.
+        """
+        pending = list(self.live)
+        while pending:
+            for client in pending:
+                client.hasty = len(self.live) > 1
+            with ThreadPoolExecutor(len(pending)) as pool:
+                futures = {client: pool.submit(work, client) for client in pending}
+                while wait(futures.values(), POLL_S).not_done:
+                    beat()
+            beat()
+            pending = []
+            for client, future in futures.items():
+                try:
+                    future.result()
+                except Retryable as error:
+                    if isinstance(error, Interrupted) or not client.hasty:
+                        raise
+                    if len(self.live) > 1:
+                        self.live.remove(client)
+                        self.served[client.endpoint]["lost"] = str(error.__cause__ or error)
+                    else:
+                        pending = [client]  # the last: it is waited for
+
+    def _generate_into(
+        self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Callable[[int], None]
+    ) -> None:
+        """Generate into `results` what the replicas finish that are there now."""
+        shares: dict[Client, dict[int, Request]] = {client: {} for client in self.live}
+        made: dict[Client, Finished] = {client: {} for client in self.live}
+        for i, request in requests.items():
+            shares[self._find_replica(request)][i] = request
+        self.call_each(
+            lambda client: client.generate_into(shares[client], sampling, made[client], lambda _: None),
+            lambda: done(len(results) + sum(map(len, made.values()))),
+        )
+        for client, finished in made.items():
+            self.served[client.endpoint]["requests"] += len(finished)
+            results |= finished
+
+    def _find_replica(self, request: Request) -> Client:
+        group = request.id.rpartition("-s")[0]  # of a later turn
+        place = self._places.setdefault(group if group in self._places else request.id, len(self._places))
+        turn, index = divmod(place, len(self.clients))
+        own = self.clients[index]
+        return own if own in self.live else self.live[turn % len(self.live)]
