@@ -196,12 +196,6 @@ def find_manifest(url: str) -> Manifest | None:
     return None if data is None else parse_manifest(url, data)
 
 
-def find_below(url: str) -> dict[str, Manifest]:
-    """Find the manifests one level below `url`: name of the artifact → manifest, in the order in which they began."""
-    found = {name: manifest for name in Store(url).parts() if (manifest := find_manifest(f"{url}/{name}"))}
-    return dict(sorted(found.items(), key=lambda each: each[1].provenance.get("started", 0.0)))
-
-
 def parse_manifest(url: str, data: bytes) -> Manifest:
     """Parse a manifest from the bytes read below `url`.
 
