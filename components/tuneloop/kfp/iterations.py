@@ -198,9 +198,7 @@ def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
     task.write("curves", previews.render_charts(rows, "iteration"))
     scored, at = made[-1][step_of(loop.reward)], f"{store.url}/iterations/{last}/{step_of(loop.reward)}"
     assert scored is not None, "the last iteration is committed"
-    for name, draw in (("preview", previews.write_artifact_page), ("confidence", previews.write_confidence)):
-        if name in task.outputs:
-            draw(task, name, at, scored)
+    previews.write_artifact_page(task, "preview", at, scored)
 
 
 if __name__ == "__main__":
