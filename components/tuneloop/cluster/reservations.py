@@ -27,7 +27,7 @@ from typing import Any
 
 from tuneloop.argo.claims import DEVICES, GIVE, TAKE
 from tuneloop.cluster import run_workflows
-from tuneloop.core.errors import Retryable, UserError, report_error
+from tuneloop.core.errors import Retryable, UserError, report_errors
 from tuneloop.core.program import write_outputs
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, connect_to_cluster
@@ -216,6 +216,7 @@ def _do(given: argparse.Namespace) -> dict[str, str]:
     return {seat: reserve_claim(cluster, given.workflow, given.share, role) for seat, role in roles.items()}
 
 
+@report_errors
 def main(argv: Sequence[str]) -> int:
     """Take the seats of a workflow, and write the claims' names where its pods learn them; or give them back."""
     parser = argparse.ArgumentParser(prog="tuneloop.cluster.reservations")
@@ -225,10 +226,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--share", type=Share.model_validate_json)
     parser.add_argument("--seats", nargs="*", default=[], help="claim, claim-trainer, claim-sampler: outputs to write")
     given = parser.parse_args(argv)
-    try:
-        names = _do(given)
-    except (UserError, Retryable) as error:
-        return report_error(error)
+    names = _do(given)
     for seat, name in names.items():
         print(f"{seat}: {name}", flush=True)
     write_outputs(names)

@@ -25,7 +25,7 @@ from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.preflight import check_cluster
 from tuneloop.core.artifacts import split_ref
-from tuneloop.core.errors import Retryable, UserError, report_error
+from tuneloop.core.errors import UserError, report_errors
 from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster
 from tuneloop.runs.records import check_name
@@ -245,18 +245,14 @@ def _within(end: str, low: int, high: int) -> bool:
     return low <= int(end) <= high if end.isdigit() else end.lower() in _NAMES.get(high, "").split()
 
 
+@report_errors
 def main(argv: Sequence[str]) -> int:
     """Start a run for the data that the looking workflow has found."""
     parser = argparse.ArgumentParser(prog="tuneloop.cluster.schedule")
     for flag in ("--name", "--namespace", "--store", "--prompts"):
         parser.add_argument(flag, required=True)
     given = parser.parse_args(argv)
-    try:
-        print(
-            start_scheduled_run(connect_to_cluster(given.namespace), given.name, given.store, given.prompts), flush=True
-        )
-    except (UserError, Retryable) as error:
-        return report_error(error)
+    print(start_scheduled_run(connect_to_cluster(given.namespace), given.name, given.store, given.prompts))
     return 0
 
 

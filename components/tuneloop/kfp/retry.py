@@ -18,14 +18,7 @@ from pathlib import Path
 
 from tuneloop.core.attempts import BUDGET, FAILURE
 from tuneloop.core.ends import AWAY, AWAY_BUDGET, INTERRUPTION, classify_end
-from tuneloop.core.errors import (
-    EXIT_RETRY,
-    TERMINATION_LOG,
-    Retryable,
-    UserError,
-    report_error,
-    write_termination_message,
-)
+from tuneloop.core.errors import EXIT_RETRY, TERMINATION_LOG, Retryable, UserError, write_termination_message
 from tuneloop.core.store import Store
 
 PAUSE_S = 10.0
@@ -75,19 +68,6 @@ def retry_in_process(
     if code and url:
         _record_failure(url, line or f"exit code {code}")
     return code
-
-
-def report_errors(call: Callable[[], None]) -> Callable[[], int]:
-    """Return `call` as a function that returns an exit code, and prints the line of what it raises."""
-
-    def run() -> int:
-        try:
-            call()
-        except (UserError, Retryable) as error:
-            return report_error(error)
-        return 0
-
-    return run
 
 
 def _record_failure(url: str, message: str) -> None:
