@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from tuneloop.config.kfp import Kfp
 from tuneloop.workflow.settings import Cluster
@@ -23,6 +23,17 @@ class PipelineConfig(BaseModel):
     processes: int = Field(1, ge=1, description="ranks of torchrun in a pod of the stages that train")
     cluster: Cluster = Cluster()
     kfp: Kfp = Kfp()
+
+    @classmethod
+    def with_sections(cls, **sections: Any) -> Any:
+        """Return this configuration with a section for each stage (`Component.settings`), whose defaults it takes.
+
+        What is no class is a field of pydantic's own: its type, and its default.
+        """
+        fields: dict[str, Any] = {
+            name: (each, each()) if isinstance(each, type) else each for name, each in sections.items()
+        }
+        return create_model("Config", __base__=cls, **fields)
 
     def published(self, run: str) -> dict[str, str]:
         """Return where the stages of the run at the URL `run` publish checkpoints as weight versions, if they do."""
