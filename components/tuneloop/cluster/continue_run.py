@@ -20,7 +20,6 @@ from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.core.errors import report_errors
 from tuneloop.core.program import write_outputs
-from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster
 from tuneloop.workflow.settings import LOCAL, NEXT, RUN_LABEL
 
@@ -48,8 +47,7 @@ def create_next_workflow(cluster: Connection, name: str, entrypoint: str, argume
         UserError: the account may not.
         Retryable: the API server is in trouble.
     """
-    with translate_api_errors(cluster):
-        own = cluster.get(*WORKFLOWS, name)
+    own = cluster.get(*WORKFLOWS, name)
     run = own["metadata"]["labels"][RUN_LABEL]
     return argo.create_numbered(
         cluster, build_next_workflow(own, entrypoint, arguments), run, run_workflows.get_workflow_number(run, name) + 1

@@ -30,7 +30,6 @@ from tuneloop.cluster.preflight import (
 from tuneloop.cluster.problems import ABSENT, UNSEEN, Problem, find_object, record_denied_reads
 from tuneloop.cluster.run_workflows import list_queues
 from tuneloop.core.errors import UserError
-from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.settings import Cluster
 
@@ -74,19 +73,18 @@ def check_argo(cluster: Connection, workflow: Mapping[str, Any], store: str | No
         Retryable: the API server is in trouble.
     """
     described = describe_needs(cluster, workflow)
-    with translate_api_errors(cluster):
-        checks = [
-            c for name, find in REQUIRED.items() for c in collect_checks(name, find(cluster, workflow), described[name])
-        ]
-        if any(check.outcome == REFUSED for check in checks):
-            return checks
-        checks += collect_checks("Argo's controller", check_controller(cluster))
-        checks += collect_checks("workflow defaults", check_workflow_defaults(cluster))
-        elsewhere = (store or "s3:").partition(":")[0] != "s3" or "claim" in dict(list_references(workflow["spec"]))
-        checks += collect_checks("store", check_store_settings(cluster, "local", WARNING if elsewhere else REFUSED))
-        for name, find in {**CHECKS, "images": check_argo_images, "store": check_argo_store}.items():
-            if name != "store" or store:
-                checks += collect_checks(name, find(cluster, workflow), described.get(name, ""))
+    checks = [
+        c for name, find in REQUIRED.items() for c in collect_checks(name, find(cluster, workflow), described[name])
+    ]
+    if any(check.outcome == REFUSED for check in checks):
+        return checks
+    checks += collect_checks("Argo's controller", check_controller(cluster))
+    checks += collect_checks("workflow defaults", check_workflow_defaults(cluster))
+    elsewhere = (store or "s3:").partition(":")[0] != "s3" or "claim" in dict(list_references(workflow["spec"]))
+    checks += collect_checks("store", check_store_settings(cluster, "local", WARNING if elsewhere else REFUSED))
+    for name, find in {**CHECKS, "images": check_argo_images, "store": check_argo_store}.items():
+        if name != "store" or store:
+            checks += collect_checks(name, find(cluster, workflow), described.get(name, ""))
     return checks
 
 

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from tuneloop.core.errors import UserError
-from tuneloop.kube.api_errors import read_api_message
+from tuneloop.kube.connection import ApiRefusal
 
 INSTALL = "manifests/third-party/README.md says how to install it"
 APPLY = "kubectl apply -k manifests/overlays/local"
@@ -46,18 +46,16 @@ def record_denied_reads() -> Iterator[list[str]]:
 
 def find_object(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return what `read` gives; ABSENT for 404; UNSEEN for 403."""
-    from kubernetes.client import ApiException
-
     try:
         return read(*args, **kwargs)
-    except ApiException as error:
+    except ApiRefusal as error:
         if error.status == 404:
             return ABSENT
         if error.status != 403:
             raise
-        message = read_api_message(error)
         if (denied := _denied.get()) is not None:
-            denied.append(" ".join(match.groups()) if (match := DENIED.search(message)) else f"read it: {message}")
+            match = DENIED.search(error.message)
+            denied.append(" ".join(match.groups()) if match else f"read it: {error.message}")
         return UNSEEN
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.inference.refusals import Refused
-from tuneloop.kube.api_errors import read_api_message
+from tuneloop.kube.connection import read_api_message
 
 REMEMBERED = 30.0
 """Seconds for which an answer of the API server holds; a token withdrawn meanwhile is still taken."""

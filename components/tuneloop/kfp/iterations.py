@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         nonlocal trained
         position = find_reached(task.inputs)
         whole = position.last > 0 and position.last % given.per_task == 0
-        if position.ended or trained or (whole and find_newer_run(api, run_id)):
+        if position.ended or trained or (whole and find_newer_run(api, api.read_run(run_id))):
             trained = position
             return 0
         start = {**values, **{k: handle["ref"] for k, handle in position.carried.items()}}

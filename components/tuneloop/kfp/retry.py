@@ -20,6 +20,7 @@ from tuneloop.core.attempts import BUDGET, FAILURE
 from tuneloop.core.ends import AWAY, AWAY_BUDGET, INTERRUPTION, classify_end
 from tuneloop.core.errors import EXIT_RETRY, TERMINATION_LOG, Retryable, UserError, write_termination_message
 from tuneloop.core.store import Store
+from tuneloop.core.threads import hear_signals
 
 PAUSE_S = 10.0
 """Seconds between two attempts, as on Argo."""
@@ -43,9 +44,8 @@ def retry_in_process(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return run()
     stopped = threading.Event()
-    previous = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     without_progress, away, progress = 0, 0, ""
-    try:
+    with hear_signals(lambda _: stopped.set(), [signal.SIGTERM]):
         while True:
             code, line = _run_and_read_line(run)
             end = classify_end("Failed", code, line)
@@ -61,8 +61,6 @@ def retry_in_process(
             print(f"{end.name}: retrying in {pause_s:g} s", file=sys.stderr, flush=True)
             if stopped.wait(pause_s):
                 break
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     if line:
         write_termination_message(line)
     if code and url:

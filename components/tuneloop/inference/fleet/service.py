@@ -11,7 +11,6 @@ from typing import Any
 
 from tuneloop.core.errors import UserError
 from tuneloop.inference.fleet import Fleet, Worker, parse_service_url
-from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import connect_to_cluster
 
 SLICES = ("discovery.k8s.io", "v1", "endpointslices")
@@ -27,8 +26,7 @@ class Service:
 
     def discover(self) -> list[Worker]:
         cluster = connect_to_cluster(self.namespace)
-        with translate_api_errors(cluster):
-            slices = cluster.list(*SLICES, selector=f"kubernetes.io/service-name={self.name}")
+        slices = cluster.list(*SLICES, selector=f"kubernetes.io/service-name={self.name}")
         if not slices:
             remedy = f"namespace {self.namespace} of {cluster.context} has no such Service with a selector"
             raise UserError("fleet", f"service://{self.name}.{self.namespace}", remedy)
