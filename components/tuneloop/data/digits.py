@@ -19,7 +19,7 @@ from tuneloop.core.seeds import derive_seed
 from tuneloop.data import Example, Splits
 
 
-def load(
+def load_splits(
     n: int,
     seed: int,
     *,

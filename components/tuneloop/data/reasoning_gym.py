@@ -13,7 +13,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.data import Example, Splits
 
 
-def load(n: int, seed: int, *, task: str, config: dict[str, Any] | None = None) -> Splits:
+def load_splits(n: int, seed: int, *, task: str, config: dict[str, Any] | None = None) -> Splits:
     """Generate questions of one task as they are asked for.
 
     Args:

@@ -23,7 +23,7 @@ BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 }
 
 
-def create(row: Mapping[str, Any]) -> Environment:
+def create_environment(row: Mapping[str, Any]) -> Environment:
     """Begin an episode in which the policy may calculate."""
     return Calculator()
 

@@ -15,7 +15,7 @@ from tuneloop.environments import Environment, Reply
 NUMBER = re.compile(r"-?\d{1,18}")
 
 
-def create(row: Mapping[str, Any]) -> Environment:
+def create_environment(row: Mapping[str, Any]) -> Environment:
     """Begin an episode over the number ``row["answer"]``.
 
     Raises:

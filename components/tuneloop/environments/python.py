@@ -17,7 +17,7 @@ from tuneloop.environments import Call, Environment, Reply, tool_calls
 from tuneloop.rewards.sandbox import Limits, check_kernel, run_program
 
 
-def create(
+def create_environment(
     row: Mapping[str, Any],
     *,
     seconds: Annotated[float, Field(gt=0)] = 4.0,

@@ -175,7 +175,7 @@ def open_engine(options: SamplingOptions) -> contextlib.closing[Engine]:
     Raises:
         UserError: unknown, or arguments that it does not take.
     """
-    create = plugins.load_variant("engines", options.engine, "create")
+    create = plugins.load_variant("engines", options.engine, "open_engine")
     return contextlib.closing(create(options.endpoint, options.engine_args, options.timeout_s))
 
 

@@ -38,7 +38,7 @@ def _find(name: str, args: Mapping[str, Any], prefix: str = "") -> Callable[...,
         UserError: it does not, with `prefix` and the argument's name as the field.
     """
     factory = plugins.load_variant("environments", name)
-    create: Callable[..., Environment] = factory if callable(factory) else factory.create
+    create: Callable[..., Environment] = factory if callable(factory) else factory.create_environment
     plugins.check_variant_args(name, create, args, first=1, prefix=prefix)
     return create
 
