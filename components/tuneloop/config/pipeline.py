@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, Field, create_model
 
 from tuneloop.config.kfp import Kfp
 from tuneloop.workflow.settings import Cluster
@@ -14,10 +14,9 @@ SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "mo
 Nodes = Annotated[int, Field(ge=1, description="pods of a stage that trains: several are a JobSet, for a cluster only")]
 
 
-class PipelineConfig(BaseModel):
+class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
     """Settings of a run as a whole; a pipeline adds a section for each of its stages."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     seed: int = Field(0, ge=0, description="every random stream of the run is derived from it")
     base_model: str = Field("tiny-qwen3", description="tiny-qwen3, tiny-llama, a Hugging Face directory or hub name")
     processes: int = Field(1, ge=1, description="ranks of torchrun in a pod of the stages that train")

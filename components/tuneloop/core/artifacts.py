@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from tuneloop.core import cache, fencing
 from tuneloop.core.errors import Corrupt, UserError
@@ -43,18 +43,16 @@ Role = Literal["sampler", "scorer", "trainer", "evaluator"]
 """What a stage is in a loop: it makes completions, judges them, learns from them, or measures the policy."""
 
 
-class File(BaseModel):
+class File(BaseModel, frozen=True):
     """Size in bytes and digest of one file."""
 
-    model_config = ConfigDict(frozen=True)
     size: int
     digest: str
 
 
-class Manifest(BaseModel):
+class Manifest(BaseModel, frozen=True):
     """What is known of a committed artifact. `digest` covers the files alone, never times or places."""
 
-    model_config = ConfigDict(frozen=True)
     format: int = 1
     stage: str
     role: Role | None = Field(None, description="what the stage is in a loop")

@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from tuneloop.core.ends import AWAY, AWAY_BUDGET, FOR_NOW, MEMORY, NO_EXIT_CODE, classify_end, describe_exit
 from tuneloop.core.errors import UserError
@@ -35,7 +35,7 @@ class Exhausted(RuntimeError):
     """The budget is used up: starting again does not help."""
 
 
-class Record(BaseModel):
+class Record(BaseModel, frozen=True):
     """What an attempt leaves for the next one.
 
     Attributes:
@@ -45,7 +45,6 @@ class Record(BaseModel):
         progress: the signs of progress that it found.
     """
 
-    model_config = ConfigDict(frozen=True)
     attempt: int
     without_progress: int = 0
     unavailable: int = 0

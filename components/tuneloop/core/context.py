@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from tuneloop.core.artifacts import MANIFEST, Artifact, Draft, dump_canonical_json
 from tuneloop.core.errors import Interrupted
@@ -20,20 +20,17 @@ from tuneloop.core.store import Store
 from tuneloop.core.threads import hear_signals
 
 
-class Params(BaseModel):
+class Params(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
     """A stage's parameters; generated from its signature."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-
-class Options(BaseModel):
+class Options(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
     """Parameters that several stages share: one of this type is flattened, each of its fields is a flag.
 
     Attributes:
         flags: the fields that are flags, in their order; empty: all, as they are declared.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     flags: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
