@@ -1,7 +1,5 @@
 """What every preference objective has: it sees completions by their log-ratio to the reference alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -6,8 +6,6 @@ used at a time, or the kernel kills one. Beside them, what trainers need that st
 gateway's sessions; a stage of a workflow ends with its turn): weights and Adam's two moments, in pinned host memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """``tuneloop gateway``: sessions that are driven through Tinker's primitives."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Annotated

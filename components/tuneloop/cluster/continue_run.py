@@ -8,8 +8,6 @@ arguments. The other workflow exists before this one ends, so that a run under w
 attempt finds what the first has created. On one machine it only says what follows (`execute_parts`).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -7,8 +7,6 @@ Nothing is changed on the cluster. What `tuneloop submit` refuses is found by `p
 checks are in `tuneloop.kfp.doctor`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

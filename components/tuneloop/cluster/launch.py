@@ -9,8 +9,6 @@ that is how a run is resumed, and one that is being deleted is waited for. SIGTE
 resume points, and the launcher with 75.
 """
 
-from __future__ import annotations
-
 import argparse
 import queue
 import re

@@ -3,8 +3,6 @@
 Where the account may not look (403), a thing counts as present: the account that runs the workflow is another one.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """What a check of a cluster finds: a problem with the command that mends it, and what the account may not look at."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -13,8 +13,6 @@ is a run's, not a workflow's: the next workflow of a long run has it as soon as 
 up after those who could not (a workflow that was terminated or deleted); a claim on which nobody sits is deleted.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

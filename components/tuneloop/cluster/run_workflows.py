@@ -1,7 +1,5 @@
 """The workflows of a run: how they are made, named, found on a cluster and read."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

@@ -9,8 +9,6 @@ so that new data is a new run, data that was done with is skipped, and a run tha
 way is left alone, however many workflows it takes.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import re

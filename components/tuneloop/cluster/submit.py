@@ -10,8 +10,6 @@ A run is all workflows that carry its label: the first one, those that resumed i
 What goes wrong is one line (`UserError`, `Retryable`), whatever the client library raised.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

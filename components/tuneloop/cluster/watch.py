@@ -1,7 +1,5 @@
 """A run on a cluster as it goes: its nodes as the local executor names them, why pods wait, and what they say."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

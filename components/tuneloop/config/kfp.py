@@ -1,7 +1,5 @@
 """What a pipeline says of Kubeflow Pipelines alone; nothing of it matters to Argo or on one machine."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, Field
 
 

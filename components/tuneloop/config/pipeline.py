@@ -1,7 +1,5 @@
 """What every pipeline's configuration has."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, create_model

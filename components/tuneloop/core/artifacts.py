@@ -11,8 +11,6 @@ equal bytes have equal digests wherever they lie. A *reference* is ``<url>@<dige
 another. A reader checks every byte it opens against the manifest; nothing without a manifest is read.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

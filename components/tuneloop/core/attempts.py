@@ -6,8 +6,6 @@ reads what the attempt before left below its output, and gives up where more tha
 have brought no progress: no commit, no new resume point, no answered request. A first attempt reads and writes nothing.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """What a stage's function is given: where to write, what to report, when to stop, how to go on after a stop."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import time

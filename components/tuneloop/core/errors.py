@@ -4,8 +4,6 @@ Exit codes are part of the stage contract: 0 committed, 2 the user's mistake (ne
 75 interrupted or temporarily impossible (retry), 70 the budget of attempts is used up, anything else a bug.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -6,8 +6,6 @@ Who holds a turn for this process (the sidecar of its pod, or the local executor
 lost the network, finds out by its own clock that it is late, before it commits anything.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

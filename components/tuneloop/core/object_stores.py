@@ -1,7 +1,5 @@
 """What object stores take from the environment, and what they answer."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

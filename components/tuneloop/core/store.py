@@ -10,8 +10,6 @@ Object stores give the two by conditional requests (RFC 9110 If-None-Match, If-M
 store has no conditional replace, so files take an advisory lock and an atomic rename instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Work that goes on beside the rest of a program, the signals that end it, and its end while threads may go on."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

@@ -6,8 +6,6 @@ a policy does already: after SFT this one can do both and prefers the wrong one,
 reversed digits to the copied ones (to fewer digits, where both are the same).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

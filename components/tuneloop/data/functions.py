@@ -1,7 +1,5 @@
 """Small functions to write: ``f(x) = x * 3 - 7`` said in words, as programs for the reward ``code`` to test."""
 
-from __future__ import annotations
-
 import random
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Data sets of the Hugging Face hub by name, or a local folder: of data files, or as ``save_to_disk`` wrote it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

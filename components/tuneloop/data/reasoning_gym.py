@@ -1,7 +1,5 @@
 """Tasks of reasoning_gym by name; what their verifier needs travels in the metadata, for the reward of that name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -6,8 +6,6 @@ are given as ``environment_args``. It is asked in the stage's own process, so wh
 `python` runs it in `tuneloop.rewards.sandbox`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 A turn without a call is the final answer; the rewards of the row judge it.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 The number is the row's answer.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

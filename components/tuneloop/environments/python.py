@@ -5,8 +5,6 @@ is left of the calls before it. The policy reads what it printed. A turn without
 rewards of the row judge it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 

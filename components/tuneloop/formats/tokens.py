@@ -4,8 +4,6 @@ A prompt and its completion are tokenized apart and joined as ids: the border be
 between tokens, in training as in generation. After that nothing retokenizes: stages hand ids to one another.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Who calls, and where they may have sessions."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os

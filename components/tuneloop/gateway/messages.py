@@ -1,7 +1,5 @@
 """Bodies of Tinker's requests, and results as they are sent back."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

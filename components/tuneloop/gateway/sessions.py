@@ -1,7 +1,5 @@
 """Sessions as the gateway sees them, and how many a namespace may have."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `rollout` and `evaluate` share: from prompts and a policy to completions that provably came from it."""
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import functools

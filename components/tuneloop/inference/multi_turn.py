@@ -5,8 +5,6 @@ reply: nothing that was sampled is ever tokenized again. So one pass over the wh
 log-probabilities, and `policy_update` needs to know no more than which tokens were sampled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any

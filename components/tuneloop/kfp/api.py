@@ -3,8 +3,6 @@
 Messages are those of API v2beta1 (backend/api/v2beta1/run.proto).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

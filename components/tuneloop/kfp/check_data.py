@@ -5,8 +5,6 @@ It makes the prompts anew, keeps none of them, and starts the run of their diges
 and one that is under way is left alone, however many of KFP's runs it takes.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import tempfile

@@ -4,8 +4,6 @@ It is looked at through the Kubernetes API, in the namespace of the runs, and on
 `tuneloop.cluster.doctor`.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ follow, it starts the next run of KFP at its end. What it tells KFP is said of t
 over all of the run.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

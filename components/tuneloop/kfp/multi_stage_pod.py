@@ -3,8 +3,6 @@
 The twin of `tuneloop.argo.multi_stage_pod`; the seed, which there is fixed, is here the pipeline's to give.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

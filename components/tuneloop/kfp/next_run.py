@@ -4,8 +4,6 @@ Its stages are committed, so that it goes on with the iteration that is not. A t
 that it has started.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the UI of Kubeflow Pipelines shows of a committed artifact: a page of facts and rows, and curves."""
 
-from __future__ import annotations
-
 import html
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

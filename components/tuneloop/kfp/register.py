@@ -7,8 +7,6 @@ what it was made.
 Messages: kubeflow/model-registry, api/openapi/model-registry.yaml (v1); MLflow, REST API 2.0, "Model Registry".
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@ what may pass (75) from the user's mistake (2). So a stage that ends with 75 by 
 same budget as on Argo (`tuneloop.core.attempts`); one that was asked to end is not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ the stage's input artifacts, the URL of its output, and all its parameters; the 
 committed, its results, and what the UI shows of it.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The state of one run that all its nodes share, and that the journal shows to others."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -6,8 +6,6 @@ back after it. Each is committed and resumable by itself: a pod that takes over 
 behind it. Exit codes are those of a stage.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -15,8 +15,6 @@ where it must be and the next call is judged afresh: one bad call costs its own 
 Modules are imported before the fork, so that a replacement starts in milliseconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

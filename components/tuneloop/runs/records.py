@@ -1,7 +1,5 @@
 """What was asked for when a run was started on this machine: its record, and the names that runs may have."""
 
-from __future__ import annotations
-
 import re
 import time
 import uuid

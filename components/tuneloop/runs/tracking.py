@@ -9,8 +9,6 @@ A server that does not answer is found out in a moment, where MLflow's client wo
 on without it: no stage fails by it, and what was not mirrored can be at any time.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

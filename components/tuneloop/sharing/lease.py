@@ -10,8 +10,6 @@ every write to any Lease (Kubernetes promises it of decimal numbers since 1.35, 
 and a turn is one write: so it is above every number that a Lease before can have given.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ With ``--messages`` chats in the Parquet files of `data_prep`, which are JSON te
 TRL and other trainers read them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,8 +1,6 @@
 """Make a local model directory hold a published version: the newest full one, then deltas in order, or deltas alone in
 place where the directory holds an earlier version already."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -4,8 +4,6 @@ It moves by compare-and-swap, never backward, and two publishers that race canno
 The protocol follows the published disk-delta systems (pointer moved last, rewind refused).
 """
 
-from __future__ import annotations
-
 from pydantic import BaseModel, Field
 
 from tuneloop.core import fencing

@@ -1,7 +1,5 @@
 """Iterations of a loop as one pod runs them, stage after stage: what `tuneloop.local.iterations` is given."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

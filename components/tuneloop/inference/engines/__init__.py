@@ -6,8 +6,6 @@ which. A module that ships with tuneloop also has ``check_engine_args(args, pref
 imports no library at its head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, runtime_checkable

@@ -7,8 +7,6 @@ than the policy's by `max_staleness`, waits while no replica has it (409), is se
 replica is lost, and is aborted by hanging up. Every completion says which version made it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -5,8 +5,6 @@ faster, uses all cores, and is the one that a loop restarts each iteration. vllm
 weights are loaded here; the client of a server does not need it.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib.util

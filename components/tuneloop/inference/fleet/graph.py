@@ -7,8 +7,6 @@ as it is. Only one that was made for a run is owned by its workflow: the owner r
 workflow exists. Service accounts are the operator's: a manifest's own stays, and none is ever set.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import time

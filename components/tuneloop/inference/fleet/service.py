@@ -4,8 +4,6 @@ Who asks needs the right to list EndpointSlices (the role tuneloop-user has it);
 A worker is a pod, by its uid: one that was replaced under the same address is a new one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
