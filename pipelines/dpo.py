@@ -6,8 +6,6 @@ With its defaults it learns from demonstrations most of which copy digits, and t
 The reference is the policy after SFT; its log-probabilities are computed once, by a stage of their own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tuneloop.cli.pipeline_file import make_builders, run_file
@@ -21,25 +19,15 @@ from tuneloop.stages.reference_logprobs import reference_logprobs
 from tuneloop.stages.sft import sft
 from tuneloop.workflow.loop import Graph, StageSpec
 
-DataPrep: Any = data_prep.settings(without=SET_BY_PIPELINE, train=256, preference=512, preference_eval=128)
-BaseModelSettings: Any = base_model.settings(without=SET_BY_PIPELINE)
-Sft: Any = sft.settings(without=SET_BY_PIPELINE)
-ReferenceLogprobs: Any = reference_logprobs.settings(without={*SET_BY_PIPELINE, "mismatched_pairs"})
-Preference: Any = preference.settings(without=SET_BY_PIPELINE)
-Evaluate: Any = evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8)
-Export: Any = export.settings()
-
-
-class Config(PipelineConfig):
-    """Configuration of `dpo`."""
-
-    data: DataPrep = DataPrep()
-    model: BaseModelSettings = BaseModelSettings()
-    sft: Sft = Sft()
-    reference: ReferenceLogprobs = ReferenceLogprobs()
-    preference: Preference = Preference()
-    evaluate: Evaluate = Evaluate()
-    export: Export = Export()
+Config: Any = PipelineConfig.with_sections(
+    data=data_prep.settings(without=SET_BY_PIPELINE, train=256, preference=512, preference_eval=128),
+    model=base_model.settings(without=SET_BY_PIPELINE),
+    sft=sft.settings(without=SET_BY_PIPELINE),
+    reference=reference_logprobs.settings(without={*SET_BY_PIPELINE, "mismatched_pairs"}),
+    preference=preference.settings(without=SET_BY_PIPELINE),
+    evaluate=evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8),
+    export=export.settings(),
+)
 
 
 def stages(config: Config) -> list[StageSpec]:

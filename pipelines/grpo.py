@@ -14,8 +14,6 @@ With `loop.asynchronous` the next batch is sampled while the policy is updated o
 the first batch of a workflow are one version old.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tuneloop.cli.pipeline_file import make_builders, run_file
@@ -32,26 +30,15 @@ from tuneloop.workflow.loop import Graph, Loop, StageSpec, Step
 
 GIVEN = {*SET_BY_PIPELINE, "weights"}
 
-DataPrep: Any = data_prep.settings(without=GIVEN, sft=0)
-BaseModelSettings: Any = base_model.settings(without=GIVEN)
-Rollout: Any = rollout.settings(without=GIVEN, max_tokens=8)
-Reward: Any = reward.settings()
-PolicyUpdate: Any = policy_update.settings(without=GIVEN)
-Evaluate: Any = evaluate.settings(without=GIVEN, max_tokens=8)
-Export: Any = export.settings()
-
-
-class Config(LoopPipelineConfig):
-    """Configuration of `grpo`."""
-
-    data: DataPrep = DataPrep()
-    model: BaseModelSettings = BaseModelSettings()
-    rollout: Rollout = Rollout()
-    reward: Reward = Reward()
-    update: PolicyUpdate = PolicyUpdate()
-    evaluate: Evaluate = Evaluate()
-    export: Export = Export()
-
+Config: Any = LoopPipelineConfig.with_sections(
+    data=data_prep.settings(without=GIVEN, sft=0),
+    model=base_model.settings(without=GIVEN),
+    rollout=rollout.settings(without=GIVEN, max_tokens=8),
+    reward=reward.settings(),
+    update=policy_update.settings(without=GIVEN),
+    evaluate=evaluate.settings(without=GIVEN, max_tokens=8),
+    export=export.settings(),
+)
 
 # A step takes its inputs and parameters from wires: values of the loop (those of `carry` and `constants`; `iteration`
 # and `endpoint` are always there), or outputs of a step before, under the names that they have in the YAML.

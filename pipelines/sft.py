@@ -3,8 +3,6 @@
 tuneloop run sft --set data.source=jsonl --set data.source_args.train=examples.jsonl --set base_model=path/to/model
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tuneloop.cli.pipeline_file import make_builders, run_file
@@ -16,22 +14,14 @@ from tuneloop.stages.export import export
 from tuneloop.stages.sft import sft
 from tuneloop.workflow.loop import Graph, StageSpec
 
-DataPrep: Any = data_prep.settings(without=SET_BY_PIPELINE)
-BaseModelSettings: Any = base_model.settings(without=SET_BY_PIPELINE)
-Sft: Any = sft.settings(without=SET_BY_PIPELINE)
-Evaluate: Any = evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8)
-Export: Any = export.settings()
-
-
-class Config(PipelineConfig):
-    """Configuration of `sft`."""
-
-    nodes: Nodes = 1
-    data: DataPrep = DataPrep()
-    model: BaseModelSettings = BaseModelSettings()
-    sft: Sft = Sft()
-    evaluate: Evaluate = Evaluate()
-    export: Export = Export()
+Config: Any = PipelineConfig.with_sections(
+    nodes=(Nodes, 1),
+    data=data_prep.settings(without=SET_BY_PIPELINE),
+    model=base_model.settings(without=SET_BY_PIPELINE),
+    sft=sft.settings(without=SET_BY_PIPELINE),
+    evaluate=evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8),
+    export=export.settings(),
+)
 
 
 def stages(config: Config) -> list[StageSpec]:

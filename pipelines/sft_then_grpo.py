@@ -6,8 +6,6 @@ With its defaults it is the demo: a small Qwen3 made here learns to reverse digi
 copy them instead; the loop then sharpens the skill by reward alone. `grpo.py` has the loop.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tuneloop.cli.pipeline_file import make_builders, run_file
@@ -19,15 +17,9 @@ from tuneloop.workflow.loop import Graph, StageSpec
 
 grpo = load_pipeline("grpo", beside=__file__)
 
-DataPrep: Any = data_prep.settings(without=grpo.GIVEN)
-Sft: Any = sft.settings(without=grpo.GIVEN)
-
-
-class Config(grpo.Config):  # type: ignore[name-defined,misc]
-    """Configuration of `sft_then_grpo`: that of `grpo`, and `sft`."""
-
-    data: DataPrep = DataPrep()
-    sft: Sft = Sft()
+Config: Any = grpo.Config.with_sections(
+    data=data_prep.settings(without=grpo.GIVEN), sft=sft.settings(without=grpo.GIVEN)
+)
 
 
 def stages(config: Config) -> list[StageSpec]:
@@ -39,8 +31,7 @@ def draw(graph: Graph) -> None:
     """Supervised fine-tuning, then GRPO, evaluated before and after the loop, and exported."""
     data = graph.stage(data_prep)
     model = graph.stage(base_model, prompts=data.prompts)
-    tuned = graph.stage(sft, policy=model.checkpoint, prompts=data.prompts)
-    start = tuned.checkpoint
+    start = graph.stage(sft, policy=model.checkpoint, prompts=data.prompts).checkpoint
     # The server boots with the base model while SFT trains, and loads `start` then.
     graph.loop(serve=model.checkpoint, policy=start, reference=start, prompts=data.prompts)
 

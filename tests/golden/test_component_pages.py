@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.component_pages import load_stages, render_stage_page
 from tuneloop.core.component import Component
-from tuneloop.kfp.pages import load_stages, render_stage_page
 
 PAGES = Path(__file__).parents[2] / "docs" / "components"
 STAGES = list(load_stages())

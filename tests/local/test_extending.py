@@ -57,7 +57,7 @@ class Twice:
         return Reply("again\\n", role="user", done=self.said == 2, reward=1.0)
 
 
-def create(row):
+def create_environment(row):
     return Twice()
 ''',
     "components/tuneloop/data/added.py": '''
@@ -65,7 +65,7 @@ def create(row):
 from tuneloop.data import Example, Splits
 
 
-def load(n, seed, *, first: int = 1):
+def load_splits(n, seed, *, first: int = 1):
     return Splits.of(Example(prompt=f"{first} + {i} =", answer=str(first + i)) for i in range(n))
 ''',
     "components/tuneloop/algorithms/added.py": '''
@@ -84,12 +84,12 @@ class Algorithm(grpo.Algorithm):
 from tuneloop.inference.engines import transformers
 
 
-def check(args, prefix="--engine-args "):
-    transformers.check(args, prefix)
+def check_engine_args(args, prefix="--engine-args "):
+    transformers.check_engine_args(args, prefix)
 
 
-def create(endpoint, args, timeout_s):
-    engine = transformers.create(endpoint, args, timeout_s)
+def open_engine(endpoint, args, timeout_s):
+    engine = transformers.open_engine(endpoint, args, timeout_s)
     engine.name = "added"
     return engine
 ''',

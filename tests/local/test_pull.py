@@ -33,7 +33,7 @@ from tuneloop.inference.conformance import Probe, run_checks
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._loop import EngineLoop
-from tuneloop.inference.engines.endpoint import create
+from tuneloop.inference.engines.endpoint import open_engine
 from tuneloop.inference.generate import prove_weights
 from tuneloop.runs.delivery import list_deliveries
 from tuneloop.runs.run_record import Run
@@ -286,7 +286,7 @@ def test_a_fleet_loses_one_and_gets_another(
     late = follow(root)
     assert running.ask("POST", "/verify")[1]["identical"] == late.ask("POST", "/verify")[1]["identical"]
     with gateway([late.url, running.url]) as url:
-        engine = create(url, {"retry_sleep": 0.1, "partial_rollout": True}, LIMIT_S)
+        engine = open_engine(url, {"retry_sleep": 0.1, "partial_rollout": True}, LIMIT_S)
         engine.load(policy)
         publish(root, policy)
         prove_weights(engine, policy, 0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from tuneloop.algorithms import _terms
 from tuneloop.algorithms._terms import Tensor
@@ -57,10 +57,9 @@ class Tokens:
     reference: Tensor | None = None
 
 
-class PolicyGradient(BaseModel):
+class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     """``Σ weight · (-w · surrogate + β · ratio · KL)`` with the options that all algorithms share."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     epsilon: float = Field(0.2, gt=0, description="the ratio is clipped below 1 - epsilon")
     epsilon_high: float | None = Field(None, gt=0, description="and above 1 + epsilon_high; None: as epsilon")
     delta: float | None = Field(None, gt=1, description="bounds the ratio where the advantage is negative")

@@ -1,11 +1,9 @@
 """What every preference objective has: it sees completions by their log-ratio to the reference alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from tuneloop.algorithms._terms import Tensor
 
@@ -30,13 +28,12 @@ class Judged:
         return chosen, rejected
 
 
-class Preference(BaseModel):
+class Preference(BaseModel, frozen=True, extra="forbid"):
     """A loss of pairs; implicit rewards are ``β · ratio``."""
 
     needs_kl: ClassVar[bool] = False
     """Whether `Judged.kl` must be estimated, from completions of other prompts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     beta: float = Field(0.1, gt=0, description="how dear it is to leave the reference")
 
     def loss(self, judged: Judged) -> Tensor:

@@ -1,7 +1,5 @@
 """CISPO (arXiv 2506.13585): the ratio is a clipped weight, and every token keeps its gradient."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from tuneloop.algorithms import _terms, grpo

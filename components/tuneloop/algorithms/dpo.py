@@ -1,7 +1,5 @@
 """Direct preference optimization (arXiv 2305.18290)."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from tuneloop.algorithms._preference import Judged, Preference

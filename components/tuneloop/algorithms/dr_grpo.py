@@ -1,7 +1,5 @@
 """Dr. GRPO (arXiv 2503.20783): GRPO without the two divisions that bias it, by deviation and by length."""
 
-from __future__ import annotations
-
 from tuneloop.algorithms import _terms, grpo
 
 

@@ -1,7 +1,5 @@
 """Group relative policy optimization (arXiv 2402.03300): a completion's baseline is its group's mean reward."""
 
-from __future__ import annotations
-
 from tuneloop.algorithms import _terms
 from tuneloop.algorithms._objective import Completions, PolicyGradient
 from tuneloop.algorithms._terms import Tensor

@@ -1,7 +1,5 @@
 """GSPO (arXiv 2507.18071): ratio and clip belong to the completion, as the reward does."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

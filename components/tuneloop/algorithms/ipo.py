@@ -1,7 +1,5 @@
 """Identity preference optimization (arXiv 2310.12036): a margin to reach, not to exceed."""
 
-from __future__ import annotations
-
 from tuneloop.algorithms._preference import Judged, Preference
 from tuneloop.algorithms._terms import Tensor
 

@@ -1,7 +1,5 @@
 """Kahneman-Tversky optimization (arXiv 2402.01306): completions are good or bad each for itself, not in pairs."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from pydantic import Field

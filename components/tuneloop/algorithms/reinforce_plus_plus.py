@@ -1,7 +1,5 @@
 """REINFORCE++ (arXiv 2501.03262): no critic and no group; advantages are whitened over all tokens of the batch."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """RLOO (arXiv 2402.14740): REINFORCE on whole completions, the group's others as baseline."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from tuneloop.algorithms import _terms

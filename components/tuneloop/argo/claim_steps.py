@@ -1,8 +1,6 @@
 """The steps of a Workflow that reserve shared devices and give them back; `tuneloop.cluster.reservations` is what they
 run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ first step has taken a seat, and reaches every template as a global output param
 difference how a workflow was started: by submission, by a schedule, from a template, or by the workflow before it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The step that starts the next workflow of a long run; `tuneloop.cluster.continue_run` is what it runs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hera.workflows import Container, Parameter

@@ -4,8 +4,6 @@
 what bounds a recursion, what a skipped task has no outputs for.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

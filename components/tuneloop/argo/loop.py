@@ -12,8 +12,6 @@ the first batch and calls `turn`, which calls `batch` and itself. With several i
 calls the next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

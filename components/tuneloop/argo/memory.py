@@ -5,8 +5,6 @@ be read, request and limit are set to what its stage needs; where only a part of
 where nothing is, it stays as it was: a guess must not be what a pod dies of.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -12,8 +12,6 @@ the GPU's memory; the pod's own holds the programs, and once the weights and the
 the store and go.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Several iterations of a loop in one pod: what `tuneloop.local.iterations` runs, as a Hera template."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A pipeline as an Argo Workflow: a template for each of its stages, and the graph `main` that calls them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

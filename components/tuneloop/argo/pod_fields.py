@@ -1,7 +1,5 @@
 """Fields that every pod of ours has: image, store, scratch disk, requests, rights, and how it is started again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Every name a pod refers to (service accounts, queue, store settings) is one that
 Argo Workflows 3.7: no field that it lacks.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Exit codes: 0; 2 the user's mistake (one line on standard error); 75 try again; 
 stage that failed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from gc import set_threshold

@@ -1,7 +1,5 @@
 """Commands that look at a pipeline and run nothing."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is checked before a run touches anything."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import socket

@@ -27,8 +27,7 @@ from tuneloop.cli.arguments import (
 from tuneloop.cli.exits import run_command
 from tuneloop.cli.inspect import print_json
 from tuneloop.core.errors import UserError
-from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
-from tuneloop.kube.connection import connect_to_cluster
+from tuneloop.kube.connection import connect_to_cluster, retry_until_available
 
 if TYPE_CHECKING:
     from tuneloop.cli.show import Stage
@@ -86,9 +85,8 @@ def submit_run(
     if graph:
         find_api_version(there)
     check_cluster(there, made)
-    with translate_api_errors(there):
-        for warning in find_queue_warnings(there, made):
-            typer.echo(f"note: {warning}", err=True)
+    for warning in find_queue_warnings(there, made):
+        typer.echo(f"note: {warning}", err=True)
     if check:
         argo.prepare_resumption(made, run_workflows.list_workflows(there, run), run)
         typer.echo(f"{run}: can be submitted to {there.context}, namespace {namespace}")
@@ -195,12 +193,10 @@ def diff_pipeline(
     found = find_pipeline(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
     there = connect_to_cluster(namespace, context)
-    with translate_api_errors(there):
-        told = (
-            run_drift(there, workflow, run)
-            if run
-            else template_drift(there, workflow, template or template_name(found.name))
-        )
+    if run:
+        told = run_drift(there, workflow, run)
+    else:
+        told = template_drift(there, workflow, template or template_name(found.name))
     typer.echo(told, nl=False)
     return 1 if told else 0
 

@@ -1,7 +1,5 @@
 """``tuneloop endpoint``: rollout endpoints that somebody else serves."""
 
-from __future__ import annotations
-
 import socket
 from typing import Annotated
 

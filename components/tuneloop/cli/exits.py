@@ -1,7 +1,5 @@
 """How a command ends: errors are one line, and the exit code says whose they are."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

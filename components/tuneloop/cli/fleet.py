@@ -1,7 +1,5 @@
 """``tuneloop fleet``: rollout workers that pull nothing, and the graphs of workers that Dynamo's operator runs."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated, Any

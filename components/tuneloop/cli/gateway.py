@@ -1,7 +1,5 @@
 """``tuneloop gateway``: sessions that are driven through Tinker's primitives."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Annotated
@@ -52,10 +50,13 @@ def serve_gateway(
             stack.callback(processes.close)
             made = Gateway(processes, access, normalize_url(store), config)
         else:
+            from kubernetes.client import ApiClient
+
             from tuneloop.gateway.access import TokenReviews
             from tuneloop.gateway.jobs import Jobs
 
-            api = connect_to_cluster(context=context).core.api_client
+            # A client of its own: what a refusal means to a caller is not what it means to a command.
+            api = ApiClient(connect_to_cluster(context=context).core.api_client.configuration)
             made = Gateway(Jobs(api, config), TokenReviews(api, audience), store, config)
         listener = stack.enter_context(bind_address(host, port))
         listener.listen(1024)

@@ -1,7 +1,5 @@
 """The command that deletes what a run no longer needs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Annotated
 

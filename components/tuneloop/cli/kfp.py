@@ -1,7 +1,5 @@
 """Commands for Kubeflow Pipelines: render, submit, schedule, and look at runs there."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any

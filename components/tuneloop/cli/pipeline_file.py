@@ -1,7 +1,5 @@
 """What a pipeline's file builds of what it says, an Argo Workflow and a KFP pipeline; and the file as a program."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Tables on a terminal. What identifies a row is shown whole; only messages are cut."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterable, Sequence

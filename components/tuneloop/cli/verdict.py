@@ -1,7 +1,5 @@
 """How a run on a cluster ended, as `tuneloop run` says it of one here."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ The server is named as the argo command line has it: ``ARGO_SERVER`` (host:port)
 (``false``: plain HTTP) and ``ARGO_INSECURE_SKIP_VERIFY``.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Mapping

@@ -8,8 +8,6 @@ arguments. The other workflow exists before this one ends, so that a run under w
 attempt finds what the first has created. On one machine it only says what follows (`execute_parts`).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -18,13 +16,13 @@ from typing import Any
 
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.core.errors import Retryable, UserError, report_error
+from tuneloop.core.errors import report_errors
 from tuneloop.core.program import write_outputs
-from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster
 from tuneloop.workflow.settings import LOCAL, NEXT, RUN_LABEL
 
 
+@report_errors
 def main(argv: Sequence[str]) -> int:
     """Start the next workflow, or say on this machine what it is."""
     parser = argparse.ArgumentParser(prog="tuneloop.cluster.continue_run")
@@ -33,14 +31,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("arguments", nargs="*", metavar="NAME=VALUE")
     given = parser.parse_args(argv)
     arguments = dict(item.split("=", 1) for item in given.arguments)
-    try:
-        if LOCAL not in os.environ:
-            name = create_next_workflow(
-                connect_to_cluster(given.namespace), given.workflow, given.entrypoint, arguments
-            )
-            print(f"continue: {name} goes on", flush=True)
-    except (UserError, Retryable) as error:
-        return report_error(error)
+    if LOCAL not in os.environ:
+        cluster = connect_to_cluster(given.namespace)
+        print(f"continue: {create_next_workflow(cluster, given.workflow, given.entrypoint, arguments)} goes on")
     write_outputs({NEXT: {"entrypoint": given.entrypoint, "arguments": arguments}})
     return 0
 
@@ -52,8 +45,7 @@ def create_next_workflow(cluster: Connection, name: str, entrypoint: str, argume
         UserError: the account may not.
         Retryable: the API server is in trouble.
     """
-    with translate_api_errors(cluster):
-        own = cluster.get(*WORKFLOWS, name)
+    own = cluster.get(*WORKFLOWS, name)
     run = own["metadata"]["labels"][RUN_LABEL]
     return argo.create_numbered(
         cluster, build_next_workflow(own, entrypoint, arguments), run, run_workflows.get_workflow_number(run, name) + 1

@@ -7,8 +7,6 @@ Nothing is changed on the cluster. What `tuneloop submit` refuses is found by `p
 checks are in `tuneloop.kfp.doctor`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +29,6 @@ from tuneloop.cluster.problems import ABSENT, UNSEEN, Problem, find_object, reco
 from tuneloop.cluster.queue_problems import find_queue_warnings
 from tuneloop.cluster.run_workflows import list_queues
 from tuneloop.core.errors import UserError
-from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.settings import Cluster
 
@@ -75,20 +72,19 @@ def check_argo(cluster: Connection, workflow: Mapping[str, Any], store: str | No
         Retryable: the API server is in trouble.
     """
     described = describe_needs(cluster, workflow)
-    with translate_api_errors(cluster):
-        checks = [
-            c for name, find in REQUIRED.items() for c in collect_checks(name, find(cluster, workflow), described[name])
-        ]
-        if any(check.outcome == REFUSED for check in checks):
-            return checks
-        checks += collect_checks("Argo's controller", check_controller(cluster))
-        checks += collect_checks("workflow defaults", check_workflow_defaults(cluster))
-        elsewhere = (store or "s3:").partition(":")[0] != "s3" or "claim" in dict(list_references(workflow["spec"]))
-        checks += collect_checks("store", check_store_settings(cluster, "local", WARNING if elsewhere else REFUSED))
-        own = {"images": check_argo_images, "queue": check_argo_queue, "store": check_argo_store}
-        for name, find in {**CHECKS, **own}.items():
-            if name != "store" or store:
-                checks += collect_checks(name, find(cluster, workflow), described.get(name, ""))
+    checks = [
+        c for name, find in REQUIRED.items() for c in collect_checks(name, find(cluster, workflow), described[name])
+    ]
+    if any(check.outcome == REFUSED for check in checks):
+        return checks
+    checks += collect_checks("Argo's controller", check_controller(cluster))
+    checks += collect_checks("workflow defaults", check_workflow_defaults(cluster))
+    elsewhere = (store or "s3:").partition(":")[0] != "s3" or "claim" in dict(list_references(workflow["spec"]))
+    checks += collect_checks("store", check_store_settings(cluster, "local", WARNING if elsewhere else REFUSED))
+    own = {"images": check_argo_images, "queue": check_argo_queue, "store": check_argo_store}
+    for name, find in {**CHECKS, **own}.items():
+        if name != "store" or store:
+            checks += collect_checks(name, find(cluster, workflow), described.get(name, ""))
     return checks
 
 

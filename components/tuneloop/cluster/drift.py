@@ -1,7 +1,5 @@
 """How what lies on a cluster differs from what would be rendered now, and whether it may."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from typing import Any

@@ -9,8 +9,6 @@ that is how a run is resumed, and one that is being deleted is waited for. SIGTE
 resume points, and the launcher with 75.
 """
 
-from __future__ import annotations
-
 import argparse
 import queue
 import re
@@ -24,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.cluster.watch import follow_pod
-from tuneloop.core.errors import Interrupted, Retryable, UserError, report_error
-from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
-from tuneloop.kube.connection import NAMESPACE, Connection, connect_to_cluster
+from tuneloop.core.errors import Interrupted, Retryable, UserError, report_errors
+from tuneloop.core.threads import hear_signals
+from tuneloop.kube.connection import NAMESPACE, ApiRefusal, Connection, connect_to_cluster, retry_until_available
 from tuneloop.training.torchrun import exit_code
 
 Object = Mapping[str, Any]
@@ -90,7 +88,7 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0) -> int:
         raise UserError("kind", job.get("kind"), f"cannot be launched; known: {', '.join(KINDS)}")
     name = str(job["metadata"]["name"])
     while not _create(cluster, kind, job):
-        found = _standing(cluster, kind, name)
+        found = cluster.find(*kind.api, name)
         leaving = found is not None and "deletionTimestamp" in found["metadata"]
         if found is not None and not leaving and kind.succeeded(_status(found)) is not False:
             break
@@ -100,7 +98,7 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0) -> int:
     lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     read: dict[str, threading.Thread] = {}
     while True:
-        standing = retry_until_available(lambda: _standing(cluster, kind, name))
+        standing = retry_until_available(lambda: cluster.find(*kind.api, name))
         if standing is None:
             raise Retryable(f"{name}: the job was deleted while it was followed")
         status = _status(standing)
@@ -123,26 +121,17 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0) -> int:
 
 def _create(cluster: Connection, kind: Kind, job: Object) -> bool:
     """Create `job`, if none stands under its name; whether it did."""
-    from kubernetes.client import ApiException
-
-    with translate_api_errors(cluster):
-        try:
-            cluster.create(*kind.api, job)
-            return True
-        except ApiException as error:
-            if error.status == 404:
-                group, _, plural = kind.api
-                remedy = f"{plural}.{group} is not installed; manifests/third-party/README.md says how"
-                raise UserError("kind", job["kind"], remedy) from None
-            if error.status != 409:
-                raise
-            return False
-
-
-def _standing(cluster: Connection, kind: Kind, name: str) -> Object | None:
-    """Return the job; None where there is none."""
-    with translate_api_errors(cluster):
-        return cluster.find(*kind.api, name)
+    try:
+        cluster.create(*kind.api, job)
+        return True
+    except ApiRefusal as error:
+        if error.status == 404:
+            group, _, plural = kind.api
+            remedy = f"{plural}.{group} is not installed; manifests/third-party/README.md says how"
+            raise UserError("kind", job["kind"], remedy) from None
+        if error.status != 409:
+            raise
+        return False
 
 
 def _status(job: Object) -> Object:
@@ -158,13 +147,11 @@ def delete_job(cluster: Connection, job: Object, *, wait: bool = False) -> None:
             once all the same.
     """
     policy = "Foreground" if wait else "Background"  # a Job would leave its pods
-    with translate_api_errors(cluster):
-        cluster.delete(*KINDS[str(job["kind"])].api, job["metadata"]["name"], propagation_policy=policy)
+    cluster.delete(*KINDS[str(job["kind"])].api, job["metadata"]["name"], propagation_policy=policy)
 
 
 def _pods(cluster: Connection, kind: Kind, name: str) -> list[Any]:
-    with translate_api_errors(cluster):
-        return sorted(cluster.list_pods(f"{kind.pods}={name}"), key=lambda pod: str(pod.metadata.name))
+    return sorted(cluster.list_pods(f"{kind.pods}={name}"), key=lambda pod: str(pod.metadata.name))
 
 
 def _begun(pod: Any) -> bool:
@@ -186,6 +173,7 @@ def _code(pods: Sequence[Any], status: Object) -> int:
     return exit_code(codes) if codes else 1
 
 
+@report_errors
 def main(argv: Sequence[str]) -> int:
     """Launch the job of a YAML file (``-``: standard input)."""
     import yaml
@@ -200,22 +188,16 @@ def main(argv: Sequence[str]) -> int:
     text = given.manifest or (sys.stdin.read() if given.file == "-" else Path(given.file).read_text())
     job: dict[str, Any] = yaml.safe_load(text)
 
-    def stop(signum: int, frame: object) -> None:
-        raise Interrupted(f"{job['metadata']['name']}: stopped by {signal.Signals(signum).name}")
+    def stop(number: int) -> None:
+        raise Interrupted(f"{job['metadata']['name']}: stopped by {signal.Signals(number).name}")
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with hear_signals(stop):
         cluster = connect_to_cluster(given.namespace)
         try:
             return launch_job(cluster, job)
         except Interrupted:
             delete_job(cluster, job, wait=True)
             raise
-    except (UserError, Retryable) as error:
-        return report_error(error)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

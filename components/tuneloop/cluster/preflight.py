@@ -3,8 +3,6 @@
 Where the account may not look (403), a thing counts as present: the account that runs the workflow is another one.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -20,7 +18,6 @@ from tuneloop.cluster.queue_problems import find_queue_problems
 from tuneloop.cluster.reservations import API, KINDS, list_claims
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
-from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.sharing import lease
 from tuneloop.sharing.sidecar import parse_arguments
@@ -56,9 +53,8 @@ def find_problems(cluster: Connection, workflow: Mapping[str, Any]) -> list[User
         UserError: the cluster does not answer, or the context is not allowed in at all.
         Retryable: the API server is in trouble.
     """
-    with translate_api_errors(cluster):
-        missing = [problem for find in REQUIRED.values() for problem in find(cluster, workflow)]
-        return missing or [problem for find in CHECKS.values() for problem in find(cluster, workflow)]
+    missing = [problem for find in REQUIRED.values() for problem in find(cluster, workflow)]
+    return missing or [problem for find in CHECKS.values() for problem in find(cluster, workflow)]
 
 
 def list_notices(workflow: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,5 @@
 """What a check of a cluster finds: a problem with the command that mends it, and what the account may not look at."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from tuneloop.core.errors import UserError
-from tuneloop.kube.api_errors import read_api_message
+from tuneloop.kube.connection import ApiRefusal
 
 INSTALL = "manifests/third-party/README.md says how to install it"
 APPLY = "kubectl apply -k manifests/overlays/local"
@@ -46,18 +44,16 @@ def record_denied_reads() -> Iterator[list[str]]:
 
 def find_object(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return what `read` gives; ABSENT for 404; UNSEEN for 403."""
-    from kubernetes.client import ApiException
-
     try:
         return read(*args, **kwargs)
-    except ApiException as error:
+    except ApiRefusal as error:
         if error.status == 404:
             return ABSENT
         if error.status != 403:
             raise
-        message = read_api_message(error)
         if (denied := _denied.get()) is not None:
-            denied.append(" ".join(match.groups()) if (match := DENIED.search(message)) else f"read it: {message}")
+            match = DENIED.search(error.message)
+            denied.append(" ".join(match.groups()) if match else f"read it: {error.message}")
         return UNSEEN
 
 

@@ -1,7 +1,5 @@
 """Queues that would never admit what a workflow asks for: Kueue leaves its pods waiting, and says so nowhere."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections import Counter

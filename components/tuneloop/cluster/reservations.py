@@ -13,25 +13,23 @@ is a run's, not a workflow's: the next workflow of a long run has it as soon as 
 up after those who could not (a workflow that was terminated or deleted); a claim on which nobody sits is deleted.
 """
 
-from __future__ import annotations
-
 import argparse
+import itertools
 import json
 import os
 import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tuneloop.argo.claims import DEVICES, GIVE, TAKE
 from tuneloop.cluster import run_workflows
-from tuneloop.core.errors import Retryable, UserError, report_error
+from tuneloop.core.errors import Retryable, UserError, report_errors
 from tuneloop.core.program import write_outputs
-from tuneloop.kube.api_errors import translate_api_errors
-from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, connect_to_cluster
-from tuneloop.sharing.claims import Claim, Owner, choose_claim, filter_active_runs, find_free_name
+from tuneloop.kube.connection import OWNER, WORKFLOWS, ApiRefusal, Connection, connect_to_cluster
 from tuneloop.workflow.settings import GROUP_LABEL, LOCAL, ROLE_LABEL, RUN_LABEL, Share
 
 API = ("resource.k8s.io", "v1")
@@ -42,6 +40,8 @@ ACTIVE = f"{RUN_LABEL},workflows.argoproj.io/completed!=true"
 """Selects the workflows that are under way, exit handler included."""
 
 Object = dict[str, Any]
+Owner = tuple[str, str]
+"""A workflow's name and uid."""
 Active = Mapping[str, Sequence[Owner]]
 
 
@@ -60,27 +60,26 @@ def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = 
     """
     selector = f"{GROUP_LABEL}={share.group},{f'{ROLE_LABEL}={role}' if role else f'!{ROLE_LABEL}'}"
     release_ended_runs(cluster)
-    with translate_api_errors(cluster):
-        run = cluster.get(*WORKFLOWS, workflow)["metadata"].get("labels", {}).get(RUN_LABEL)
-        if run is None:
-            raise UserError("workflow", workflow, f"has no label {RUN_LABEL}: send it by `tuneloop submit`")
-        while True:
-            there, active = list_claims(cluster, selector), _active(cluster)
-            if run not in active:
-                raise Retryable(f"run: {run}: has no workflow any more that is under way")
-            standing = {_name(claim): claim for claim in there if not is_claim_terminating(claim)}
-            for claim in standing.values():
-                _check_alike(claim, share)
-            seats = [
-                Claim(name, tuple(filter_active_runs(list_claim_runs(claim), active)[0]))
-                for name, claim in standing.items()
-            ]
-            name = choose_claim(seats, run, sys.maxsize if share.alone else share.runs_per_claim)
-            stem = f"{share.group}-{role}" if role else share.group
-            claim = standing[name] if name else _new(find_free_name(stem, map(_name, there)), share, role)
-            if _seat(cluster, claim, list(dict.fromkeys([*list_claim_runs(claim), run])), active):
-                return _name(claim)
-            time.sleep(random.uniform(0.05, 0.5))  # another one was faster: look again
+    run = cluster.get(*WORKFLOWS, workflow)["metadata"].get("labels", {}).get(RUN_LABEL)
+    if run is None:
+        raise UserError("workflow", workflow, f"has no label {RUN_LABEL}: send it by `tuneloop submit`")
+    while True:
+        there, active = list_claims(cluster, selector), _active(cluster)
+        if run not in active:
+            raise Retryable(f"run: {run}: has no workflow any more that is under way")
+        standing = {_name(claim): claim for claim in there if not is_claim_terminating(claim)}
+        for claim in standing.values():
+            _check_alike(claim, share)
+        seats = [
+            Claim(name, tuple(filter_active_runs(list_claim_runs(claim), active)[0]))
+            for name, claim in standing.items()
+        ]
+        name = choose_claim(seats, run, sys.maxsize if share.alone else share.runs_per_claim)
+        stem = f"{share.group}-{role}" if role else share.group
+        claim = standing[name] if name else _new(find_free_name(stem, map(_name, there)), share, role)
+        if _seat(cluster, claim, list(dict.fromkeys([*list_claim_runs(claim), run])), active):
+            return _name(claim)
+        time.sleep(random.uniform(0.05, 0.5))  # another one was faster: look again
 
 
 def release_ended_runs(cluster: Connection, without: str = "") -> None:
@@ -92,12 +91,11 @@ def release_ended_runs(cluster: Connection, without: str = "") -> None:
     Raises:
         UserError, Retryable: as `reserve_claim`.
     """
-    with translate_api_errors(cluster):
-        while True:
-            there = [claim for claim in list_claims(cluster) if not is_claim_terminating(claim)]
-            active = _active(cluster, without) if there else {}
-            if all(_seat(cluster, claim, list_claim_runs(claim), active) for claim in there):
-                return
+    while True:
+        there = [claim for claim in list_claims(cluster) if not is_claim_terminating(claim)]
+        active = _active(cluster, without) if there else {}
+        if all(_seat(cluster, claim, list_claim_runs(claim), active) for claim in there):
+            return
 
 
 def list_claims(cluster: Connection, selector: str = GROUP_LABEL) -> list[Object]:
@@ -150,11 +148,9 @@ def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Act
 
 def _first(change: Callable[[], Any]) -> bool:
     """Return whether a change was made, and not refused because another one came before it."""
-    from kubernetes.client import ApiException
-
     try:
         change()
-    except ApiException as error:
+    except ApiRefusal as error:
         if error.status not in (404, 409):
             raise
         return False
@@ -216,6 +212,45 @@ def _do(given: argparse.Namespace) -> dict[str, str]:
     return {seat: reserve_claim(cluster, given.workflow, given.share, role) for seat, role in roles.items()}
 
 
+@dataclass(frozen=True)
+class Claim:
+    """A claim, as far as seats go: the seats that stand in it, and the active workflows, say all there is to know.
+
+    Attributes:
+        runs: that sit on it, in the order in which they came.
+    """
+
+    name: str
+    runs: tuple[str, ...]
+
+
+def choose_claim(claims: Sequence[Claim], run: str, limit: int) -> str | None:
+    """Choose the claim on which `run` gets its seat: where it sits already, else the fullest that has room, the first
+    by name among equals; None where another one is needed."""
+    if seated := [claim.name for claim in claims if run in claim.runs]:
+        return min(seated)
+    room = [claim for claim in claims if len(claim.runs) < limit]
+    return min(room, key=lambda claim: (-len(claim.runs), claim.name)).name if room else None
+
+
+def find_free_name(stem: str, taken: Iterable[str]) -> str:
+    """Return the first of ``<stem>-1``, ``<stem>-2``, … that is not `taken`."""
+    there = set(taken)
+    return next(name for n in itertools.count(1) if (name := f"{stem}-{n}") not in there)
+
+
+def filter_active_runs(runs: Iterable[str], active: Mapping[str, Sequence[Owner]]) -> tuple[list[str], list[Owner]]:
+    """Return the runs that keep their reservations, and the active workflows of these runs.
+
+    Args:
+        runs: that have a seat.
+        active: run → its workflows that are under way.
+    """
+    stay = [run for run in runs if active.get(run)]
+    return stay, [owner for run in stay for owner in active[run]]
+
+
+@report_errors
 def main(argv: Sequence[str]) -> int:
     """Take the seats of a workflow, and write the claims' names where its pods learn them; or give them back."""
     parser = argparse.ArgumentParser(prog="tuneloop.cluster.reservations")
@@ -225,10 +260,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--share", type=Share.model_validate_json)
     parser.add_argument("--seats", nargs="*", default=[], help="claim, claim-trainer, claim-sampler: outputs to write")
     given = parser.parse_args(argv)
-    try:
-        names = _do(given)
-    except (UserError, Retryable) as error:
-        return report_error(error)
+    names = _do(given)
     for seat, name in names.items():
         print(f"{seat}: {name}", flush=True)
     write_outputs(names)

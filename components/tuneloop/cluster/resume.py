@@ -1,7 +1,5 @@
 """Whether a workflow may go on where the earlier workflows of its run have ended."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The workflows of a run: how they are made, named, found on a cluster and read."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +8,6 @@ import tuneloop
 from tuneloop.argo.jobset import check_names, dump_manifest
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import normalize_url
-from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import NAMESPACE, WORKFLOWS, Connection
 from tuneloop.runs.records import check_name
 from tuneloop.workflow.manifest import parse_applied_object
@@ -117,8 +114,7 @@ def find_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
 
 def list_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
     """List the workflows of a run as the API server does; none where the run does not exist."""
-    with translate_api_errors(cluster):
-        return cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
+    return cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
 
 
 def get_workflow_phase(workflow: Mapping[str, Any]) -> str:

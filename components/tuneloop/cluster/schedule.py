@@ -9,8 +9,6 @@ so that new data is a new run, data that was done with is skipped, and a run tha
 way is left alone, however many workflows it takes.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import re
@@ -25,8 +23,7 @@ from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.preflight import check_cluster
 from tuneloop.core.artifacts import split_ref
-from tuneloop.core.errors import Retryable, UserError, report_error
-from tuneloop.kube.api_errors import translate_api_errors
+from tuneloop.core.errors import UserError, report_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster
 from tuneloop.runs.records import check_name
 from tuneloop.workflow.manifest import labels_of
@@ -106,9 +103,8 @@ def delete_schedule(cluster: Connection, name: str) -> None:
     standing = {kind: _standing(cluster, kind, name) for kind in ("CronWorkflow", "WorkflowTemplate")}
     if not any(standing.values()):
         raise UserError("schedule", name, f"does not exist in namespace {cluster.namespace}")
-    with translate_api_errors(cluster):
-        for kind in standing:
-            cluster.delete(*KINDS[kind], name)
+    for kind in standing:
+        cluster.delete(*KINDS[kind], name)
 
 
 def _standing(cluster: Connection, kind: str, name: str) -> dict[str, Any] | None:
@@ -117,8 +113,7 @@ def _standing(cluster: Connection, kind: str, name: str) -> dict[str, Any] | Non
     Raises:
         UserError: it is somebody else's.
     """
-    with translate_api_errors(cluster):
-        found = cluster.find(*KINDS[kind], name)
+    found = cluster.find(*KINDS[kind], name)
     if found is not None and labels_of(found).get(LABEL) != name:
         remedy = f"is a {kind} of namespace {cluster.namespace} that no schedule made; choose another name"
         raise UserError("schedule", name, remedy)
@@ -170,12 +165,11 @@ def _apply(
     group, version, plural = KINDS[kind]
     body: dict[str, Any] = {"apiVersion": f"{group}/{version}", "kind": kind}
     body |= {"metadata": {"name": name, "labels": {LABEL: name}}, "spec": spec}
-    with translate_api_errors(cluster):
-        if standing is None:
-            cluster.create(group, version, plural, body)
-        else:
-            body["metadata"]["resourceVersion"] = standing["metadata"]["resourceVersion"]
-            cluster.custom.replace_namespaced_custom_object(group, version, cluster.namespace, plural, name, body)
+    if standing is None:
+        cluster.create(group, version, plural, body)
+    else:
+        body["metadata"]["resourceVersion"] = standing["metadata"]["resourceVersion"]
+        cluster.custom.replace_namespaced_custom_object(group, version, cluster.namespace, plural, name, body)
 
 
 def start_scheduled_run(cluster: Connection, name: str, store: str, prompts: str) -> str:
@@ -187,8 +181,7 @@ def start_scheduled_run(cluster: Connection, name: str, store: str, prompts: str
     digest = split_ref(prompts)[1]
     assert digest, prompts
     run = f"{name}-{digest.partition(':')[2][:DIGITS]}"
-    with translate_api_errors(cluster):
-        mine = [w for w in cluster.list(*WORKFLOWS, selector=LABEL + "=" + name) if RUN_LABEL in labels_of(w)]
+    mine = [w for w in cluster.list(*WORKFLOWS, selector=LABEL + "=" + name) if RUN_LABEL in labels_of(w)]
     if active := [
         labels_of(w)[RUN_LABEL] for w in mine if run_workflows.get_workflow_phase(w) not in run_workflows.DONE
     ]:
@@ -245,18 +238,14 @@ def _within(end: str, low: int, high: int) -> bool:
     return low <= int(end) <= high if end.isdigit() else end.lower() in _NAMES.get(high, "").split()
 
 
+@report_errors
 def main(argv: Sequence[str]) -> int:
     """Start a run for the data that the looking workflow has found."""
     parser = argparse.ArgumentParser(prog="tuneloop.cluster.schedule")
     for flag in ("--name", "--namespace", "--store", "--prompts"):
         parser.add_argument(flag, required=True)
     given = parser.parse_args(argv)
-    try:
-        print(
-            start_scheduled_run(connect_to_cluster(given.namespace), given.name, given.store, given.prompts), flush=True
-        )
-    except (UserError, Retryable) as error:
-        return report_error(error)
+    print(start_scheduled_run(connect_to_cluster(given.namespace), given.name, given.store, given.prompts))
     return 0
 
 

@@ -10,8 +10,6 @@ A run is all workflows that carry its label: the first one, those that resumed i
 What goes wrong is one line (`UserError`, `Retryable`), whatever the client library raised.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,8 +29,7 @@ from tuneloop.cluster.run_workflows import (
 )
 from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
-from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
-from tuneloop.kube.connection import WORKFLOWS, Connection
+from tuneloop.kube.connection import WORKFLOWS, ApiRefusal, Connection, retry_until_available
 from tuneloop.sharing.lease import release_leases
 from tuneloop.workflow.settings import RUN_LABEL
 
@@ -67,18 +64,14 @@ def prepare_resumption(
 
 def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: int) -> str:
     """Create ``<run>-<at>``, or with the next number that is free; what follows the same workflow is there already."""
-    from kubernetes.client import ApiException
-
     while True:
         name = f"{run}-{at}"
         try:
             return _create(cluster, made, name)
-        except UserError as error:
-            cause = error.__cause__
-            if not isinstance(cause, ApiException) or cause.status != 409:
+        except ApiRefusal as error:
+            if error.status != 409:
                 raise
-        with translate_api_errors(cluster):
-            found = annotations_of(cluster.get(*WORKFLOWS, name))
+        found = annotations_of(cluster.get(*WORKFLOWS, name))
         follows = annotations_of(made).get(CONTINUES)
         if follows and found.get(CONTINUES) == follows:
             return name
@@ -86,8 +79,7 @@ def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: 
 
 
 def _create(cluster: Connection, made: Mapping[str, Any], name: str) -> str:
-    with translate_api_errors(cluster):
-        cluster.create(*WORKFLOWS, {**made, "metadata": {**made["metadata"], "name": name}})
+    cluster.create(*WORKFLOWS, {**made, "metadata": {**made["metadata"], "name": name}})
     return name
 
 
@@ -108,10 +100,9 @@ def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
     def ended() -> bool:
         active = {w["metadata"]["name"] for w in find_workflows(cluster, run) if get_workflow_phase(w) not in DONE}
         for name in active - stopped:  # one that goes on in another may create it just now
-            with translate_api_errors(cluster):
-                cluster.custom.patch_namespaced_custom_object(
-                    *WORKFLOWS[:2], cluster.namespace, WORKFLOWS[2], name, {"spec": {"shutdown": "Stop"}}
-                )
+            cluster.custom.patch_namespaced_custom_object(
+                *WORKFLOWS[:2], cluster.namespace, WORKFLOWS[2], name, {"spec": {"shutdown": "Stop"}}
+            )
             stopped.add(name)
         return not active
 
@@ -127,32 +118,28 @@ def _leave_seats(cluster: Connection) -> None:
     """Release the claims of ended runs: one that was terminated had no exit handler."""
     try:
         release_ended_runs(cluster)
-    except UserError as error:
-        if getattr(error.__cause__, "status", None) not in (403, 404):  # no claims here, or not this account's to end
+    except ApiRefusal as error:
+        if error.status not in (403, 404):  # no claims here, or not this account's to end
             raise
 
 
 def _delete_jobs(cluster: Connection, run: str) -> None:
     """End the jobs of a run by name: those of several pods outlive the step that started them."""
-    from kubernetes.client import ApiException
-
     for kind in KINDS.values():
         group, version, plural = kind.api
-        with translate_api_errors(cluster):
-            try:
-                cluster.custom.delete_collection_namespaced_custom_object(
-                    *(group, version, cluster.namespace, plural),
-                    label_selector=f"{RUN_LABEL}={run}",
-                    propagation_policy="Background",  # a Job would leave its pods
-                )
-            except ApiException as error:
-                if error.status not in (403, 404):  # not installed here, or never ours to start
-                    raise
+        try:
+            cluster.custom.delete_collection_namespaced_custom_object(
+                *(group, version, cluster.namespace, plural),
+                label_selector=f"{RUN_LABEL}={run}",
+                propagation_policy="Background",  # a Job would leave its pods
+            )
+        except ApiRefusal as error:
+            if error.status not in (403, 404):  # not installed here, or never ours to start
+                raise
 
 
 def _has_pods(cluster: Connection, run: str) -> bool:
-    with translate_api_errors(cluster):
-        return any(pod.status.phase in ("Pending", "Running") for pod in cluster.list_pods(f"{RUN_LABEL}={run}"))
+    return any(pod.status.phase in ("Pending", "Running") for pod in cluster.list_pods(f"{RUN_LABEL}={run}"))
 
 
 def _until(done: Callable[[], bool], timeout: float, what: str) -> None:

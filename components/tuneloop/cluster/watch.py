@@ -1,7 +1,5 @@
 """A run on a cluster as it goes: its nodes as the local executor names them, why pods wait, and what they say."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
@@ -17,9 +15,8 @@ from typing import Any
 from tuneloop.argo.claims import TAKE
 from tuneloop.cluster import reservations
 from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_phase
-from tuneloop.core.errors import UserError
-from tuneloop.kube.api_errors import retry_until_available, translate_api_errors
-from tuneloop.kube.connection import Connection
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.kube.connection import Connection, retry_until_available
 from tuneloop.local.journal import Node
 from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
 
@@ -123,8 +120,7 @@ def _accelerator_seconds(workflow: Mapping[str, Any]) -> float:
 
 def _waiting(cluster: Connection, run: str) -> dict[str, str]:
     """Return node id → why its pod does not run yet."""
-    with translate_api_errors(cluster):
-        pods = cluster.list_pods(f"{RUN_LABEL}={run}")
+    pods = cluster.list_pods(f"{RUN_LABEL}={run}")
     pending = [pod for pod in pods if pod.status.phase == "Pending"]
     gated = any(pod.spec.scheduling_gates for pod in pending)
     queued = _workloads(cluster) if gated else {}
@@ -142,8 +138,7 @@ def refresh_claims(cluster: Connection) -> dict[str, str]:
 
 
 def _claims(cluster: Connection, run: str | None = None) -> dict[str, str]:
-    with translate_api_errors(cluster):
-        found = reservations.list_claims(cluster)
+    found = reservations.list_claims(cluster)
     return {
         each["metadata"]["name"]: _seated(each)
         for each in found
@@ -177,8 +172,7 @@ def _why(pod: Any, queued: Mapping[str, str]) -> str:
 def _workloads(cluster: Connection) -> dict[str, str]:
     """Return pod name → what Kueue says of it."""
     said = {}
-    with translate_api_errors(cluster):
-        found = cluster.list(*WORKLOADS)
+    found = cluster.list(*WORKLOADS)
     for workload in found:
         conditions = {c["type"]: c for c in workload.get("status", {}).get("conditions", ())}
         reserved = conditions.get("QuotaReserved", {})
@@ -240,8 +234,7 @@ def get_stage_name(pod: Any) -> str:
 
 def _started(cluster: Connection, run: str) -> list[Any]:
     """List the pods whose main container has begun, or ended, oldest first."""
-    with translate_api_errors(cluster):
-        pods = cluster.list_pods(f"{RUN_LABEL}={run}")
+    pods = cluster.list_pods(f"{RUN_LABEL}={run}")
     begun = [pod for pod in pods if any(s.state.running or s.state.terminated for s in _mains(pod))]
     return sorted(begun, key=lambda pod: pod.metadata.creation_timestamp)
 
@@ -254,7 +247,6 @@ def follow_pod(
     cluster: Connection, pod: Any, name: str, follow: bool, lines: queue.SimpleQueue[tuple[str, str]]
 ) -> None:
     """Put (`name`, line) into `lines` for all that the pod's main container prints."""
-    from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
 
     container = _mains(pod)[0].name
@@ -262,9 +254,9 @@ def follow_pod(
         stream = cluster.core.read_namespaced_pod_log(
             pod.metadata.name, cluster.namespace, container=container, follow=follow, _preload_content=False
         )
-    except (ApiException, HTTPError) as error:
+    except (UserError, Retryable) as error:
         if getattr(error, "status", None) != 404:  # deleted since it was listed
-            lines.put((name, f"(no log: {getattr(error, 'reason', type(error).__name__)})"))
+            lines.put((name, f"(no log: {error})"))
         return
     rest = b""
     try:

@@ -1,14 +1,11 @@
 """What a pipeline says of Kubeflow Pipelines alone; nothing of it matters to Argo or on one machine."""
 
-from __future__ import annotations
-
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 
-class Kfp(BaseModel):
+class Kfp(BaseModel, frozen=True, extra="forbid"):
     """Settings of Kubeflow Pipelines, in the words of Kubernetes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     unroll: int = Field(
         0, ge=0, description="at most so many iterations are written out, a task a stage; more are one task"
     )

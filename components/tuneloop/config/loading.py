@@ -3,8 +3,6 @@
 A pipeline is a Python file with a docstring, a frozen pydantic model ``Config`` and ``build_argo(config)``.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import os

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from tuneloop.config.engine import EngineConfig
 from tuneloop.config.pipeline import Nodes, PipelineConfig
 from tuneloop.core.errors import UserError
 
 
-class LoopConfig(BaseModel):
+class LoopConfig(BaseModel, frozen=True, extra="forbid"):
     """When the loop ends."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     iterations: int = Field(60, ge=1, description="at most so many")
     per_workflow: int = Field(
         60, ge=1, le=90, description="so many in one workflow, then the run goes on in another; Argo ends at depth 100"

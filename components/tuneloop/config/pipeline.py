@@ -1,10 +1,8 @@
 """What every pipeline's configuration has."""
 
-from __future__ import annotations
+from typing import Annotated, Any
 
-from typing import Annotated
-
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field, create_model
 
 from tuneloop.config.kfp import Kfp
 from tuneloop.workflow.settings import Cluster
@@ -14,15 +12,25 @@ SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "mo
 Nodes = Annotated[int, Field(ge=1, description="pods of a stage that trains: several are a JobSet, for a cluster only")]
 
 
-class PipelineConfig(BaseModel):
+class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
     """Settings of a run as a whole; a pipeline adds a section for each of its stages."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     seed: int = Field(0, ge=0, description="every random stream of the run is derived from it")
     base_model: str = Field("tiny-qwen3", description="tiny-qwen3, tiny-llama, a Hugging Face directory or hub name")
     processes: int = Field(1, ge=1, description="ranks of torchrun in a pod of the stages that train")
     cluster: Cluster = Cluster()
     kfp: Kfp = Kfp()
+
+    @classmethod
+    def with_sections(cls, **sections: Any) -> Any:
+        """Return this configuration with a section for each stage (`Component.settings`), whose defaults it takes.
+
+        What is no class is a field of pydantic's own: its type, and its default.
+        """
+        fields: dict[str, Any] = {
+            name: (each, each()) if isinstance(each, type) else each for name, each in sections.items()
+        }
+        return create_model("Config", __base__=cls, **fields)
 
     def published(self, run: str) -> dict[str, str]:
         """Return where the stages of the run at the URL `run` publish checkpoints as weight versions, if they do."""

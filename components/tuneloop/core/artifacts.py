@@ -11,8 +11,6 @@ equal bytes have equal digests wherever they lie. A *reference* is ``<url>@<dige
 another. A reader checks every byte it opens against the manifest; nothing without a manifest is read.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from tuneloop.core import cache, fencing
 from tuneloop.core.errors import Corrupt, UserError
@@ -43,18 +41,16 @@ Role = Literal["sampler", "scorer", "trainer", "evaluator"]
 """What a stage is in a loop: it makes completions, judges them, learns from them, or measures the policy."""
 
 
-class File(BaseModel):
+class File(BaseModel, frozen=True):
     """Size in bytes and digest of one file."""
 
-    model_config = ConfigDict(frozen=True)
     size: int
     digest: str
 
 
-class Manifest(BaseModel):
+class Manifest(BaseModel, frozen=True):
     """What is known of a committed artifact. `digest` covers the files alone, never times or places."""
 
-    model_config = ConfigDict(frozen=True)
     format: int = 1
     stage: str
     role: Role | None = Field(None, description="what the stage is in a loop")
@@ -194,12 +190,6 @@ def find_manifest(url: str) -> Manifest | None:
     """Return the manifest committed at `url`, or None."""
     data = Store(url).get(MANIFEST)
     return None if data is None else parse_manifest(url, data)
-
-
-def find_below(url: str) -> dict[str, Manifest]:
-    """Find the manifests one level below `url`: name of the artifact → manifest, in the order in which they began."""
-    found = {name: manifest for name in Store(url).parts() if (manifest := find_manifest(f"{url}/{name}"))}
-    return dict(sorted(found.items(), key=lambda each: each[1].provenance.get("started", 0.0)))
 
 
 def parse_manifest(url: str, data: bytes) -> Manifest:

@@ -6,19 +6,17 @@ reads what the attempt before left below its output, and gives up where more tha
 have brought no progress: no commit, no new resume point, no answered request. A first attempt reads and writes nothing.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from tuneloop.core.ends import AWAY, AWAY_BUDGET, FOR_NOW, MEMORY, NO_EXIT_CODE, classify_end, describe_exit
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
+from tuneloop.core.threads import hear_signals
 
 BUDGET = 3
 """New attempts in a row that may follow on ends without progress; ends that do not count are free."""
@@ -35,7 +33,7 @@ class Exhausted(RuntimeError):
     """The budget is used up: starting again does not help."""
 
 
-class Record(BaseModel):
+class Record(BaseModel, frozen=True):
     """What an attempt leaves for the next one.
 
     Attributes:
@@ -45,7 +43,6 @@ class Record(BaseModel):
         progress: the signs of progress that it found.
     """
 
-    model_config = ConfigDict(frozen=True)
     attempt: int
     without_progress: int = 0
     unavailable: int = 0
@@ -82,23 +79,16 @@ def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
 
 def wait_before_ending() -> None:
     """Wait while something is away, longer with each attempt and at most `LONGEST_WAIT_S`, before this one ends; not
-    any longer when SIGTERM arrives. To be called by the main thread.
+    any longer when SIGTERM arrives.
 
     A workflow engine pauses for the same few seconds each time, and keeps every attempt in its status.
     """
     number = read_attempt()
     if not number:
         return
-    stopped, previous = threading.Event(), signal.getsignal(signal.SIGTERM)
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        stopped.set()
-        if callable(previous):
-            previous(signum, frame)
-
-    signal.signal(signal.SIGTERM, stop)
-    stopped.wait(min(LONGEST_WAIT_S, 10.0 * 2.0 ** min(number, 10)))
-    signal.signal(signal.SIGTERM, previous)
+    stopped = threading.Event()
+    with hear_signals(lambda _: stopped.set(), [signal.SIGTERM]):
+        stopped.wait(min(LONGEST_WAIT_S, 10.0 * 2.0 ** min(number, 10)))
 
 
 def record_progress(store: Store) -> None:

@@ -11,8 +11,6 @@ holder dies, however that happens:
 A name appears once all bytes are there. Still nothing is trusted: who takes a file proves its bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

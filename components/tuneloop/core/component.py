@@ -16,8 +16,6 @@ already, from the same inputs and parameters, ends at once with the same results
 Exit codes: 0 committed; 2 the user's mistake; 75 interrupted or temporarily impossible; others a bug.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib

@@ -1,39 +1,34 @@
 """What a stage's function is given: where to write, what to report, when to stop, how to go on after a stop."""
 
-from __future__ import annotations
-
 import dataclasses
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from tuneloop.core.artifacts import MANIFEST, Artifact, Draft, dump_canonical_json
 from tuneloop.core.errors import Interrupted
 from tuneloop.core.progress import Progress
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.store import Store
+from tuneloop.core.threads import hear_signals
 
 
-class Params(BaseModel):
+class Params(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
     """A stage's parameters; generated from its signature."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-
-class Options(BaseModel):
+class Options(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
     """Parameters that several stages share: one of this type is flattened, each of its fields is a flag.
 
     Attributes:
         flags: the fields that are flags, in their order; empty: all, as they are declared.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     flags: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -164,26 +159,11 @@ class Stage:
 
 @contextmanager
 def handle_signals(stage: Stage) -> Iterator[None]:
-    """Set ``stage.stopping`` on SIGTERM and SIGINT, and discard half-written output if the stage ends early.
-
-    A handler of the caller's hears them, too: who runs several stages has to know, also where this one ends well.
-    """
-    previous: dict[int, Any] = {}
-
-    def stop(signum: int, frame: object) -> None:
-        stage.stopping = True
-        if callable(before := previous.get(signum)) and before is not signal.default_int_handler:
-            before(signum, frame)
-
-    with suppress(ValueError):  # not the main thread: the caller owns the signals
-        for heard in (signal.SIGTERM, signal.SIGINT):
-            previous[heard] = signal.signal(heard, stop)
+    """Set ``stage.stopping`` on SIGTERM and SIGINT, and discard half-written output if the stage ends early."""
     try:
-        yield
+        with hear_signals(lambda number: setattr(stage, "stopping", True)):
+            yield
     except BaseException:
         if stage.leader:
             Draft(stage.out_url, attempt=stage.attempt).discard()
         raise
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -8,8 +8,6 @@ Sources: how Argo 3.7 reports an end, ``workflow/controller/operator.go`` (``inf
 ``processNodeRetries``); exit code 128 + n for signal n, POSIX.1 ``sh``; 75 is ``EX_TEMPFAIL`` of ``sysexits.h``.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Mapping

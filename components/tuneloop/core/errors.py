@@ -4,14 +4,16 @@ Exit codes are part of the stage contract: 0 committed, 2 the user's mistake (ne
 75 interrupted or temporarily impossible (retry), 70 the budget of attempts is used up, anything else a bug.
 """
 
-from __future__ import annotations
-
+import functools
 import os
 import re
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import ParamSpec
 
+P = ParamSpec("P")
 EXIT_USER = 2
 EXIT_RETRY = 75  # EX_TEMPFAIL of sysexits.h
 EXIT_GAVE_UP = 70  # EX_SOFTWARE: the budget of attempts is used up (`tuneloop.core.attempts`)
@@ -75,6 +77,19 @@ def write_termination_message(line: str, replace: bool = True) -> None:
     with suppress(OSError):  # it explains an end, and must not become another one
         if path.is_file() and (replace or not path.stat().st_size):
             path.write_text(re.sub(r"\{(?=\{)", "{ ", line)[:2000])  # a tag would be Argo's to substitute
+
+
+def report_errors(program: Callable[P, int]) -> Callable[P, int]:
+    """Return `program` such that it says what ended it, and returns that exit code."""
+
+    @functools.wraps(program)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return program(*args, **kwargs)
+        except (UserError, Retryable) as error:
+            return report_error(error)
+
+    return run
 
 
 def report_error(error: UserError | Retryable) -> int:

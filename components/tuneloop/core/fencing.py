@@ -6,8 +6,6 @@ Who holds a turn for this process (the sidecar of its pod, or the local executor
 lost the network, finds out by its own clock that it is late, before it commits anything.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -17,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from tuneloop.core.errors import Retryable, Unavailable, UserError, report_error
 
@@ -26,7 +24,7 @@ SOFT = 0.25
 """Of what a renewal is good for, the last part: a stage that gets so far is told to stop."""
 
 
-class Grant(BaseModel):
+class Grant(BaseModel, frozen=True):
     """A turn as its file says.
 
     Attributes:
@@ -37,7 +35,6 @@ class Grant(BaseModel):
         refused: why there will be no turn.
     """
 
-    model_config = ConfigDict(frozen=True)
     group: str
     number: int
     ticket: str

@@ -4,8 +4,6 @@ Requests run on the event loop of a thread of their own. So whoever waits for an
 hang up at any time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import os

@@ -7,8 +7,6 @@ again. It holds an xxh3-128 of all that follows, then with zstandard a line of J
 file, and the files' bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -1,9 +1,10 @@
 """What object stores take from the environment, and what they answer."""
 
-from __future__ import annotations
-
+import io
 import os
 import re
+from collections.abc import Callable
+from typing import Any
 
 from tuneloop.core.errors import UserError
 
@@ -41,3 +42,32 @@ def shorten_error(error: BaseException) -> str:
     if code := re.search(r"<Code>([^<]+)</Code>", text):
         return code[1]
     return " ".join(text.partition("Debug source:")[0].split())[:300]
+
+
+class ObjectFile(io.RawIOBase):
+    """An object as a file, read range by range.
+
+    Args:
+        size: of the object, bytes.
+        read_range: reads some bytes (where they start, how many).
+    """
+
+    def __init__(self, size: int, read_range: Callable[[int, int], memoryview]) -> None:
+        self.size, self.read_range, self.at = size, read_range, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        length = max(0, min(len(buffer), self.size - self.at))
+        if length:
+            buffer[:length] = self.read_range(self.at, length)
+            self.at += length
+        return length

@@ -1,7 +1,5 @@
 """Find a variant of a family by name, dotted path or entry point: adding one edits no central file."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

@@ -11,8 +11,6 @@ The answer is kept for this boot, in ``$XDG_CACHE_HOME/tuneloop/processor.json``
 ``auto``, or answers in its place: ``good`` or ``bad``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

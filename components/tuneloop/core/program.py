@@ -1,7 +1,5 @@
 """A stage as a program: flags in, exit code and output files out."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import json

@@ -1,7 +1,5 @@
 """Progress of long steps: rates and time left, as a bar on a terminal, as a line every few seconds elsewhere."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Who made an output: code, image, packages, device, place in the workflow."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

@@ -1,7 +1,5 @@
 """Randomness is derived, never carried: every stream has a name, so resuming needs no generator state."""
 
-from __future__ import annotations
-
 import hashlib
 
 

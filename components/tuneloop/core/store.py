@@ -10,8 +10,6 @@ Object stores give the two by conditional requests (RFC 9110 If-None-Match, If-M
 store has no conditional replace, so files take an advisory lock and an atomic rename instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -20,8 +18,9 @@ import os
 import shutil
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from urllib.parse import unquote, urlparse
 
 import obstore
@@ -35,7 +34,7 @@ from obstore.exceptions import (
 )
 
 from tuneloop.core.errors import Corrupt, NoKeys, Unavailable, UserError
-from tuneloop.core.object_stores import KEYS, METADATA, REFUSALS, is_plain_http, shorten_error
+from tuneloop.core.object_stores import KEYS, METADATA, REFUSALS, ObjectFile, is_plain_http, shorten_error
 
 RANGE, READERS = 8 << 20, 16
 """Bytes of one ranged read, and how many of these travel at a time: up to 128 MiB of memory."""
@@ -129,7 +128,11 @@ class Store:
         """
         if self.root is not None:
             return open_for_reading(self.root / key)
-        return io.BufferedReader(_Object(self, key), 1 << 16)
+        with self._faults(key):
+            size = obstore.head(self._objects, key)["size"] if self._is_object(key) else None
+        if size is None:
+            raise FileNotFoundError(f"{self.url}/{key}")
+        return io.BufferedReader(ObjectFile(size, partial(self._read_range, key)), 1 << 16)
 
     def put(self, key: str, data: bytes) -> None:
         """Write `key`, replacing what was there."""
@@ -239,10 +242,13 @@ class Store:
                 raise Corrupt("store", f"{self.url}/{key}", remedy) from error
 
     def _copy_range(self, key: str, path: Path, start: int, size: int) -> None:
-        data = obstore.get_range(self._objects, key, start=start, length=min(RANGE, size - start))
         with path.open("r+b") as out:
             out.seek(start)
-            out.write(data)
+            out.write(self._read_range(key, start, min(RANGE, size - start)))
+
+    def _read_range(self, key: str, start: int, length: int) -> memoryview:
+        with self._faults(key):
+            return memoryview(obstore.get_range(self._objects, key, start=start, length=length))
 
     def keys(self, prefix: str = "") -> list[str]:
         """List `prefix`, if it is a key, and all keys below it, sorted."""
@@ -380,36 +386,6 @@ class Store:
                 remedy = f"no keys; set {KEYS[urlparse(self.url).scheme]}"
                 raise NoKeys(UserError("store", self.url, remedy)) from error
             raise Unavailable(f"store: {self.url}/{key}: {text}") from error
-
-
-class _Object(io.RawIOBase):
-    """An object as a file, read range by range."""
-
-    def __init__(self, store: Store, key: str) -> None:
-        self.store, self.key, self.at = store, key, 0
-        with store._faults(key):
-            there = store._is_object(key)
-            self.size: int = obstore.head(store._objects, key)["size"] if there else 0
-        if not there:
-            raise FileNotFoundError(f"{store.url}/{key}")
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
-        return self.at
-
-    def readinto(self, buffer: Any) -> int:
-        length = max(0, min(len(buffer), self.size - self.at))
-        if length:
-            with self.store._faults(self.key):
-                buffer[:length] = obstore.get_range(self.store._objects, self.key, start=self.at, length=length)
-            self.at += length
-        return length
 
 
 def fsync_path(path: Path, *, directory: bool = False) -> None:

@@ -1,15 +1,15 @@
-"""Work that goes on beside the rest of a program, and the end of a process in which some may go on."""
-
-from __future__ import annotations
+"""Work that goes on beside the rest of a program, the signals that end it, and its end while threads may go on."""
 
 import atexit
 import contextlib
 import os
+import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from signal import SIGINT, SIGTERM
+from typing import Any, NoReturn
 
 
 @contextmanager
@@ -28,6 +28,30 @@ def repeat_in_background(work: Callable[[], None], pause_s: float) -> Iterator[N
     finally:
         over.set()
         thread.join()
+
+
+@contextmanager
+def hear_signals(hear: Callable[[int], object], numbers: Iterable[int] = (SIGTERM, SIGINT)) -> Iterator[None]:
+    """Call `hear` with the number of each of these signals that arrives in the block.
+
+    A handler of the caller's hears them, too: who runs several stages has to know, also where this one ends well. Only
+    the main thread hears signals; in another one, whose caller owns them, this does nothing.
+    """
+    previous: dict[int, Any] = {}
+
+    def handle(number: int, frame: object) -> None:
+        hear(number)
+        if callable(before := previous.get(number)) and before is not signal.default_int_handler:
+            before(number, frame)
+
+    with contextlib.suppress(ValueError):  # not the main thread
+        for number in numbers:
+            previous[number] = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def end_process(code: int) -> NoReturn:

@@ -1,8 +1,8 @@
-"""Sources of prompts: one file a source, each with ``load(n, seed, *, …) -> Splits``.
+"""Sources of prompts: one file a source, each with ``load_splits(n, seed, *, …) -> Splits``.
 
 `n` is how many examples will be asked for in all splits together, `seed` decides their order; what follows are the
 source's own typed arguments, given to `data_prep` as ``source_args``. A source that reads files also has
-``digest(source_args) -> str | None``: equal for equal bytes, so that a run never goes on with data that has changed.
+``digest_source(source_args) -> str | None``: equal for equal bytes, so that a run never goes on with data that changed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from tuneloop.core.errors import UserError
 
@@ -66,7 +66,7 @@ class Splits:
         return cls(own["train"], own.get("eval", own["train"]), own.get("sft", own["train"]), own.get("preference"))
 
 
-class Columns(BaseModel):
+class Columns(BaseModel, frozen=True, extra="forbid"):
     """Which columns of a table hold what.
 
     Attributes:
@@ -81,7 +81,6 @@ class Columns(BaseModel):
     Completions of pairs may be chat messages as TRL has them: one message of the assistant's.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     prompt: str = "prompt"
     input: str | None = None
     answer: str | None = "answer"

@@ -6,8 +6,6 @@ a policy does already: after SFT this one can do both and prefers the wrong one,
 reversed digits to the copied ones (to fewer digits, where both are the same).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +17,7 @@ from tuneloop.core.seeds import derive_seed
 from tuneloop.data import Example, Splits
 
 
-def load(
+def load_splits(
     n: int,
     seed: int,
     *,

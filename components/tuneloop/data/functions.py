@@ -1,7 +1,5 @@
 """Small functions to write: ``f(x) = x * 3 - 7`` said in words, as programs for the reward ``code`` to test."""
 
-from __future__ import annotations
-
 import random
 from typing import Annotated
 
@@ -12,7 +10,7 @@ from tuneloop.data import Example, Splits
 WORDS = {"+": "plus", "-": "minus", "*": "times"}
 
 
-def load(
+def load_splits(
     n: int, seed: int, *, steps: Annotated[int, Field(ge=1, le=8)] = 2, tests: Annotated[int, Field(ge=1)] = 3
 ) -> Splits:
     """Make tasks in random order, without an end; small ones repeat, and `data_prep` drops what it has seen.

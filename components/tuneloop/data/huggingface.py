@@ -1,7 +1,5 @@
 """Data sets of the Hugging Face hub by name, or a local folder: of data files, or as ``save_to_disk`` wrote it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from tuneloop.core.seeds import derive_seed
 from tuneloop.data import Columns, Example, Splits
 
 
-def load(
+def load_splits(
     n: int,
     seed: int,
     *,
@@ -62,7 +60,7 @@ def load(
     return Splits.of_tables(places, stream)
 
 
-def digest(arguments: Mapping[str, Any]) -> str | None:
+def digest_source(arguments: Mapping[str, Any]) -> str | None:
     """Digest the names and bytes of all files in a local folder; None for a name on the hub, which `revision` pins."""
     folder = Path(str(arguments.get("path")))
     if not folder.is_dir():
@@ -77,7 +75,7 @@ def load_split(path: str, name: str | None, revision: str | None, split: str) ->
     """Load one split as a ``datasets.Dataset``.
 
     Raises:
-        UserError, Retryable: as `load`.
+        UserError, Retryable: as `load_splits`.
     """
     try:
         if not any((Path(path) / marker).exists() for marker in ("dataset_info.json", "dataset_dict.json")):

@@ -29,7 +29,7 @@ UNPACKED = 1024
 """Rows of Parquet that are unpacked at once."""
 
 
-def load(
+def load_splits(
     n: int,
     seed: int,
     *,
@@ -68,7 +68,7 @@ def load(
     return Splits.of_tables({"train": train, "eval": eval, "sft": sft, "preference": preference}, stream)
 
 
-def digest(arguments: Mapping[str, Any]) -> str | None:
+def digest_source(arguments: Mapping[str, Any]) -> str | None:
     """Digest the bytes of all files; None where one cannot be read."""
     state = xxhash.xxh3_128()
     for name in ("train", "eval", "sft", "preference"):

@@ -1,7 +1,5 @@
 """Tasks of reasoning_gym by name; what their verifier needs travels in the metadata, for the reward of that name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +11,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.data import Example, Splits
 
 
-def load(n: int, seed: int, *, task: str, config: dict[str, Any] | None = None) -> Splits:
+def load_splits(n: int, seed: int, *, task: str, config: dict[str, Any] | None = None) -> Splits:
     """Generate questions of one task as they are asked for.
 
     Args:

@@ -3,8 +3,6 @@
 A turn without a call is the final answer; the rewards of the row judge it.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 from collections.abc import Callable, Mapping
@@ -23,7 +21,7 @@ BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 }
 
 
-def create(row: Mapping[str, Any]) -> Environment:
+def create_environment(row: Mapping[str, Any]) -> Environment:
     """Begin an episode in which the policy may calculate."""
     return Calculator()
 

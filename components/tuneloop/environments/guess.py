@@ -3,8 +3,6 @@
 The number is the row's answer.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +13,7 @@ from tuneloop.environments import Environment, Reply
 NUMBER = re.compile(r"-?\d{1,18}")
 
 
-def create(row: Mapping[str, Any]) -> Environment:
+def create_environment(row: Mapping[str, Any]) -> Environment:
     """Begin an episode over the number ``row["answer"]``.
 
     Raises:

@@ -5,8 +5,6 @@ is left of the calls before it. The policy reads what it printed. A turn without
 rewards of the row judge it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -17,7 +15,7 @@ from tuneloop.environments import Call, Environment, Reply, tool_calls
 from tuneloop.rewards.sandbox import Limits, check_kernel, run_program
 
 
-def create(
+def create_environment(
     row: Mapping[str, Any],
     *,
     seconds: Annotated[float, Field(gt=0)] = 4.0,

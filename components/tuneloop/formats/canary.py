@@ -4,8 +4,6 @@ Whoever writes weights computes it (`canary_logprobs`); whoever serves them must
 a tolerance before a batch counts. The ids are derived from the vocabulary size alone, so both sides can name them.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ Text is text: what data, users or tools say never becomes a control token (one t
 also where it is spelled like one. Those come from the chat template and from this module alone.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

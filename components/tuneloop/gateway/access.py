@@ -1,7 +1,5 @@
 """Who calls, and where they may have sessions."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os
@@ -15,7 +13,7 @@ from typing import Any, Protocol
 
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.inference.refusals import Refused
-from tuneloop.kube.api_errors import read_api_message
+from tuneloop.kube.connection import read_api_message
 
 REMEMBERED = 30.0
 """Seconds for which an answer of the API server holds; a token withdrawn meanwhile is still taken."""

@@ -15,8 +15,6 @@ for what does not exist or is somebody else's, 410 for a session that is over, 4
 where it goes to a worker), 503 while its worker is not there yet. Of a request without a token no body is read.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -6,8 +6,6 @@ asked for and by whom. The Job owns the pod, so that deleting it leaves nothing.
 environment: who may read Jobs of a namespace may use its sessions.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,12 +1,10 @@
 """Bodies of Tinker's requests, and results as they are sent back."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from tuneloop.core.errors import UserError
 from tuneloop.gateway import wire
@@ -17,10 +15,8 @@ ALPHA = 32.0
 """lora_alpha of adapters, as Tinker has it."""
 
 
-class Body(BaseModel):
+class Body(BaseModel, frozen=True, extra="ignore", protected_namespaces=()):
     """A request's body: what is not listed is of no account here (metadata of the client's)."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
 
 class LoraConfig(Body):
@@ -109,10 +105,9 @@ class SamplingParams(Body):
     top_p: float = 1.0
 
 
-class Sample(BaseModel):
+class Sample(BaseModel, frozen=True, extra="allow", protected_namespaces=()):
     """A prompt and how many completions of it. What is not listed would change the answer, and is refused."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
     sampling_session_id: str
     seq_id: int | None = None
     num_samples: int = Field(1, ge=1)

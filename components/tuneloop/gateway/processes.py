@@ -1,7 +1,5 @@
 """Sessions as child processes of the gateway, on one machine. They end with it."""
 
-from __future__ import annotations
-
 import datetime
 import math
 import os

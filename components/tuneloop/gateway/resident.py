@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.component import Params
@@ -39,10 +39,9 @@ MICRO_BATCH = 64
 """Sequences in one forward pass."""
 
 
-class AdamParams(BaseModel):
+class AdamParams(BaseModel, frozen=True, extra="forbid"):
     """AdamW's options of one step; names and defaults are Tinker's."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     learning_rate: float = Field(1e-4, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)

@@ -1,14 +1,12 @@
 """Sessions as the gateway sees them, and how many a namespace may have."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.component import from_validation
@@ -22,10 +20,9 @@ ALIVE = ("queued", "starting", "running")
 LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
 
-class Wanted(BaseModel):
+class Wanted(BaseModel, frozen=True, extra="forbid"):
     """What a session is to be. Equal keys of one caller with equal bodies are one session."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     namespace: str = Field("", pattern=rf"^({LABEL})?$", description="empty: the caller's own")
     accelerators: int = Field(0, ge=0)
     display_name: str = Field("", max_length=200)
@@ -95,10 +92,9 @@ class Backend(Protocol):
         """End a session, and remove all that it consists of but its artifacts; nothing happens where there is none."""
 
 
-class Quota(BaseModel):
+class Quota(BaseModel, frozen=True, extra="forbid"):
     """What a namespace may have at a time."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     sessions: int = Field(4, ge=0)
     accelerators: int = Field(0, ge=0)
     store: str = Field("", description="URL that artifacts lie below; empty: --store")
@@ -120,10 +116,9 @@ class Quota(BaseModel):
                 raise Refused(429, f"{line}; end a session, or ask for a larger quota")
 
 
-class WorkerPod(BaseModel):
+class WorkerPod(BaseModel, frozen=True, extra="forbid"):
     """What a session's pod is made of."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     image: str = "tuneloop/rollout:dev"
     cpu: str = "500m"
     memory: str = "4Gi"
@@ -133,10 +128,9 @@ class WorkerPod(BaseModel):
     idle: int = Field(3600, ge=1, description="seconds without a request after which a session ends itself")
 
 
-class Settings(BaseModel):
+class Settings(BaseModel, frozen=True, extra="forbid"):
     """The gateway's own, from one file that is read anew at each creation."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     default: Quota = Quota()
     namespaces: dict[str, Quota] = {}
     worker: WorkerPod = WorkerPod()

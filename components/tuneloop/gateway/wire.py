@@ -4,8 +4,6 @@ The field numbers are those of ``tinker_public.proto`` in the client library, re
 bytes of a dtype and a shape. Enums are written as integers, which is the same on the wire.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

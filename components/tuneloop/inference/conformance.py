@@ -5,8 +5,6 @@ endpoint is held against itself: what it samples against what it scores, one tem
 against its own continuation. With a checkpoint (``--policy``) it is held against the trainer's log-probabilities, too.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

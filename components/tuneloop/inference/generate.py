@@ -1,7 +1,5 @@
 """What `rollout` and `evaluate` share: from prompts and a policy to completions that provably came from it."""
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import functools
@@ -182,7 +180,7 @@ def open_engine(options: SamplingOptions) -> contextlib.closing[Engine]:
     Raises:
         UserError: unknown, or arguments that it does not take.
     """
-    create = plugins.load_variant("engines", options.engine, "create")
+    create = plugins.load_variant("engines", options.engine, "open_engine")
     return contextlib.closing(create(options.endpoint, options.engine_args, options.timeout_s))
 
 

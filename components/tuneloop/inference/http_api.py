@@ -31,8 +31,6 @@ request demands (load it, then ask again); 503 no version is served, after a loa
 succeeds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable

@@ -5,8 +5,6 @@ reply: nothing that was sampled is ever tokenized again. So one pass over the wh
 log-probabilities, and `policy_update` needs to know no more than which tokens were sampled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -38,7 +36,7 @@ def _find(name: str, args: Mapping[str, Any], prefix: str = "") -> Callable[...,
         UserError: it does not, with `prefix` and the argument's name as the field.
     """
     factory = plugins.load_variant("environments", name)
-    create: Callable[..., Environment] = factory if callable(factory) else factory.create
+    create: Callable[..., Environment] = factory if callable(factory) else factory.create_environment
     plugins.check_variant_args(name, create, args, first=1, prefix=prefix)
     return create
 

@@ -1,7 +1,5 @@
 """Refusals of a server, and how an application of FastAPI answers with them: ``{"error": one line}``."""
 
-from __future__ import annotations
-
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse

@@ -14,8 +14,6 @@ Exit codes: 0 after SIGTERM, 2 the user's mistake, 70 it was started too often w
 or the engine has failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import json

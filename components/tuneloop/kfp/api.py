@@ -3,8 +3,6 @@
 Messages are those of API v2beta1 (backend/api/v2beta1/run.proto).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +36,11 @@ class RunApi:
         self._runs = f"{address.rstrip('/')}/apis/v2beta1/runs"
 
     def read_run(self, run_id: str) -> dict[str, Any]:
+        """Read a run's message (``v2beta1Run``).
+
+        Raises:
+            NotThere: there is no such run.
+        """
         return _call("GET", f"{self._runs}/{run_id}")
 
     def list_runs(self, experiment_id: str, name: str, *, part: bool = False) -> list[dict[str, Any]]:

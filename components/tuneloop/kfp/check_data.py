@@ -5,8 +5,6 @@ It makes the prompts anew, keeps none of them, and starts the run of their diges
 and one that is under way is left alone, however many of KFP's runs it takes.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import tempfile
@@ -14,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tuneloop.core.artifacts import find_manifest
+from tuneloop.core.errors import report_errors
 from tuneloop.core.program import to_kebab_case
 from tuneloop.kfp.api import DONE, RunApi
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.next_run import refuse_stopped_run
-from tuneloop.kfp.retry import report_errors, retry_in_process
+from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.stage import encode_parameter
 from tuneloop.stages.data_prep import data_prep
 
@@ -70,18 +69,20 @@ def main(argv: Sequence[str]) -> int:
     given = task.parameters
     flags = [word for k, v in given["data"].items() for word in (f"--{to_kebab_case(k)}", encode_parameter(v))]
 
-    def check() -> None:
+    @report_errors
+    def check() -> int:
         api = RunApi(given["api"])
         manifest = find_manifest(url)
         assert manifest is not None, "the stage has just committed it"
         line = start_scheduled_run(api, api.read_run(given["run_id"]), manifest.digest, given)
         print(line, file=sys.stderr)
         task.results = {"done": line}
+        return 0
 
     with tempfile.TemporaryDirectory() as scratch:
         url = f"file://{scratch}/prompts"
         code = retry_in_process(lambda: data_prep.run([*flags, "--prompts", url]), str)
-        code = code or retry_in_process(report_errors(check), str)
+        code = code or retry_in_process(check, str)
     if code == 0:
         task.finish()
     return code

@@ -7,8 +7,6 @@ A run is known by its name: submitting the name again resumes it, for what it ha
 wrong is one line (`UserError`, `Retryable`), whatever the client library raised.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import io

@@ -4,8 +4,6 @@ It is looked at through the Kubernetes API, in the namespace of the runs, and on
 `tuneloop.cluster.doctor`.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator, Mapping
@@ -36,7 +34,6 @@ from tuneloop.cluster.queue_problems import KUEUE, find_queue_problems
 from tuneloop.cluster.run_workflows import list_queues
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kfp.client import compiled_package, connect_to_kfp
-from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import Connection
 
 API_SERVER = "ml-pipeline"
@@ -77,15 +74,14 @@ def check_kfp(
     queues = ", ".join(list_queues(workflow))
     admitted = queues and f"LocalQueue {queues} admits what accelerator tasks ask for"
     on_volume = bool(settings and settings.kfp.volumes)
-    with translate_api_errors(cluster):
-        checks = [
-            *collect_checks("KFP's API server", check_api_server(cluster)),
-            *collect_checks("executor", check_executor(cluster)),
-            *collect_checks("workflow defaults", check_retries(cluster)),
-            *collect_checks("store", check_store_settings(cluster, "kfp", WARNING if on_volume else REFUSED)),
-            *collect_checks("queue", check_queue(cluster, workflow), admitted),
-            *collect_checks("images", check_images(cluster, list_images(workflow))),
-        ]
+    checks = [
+        *collect_checks("KFP's API server", check_api_server(cluster)),
+        *collect_checks("executor", check_executor(cluster)),
+        *collect_checks("workflow defaults", check_retries(cluster)),
+        *collect_checks("store", check_store_settings(cluster, "kfp", WARNING if on_volume else REFUSED)),
+        *collect_checks("queue", check_queue(cluster, workflow), admitted),
+        *collect_checks("images", check_images(cluster, list_images(workflow))),
+    ]
     if documents:
         checks.append(check_size(predict_workflow_size(documents[0]), count_tasks(documents[0])))
     return [*checks, check_endpoint(cluster, endpoint)]

@@ -6,8 +6,6 @@ follow, it starts the next run of KFP at its end. What it tells KFP is said of t
 over all of the run.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -20,16 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tuneloop.core.errors import (
-    EXIT_RETRY,
-    INTERRUPTED,
-    UNAVAILABLE,
-    Interrupted,
-    Retryable,
-    UserError,
-    print_diagnostic,
-    report_error,
-)
+from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, UNAVAILABLE, Interrupted, print_diagnostic, report_errors
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.core.store import Store
 from tuneloop.kfp import previews
@@ -73,15 +62,15 @@ def main(argv: Sequence[str]) -> int:
     api, run_id = RunApi(given.api), task.parameters["run_id"]
     trained: Position | None = None
 
-    def locate(start: Mapping[str, Mapping[str, Any]], after: int = 0) -> Position:
+    def find_reached(start: Mapping[str, Mapping[str, Any]], after: int = 0) -> Position:
         return find_position(loop, url, start, iterations=given.iterations, target_reward=target, after=after)
 
-    def train(pod: Iterations) -> int:
+    def run_part(pod: Iterations) -> int:
         """Run the task's part of the loop, unless that is done: tried again, a task leaves the next part alone."""
         nonlocal trained
-        position = locate(task.inputs)
+        position = find_reached(task.inputs)
         whole = position.last > 0 and position.last % given.per_task == 0
-        if position.ended or trained or (whole and find_newer_run(api, run_id)):
+        if position.ended or trained or (whole and find_newer_run(api, api.read_run(run_id))):
             trained = position
             return 0
         start = {**values, **{k: handle["ref"] for k, handle in position.carried.items()}}
@@ -91,14 +80,15 @@ def main(argv: Sequence[str]) -> int:
                 start["endpoint"] = stack.enter_context(run_server(given.server, url, start, pod))
             if code := pod.run(start)[0]:
                 return code
-        trained = locate(position.carried, position.last)
+        trained = find_reached(position.carried, position.last)
         return 0
 
-    def run() -> int:
+    @report_errors
+    def run_task() -> int:
         pod = Iterations(loop, run=url, last=given.iterations, per_pod=given.per_task, target=target)
         try:
             with pod.handle_signals():
-                if code := train(pod):
+                if code := run_part(pod):
                     return code
                 assert trained is not None, "it is set where the part is done"
                 report_iterations(task, loop, trained)
@@ -110,11 +100,9 @@ def main(argv: Sequence[str]) -> int:
                 task.finish()
         except ServerEnded as error:
             return error.code
-        except (UserError, Retryable) as error:
-            return report_error(error)
         return 0
 
-    return retry_in_process(run, lambda: " ".join(Store(url).keys("iterations")), url=f"{url}/iterations")
+    return retry_in_process(run_task, lambda: " ".join(Store(url).keys("iterations")), url=f"{url}/iterations")
 
 
 def get_output_name(value: str) -> str:
@@ -198,9 +186,7 @@ def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
     task.write("curves", previews.render_charts(rows, "iteration"))
     scored, at = made[-1][step_of(loop.reward)], f"{store.url}/iterations/{last}/{step_of(loop.reward)}"
     assert scored is not None, "the last iteration is committed"
-    for name, draw in (("preview", previews.write_artifact_page), ("confidence", previews.write_confidence)):
-        if name in task.outputs:
-            draw(task, name, at, scored)
+    previews.write_artifact_page(task, "preview", at, scored)
 
 
 if __name__ == "__main__":

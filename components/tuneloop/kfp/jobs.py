@@ -9,8 +9,6 @@
 The task's own pod only starts the job, prints what it prints, and ends with its exit code.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any

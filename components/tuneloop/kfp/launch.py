@@ -6,8 +6,6 @@ parameter becomes its value, one with the name of an input artifact its referenc
 follows the job, and this program ends as it did.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

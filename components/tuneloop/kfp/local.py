@@ -9,8 +9,6 @@ So the one check that refuses container components is lifted, and the warning ab
 are methods of `SubprocessTaskHandler`; kfp 2.17 offers no way to plug in a handler.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kfp import local as kfp_local

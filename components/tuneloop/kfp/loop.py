@@ -7,8 +7,6 @@ no condition of KFP (a DAG whose last task is left out stays RUNNING in its meta
 the handle of the policy says, while the loop goes on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

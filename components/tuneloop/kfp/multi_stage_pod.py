@@ -3,14 +3,12 @@
 The twin of `tuneloop.argo.multi_stage_pod`; the seed, which there is fixed, is here the pipeline's to give.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from kfp import dsl
-from kfp.dsl import HTML, ClassificationMetrics, Dataset, Markdown, Metrics, Output
+from kfp.dsl import HTML, Dataset, Markdown, Metrics, Output
 
 from tuneloop.argo.multi_stage_pod import describe_loop, list_roles
 from tuneloop.config.loop import LoopPipelineConfig
@@ -27,7 +25,7 @@ from tuneloop.kfp.template import (
     define_inputs,
     pass_artifacts_once,
 )
-from tuneloop.workflow.loop import Loop, StageSpec, output_of, step_of
+from tuneloop.workflow.loop import Loop, StageSpec, output_of
 
 ABOUT = {
     "url": "of the run: what the iterations make is committed below it",
@@ -68,10 +66,7 @@ def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipeline
     ]
     taken = {wire: name for step in loop.steps for name, wire in step.wires.items()}
     types = {name: TYPES.get(taken[name], Dataset) for name in (*loop.carry, *loop.constants)}
-    rewards = next(step.component for step in loop.steps if step.name == step_of(loop.reward))
     shown = {"results": Metrics, "preview": Markdown, "curves": HTML}
-    if rewards.kind == "rewards":
-        shown["confidence"] = ClassificationMetrics
     signature: dict[str, tuple[Any, Any]] = {
         **define_inputs(types, dict.fromkeys(types, True)),
         **{"url": (str, REQUIRED), "run_id": (str, REQUIRED), "seed": (int, REQUIRED), TARGET: (float, REQUIRED)},

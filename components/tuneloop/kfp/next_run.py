@@ -4,8 +4,6 @@ Its stages are committed, so that it goes on with the iteration that is not. A t
 that it has started.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +17,10 @@ KEPT = (
 """What a run is made of; the other fields of its message say how it went."""
 
 
-def find_newer_run(api: RunApi, run_id: str) -> str | None:
-    """Return the id of the newest run with the name of the run `run_id`, if it was started after it."""
-    return _find_newer(api, api.read_run(run_id))
+def find_newer_run(api: RunApi, run: Mapping[str, Any]) -> str | None:
+    """Return the id of the newest run with the name of `run`, if it was started after it."""
+    newest = api.list_runs(run["experiment_id"], run["display_name"])[0]
+    return str(newest["run_id"]) if newest["created_at"] > run["created_at"] else None
 
 
 def start_next_run(api: RunApi, run_id: str) -> str:
@@ -34,7 +33,7 @@ def start_next_run(api: RunApi, run_id: str) -> str:
         Interrupted: somebody is stopping the run.
     """
     own = api.read_run(run_id)
-    if newer := _find_newer(api, own):
+    if newer := find_newer_run(api, own):
         return newer
     refuse_stopped_run(own)
     return api.start_run({name: own[name] for name in KEPT if name in own})
@@ -44,8 +43,3 @@ def refuse_stopped_run(run: Mapping[str, Any]) -> None:
     """Raise Interrupted if somebody is stopping a run: nothing follows it."""
     if run.get("state") in ("CANCELING", "CANCELED"):
         raise Interrupted(f"run {run['run_id']} is being stopped: it does not go on")
-
-
-def _find_newer(api: RunApi, own: Mapping[str, Any]) -> str | None:
-    newest = api.list_runs(own["experiment_id"], own["display_name"])[0]
-    return str(newest["run_id"]) if newest["created_at"] > own["created_at"] else None

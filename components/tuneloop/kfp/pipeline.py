@@ -1,7 +1,5 @@
 """A pipeline for Kubeflow Pipelines: a component for each of its stages, and the graph that calls them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Where the loop of a run stands, by what it has committed: the task that runs the rest of it starts there."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -1,13 +1,9 @@
-"""What the UI of Kubeflow Pipelines shows of a committed artifact: a page of facts and rows, curves, a ROC curve."""
-
-from __future__ import annotations
+"""What the UI of Kubeflow Pipelines shows of a committed artifact: a page of facts and rows, and curves."""
 
 import html
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby, islice
-from math import exp
-from operator import itemgetter
+from itertools import islice
 from typing import Any
 
 from tuneloop.core.artifacts import Manifest
@@ -19,8 +15,6 @@ from tuneloop.runs.report import FIRST
 ROWS, WIDTH, BATCH = 8, 160, 64
 """Rows of a preview, characters of a cell, and rows read at a time."""
 COLUMNS = ("id", "request_id", "prompt", "completion", "answer", "score", "outcome", "finish_reason", "policy_versions")
-POINTS = 200
-"""Most points of a ROC curve: KFP keeps them in its metadata."""
 
 
 def write_artifact_page(task: Task, name: str, url: str, manifest: Manifest) -> None:
@@ -67,41 +61,6 @@ def render_charts(rows: Sequence[Mapping[str, float]], over: str) -> str:
     return f"<!doctype html><meta charset=utf-8><style>{style}</style>{''.join(drawn)}{told}\n"
 
 
-def write_confidence(task: Task, name: str, url: str, manifest: Manifest) -> None:
-    """Metadata of ``ClassificationMetrics``: does the policy's own confidence tell right completions from wrong?
-
-    A completion counts as right with full marks, and its confidence is the mean probability of its sampled tokens.
-    """
-    scored = [
-        (_mean_probability(row["logprobs"]), row["score"])
-        for row in _rows(url, manifest, "rewards.parquet", ("score", "logprobs"))
-        if row["score"] is not None and row.get("logprobs")
-    ]
-    top = max((score for _, score in scored), default=0.0)
-    points = compute_roc([(sure, score == top) for sure, score in scored])
-    task.describe(name, {"confidenceMetrics": points} if points else {})
-
-
-def compute_roc(judged: Sequence[tuple[float, bool]]) -> list[dict[str, float]]:
-    """Compute threshold, true and false positive rate of (confidence, right) pairs.
-
-    Empty where all are right or all are wrong: no curve is defined there. (Fawcett 2006, *An introduction to ROC
-    analysis*, algorithm 1.)
-    """
-    right = sum(full for _, full in judged)
-    wrong = len(judged) - right
-    if not right or not wrong:
-        return []
-    points, good, bad = [], 0, 0
-    for threshold, group in groupby(sorted(judged, key=itemgetter(0), reverse=True), key=itemgetter(0)):
-        for _, right_one in group:
-            good, bad = good + right_one, bad + (not right_one)
-        points.append((threshold, good / right, bad / wrong))
-    every = -(-len(points) // POINTS)
-    kept = [(1.0, 0.0, 0.0), *points[::every], points[-1]]
-    return [{"confidenceThreshold": c, "recall": tpr, "falsePositiveRate": fpr} for c, tpr, fpr in kept]
-
-
 def render_markdown_table(head: Sequence[str], rows: Any) -> str:
     """Render a Markdown table; a cell is cut after `WIDTH` characters."""
     lines = [head, ["---"] * len(head), *rows]
@@ -111,7 +70,6 @@ def render_markdown_table(head: Sequence[str], rows: Any) -> str:
 PREVIEWS: Mapping[str, Callable[[Task, str, str, Manifest], None]] = {
     "preview": write_artifact_page,
     "curves": write_curves,
-    "confidence": write_confidence,
 }
 """Output artifact → what fills it."""
 
@@ -125,10 +83,6 @@ def _rows(url: str, manifest: Manifest, file: str, columns: Sequence[str]) -> It
         wanted = [column for column in columns if column in table.schema_arrow.names]
         for batch in table.iter_batches(BATCH, columns=wanted):
             yield from batch.select(wanted).to_pylist()
-
-
-def _mean_probability(logprobs: Sequence[float]) -> float:
-    return sum(map(exp, logprobs)) / len(logprobs)
 
 
 def _cell(value: Any) -> str:

@@ -7,17 +7,16 @@ what it was made.
 Messages: kubeflow/model-registry, api/openapi/model-registry.yaml (v1); MLflow, REST API 2.0, "Model Registry".
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
 from tuneloop.core.artifacts import split_ref
+from tuneloop.core.errors import report_errors
 from tuneloop.kfp.api import NotThere, call_api
 from tuneloop.kfp.io import Task
-from tuneloop.kfp.retry import report_errors, retry_in_process
+from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.stage import find_reason_to_skip
 
 FIELD = "kfp.model_registry"
@@ -80,12 +79,14 @@ def main(argv: Sequence[str]) -> int:
         task.finish()
         return 0
 
-    def register() -> None:
+    @report_errors
+    def register() -> int:
         version = register_model(given["registry"], given["model_name"], task.inputs["model"])
         print(f"registered as {version}", file=sys.stderr)
         task.results = {"model_version": version}
+        return 0
 
-    if code := retry_in_process(report_errors(register), str):
+    if code := retry_in_process(register, str):
         return code
     task.finish()
     return 0

@@ -1,7 +1,5 @@
 """The report of a run, as a task of Kubeflow Pipelines: ``python -m tuneloop.kfp.report --executor-input …``"""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

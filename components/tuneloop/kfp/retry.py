@@ -3,8 +3,6 @@ what may pass (75) from the user's mistake (2). So a stage that ends with 75 by 
 same budget as on Argo (`tuneloop.core.attempts`); one that was asked to end is not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -18,15 +16,9 @@ from pathlib import Path
 
 from tuneloop.core.attempts import BUDGET, FAILURE
 from tuneloop.core.ends import AWAY, AWAY_BUDGET, INTERRUPTION, classify_end
-from tuneloop.core.errors import (
-    EXIT_RETRY,
-    TERMINATION_LOG,
-    Retryable,
-    UserError,
-    report_error,
-    write_termination_message,
-)
+from tuneloop.core.errors import EXIT_RETRY, TERMINATION_LOG, Retryable, UserError, write_termination_message
 from tuneloop.core.store import Store
+from tuneloop.core.threads import hear_signals
 
 PAUSE_S = 10.0
 """Seconds between two attempts, as on Argo."""
@@ -50,9 +42,8 @@ def retry_in_process(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return run()
     stopped = threading.Event()
-    previous = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     without_progress, away, progress = 0, 0, ""
-    try:
+    with hear_signals(lambda _: stopped.set(), [signal.SIGTERM]):
         while True:
             code, line = _run_and_read_line(run)
             end = classify_end("Failed", code, line)
@@ -68,26 +59,11 @@ def retry_in_process(
             print(f"{end.name}: retrying in {pause_s:g} s", file=sys.stderr, flush=True)
             if stopped.wait(pause_s):
                 break
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     if line:
         write_termination_message(line)
     if code and url:
         _record_failure(url, line or f"exit code {code}")
     return code
-
-
-def report_errors(call: Callable[[], None]) -> Callable[[], int]:
-    """Return `call` as a function that returns an exit code, and prints the line of what it raises."""
-
-    def run() -> int:
-        try:
-            call()
-        except (UserError, Retryable) as error:
-            return report_error(error)
-        return 0
-
-    return run
 
 
 def _record_failure(url: str, message: str) -> None:

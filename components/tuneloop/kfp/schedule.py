@@ -5,8 +5,6 @@ anew and starts the pipeline where they are new (`tuneloop.kfp.check_data`). The
 the macro ``[[ScheduledTime]]`` is not replaced where a run's parameters are read (kubeflow/pipelines#12494).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Mapping

@@ -14,8 +14,6 @@ run as empty tasks: the `policy_update` of the iteration whose rewards reach ``t
 marked ``goes_on``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

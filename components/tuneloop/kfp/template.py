@@ -5,8 +5,6 @@ the stage's input artifacts, the URL of its output, and all its parameters; the 
 committed, its results, and what the UI shows of it.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +12,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origin
 
 from kfp import dsl, kubernetes
-from kfp.dsl import HTML, ClassificationMetrics, Dataset, Input, Markdown, Metrics, Model, Output
+from kfp.dsl import HTML, Dataset, Input, Markdown, Metrics, Model, Output
 from kfp.dsl.pipeline_channel import PipelineArtifactChannel
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -278,8 +276,6 @@ def _artifacts(component: Component) -> dict[str, Any]:
     outputs["preview"] = Markdown
     if component.kind == "checkpoint" and "loss" in component.results:
         outputs["curves"] = HTML
-    if component.kind == "rewards":
-        outputs["confidence"] = ClassificationMetrics
     return outputs
 
 

@@ -1,18 +1,19 @@
-"""Connect to a Kubernetes API server as kubectl would.
+"""Connect to a Kubernetes API server as kubectl would, and say in one line what went wrong between the two.
 
-cluster = connect_to_cluster("tuneloop")
-with translate_api_errors(cluster):
-    workflows = cluster.list(*WORKFLOWS)
+workflows = connect_to_cluster("tuneloop").list(*WORKFLOWS)
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import Retryable, Unavailable, UserError
 
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
 OWNER = {"apiVersion": "/".join(WORKFLOWS[:2]), "kind": "Workflow"}
@@ -20,11 +21,76 @@ OWNER = {"apiVersion": "/".join(WORKFLOWS[:2]), "kind": "Workflow"}
 NAMESPACE = "tuneloop"
 IN_CLUSTER = "in-cluster"
 """The context of a pod that uses its own account."""
+PATIENCE = 300.0
+"""Seconds that an API server may be away while a run is followed: as long as it takes to restart one."""
+T = TypeVar("T")
+
+
+class Unreachable(UserError):
+    """The API server does not answer."""
+
+
+class ApiRefusal(UserError):
+    """The API server refuses: its HTTP status, and its own words."""
+
+    def __init__(self, context: str, status: int, message: str) -> None:
+        super().__init__("cluster", context, f"refused ({status}): {message}")
+        self.status, self.message = status, message
+
+
+@contextmanager
+def translate_api_errors(host: str, context: str) -> Iterator[None]:
+    """Say in one line what a refusal of the API server means.
+
+    One that does not answer is the user's mistake only where a user said which one: a pod's own will be back.
+    """
+    from kubernetes.client import ApiException
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except ApiException as error:
+        message = read_api_message(error)
+        if error.status in (429, 500, 502, 503, 504):
+            raise Unavailable(f"cluster: {host}: {message}") from error
+        raise ApiRefusal(context, error.status, message) from error
+    except HTTPError as error:
+        if context == IN_CLUSTER:
+            raise Unavailable(f"cluster: {host} does not answer ({type(error).__name__})") from error
+        remedy = f"{host} does not answer ({type(error).__name__}); is it running, and is this the context?"
+        raise Unreachable("cluster", context, remedy) from error
+
+
+def retry_until_available(look: Callable[[], T], *, patience: float = PATIENCE, pause: float = 1.0) -> T:
+    """Call `look` until the API server is not in trouble, and return what it gives.
+
+    It is called again after `pause` seconds, then after twice, four times as many, up to 30.
+
+    Raises:
+        Retryable, Unreachable: it was in trouble for `patience` seconds.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return look()
+        except (Retryable, Unreachable):
+            if time.monotonic() + pause > deadline:
+                raise
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
+
+
+def read_api_message(error: Any) -> str:
+    """Read the API server's own words of an ApiException."""
+    try:
+        return " ".join(str(json.loads(error.body)["message"]).split())
+    except (TypeError, ValueError, KeyError):
+        return str(error.reason)
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A connection to one namespace of a cluster.
+    """A connection to one namespace of a cluster. All its calls raise `ApiRefusal`, `Unreachable` or `Unavailable`.
 
     Attributes:
         namespace: where runs live.
@@ -47,11 +113,9 @@ class Connection:
 
     def find(self, group: str, version: str, plural: str, name: str) -> dict[str, Any] | None:
         """Return a custom object of the namespace; None where there is none."""
-        from kubernetes.client import ApiException
-
         try:
             return self.get(group, version, plural, name)
-        except ApiException as error:
+        except ApiRefusal as error:
             if error.status != 404:
                 raise
             return None
@@ -62,11 +126,9 @@ class Connection:
 
     def delete(self, group: str, version: str, plural: str, name: str, **options: Any) -> bool:
         """Delete a custom object of the namespace, and return whether there was one."""
-        from kubernetes.client import ApiException
-
         try:
             self.custom.delete_namespaced_custom_object(group, version, self.namespace, plural, name, **options)
-        except ApiException as error:
+        except ApiRefusal as error:
             if error.status != 404:
                 raise
             return False
@@ -107,8 +169,14 @@ def connect_to_cluster(namespace: str = NAMESPACE, context: str | None = None) -
         config.load_incluster_config(client_configuration=settings)
         context = IN_CLUSTER
     settings.retries = 1
+    return build_connection(settings, namespace, str(context))
+
+
+def build_connection(settings: Any, namespace: str, context: str) -> Connection:
+    """Build a connection of the client library's settings (``kubernetes.client.Configuration``)."""
+    from kubernetes import client
+
     api = client.ApiClient(settings)
-    custom = client.CustomObjectsApi(api)
-    return Connection(
-        namespace, str(context), settings.host, client.CoreV1Api(api), custom, client.AuthorizationV1Api(api)
-    )
+    api.call_api = translate_api_errors(settings.host, context)(api.call_api)  # type: ignore[method-assign]
+    custom, auth = client.CustomObjectsApi(api), client.AuthorizationV1Api(api)
+    return Connection(namespace, context, settings.host, client.CoreV1Api(api), custom, auth)

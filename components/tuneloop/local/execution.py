@@ -1,7 +1,5 @@
 """The state of one run that all its nodes share, and that the journal shows to others."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -15,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tuneloop.core.threads import hear_signals
 from tuneloop.local.journal import DONE, Journal, Node, Workflow
 from tuneloop.local.pod_files import PodFilesystem
 from tuneloop.local.processes import Launcher, Process, end_process
@@ -217,21 +216,14 @@ class Execution:
     def handle_signals(self) -> Iterator[None]:
         """Stop the run at SIGTERM and SIGINT; a second SIGINT is Python's own."""
 
-        def stop(number: int, frame: object) -> None:
+        def stop(number: int) -> None:
             self.stopped_by = number
             self.stopping.set()
             if number == signal.SIGINT:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-        if threading.current_thread() is not threading.main_thread():
+        with hear_signals(stop):
             yield
-            return
-        previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
     def pause(self, seconds: float, name: str) -> bool:
         """Wait, and say whether the run, or what is at the node `name`, is to end; at once if that is so."""

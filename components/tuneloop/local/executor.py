@@ -6,8 +6,6 @@ A run of several workflows (`execute_parts`) has one work directory. A pod is a 
 and how to read it live: `tuneloop.local.journal`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

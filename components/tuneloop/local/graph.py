@@ -4,8 +4,6 @@ The semantics are those of the Argo controller 3.7 (https://argo-workflows.readt
 runs on a thread of its own; what bounds the work is how many pods may run at a time.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from dataclasses import replace

@@ -6,12 +6,9 @@ back after it. Each is committed and resumable by itself: a pod that takes over 
 behind it. Exit codes are those of a stage.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +20,7 @@ from typing import Any, NoReturn
 from tuneloop.core.component import find_component
 from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, UserError, print_diagnostic, report_error
 from tuneloop.core.program import write_outputs
+from tuneloop.core.threads import hear_signals
 from tuneloop.workflow.loop import output_of
 from tuneloop.workflow.pod_loop import PodLoop, StageCall
 
@@ -131,22 +129,14 @@ class Iterations:
 
         A stage of this process handles them itself; one in another is sent them.
         """
-        previous: dict[int, Any] = {}
 
-        def stop(number: int, frame: object) -> None:
+        def stop(number: int) -> None:
             self.stopped = True
             if self._child:
                 self._child.send_signal(number)
-            if callable(before := previous.get(number)) and before is not signal.default_int_handler:
-                before(number, frame)
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            previous[number] = signal.signal(number, stop)
-        try:
+        with hear_signals(stop):
             yield
-        finally:
-            for each, handler in previous.items():
-                signal.signal(each, handler)
 
 
 @contextlib.contextmanager

@@ -17,8 +17,6 @@ Files below the work directory (``workdir``):
     Held (flock) by the executor as long as it lives.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import json

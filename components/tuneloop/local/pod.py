@@ -1,7 +1,5 @@
 """Pods of a local run: containers and daemons as process groups; their outputs and readiness."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -7,8 +7,6 @@ declared outputs is mapped where it is a whole value, as in ``TUNELOOP_OUTPUTS=/
 ``/tmp`` and ``/dev/shm`` as emptyDirs are the machine's own.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Mapping

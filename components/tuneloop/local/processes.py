@@ -1,7 +1,5 @@
 """The executor's side of the processes that run pods: the spawner, and the warm one."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

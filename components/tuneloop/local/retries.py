@@ -1,7 +1,5 @@
 """Retries of a local run: policy, limit, backoff and expression, as the Argo controller reads them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping

@@ -12,8 +12,6 @@ Protocol, JSON lines over the socket FD: ``{"start": id, "argv": […], "env": {
 exec.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -14,8 +14,6 @@ ends: those with ``TUNELOOP_WARM=PATH`` in their environment connect to the sock
 it what a warm process of its own would have been. The further modules are imported too.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

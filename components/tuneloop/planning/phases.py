@@ -5,8 +5,6 @@ on this machine), else from when it began to work until it committed. What lies 
 that is its lead: the median over the iterations, lest the pause of a run that was resumed counts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from bisect import bisect_right

@@ -11,8 +11,6 @@ to be decided inside, by whoever is judged, and is refused. ``metadata["code"]``
 tests together, 4; stay below the stage's `timeout_s`), `memory_mb` (256) and `output_kb` (64).
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import time

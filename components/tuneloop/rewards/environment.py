@@ -1,7 +1,5 @@
 """What the environment itself said of the episode, 0 to 1: ``metadata["environment"]["reward"]``, as rollout put it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 NEEDS_EPISODE = True

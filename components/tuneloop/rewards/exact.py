@@ -1,7 +1,5 @@
 """Exact match: the completion is the answer, white space at the ends aside."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

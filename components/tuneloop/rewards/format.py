@@ -3,8 +3,6 @@
 Set it for all prompts with ``--reward-args '{"format": {"pattern": "<think>.*</think>.*"}}'`` of `data_prep`.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -5,8 +5,6 @@ which it falls linearly from 0. Characters, not tokens: a verifier sees text, an
 before there is a tokenizer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 RANGE = (-1.0, 0.0)

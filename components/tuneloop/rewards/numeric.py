@@ -1,7 +1,5 @@
 """Mathematical equality by math-verify: ``\\frac{1}{2}``, ``0.5`` and ``50\\%`` are the same answer."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from typing import Any

@@ -3,8 +3,6 @@
 The source of the same name keeps there the task, its config, and the entry that the verifier compares with.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

@@ -20,8 +20,6 @@ call that waits, or whose process got no processor, was hindered by its host: it
 time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -1,7 +1,5 @@
 """Line charts as SVG: readable where no script may run, as in the frame in which Kubeflow Pipelines show a page."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -17,8 +17,6 @@ request lag             versions that tokens are behind the policy, mean    the 
 that are somebody else's and record nothing, it is all that is known besides publication and lag.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -58,7 +56,7 @@ class Delivery:
     proved: str = ""
 
 
-NUMBERS = tuple(f.name for f in fields(Delivery) if f.type == "float | None")
+NUMBERS = tuple(f.name for f in fields(Delivery) if f.type == float | None)
 
 
 def list_deliveries(run: Run) -> list[Delivery]:

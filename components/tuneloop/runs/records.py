@@ -1,7 +1,5 @@
 """What was asked for when a run was started on this machine: its record, and the names that runs may have."""
 
-from __future__ import annotations
-
 import re
 import time
 import uuid
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 import tuneloop
 from tuneloop.core.artifacts import dump_canonical_json
@@ -21,10 +19,9 @@ ROOT = "runs"
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
 
 
-class Record(BaseModel):
+class Record(BaseModel, frozen=True):
     """What was asked for when a run was started on this machine."""
 
-    model_config = ConfigDict(frozen=True)
     format: int = 1
     id: str = Field(default_factory=lambda: uuid.uuid4().hex)
     run: str

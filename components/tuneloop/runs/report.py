@@ -1,7 +1,5 @@
 """One HTML page that shows a run: readable offline and without scripts, everything inside."""
 
-from __future__ import annotations
-
 import html
 import string
 import time

@@ -5,8 +5,6 @@ its URL was written by attempts that lost a race or died. Nothing that was writt
 still be at it, on whatever machine.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """A run in words."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 

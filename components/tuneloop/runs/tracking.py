@@ -1,15 +1,13 @@
-"""Mirror a run into MLflow: a parent run for the run, a child for each iteration, found again by tag.
+"""Mirror a run into MLflow: one run with a step for each iteration, found again by tag.
 
 Only what is committed is mirrored, so the mirror can be made at any time, in any process, as often as one likes: runs
 are looked up by the tag ``tuneloop_key``, and a point of a curve carries the time of its artifact, by which MLflow
 knows it from a new one. ``MLFLOW_TRACKING_URI`` and ``MLFLOW_EXPERIMENT_NAME`` are honoured; ``MLFLOW_RUN_ID`` names
-a run of somebody else's as the parent, whose status is left alone.
+a run of somebody else's as this one, whose status is left alone.
 
 A server that does not answer is found out in a moment, where MLflow's client would try again for minutes. A run goes
 on without it: no stage fails by it, and what was not mirrored can be at any time.
 """
-
-from __future__ import annotations
 
 import importlib.util
 import os
@@ -27,7 +25,7 @@ from typing import Any
 from tuneloop.core.errors import UserError, print_diagnostic
 from tuneloop.runs.delivery import find_delivery, get_measurements
 from tuneloop.runs.records import list_leaves
-from tuneloop.runs.run_record import Entry, Run
+from tuneloop.runs.run_record import Run
 
 URI = "sqlite:///mlflow.db"
 KEY = "tuneloop_key"
@@ -51,7 +49,7 @@ def mirror_run(run: Run, *, follow: bool = False, going_on: Callable[[], bool] |
         going_on: waits a moment and says whether to look again; default: until the run is not running.
 
     Raises:
-        UserError: MLflow does not answer, or refuses (its address, its store, the parent run).
+        UserError: MLflow does not answer, or refuses (its address, its store, the run).
     """
     if importlib.util.find_spec("mlflow") is None:
         return MISSING
@@ -107,22 +105,19 @@ class Mirror:
 
         self.run = run
         self.client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or URI)
-        self.key = run.record.id if run.record else run.url
         pipeline = run.record.pipeline if run.record else "tuneloop"
         self.adopted = os.environ.get("MLFLOW_RUN_ID")
         if self.adopted:
             self.experiment = self.client.get_run(self.adopted).info.experiment_id
-            self.parent = self.adopted
+            self.id = self.adopted
         else:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or pipeline
             found = self.client.get_experiment_by_name(name)
             self.experiment = str(found.experiment_id if found else self.client.create_experiment(name))
-            started = run.record.created if run.record else min((e.started for e in run.entries), default=time.time())
-            self.parent = self._find_or_make(self.key, run.name, started, {})
-            self.client.update_run(self.parent, status="RUNNING")  # a resumed run goes on in the same one
+            self.id = self._find_or_make()
+            self.client.update_run(self.id, status="RUNNING")  # a resumed run goes on in the same one
         if run.record:
             self._params(run.record.config)
-        self.children: dict[int, str] = {}
         self.logged: dict[str, int] = {}
         self.mirrored: set[str] = set()
 
@@ -141,65 +136,52 @@ class Mirror:
                 Metric(name, y, int(at * 1000), first + index + 1 if recorded else int(x))
                 for index, (x, y, at) in enumerate(zip(curve.x, curve.y, curve.at))
             ]
-            self._log(self.parent, points)
+            self._log(points)
             self.logged[name] = first + len(points)
         for entry in fresh:
             if entry.iteration is not None:
-                stage, at = entry.stage, int(entry.finished * 1000)
+                stage, at = entry.manifest.stage, int(entry.finished * 1000)
                 values = {f"{stage}/{k}": float(v) for k, v in entry.manifest.scalars.items()}
-                values[f"seconds/{stage}"] = entry.seconds
-                self._log(self._child(entry), [Metric(k, v, at, entry.iteration) for k, v in values.items()])
+                values = {k: v for k, v in values.items() if k not in self.logged} | {f"seconds/{stage}": entry.seconds}
+                points = [Metric(k, v, at, entry.iteration) for k, v in values.items()]
                 if entry.manifest.role == "sampler" and (one := find_delivery(self.run, entry)):
-                    known = [Metric(f"weights/{k}", v, at, one.version) for k, v in get_measurements(one).items()]
-                    self._log(self.parent, known)
+                    points += [Metric(f"weights/{k}", v, at, one.version) for k, v in get_measurements(one).items()]
+                self._log(points)
             self.mirrored.add(entry.key)
 
     def close(self) -> str:
         """Write how the run stands, and say where its mirror is."""
         phase = self.run.phase
         notes = (f"- `{curve.stage}/{curve.name}`: {curve.how}" for curve in self.run.curves())
-        self.client.set_tag(self.parent, "mlflow.note.content", "\n".join(notes))
-        self.client.set_tag(self.parent, "tuneloop.store", self.run.url)
-        for iteration, child in self.children.items():
-            ended = max(e.finished for e in self.run.entries if e.iteration == iteration)
-            whole = iteration < self.run.iteration or phase == "succeeded"
-            self.client.set_terminated(child, "FINISHED" if whole else STATUS.get(phase, "FINISHED"), int(ended * 1000))
+        self.client.set_tag(self.id, "mlflow.note.content", "\n".join(notes))
+        self.client.set_tag(self.id, "tuneloop.store", self.run.url)
         if not self.adopted and phase != "running":
             ended = max((entry.finished for entry in self.run.entries), default=time.time())
-            self.client.set_terminated(self.parent, STATUS.get(phase, "FINISHED"), int(ended * 1000))
+            self.client.set_terminated(self.id, STATUS.get(phase, "FINISHED"), int(ended * 1000))
         experiment = self.client.get_experiment(self.experiment).name
-        children = f", {len(self.children)} iterations" if self.children else ""
-        name = self.client.get_run(self.parent).info.run_name
-        return f"{format_tracking_uri()}, experiment {experiment}, run {name}{children}"
+        name = self.client.get_run(self.id).info.run_name
+        return f"{format_tracking_uri()}, experiment {experiment}, run {name}, {self.run.iteration} iterations"
 
-    def _child(self, entry: Entry) -> str:
-        assert entry.iteration is not None
-        if entry.iteration not in self.children:
-            name = f"iteration-{entry.iteration}"
-            tags = {"mlflow.parentRunId": self.parent, "iteration": str(entry.iteration)}
-            key = f"{self.key}/{entry.iteration}"
-            self.children[entry.iteration] = self._find_or_make(key, name, entry.started, tags)
-        return self.children[entry.iteration]
-
-    def _find_or_make(self, key: str, name: str, started: float, tags: Mapping[str, str]) -> str:
-        found = self.client.search_runs([self.experiment], f"tags.{KEY} = '{key}'", max_results=1)
-        if found:
+    def _find_or_make(self) -> str:
+        run, key = self.run, self.run.record.id if self.run.record else self.run.url
+        if found := self.client.search_runs([self.experiment], f"tags.{KEY} = '{key}'", max_results=1):
             return str(found[0].info.run_id)
-        tags = {KEY: key, "tuneloop.run": self.run.name, **tags}
-        return str(self.client.create_run(self.experiment, int(started * 1000), tags, name).info.run_id)
+        started = run.record.created if run.record else min((e.started for e in run.entries), default=time.time())
+        tags = {KEY: key, "tuneloop.run": run.name}
+        return str(self.client.create_run(self.experiment, int(started * 1000), tags, run.name).info.run_id)
 
     def _params(self, config: Mapping[str, Any]) -> None:
         """Log the configuration as parameters; those that are there already stay."""
         from mlflow.entities import Param
 
-        standing = self.client.get_run(self.parent).data.params
+        standing = self.client.get_run(self.id).data.params
         flat = [Param(k, str(v)[:6000]) for k, v in list_leaves(config) if k not in standing]
         for start in range(0, len(flat), 100):
-            self.client.log_batch(self.parent, params=flat[start : start + 100])
+            self.client.log_batch(self.id, params=flat[start : start + 100])
 
-    def _log(self, run_id: str, points: list[Any]) -> None:
+    def _log(self, points: list[Any]) -> None:
         for start in range(0, len(points), 1000):
-            self.client.log_batch(run_id, metrics=points[start : start + 1000])
+            self.client.log_batch(self.id, metrics=points[start : start + 1000])
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """Verification of the files that a run has committed, by hashing them again."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass

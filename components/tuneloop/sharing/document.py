@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 Policy = Literal["fifo", "lrs"]
 POLICIES: tuple[Policy, ...] = ("fifo", "lrs")
@@ -17,7 +17,7 @@ class Refused(RuntimeError):
     """What was asked of the document is not to be had: the turn is another's, or was lost."""
 
 
-class Seat(BaseModel):
+class Seat(BaseModel, frozen=True):
     """One attempt to have a turn, from its asking to its end.
 
     Attributes:
@@ -27,14 +27,13 @@ class Seat(BaseModel):
         beat: goes up as long as it lives.
     """
 
-    model_config = ConfigDict(frozen=True)
     ticket: str
     who: str
     since: float = 0.0
     beat: int = 0
 
 
-class Document(BaseModel):
+class Document(BaseModel, frozen=True):
     """What a group knows; every function below gives a new one.
 
     Attributes:
@@ -45,7 +44,6 @@ class Document(BaseModel):
         policy, patience: of the group; the first to come sets them.
     """
 
-    model_config = ConfigDict(frozen=True)
     number: int = 0
     holder: Seat | None = None
     waiting: tuple[Seat, ...] = ()

@@ -10,8 +10,6 @@ every write to any Lease (Kubernetes promises it of decimal numbers since 1.35, 
 and a turn is one write: so it is above every number that a Lease before can have given.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator
@@ -19,10 +17,9 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from tuneloop.core.errors import Corrupt, Unavailable, UserError
+from tuneloop.core.errors import Corrupt, Unavailable
 from tuneloop.core.store import Conflict
-from tuneloop.kube.api_errors import Unreachable, translate_api_errors
-from tuneloop.kube.connection import OWNER, Connection
+from tuneloop.kube.connection import OWNER, ApiRefusal, Connection, Unreachable
 from tuneloop.sharing.document import Document
 from tuneloop.sharing.turns import Turns
 
@@ -67,25 +64,20 @@ class Lease:
     @contextmanager
     def _faults(self, write: bool = False, seen: bool = False) -> Iterator[None]:
         """Translate refusals. A 404: there is none to read; what was `seen` is gone; else the namespace is missing."""
-        from kubernetes.client import ApiException
-
         try:
-            with translate_api_errors(self.cluster):
-                try:
-                    yield
-                except ApiException as error:
-                    if error.status == 409 or (error.status == 404 and seen):
-                        raise Conflict(f"{self.name} was changed by another") from error
-                    if write or error.status != 404:
-                        raise
+            yield
+        except ApiRefusal as error:
+            if error.status == 409 or (error.status == 404 and seen):
+                raise Conflict(f"{self.name} was changed by another") from error
+            if write or error.status != 404:
+                raise
         except Unreachable as error:  # it was there before: a turn outlasts that
             raise Unavailable(str(error)) from error
 
 
 def read_groups(cluster: Connection) -> dict[str, Document]:
     """Read the document of each group of the namespace, by the group's name."""
-    with translate_api_errors(cluster):
-        found = cluster.list(*LEASES, selector=LABEL)
+    found = cluster.list(*LEASES, selector=LABEL)
     return {lease["metadata"]["labels"][LABEL]: parse_lease(lease) for lease in found}
 
 
@@ -93,8 +85,8 @@ def release_leases(cluster: Connection, run: str) -> None:
     """Release the leases and requests of a run that is known to have ended, so that nobody waits for them to expire."""
     try:
         known = read_groups(cluster)
-    except UserError as error:
-        if getattr(error.__cause__, "status", None) == 403:  # not this account's to end: others wait for `patience`
+    except ApiRefusal as error:
+        if error.status == 403:  # not this account's to end: others wait for `patience`
             return
         raise
     for group, about in known.items():

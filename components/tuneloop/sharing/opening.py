@@ -1,7 +1,5 @@
 """Which turns a URL names, and where their document is."""
 
-from __future__ import annotations
-
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
 from tuneloop.kube.connection import connect_to_cluster

@@ -4,8 +4,6 @@ What each run takes is given as its `Task`s, iteration by iteration; a plan says
 loses time if its runs would sooner be done one after the other; the overlapped loop, if the plain one is quicker.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ where that was lost, it only waits for the end, as the stage has seen it, too, a
 the run, the file says that: the stage starts, and ends with exit code 2 and the same line.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -8,8 +8,6 @@ Given what runs took with their devices to themselves, this says what they will 
 seconds do not depend on what runs on other devices.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The policy to start from: a Hugging Face model, or a tiny one made here with a tokenizer for the prompts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

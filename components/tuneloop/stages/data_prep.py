@@ -51,7 +51,7 @@ SCHEMAS: dict[Split, pa.Schema] = {
 def source_digest(params: Any) -> dict[str, str]:
     """Return what tells the files that a source reads from others of the same name; nothing where it reads none."""
     try:
-        digest = getattr(plugins.load_variant("data", params.source), "digest", None)
+        digest = getattr(plugins.load_variant("data", params.source), "digest_source", None)
     except (ImportError, UserError):  # the stage says so, if it runs
         return {}
     found = digest(params.source_args) if digest else None
@@ -65,7 +65,7 @@ def _find(source: str, arguments: Mapping[str, Any], prefix: str) -> Callable[..
         UserError: it does not, or needs another one; with `prefix` and the argument's name as the field.
         ImportError: a package that it needs is not installed.
     """
-    load: Callable[..., Splits] = plugins.load_variant("data", source, "load")
+    load: Callable[..., Splits] = plugins.load_variant("data", source, "load_splits")
     for name, parameter in plugins.check_variant_args(source, load, arguments, first=2, prefix=prefix).items():
         if parameter.default is parameter.empty and name not in arguments:
             raise UserError(f"{prefix}{name}", None, f"is required by {source}")

@@ -1,7 +1,5 @@
 """Measure a policy on held-out prompts."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """Take a policy out: a plain Hugging Face directory that transformers and vLLM load."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Score rollouts with a reward model, in place of `reward` or on top of what that found."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any
 

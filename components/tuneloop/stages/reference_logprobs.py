@@ -1,7 +1,5 @@
 """Log-probabilities of pairs under the reference policy, once for all epochs and all runs over the same data."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar
 
 import pyarrow as pa

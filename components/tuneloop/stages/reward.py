@@ -1,7 +1,5 @@
 """Judge rollouts: a weighted sum of named rewards, with typed outcomes and an error budget."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter, defaultdict

@@ -4,8 +4,6 @@ A document is a token sequence with a mask that says which tokens the model is t
 laid out in any way, since a loss divides by the target count of the whole batch, never by that of a micro-batch.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ of ranks, equal bytes for equal tensors, no pickles.
 DCP's default layout pickles each tensor by itself: for a small model four times the time to write, six times to read.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -8,8 +8,6 @@ With ``--messages`` chats in the Parquet files of `data_prep`, which are JSON te
 TRL and other trainers read them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -23,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.errors import Retryable, UserError, report_error
+from tuneloop.core.errors import UserError, report_errors
 
 LIST = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 ANSWERS = ("completion", "chosen", "rejected")
@@ -109,6 +107,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "prompt": said, "messages": said, **answers}
 
 
+@report_errors
 def main(argv: Sequence[str]) -> int:
     """Run as a program."""
     parser = argparse.ArgumentParser(prog="tuneloop.training.fetch")
@@ -116,12 +115,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--into", type=Path, required=True)
     parser.add_argument("--messages", action="store_true", help="chats as lists of messages, as TRL reads them")
     given = parser.parse_args(argv)
-    try:
-        if not given.source:
-            raise UserError("storageUri", given.source, "is required: the reference of an artifact")
-        fetch_artifact(given.source, given.into, messages=given.messages)
-    except (UserError, Retryable) as error:
-        return report_error(error)
+    if not given.source:
+        raise UserError("storageUri", given.source, "is required: the reference of an artifact")
+    fetch_artifact(given.source, given.into, messages=given.messages)
     print(f"fetch: {given.source} is at {given.into}", flush=True)
     return 0
 

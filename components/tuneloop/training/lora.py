@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from tuneloop.core.errors import UserError
 
@@ -21,10 +21,9 @@ BASE, ADAPTER = ".base_layer.", ".lora_"
 """In the names that peft gives to parameters: of the layer that was there, and of what it added."""
 
 
-class Lora(BaseModel):
+class Lora(BaseModel, frozen=True, extra="forbid"):
     """Options under the names of peft's LoraConfig."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     r: int = Field(16, ge=1, description="rank of an adapter")
     lora_alpha: float = Field(32.0, gt=0, description="adapters are scaled by lora_alpha / r")
     lora_dropout: float = Field(0.0, ge=0, lt=1)

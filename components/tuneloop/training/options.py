@@ -1,7 +1,5 @@
 """The parameters of a stage that trains, once: what they are, their bounds and their defaults."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal

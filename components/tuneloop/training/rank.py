@@ -8,8 +8,6 @@ group's threads with Python's lock held, and one of them waits for that lock, to
 does here.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ It is what a RayJob enters. Each node gets the command with its own ``PET_*`` va
 the driver. Ray restarts nothing here: the stages know how to resume, a RayJob's ``backoffLimit`` how often to try.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A reward model: a language model whose head gives one number at the end of a document."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

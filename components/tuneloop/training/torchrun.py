@@ -6,8 +6,6 @@ short for committing a resume point: ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` is a day
 limit.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

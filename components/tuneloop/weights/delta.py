@@ -4,8 +4,6 @@ Both sides are memory-mapped and read once, in blocks that stay in a core's cach
 compressing are one pass, and neither model is ever held in memory.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import deque

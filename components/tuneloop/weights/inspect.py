@@ -1,7 +1,5 @@
 """Look at published versions, and drop those that nothing needs."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass

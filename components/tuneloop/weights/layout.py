@@ -5,8 +5,6 @@ header, the header gives dtype, shape and byte range of each tensor, the rest is
 with equal headers and equal tensors are therefore byte-identical, which is what the weight protocol proves.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping

@@ -10,8 +10,6 @@ written for `EXPIRY_S` is of a replica that died, and counts no more; who has no
 What a pull took is written once, and stays: for people and reports.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """Make a local model directory hold a published version: the newest full one, then deltas in order, or deltas alone in
 place where the directory holds an earlier version already."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil
@@ -12,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from tuneloop.core.artifacts import file_digest
 from tuneloop.core.errors import Corrupt, UserError
@@ -25,14 +23,13 @@ _AGAIN = "materialize it again"
 MARKER, LOCK, INCOMING = ".weight_version.json", ".weight_version.lock", ".incoming"
 
 
-class Marker(BaseModel):
+class Marker(BaseModel, frozen=True, extra="forbid"):
     """What a directory holds. It exists only while that is true: it is removed before the first byte changes.
 
     Data are not flushed to disk, so the marker counts only in the boot that wrote it (a killed process loses nothing,
     a crashed host may); in another, every tensor is checked first.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     version: int
     index: str
     boot: str

@@ -4,9 +4,7 @@ It moves by compare-and-swap, never backward, and two publishers that race canno
 The protocol follows the published disk-delta systems (pointer moved last, rewind refused).
 """
 
-from __future__ import annotations
-
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from tuneloop.core import fencing
 from tuneloop.core.errors import Corrupt, UserError
@@ -23,10 +21,9 @@ class PointerConflict(UserError):
     """The pointer names other weights under the same version."""
 
 
-class Latest(BaseModel):
+class Latest(BaseModel, frozen=True, extra="forbid"):
     """What the pointer says."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     version: int = Field(ge=0)
     ref: str = Field(description="``<directory>@xxh3-128:<digest of its index>``")
 

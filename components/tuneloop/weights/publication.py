@@ -4,8 +4,6 @@ The committed artifact stays the truth. Publishing is an act after the commit th
 run again ends at once, publishes what a crash left unpublished, and finds done what was done.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

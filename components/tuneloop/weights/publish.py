@@ -1,7 +1,5 @@
 """Publish a model directory as the next version: files, then the index, then the pointer."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from dataclasses import dataclass, field

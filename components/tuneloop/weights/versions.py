@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from tuneloop.core.artifacts import DIGEST
 from tuneloop.core.errors import Corrupt, UserError
@@ -34,20 +34,18 @@ _GONE = "publish it, or ask for one that `tuneloop weights ls` shows"
 Hex = str
 
 
-class File(BaseModel):
+class File(BaseModel, frozen=True, extra="forbid"):
     """A file of the assembled directory. Safetensors have a `header`, others the `digest` of all their bytes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     size: int = Field(ge=0)
     header: Hex | None = None
     digest: Hex | None = None
     stored: str | None = Field(None, description="its name in this version's directory; None: as in the base version")
 
 
-class Metadata(BaseModel):
+class Metadata(BaseModel, frozen=True, extra="forbid"):
     """The published keys (strings, as other systems write them), and the Hub's ``total_size``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     version: str
     base_version: str | None = None
     delta_encoding: Encoding | None = Field(None, description="absent: a full version")
@@ -56,10 +54,9 @@ class Metadata(BaseModel):
     total_size: int
 
 
-class Extra(BaseModel):
+class Extra(BaseModel, frozen=True, extra="forbid"):
     """What tuneloop adds, under a key of its own that other readers ignore."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     format: Literal[1] = 1
     files: dict[str, File]
     checksums: dict[str, Hex] = Field(description="of every tensor's bytes in this version's state")
@@ -74,10 +71,9 @@ class Extra(BaseModel):
     source: str | None = Field(None, description="digest of the checkpoint that it was published from")
 
 
-class Index(BaseModel):
+class Index(BaseModel, frozen=True, extra="forbid"):
     """``model.safetensors.index.json`` of one version."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     metadata: Metadata
     weight_map: dict[str, str]
     tuneloop: Extra

@@ -1,7 +1,5 @@
 """Operators, conversions and member access of expr-lang (github.com/expr-lang/expr), on Python's values."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

@@ -12,8 +12,6 @@ which bind as tightly.
 This module needs the standard library only.
 """
 
-from __future__ import annotations
-
 import ast
 import keyword
 import re

@@ -4,8 +4,6 @@
 There are no branches and no loops in loops: a pipeline that needs them writes its graph for the engine itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """What the local executor understands of a Workflow: everything else is refused by name before anything runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

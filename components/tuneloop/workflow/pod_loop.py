@@ -1,16 +1,14 @@
 """Iterations of a loop as one pod runs them, stage after stage: what `tuneloop.local.iterations` is given."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 PROGRAM = "tuneloop.local.iterations"
 
 
-class StageCall(BaseModel):
+class StageCall(BaseModel, frozen=True, extra="forbid"):
     """A stage that a pod runs.
 
     Attributes:
@@ -21,7 +19,6 @@ class StageCall(BaseModel):
         output: the flag that takes the URL where it commits.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
     command: list[str]
     flags: list[str]
@@ -29,10 +26,9 @@ class StageCall(BaseModel):
     output: str
 
 
-class PodLoop(BaseModel):
+class PodLoop(BaseModel, frozen=True, extra="forbid"):
     """The steps of an iteration, in `tuneloop.workflow.loop.Loop`'s terms; `check` runs after each `evaluate_every`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     steps: list[StageCall]
     carry: dict[str, str]
     reward: str

@@ -1,7 +1,5 @@
 """What a rendered template says of its stage: the flags are those that its container will get."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 RUN_LABEL = "tuneloop.dev/run"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -26,10 +26,9 @@ UNKNOWN = "2Gi"
 MEMORY = r"\d+(\.\d+)?[KMGTPE]i"
 
 
-class Share(BaseModel):
+class Share(BaseModel, frozen=True, extra="forbid"):
     """Runs that use the same devices. Runs of one `group` are set up alike: what differs between them is refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     group: str = Field(
         pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$",
         description="name of the runs that share: at most 40 lower-case letters, digits and dashes",
@@ -102,20 +101,18 @@ Grace = Annotated[
 ]
 
 
-class Toleration(BaseModel):
+class Toleration(BaseModel, frozen=True, extra="forbid"):
     """Of a taint of nodes, in the words of Kubernetes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     key: str = Field("", description="of the taint; empty: any")
     operator: Literal["Equal", "Exists"] = "Equal"
     value: str = Field("", description="of the taint, where the operator is Equal")
     effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = ""
 
 
-class Resources(BaseModel):
+class Resources(BaseModel, frozen=True, extra="forbid"):
     """What a pod of a role asks for."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     cpu: str = Field("500m", pattern=r"^\d+(\.\d+)?m?$", description="CPU that a pod requests: 500m, 2")
     memory: str = Field(
         AUTO,
@@ -166,10 +163,9 @@ class AcceleratorResources(Resources):
     grace_s: Grace = 300
 
 
-class Cluster(BaseModel):
+class Cluster(BaseModel, frozen=True, extra="forbid"):
     """Names and sizes that a platform team sets. The defaults are those of ``manifests/``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     images: str = Field(
         "tuneloop/{image}:dev",
         pattern=r"\{image\}",

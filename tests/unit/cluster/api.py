@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from tuneloop.cluster.watch import NODE_NAME
-from tuneloop.kube.connection import Connection
+from tuneloop.kube.connection import Connection, build_connection
 
 PLACE = re.compile(r"/apis/argoproj.io/v1alpha1/namespaces/[^/]+/(?P<plural>[^/]+)(/(?P<name>[^/]+))?$")
 
@@ -115,9 +115,7 @@ def connected(url: str, context: str = "test") -> Connection:
 
     settings = client.Configuration(host=url)
     settings.retries = 0
-    api = client.ApiClient(settings)
-    custom = client.CustomObjectsApi(api)
-    return Connection("tuneloop", context, url, client.CoreV1Api(api), custom, client.AuthorizationV1Api(api))
+    return build_connection(settings, "tuneloop", context)
 
 
 def kubeconfig(url: str, directory: Path) -> str:

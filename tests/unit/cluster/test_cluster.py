@@ -89,7 +89,7 @@ def test_a_run_that_was_submitted_from_a_template_is_of_its_pipeline() -> None:
 def test_code_of_the_user_s_own_is_said_with_the_images_that_need_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "my_data.py").write_text("from tuneloop.data.digits import load\n")
+    (tmp_path / "my_data.py").write_text("from tuneloop.data.digits import load_splits\n")
     (tmp_path / "my_rewards.py").write_text("RANGE = (0, 1)\n\n\ndef score(completion, answer, metadata): return 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     own = ("data.source=my_data:load", 'reward.reward_weights={"my_rewards:score": 1}')

@@ -14,8 +14,7 @@ from tuneloop.cluster.launch import launch_job
 from tuneloop.cluster.run_workflows import find_workflows
 from tuneloop.cluster.schedule import delete_schedule
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.kube.api_errors import retry_until_available
-from tuneloop.kube.connection import IN_CLUSTER, Connection
+from tuneloop.kube.connection import IN_CLUSTER, Connection, retry_until_available
 
 JOB = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "tune"}, "spec": {}}
 

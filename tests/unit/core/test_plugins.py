@@ -4,9 +4,9 @@ from tuneloop.core import plugins
 
 ATTRIBUTES = {
     "rewards": "score",
-    "data": "load",
+    "data": "load_splits",
     "algorithms": "Algorithm",
-    "environments": "create",
+    "environments": "create_environment",
     "fleet": "open_fleet",
 }
 

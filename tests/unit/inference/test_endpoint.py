@@ -18,7 +18,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Sampling
-from tuneloop.inference.engines.endpoint import Endpoint, create
+from tuneloop.inference.engines.endpoint import Endpoint, open_engine
 
 SAMPLED = Sampling(1.0, 6, ())
 REQUESTS = [Request(f"r{i}", [3 + i, 4, 5], [i, i + 100]) for i in range(5)]
@@ -35,7 +35,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 def opened(url: str, policy: Artifact, **args: Any) -> Endpoint:
-    engine = create(url, {**FAST, **args}, LIMIT_S)
+    engine = open_engine(url, {**FAST, **args}, LIMIT_S)
     engine.load(policy)
     assert isinstance(engine, Endpoint)
     return engine
@@ -115,7 +115,7 @@ def test_several_urls_take_turns(policy: Artifact) -> None:
     assert [[c.ids for c in group] for group in made] == [alone(newer, r) for r in REQUESTS]
     assert len(newer.asked) == 5 and 5 <= engine.retries <= 10
     with pytest.raises(UserError, match="rollout_endpoint_url: 'there': must be an absolute URL"):
-        create("http://here:1,there", {}, 1.0)
+        open_engine("http://here:1,there", {}, 1.0)
 
 
 def test_partial_rollouts_are_drained_with_their_versions(policy: Artifact) -> None:
@@ -212,7 +212,7 @@ def test_the_hook_may_change_a_request(policy: Artifact) -> None:
 )
 def test_bad_options(url: str | None, args: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        create(url, args, 1.0)
+        open_engine(url, args, 1.0)
 
 
 def test_completions_of_two_versions_say_which_token_is_whose(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.environments import Reply, tool_calls
 from tuneloop.environments.calculator import Calculator, evaluate_expression
 from tuneloop.environments.guess import Guess
-from tuneloop.environments.python import create as create_python
+from tuneloop.environments.python import create_environment as create_python
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.formats.tokens import encode_reply, load_tokenizer
 from tuneloop.inference.engines.transformers import Transformers

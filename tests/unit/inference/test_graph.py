@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from kubernetes.client import ApiException
 
 from tuneloop.cli import run_cli
 from tuneloop.core.errors import UserError
@@ -21,7 +20,7 @@ from tuneloop.inference.fleet.graph import (
     pods_gate,
     render_graph,
 )
-from tuneloop.kube.connection import Connection
+from tuneloop.kube.connection import ApiRefusal, Connection
 from tuneloop.workflow.settings import RUN_LABEL
 
 BETA = """
@@ -144,7 +143,7 @@ class Api:
         self.changes += not self.patches
         self.patches.append(words[-1]["metadata"])
         if words[-1]["metadata"]["resourceVersion"] != str(self.changes):
-            raise ApiException(status=409, reason="Conflict")
+            raise ApiRefusal("test", 409, "Conflict")
 
 
 @pytest.mark.parametrize(("run", "patches"), [("demo", 2), ("another", 0)])

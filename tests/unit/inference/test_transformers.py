@@ -14,7 +14,7 @@ from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
 from tuneloop.formats.rollouts import Request
 from tuneloop.inference.engines import Sampling
-from tuneloop.inference.engines.transformers import Transformers, create
+from tuneloop.inference.engines.transformers import Transformers, open_engine
 
 PROMPTS = [[7, 8, 9], [11] * 9, [20, 21, 22, 23, 24], [30]]
 REQUESTS = [Request(f"r{i}", prompt, [100 * i + s for s in range(3)]) for i, prompt in enumerate(PROMPTS)]
@@ -159,4 +159,4 @@ def test_who_watches_can_stop_it(engine: Transformers) -> None:
 @pytest.mark.parametrize(("endpoint", "args"), [("http://localhost:1", {}), (None, {"gpu_memory_utilization": 0.5})])
 def test_refuses_what_it_does_not_know(endpoint: str | None, args: dict[str, Any]) -> None:
     with pytest.raises(UserError):
-        create(endpoint, args, 1.0)
+        open_engine(endpoint, args, 1.0)

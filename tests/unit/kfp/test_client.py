@@ -180,7 +180,7 @@ def test_a_loop_goes_on_once(backend: Api) -> None:
     first, second = backend.runs
     for key in ("display_name", "experiment_id", "pipeline_spec", "runtime_config"):
         assert first[key] == second[key]
-    assert find_newer_run(api, "r1") == "r2" and find_newer_run(api, "r2") is None
+    assert find_newer_run(api, api.read_run("r1")) == "r2" and find_newer_run(api, api.read_run("r2")) is None
     assert run_cli(["kfp", "stop", "long"]) == 0
     with pytest.raises(Interrupted, match="r2 is being stopped"):
         start_next_run(api, "r2")

@@ -1,43 +1,16 @@
-"""What the UI is given: a ROC curve, charts, tables."""
+"""What the UI is given: charts, tables."""
 
 import json
 import random
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tuneloop.core.artifacts import Draft
 from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
-
-
-def area(points: list[dict[str, float]]) -> float:
-    """Under a ROC curve, by trapezoids."""
-    xy = [(p["falsePositiveRate"], p["recall"]) for p in points]
-    return sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in pairwise(xy))
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=60))
-def test_roc_area_is_the_share_of_pairs_in_order(judged: list[tuple[int, bool]]) -> None:
-    """The area is the Mann-Whitney statistic: of all (right, wrong) pairs, those with the right one surer."""
-    points = previews.compute_roc([(sure / 10, good) for sure, good in judged])
-    pairs = [(a, b) for a, good in judged if good for b, bad in judged if not bad]
-    if not pairs:
-        assert points == []
-    else:
-        won = sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs)
-        assert abs(area(points) - won / len(pairs)) < 1e-9
-
-
-def test_a_long_roc_is_thinned_and_ends_at_one() -> None:
-    points = previews.compute_roc([(i / 5000, i % 3 == 0) for i in range(5000)])
-    assert len(points) <= previews.POINTS + 2
-    assert (points[0]["recall"], points[-1]["recall"], points[-1]["falsePositiveRate"]) == (0.0, 1.0, 1.0)
 
 
 def test_curves_begin_with_the_reward_and_name_what_does_not_change() -> None:

@@ -85,7 +85,7 @@ def test_handles_are_typed_and_parameters_described(compiled: Any) -> None:
     spec, _ = compiled("grpo", "loop.iterations=1", "kfp.unroll=1")
     reward = spec["components"]["comp-reward"]
     kinds = {k: v["artifactType"]["schemaTitle"] for k, v in reward["outputDefinitions"]["artifacts"].items()}
-    assert kinds["rewards"] == "system.Dataset" and kinds["confidence"] == "system.ClassificationMetrics"
+    assert kinds["rewards"] == "system.Dataset" and kinds["results"] == "system.Metrics"
     assert reward["inputDefinitions"]["parameters"]["timeout_s"]["description"].startswith("seconds that one call")
     assert list(spec["root"]["inputDefinitions"]["parameters"]) == ["run", "seed", "store", "target_reward"]
     store = spec["root"]["inputDefinitions"]["parameters"]["store"]

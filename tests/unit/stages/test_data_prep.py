@@ -82,7 +82,7 @@ def test_chats(tmp_path: Path) -> None:
 def test_a_source_of_somebody_elses_needs_no_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = """
 import functools
-from tuneloop.data.digits import load as digits
+from tuneloop.data.digits import load_splits as digits
 
 def load(n, seed, plain=2, *, model_config: int = 1):
     return digits(n, seed, digits=plain)
@@ -278,8 +278,8 @@ def test_a_file_that_changed_is_no_resume(tmp_path: Path) -> None:
 def test_a_folder_that_changed_is_another_source(tmp_path: Path) -> None:
     huggingface = pytest.importorskip("tuneloop.data.huggingface")
     (tmp_path / "a.csv").write_text("prompt,answer\n1+1,2\n")
-    first = huggingface.digest({"path": str(tmp_path)})
-    assert huggingface.digest({"path": str(tmp_path)}) == first
+    first = huggingface.digest_source({"path": str(tmp_path)})
+    assert huggingface.digest_source({"path": str(tmp_path)}) == first
     (tmp_path / "a.csv").write_text("prompt,answer\n1+2,3\n")
-    assert huggingface.digest({"path": str(tmp_path)}) != first
-    assert huggingface.digest({"path": "name/on-the-hub"}) is None
+    assert huggingface.digest_source({"path": str(tmp_path)}) != first
+    assert huggingface.digest_source({"path": "name/on-the-hub"}) is None

@@ -1,11 +1,10 @@
 """Engines: what turns prompt ids into completion ids.
 
-A variant is a module with ``create(endpoint, args, timeout_s) -> Engine``. `rollout` and `evaluate` open it by
-``plugins.load("engines", name, "create")``. An engine serves one set of weights at a time and says which. A module that
-ships with tuneloop also has ``check(args, prefix)``, for before anything runs, and so imports no library at its head.
+A variant is a module with ``open_engine(endpoint, args, timeout_s) -> Engine``. `rollout` and `evaluate` open it by
+``plugins.load_variant("engines", name, "open_engine")``. An engine serves one set of weights at a time and says
+which. A module that ships with tuneloop also has ``check_engine_args(args, prefix)``, for before anything runs, and so
+imports no library at its head.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,4 +88,4 @@ def check_args(name: str, args: Mapping[str, Any], prefix: str) -> None:
         UserError: with `prefix` and the argument's name as the field.
     """
     if name in plugins.list_shipped_variants("engines"):
-        plugins.load_variant("engines", name, "check")(args, prefix)
+        plugins.load_variant("engines", name, "check_engine_args")(args, prefix)

@@ -9,8 +9,6 @@ until the address answers again, has the policy loaded there (a server that is s
 ``--policy``), has it proved anew, and asks for the other requests only.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import os

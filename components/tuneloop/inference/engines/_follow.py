@@ -7,8 +7,6 @@ fails in the change poisons the engine, and the directory is then made anew from
 below the root, so that nobody drops it (`tuneloop.weights.live`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

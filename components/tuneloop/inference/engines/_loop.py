@@ -7,8 +7,6 @@ the commands that waited: there is no pause that could be forgotten, but the one
 (`EngineLoop.pause`, of a fleet that is refitted). An idle loop sleeps.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -1,7 +1,5 @@
 """Change the weights of a vLLM engine that runs, in place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -7,8 +7,6 @@ than the policy's by `max_staleness`, waits while no replica has it (409), is se
 replica is lost, and is aborted by hanging up. Every completion says which version made it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -20,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
@@ -38,10 +36,9 @@ LATER = (408, 409, 425, 429, 500, 502, 503, 504)
 """Answers after which asking again may help."""
 
 
-class Options(BaseModel):
+class Options(BaseModel, frozen=True, extra="forbid"):
     """``engine_args`` of the engine `endpoint`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     max_staleness: int = Field(0, ge=0, description="versions that a token may be older than the policy")
     partial_rollout: bool = Field(
         False, description="stream tokens, and where a replica is lost let another go on from them"
@@ -60,7 +57,7 @@ class Options(BaseModel):
     )
 
 
-def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
+def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
     """Open the engine behind a URL.
 
     Args:
@@ -71,7 +68,7 @@ def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> E
     Raises:
         UserError: no URL, or not one; an unknown option.
     """
-    options = check(args)
+    options = check_engine_args(args)
     fleet = open_fleet(options.fleet) if options.fleet else None
     where = endpoint or (fleet and fleet.endpoint)
     if not (where or fleet):
@@ -79,7 +76,7 @@ def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> E
     return Endpoint(check_urls(where) if where else (), options, timeout_s, fleet)
 
 
-def check(args: Mapping[str, Any], prefix: str = "engine_args.") -> Options:
+def check_engine_args(args: Mapping[str, Any], prefix: str = "engine_args.") -> Options:
     """Check `args`, and return them as options.
 
     Raises:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ARGS = ("dtype", "max_model_len", "max_num_seqs", "attn_implementation")
 
 
-def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
+def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
     """Make the engine; `args` may hold vLLM's dtype, max_model_len, max_num_seqs, transformers' attn_implementation.
 
     Raises:
@@ -37,12 +37,12 @@ def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> E
     """
     if endpoint:
         raise UserError("--endpoint", endpoint, "the transformers engine runs in process; leave the endpoint out")
-    check(args)
+    check_engine_args(args)
     return Transformers(**args)
 
 
-def check(args: Mapping[str, Any], prefix: str = "--engine-args ") -> None:
-    """Refuse what `create` does not know.
+def check_engine_args(args: Mapping[str, Any], prefix: str = "--engine-args ") -> None:
+    """Refuse what `open_engine` does not know.
 
     Raises:
         UserError: with `prefix` and the argument's name as the field.

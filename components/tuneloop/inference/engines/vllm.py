@@ -5,8 +5,6 @@ faster, uses all cores, and is the one that a loop restarts each iteration. vllm
 weights are loaded here; the client of a server does not need it.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib.util
@@ -45,7 +43,7 @@ Answer = Completion | Tokens
 """What a step yields of a request: the completion at its end, and before it, where it is streamed, new tokens."""
 
 
-def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
+def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
     """Open a client where there is an endpoint, else an engine in this process.
 
     Args:
@@ -62,7 +60,7 @@ def create(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> E
     return Client(endpoint, timeout_s, sleeps=bool(args.get("enable_sleep_mode"))) if endpoint else Vllm(args)
 
 
-def check(args: Mapping[str, Any], prefix: str = "--engine-args ") -> None:
+def check_engine_args(args: Mapping[str, Any], prefix: str = "--engine-args ") -> None:
     """Refuse what tuneloop sets itself.
 
     Raises:
@@ -100,7 +98,7 @@ class Vllm:
     name = "vllm"
 
     def __init__(self, args: Mapping[str, Any]) -> None:
-        check(args)
+        check_engine_args(args)
         self.args = dict(args)
         self.engine: Any = None
         self.context, self.version, self.digest = 0, -1, ""

@@ -26,8 +26,6 @@ Dynamo's vLLM workers, and `tuneloop.inference.server` has them, too:
 ============================  ==========================================================================================
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

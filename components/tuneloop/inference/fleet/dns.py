@@ -4,8 +4,6 @@ A headless Service has such a name: one address a pod that is ready. Pods find i
 what rollouts on a cluster use. An address is all that tells two workers apart.
 """
 
-from __future__ import annotations
-
 import socket
 from urllib.parse import urlsplit
 

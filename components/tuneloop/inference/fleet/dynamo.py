@@ -5,8 +5,6 @@ The operator gives the graph's frontend a Service ``<name>-frontend``; with ``DY
 (``GET /v1/rl/workers``, protocol version 1). These names resolve inside the cluster.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

@@ -7,10 +7,7 @@ as it is. Only one that was made for a run is owned by its workflow: the owner r
 workflow exists. Service accounts are the operator's: a manifest's own stays, and none is ever set.
 """
 
-from __future__ import annotations
-
 import copy
-import functools
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,11 +16,10 @@ from typing import Any, TypeVar
 
 import yaml
 
-from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.errors import Retryable, Unavailable, UserError
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
-from tuneloop.kube.api_errors import read_api_message, translate_api_errors
-from tuneloop.kube.connection import IN_CLUSTER, WORKFLOWS, Connection
+from tuneloop.kube.connection import IN_CLUSTER, WORKFLOWS, ApiRefusal, Connection, read_api_message
 from tuneloop.workflow.settings import RUN_LABEL
 
 GROUP, KIND, PLURAL = "nvidia.com", "DynamoGraphDeployment", "dynamographdeployments"
@@ -114,19 +110,6 @@ def _containers(graph: dict[str, Any]) -> list[dict[str, Any]]:
     return main_containers
 
 
-def _call(cluster: Connection, request: Callable[[], T], *accepted: int) -> T | int:
-    """Return what `request` gives, or the status of a refusal that is `accepted`."""
-    from kubernetes.client import ApiException
-
-    with translate_api_errors(cluster):
-        try:
-            return request()
-        except ApiException as error:
-            if error.status in accepted:
-                return int(error.status)
-            raise
-
-
 def find_api_version(cluster: Connection) -> str:
     """Find the newest version of the API that the cluster has; where the account may not ask (403), it counts as there.
 
@@ -134,17 +117,20 @@ def find_api_version(cluster: Connection) -> str:
         UserError: the operator's definitions are not installed.
     """
     for version in VERSIONS:
-        kinds: Any = _call(cluster, functools.partial(cluster.custom.get_api_resources, GROUP, version), 403, 404)
-        if kinds == 403 or (kinds != 404 and any(resource.name == PLURAL for resource in kinds.resources)):
-            return version
+        try:
+            if any(kind.name == PLURAL for kind in cluster.custom.get_api_resources(GROUP, version).resources):
+                return version
+        except ApiRefusal as error:
+            if error.status == 403:
+                return version
+            if error.status != 404:
+                raise
     raise UserError("cluster", cluster.context, f"has no {KIND} ({PLURAL}.{GROUP}); install Dynamo's operator first")
 
 
 def find_graph(cluster: Connection, name: str, version: str | None = None) -> dict[str, Any] | None:
     """Find the graph as it is now, in the newest or a given version of the API; None where there is none."""
-    api = version or find_api_version(cluster)
-    graph = _call(cluster, lambda: cluster.get(GROUP, api, PLURAL, name), 404)
-    return None if isinstance(graph, int) else graph
+    return cluster.find(GROUP, version or find_api_version(cluster), PLURAL, name)
 
 
 def bring_up(
@@ -181,7 +167,7 @@ def bring_up(
         return started
     except BaseException:
         if started is not None:
-            _delete(cluster, *WORKFLOWS, started)
+            cluster.delete(*WORKFLOWS, started, propagation_policy="Background")
         if created:
             delete_graph(cluster, name)
             tell(f"{name}: taken down again")
@@ -203,8 +189,7 @@ def _ensure(cluster: Connection, graph: Object, recreate: bool, tell: Callable[[
             return False
         delete_graph(cluster, name)
         _gone(cluster, name)
-    with translate_api_errors(cluster):
-        cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, PLURAL, graph)
+    cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, PLURAL, graph)
     tell(f"{name}: created")
     return True
 
@@ -251,8 +236,7 @@ def read_gates(cluster: Connection, name: str, port: int = FRONTEND_PORT) -> lis
     graph = find_graph(cluster, name)
     if graph is None:
         raise UserError("graph", name, f"is not in namespace {cluster.namespace} of {cluster.context}")
-    with translate_api_errors(cluster):
-        pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{POD_LABEL}={name}").items
+    pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{POD_LABEL}={name}").items
     return [operator_gate(graph), pods_gate(pods), frontend_gate(*_probe(cluster, f"{name}-frontend", port))]
 
 
@@ -285,17 +269,15 @@ def _probe(cluster: Connection, service: str, port: int) -> tuple[int, str]:
             return send_request("GET", url, timeout_s=10)[0], ""
         except Unanswered as error:
             return 0, str(error)
-    from kubernetes.client import ApiException
-
     proxy = cluster.core.connect_get_namespaced_service_proxy_with_path
-    with translate_api_errors(cluster):
-        try:
-            proxy(f"{service}:{port}", cluster.namespace, "health", _request_timeout=30)
-            return 200, ""
-        except ApiException as error:
-            if error.status == 403:
-                raise
-            return (0, read_api_message(error)) if _of_the_api(error) else (error.status, "")
+    try:
+        proxy(f"{service}:{port}", cluster.namespace, "health", _request_timeout=30)
+        return 200, ""
+    except (ApiRefusal, Unavailable) as error:
+        answer: Any = error.__cause__
+        if answer.status == 403:
+            raise
+        return (0, read_api_message(answer)) if _of_the_api(answer) else (answer.status, "")
 
 
 def _of_the_api(error: Any) -> bool:
@@ -310,8 +292,7 @@ def _of_the_api(error: Any) -> bool:
 def _own(cluster: Connection, graph: Object, workflow: str, tell: Callable[[str], object]) -> None:
     """Have the graph go when the workflow goes, if it was made for that run."""
     name = str(graph["metadata"]["name"])
-    with translate_api_errors(cluster):
-        owner = cluster.get(*WORKFLOWS, workflow)
+    owner = cluster.get(*WORKFLOWS, workflow)
     run = owner["metadata"].get("labels", {}).get(RUN_LABEL)
     reference = {
         "apiVersion": owner["apiVersion"],
@@ -337,18 +318,18 @@ def _refer(cluster: Connection, metadata: Object, reference: Object) -> bool:
     others = [each for each in metadata.get("ownerReferences", ()) if each["uid"] != reference["uid"]]
     patch = {"resourceVersion": metadata["resourceVersion"], "ownerReferences": [*others, reference]}
     place = (GROUP, find_api_version(cluster), cluster.namespace, PLURAL, metadata["name"])
-    change = cluster.custom.patch_namespaced_custom_object
-    return _call(cluster, lambda: change(*place, {"metadata": patch}), 409) != 409
+    try:
+        cluster.custom.patch_namespaced_custom_object(*place, {"metadata": patch})
+    except ApiRefusal as error:
+        if error.status != 409:
+            raise
+        return False
+    return True
 
 
 def delete_graph(cluster: Connection, name: str) -> bool:
     """Delete a graph, and with it what its operator made; return whether there was one."""
-    return _delete(cluster, GROUP, find_api_version(cluster), PLURAL, name)
-
-
-def _delete(cluster: Connection, group: str, version: str, plural: str, name: str) -> bool:
-    place, delete = (group, version, cluster.namespace, plural, name), cluster.custom.delete_namespaced_custom_object
-    return _call(cluster, lambda: delete(*place, propagation_policy="Background"), 404) != 404
+    return cluster.delete(GROUP, find_api_version(cluster), PLURAL, name, propagation_policy="Background")
 
 
 def _gone(cluster: Connection, name: str, timeout: float = 120.0) -> None:

@@ -6,8 +6,6 @@ that no rollout counts. A fleet that keeps changing is given up after five passe
 the version is left alone, and who was left paused by a refit that was killed is resumed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -4,14 +4,11 @@ Who asks needs the right to list EndpointSlices (the role tuneloop-user has it);
 A worker is a pod, by its uid: one that was replaced under the same address is a new one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 from tuneloop.core.errors import UserError
 from tuneloop.inference.fleet import Fleet, Worker, parse_service_url
-from tuneloop.kube.api_errors import translate_api_errors
 from tuneloop.kube.connection import connect_to_cluster
 
 SLICES = ("discovery.k8s.io", "v1", "endpointslices")
@@ -27,8 +24,7 @@ class Service:
 
     def discover(self) -> list[Worker]:
         cluster = connect_to_cluster(self.namespace)
-        with translate_api_errors(cluster):
-            slices = cluster.list(*SLICES, selector=f"kubernetes.io/service-name={self.name}")
+        slices = cluster.list(*SLICES, selector=f"kubernetes.io/service-name={self.name}")
         if not slices:
             remedy = f"namespace {self.namespace} of {cluster.context} has no such Service with a selector"
             raise UserError("fleet", f"service://{self.name}.{self.namespace}", remedy)

@@ -3,8 +3,6 @@
 One that does not answer is one that is down just now, so it is left out of what `discover` finds.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit

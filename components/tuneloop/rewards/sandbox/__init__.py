@@ -4,8 +4,6 @@ The program gets an interpreter of its own with an empty environment and no file
 caller is in its memory. It sees the standard library and an empty directory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """torchtune's recipes, chosen as Kubeflow Trainer does (``pkg/runtime/framework/plugins/torch/torchtune.go``)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tuneloop.core.errors import UserError

@@ -5,8 +5,6 @@ would train alone, at world size 1, and say nothing (kubeflow/trainer#3930). tor
 `tuneloop.training.rank` runs that module in each rank, and sees to it that the rank ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

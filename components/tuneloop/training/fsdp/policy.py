@@ -1,7 +1,5 @@
 """A causal language model of transformers, sharded by FSDP2 over the ranks of torchrun, or whole on one."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """The processes that train together, and what they say to one another."""
 
-from __future__ import annotations
-
 import atexit
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A policy with its optimizer: steps, what they cost, and the state that goes into a checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
