@@ -144,7 +144,7 @@ class Trainer(Policy):
         distributed_checkpoint.load_tensors(self._state(), directory)
         self._set_step(step)
 
-    def copy_state(self, other: Trainer) -> None:
+    def copy_state(self, other: "Trainer") -> None:
         """Go on from where a trainer of the same parameters stands, on the same ranks."""
         theirs = other._state()
         for name, value in self._state().items():
