@@ -133,14 +133,10 @@ def make_room(cache: Path, size: int) -> None:
 
 def _make_directories(path: Path) -> None:
     """Make a directory and those above it, while others may remove them as long as they are empty."""
-    while True:
-        try:
+    for _ in range(100):  # where it is not for others it fails each time
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
             return path.mkdir(parents=True, exist_ok=True)
-        except FileNotFoundError:
-            continue
-        except FileExistsError:
-            if os.path.lexists(path):
-                raise
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def _remove_directories(path: Path, cache: Path) -> None:

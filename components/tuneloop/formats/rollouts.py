@@ -7,11 +7,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import Field
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from tuneloop.formats.tokens import decode_ids
 
@@ -84,9 +85,13 @@ class Request:
     seeds: Annotated[list[int], Field(min_length=1)]
 
 
-@dataclass(frozen=True)
+Ids = list[Annotated[int, Field(ge=0)]]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Completion:
-    """What the policy said.
+    """What the policy said; engines of any make give it, so each value's type is checked.
 
     Attributes:
         ids: with the stop token, where there is one.
@@ -98,16 +103,16 @@ class Completion:
         prompt_logprobs: at temperature 1, of each id of the prompt but the first, where they were asked for.
     """
 
-    ids: list[int]
+    ids: Ids
     logprobs: list[float]
-    finish_reason: str
+    finish_reason: FinishReason
     start_version: int
     end_version: int
     versions: list[int] = field(default_factory=list)
     prompt_logprobs: list[float] | None = None
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Episode(Completion):
     """A completion of several turns; `ids` are all after the first prompt, with a log-probability of 0 for those of
     replies, which have the version of the turn before.
@@ -119,7 +124,7 @@ class Episode(Completion):
     """
 
     mask: list[bool] = field(default_factory=list)
-    last: list[int] = field(default_factory=list)
+    last: Ids = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
 
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, val
 from tuneloop.core import plugins
 from tuneloop.core.component import Options, from_validation
 from tuneloop.environments import Environment
-from tuneloop.formats.rollouts import Completion, Episode, Request
+from tuneloop.formats.rollouts import Completion, Episode, FinishReason, Request
 from tuneloop.formats.tokens import decode_ids, encode_reply
 from tuneloop.inference.engines import Engine, Sampling
 
@@ -83,7 +83,7 @@ class _Live:
     mask: list[bool] = field(default_factory=list)
     last: list[int] = field(default_factory=list)
     turns: int = 0
-    finish_reason: str = ""
+    finish_reason: FinishReason = "abort"
     reward: float | None = None
     escape: str = ""
 

@@ -124,11 +124,26 @@ class Peer:
                     "start_version": version,
                     "end_version": version,
                 }
+                if self.fault in ODD:
+                    said |= ODD[self.fault]
                 if body.get("prompt_logprobs"):
                     said["prompt_logprobs"] = self.scores(request["prompt_ids"])
                 made.append(said)
             swapped = self.fault == "mixes answers up" and len(order) > 1
             yield {"index": len(order) - 1 - index if swapped else index, "completions": made}
+
+
+ODD: dict[str, dict[str, Any]] = {
+    "ids that are no integers": {"ids": [5.0, 6.0], "logprobs": [-1.0, -1.0]},
+    "an id beyond the vocabulary": {"ids": [5, 99999999], "logprobs": [-1.0, -1.0]},
+    "a negative id": {"ids": [5, -1], "logprobs": [-1.0, -1.0]},
+    "log-probabilities as text": {"ids": [5], "logprobs": ["-1"]},
+    "a version as text": {"start_version": "3"},
+    "no ids": {"ids": None},
+    "a reason of its own": {"finish_reason": "tired"},
+    "a field of its own": {"mood": "good"},
+}
+"""Faults of a completion's form → what it says instead."""
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.policies import commit_policy
-from tests.unit.inference.peer import Peer, serving
+from tests.unit.inference.peer import ODD, Peer, serving
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable, UserError
@@ -95,6 +95,13 @@ def test_older_versions_within_the_bound(policy: Artifact) -> None:
 def test_what_it_answers_is_checked(policy: Artifact, fault: str, said: str) -> None:
     with serving(Peer(3, fault)) as url, pytest.raises(UserError, match=said):
         opened(url, policy).generate(REQUESTS, SAMPLED, quiet)
+
+
+@pytest.mark.parametrize("fault", ODD)
+def test_a_completion_of_another_form_is_refused(policy: Artifact, fault: str) -> None:
+    said = "beyond the policy's vocabulary" if "vocabulary" in fault else "answers in another form"
+    with serving(Peer(3, fault)) as url, pytest.raises(UserError, match=said):
+        opened(url, policy, partial_rollout=False).generate(REQUESTS, SAMPLED, quiet)
 
 
 def test_lost_requests_are_sent_again(policy: Artifact) -> None:

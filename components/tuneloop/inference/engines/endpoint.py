@@ -26,14 +26,31 @@ from tuneloop.core.component import from_validation
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Response, Unanswered, open_response
 from tuneloop.core.seeds import derive_seed
-from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.formats.rollouts import Completion, Ids, Request
 from tuneloop.inference.engines import Engine, Sampling
 from tuneloop.inference.fleet import Fleet, open_fleet
 from tuneloop.inference.fleet.refit import Refitted, make_target, refit_fleet
 
 Result = TypeVar("Result")
+Form = TypeVar("Form")
 LATER = (408, 409, 425, 429, 500, 502, 503, 504)
 """Answers after which asking again may help."""
+
+
+class Piece(BaseModel, strict=True):
+    """Tokens of one completion, as a stream tells them."""
+
+    index: int = Field(ge=0)
+    ids: Ids
+    logprobs: list[float]
+    version: int
+
+
+class Whole(BaseModel, strict=True):
+    """The end of a stream of completions."""
+
+    index: int = Field(ge=0)
+    completions: list[dict[str, Any]] = Field(min_length=1)
 
 
 class Options(BaseModel, frozen=True, extra="forbid"):
@@ -154,6 +171,7 @@ class Endpoint:
             self.refitted = refit_fleet(self.fleet, make_target(policy), timeout_s=self.timeout_s, force=force)
             self.urls = self._given or self.refitted.urls
         self.version, self.digest = policy.manifest.facts["version"], policy.manifest.digest
+        self.vocab_size = json.loads(policy.part("model/config.json").read_text())["vocab_size"]
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
@@ -223,7 +241,7 @@ class Endpoint:
         with self._ask(url, {"requests": [asdict(request)], **body}) as lines:
             for message in lines:
                 if "completions" in message:
-                    completions = [self._read(c, sampling.max_tokens) for c in message["completions"]]
+                    completions = [self._read(c, sampling.max_tokens) for c in self._parse(Whole, message).completions]
                     if len(completions) != len(request.seeds):
                         raise self._wrong(
                             f"gives {len(completions)} completions where {len(request.seeds)} were asked for"
@@ -249,21 +267,29 @@ class Endpoint:
             with self._ask(url, payload) as lines:
                 for message in lines:
                     if "sample" in message:
-                        self._check_version(message["version"])
-                        part = some[message["index"]]
-                        part.ids += message["ids"]
-                        part.logprobs += message["logprobs"]
-                        part.versions += [message["version"]] * len(message["ids"])
+                        piece = self._parse(Piece, message)
+                        self._check_version(piece.version)
+                        part = self._find_part(some, piece.index)
+                        part.ids += piece.ids
+                        part.logprobs += piece.logprobs
+                        part.versions += [piece.version] * len(piece.ids)
                     elif "completions" in message:
-                        part = some[message["index"]]
-                        part.done = self._finish(part, message["completions"][0], sampling)
+                        whole = self._parse(Whole, message)
+                        part = self._find_part(some, whole.index)
+                        part.done = self._finish(part, whole.completions[0], sampling)
                 if any(part.done is None for part in some):
                     raise Lost("broke off before the end")
 
+    def _find_part(self, parts: Sequence[Partial], index: int) -> Partial:
+        if index >= len(parts):
+            raise self._wrong(f"answers request {index} of {len(parts)}")
+        return parts[index]
+
     def _finish(self, part: Partial, fields: Mapping[str, Any], sampling: Sampling) -> Completion:
-        if fields["finish_reason"] == "abort":
+        if fields.get("finish_reason") == "abort":
             raise Lost("a completion was aborted")
-        if not part.ids or part.ids[len(part.ids) - len(fields["ids"]) :] != fields["ids"]:
+        told = fields.get("ids")
+        if not (part.ids and isinstance(told, list) and part.ids[len(part.ids) - len(told) :] == told):
             raise self._wrong("streams other tokens than it says that a completion has")
         mixed = part.versions if len(set(part.versions)) > 1 else []
         whole = {**fields, "ids": part.ids, "logprobs": part.logprobs, "versions": mixed}
@@ -273,16 +299,17 @@ class Endpoint:
 
     def _read(self, fields: Mapping[str, Any], max_tokens: int) -> Completion:
         """Read a completion, if it can be one."""
-        try:
-            completion = Completion(**fields)
-        except TypeError as error:
-            raise self._wrong(f"gives completions of another form ({error})") from error
+        completion = self._parse(Completion, fields)
         if completion.start_version != completion.end_version and not completion.versions:
             raise self._wrong("gives two versions, and not which of them made which token")
         versions = completion.versions or [completion.start_version]
         if not 0 < len(completion.ids) <= max_tokens or len(completion.logprobs) != len(completion.ids):
             raise self._wrong(
                 f"gives {len(completion.ids)} ids and {len(completion.logprobs)} log-probabilities of {max_tokens}"
+            )
+        if max(completion.ids) >= self.vocab_size:
+            raise self._wrong(
+                f"gives the id {max(completion.ids)}, beyond the policy's vocabulary of {self.vocab_size}"
             )
         if not all(math.isfinite(p) and p <= 1e-3 for p in completion.logprobs):
             raise self._wrong("gives log-probabilities that are above 0 or not finite")
@@ -291,6 +318,16 @@ class Endpoint:
         for version in versions:
             self._check_version(version)
         return completion
+
+    def _parse(self, form: type[Form], fields: Mapping[str, Any]) -> Form:
+        try:
+            return form(**fields)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            where = ".".join(map(str, wrong["loc"]))
+            raise self._wrong(f"answers in another form ({where}: {wrong['input']!r}: {wrong['msg']})") from error
+        except TypeError as error:
+            raise self._wrong(f"answers in another form ({error})") from error
 
     def _check_version(self, version: int) -> None:
         if not self.version - self.max_staleness <= version <= self.version:
