@@ -1,7 +1,5 @@
 """What every policy gradient has: options, an importance weight, a KL term, and how tokens are weighed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,7 +86,7 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     dynamic_sampling: bool = Field(False, description="completions that teach nothing do not count in the mean either")
 
     @model_validator(mode="after")
-    def _consistent(self) -> PolicyGradient:
+    def _consistent(self) -> "PolicyGradient":
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             raise ValueError(f"vllm_importance_sampling_clip_min {low} must be below …_clip_max {high}")

@@ -1,7 +1,5 @@
 """DAPO (arXiv 2503.14476): clipped higher above than below, token-mean, dynamic sampling, soft overlong punishment."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from pydantic import Field, model_validator
@@ -26,7 +24,7 @@ class Algorithm(grpo.Algorithm):
     soft_punish_cache: int = Field(0, ge=0, description="tokens before that over which it grows from 0")
 
     @model_validator(mode="after")
-    def _overlong(self) -> Algorithm:
+    def _overlong(self) -> "Algorithm":
         if bool(self.max_completion_len) != bool(self.soft_punish_cache):
             raise ValueError("max_completion_len and soft_punish_cache must be set together")
         return self

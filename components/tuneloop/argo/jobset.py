@@ -8,8 +8,6 @@ An Argo resource template gets neither exit codes nor outputs from what it watch
 process that finds its output committed and only says so.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -63,13 +61,13 @@ RESTART = {
 
 def jobset_steps(
     component: Component,
-    result: Container,
+    result: "Container",
     role: ResourceRole,
     processes: int,
     nodes: int,
     cluster: Cluster,
     numbered: bool,
-) -> Steps:
+) -> "Steps":
     """Build the stage as a template of the same name, inputs and outputs as the one for a single pod.
 
     Args:

@@ -6,8 +6,6 @@ It alone has a token, of an account that may do nothing but change Leases. It te
 a volume that both mount until when the turn is safe; that container needs no right to see whether it is late.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +28,7 @@ FOREVER = 2**31 - 1
 """Looks of a probe, one a second: a turn may be long in coming."""
 
 
-def take_turns(made: Container, cluster: Cluster, role: str) -> None:
+def take_turns(made: "Container", cluster: Cluster, role: str) -> None:
     """Give `made`, of a stage that uses the shared devices of `role`, its sidecar; nothing where none are shared."""
     from hera.workflows import EmptyDirVolume, models
 

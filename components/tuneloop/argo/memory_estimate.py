@@ -21,6 +21,7 @@ from typing import Any
 
 from tuneloop.core.errors import UserError
 from tuneloop.stages.base_model import TINY, TINY_SHAPE, base_model
+from tuneloop.stages.export import count_parameters
 from tuneloop.training.lora import Lora
 from tuneloop.training.options import LOGITS, TrainerOptions
 from tuneloop.workflow.rendered_stages import Stage
@@ -89,7 +90,7 @@ def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Mo
         return f"{name}: not estimated, its config.json has no {error}"
     kv = config.get("num_key_value_heads") or heads
     head = config.get("head_dim") or hidden // heads
-    counted = stored_parameters(directory) if directory else 0
+    counted = sum(map(count_parameters, directory.glob("*.safetensors"))) if directory else 0
     dense = "intermediate_size" in config and not any("experts" in key for key in config)
     linears = _linears(hidden, heads * head, kv * head, config["intermediate_size"]) if dense else {}
     shape = (layers, hidden, kv, head, vocab, linears)
@@ -130,16 +131,6 @@ def count_adapter_parameters(stage: Stage, model: Model) -> int | None:
     if not model.linears or isinstance(named, str) or not set(named) <= model.linears.keys():
         return None
     return model.layers * lora.r * sum(sum(model.linears[name]) for name in set(named))
-
-
-def stored_parameters(directory: Path) -> int:
-    """Count the numbers that the safetensors files in `directory` hold, by their headers alone."""
-    total = 0
-    for path in sorted(directory.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        total += sum(math.prod(about["shape"]) for key, about in header.items() if key != "__metadata__")
-    return total
 
 
 def estimate_memory_parts(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:

@@ -1,7 +1,5 @@
 """References to what a Workflow knows as it runs: tags of inputs and of tasks' outputs, and terms of conditions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hera.expr import g
@@ -21,7 +19,7 @@ class Output(str):
 
     task: Task
 
-    def __new__(cls, task: Task, name: str) -> Output:
+    def __new__(cls, task: Task, name: str) -> "Output":
         self = super().__new__(cls, task_tag(str(task.name), name))
         self.task = task
         return self

@@ -5,8 +5,6 @@ manifest = as_trainjob(backend, "tune", cluster, dataset="s3://…#sft.parquet",
 code = launch_job(connect_to_cluster(), manifest)
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
@@ -194,7 +192,7 @@ def run_here(backend: LLMBackend) -> int:
     return subprocess.run([program, *rest, *backend.to_args()], env={**os.environ, **own}).returncode
 
 
-def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> Container:
+def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> "Container":
     """Build a step that launches `job` and ends as it does, for a pipeline: see `tuneloop.cluster.launch`.
 
     It waits for no quota itself: the job does.

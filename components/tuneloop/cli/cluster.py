@@ -1,7 +1,5 @@
 """Commands that run a pipeline on a cluster, and look at such runs."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -278,7 +276,7 @@ def show_claims(namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> N
 
 
 def _print_logs(
-    there: Connection, run: str, stage: str | None, follow: bool, since: str | None = None
+    there: "Connection", run: str, stage: str | None, follow: bool, since: str | None = None
 ) -> dict[str, str]:
     """Print what the pods write; the last words of each stage."""
     from tuneloop.cluster.watch import read_logs
@@ -291,7 +289,7 @@ def _print_logs(
     return said
 
 
-def _stages(seen: Status) -> list[Stage]:
+def _stages(seen: "Status") -> "list[Stage]":
     """Describe each stage by its pods: newest phase, how often it ended well, seconds, retries, newest numbers."""
     from tuneloop.cli.live import format_number, get_stage_name, iteration_of
     from tuneloop.cli.show import Stage

@@ -1,7 +1,5 @@
 """The command that says what a cluster lacks before anything is sent there: for Argo, and for Kubeflow Pipelines."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -79,7 +77,7 @@ def _check_settings(pipeline: str | None, config: Path | None, sets: list[str] |
         raise UserError("--set" if sets else "--config", sets or str(config), "is of a pipeline: name one")
 
 
-def _show(target: str, there: Connection, checks: list[Check], as_json: bool) -> int:
+def _show(target: str, there: "Connection", checks: "list[Check]", as_json: bool) -> int:
     """Print the checks, a line each, with the remedy on the next; return the exit code."""
     from tuneloop.cluster.doctor import NOT_CHECKED, REFUSED, WARNING
 

@@ -1,7 +1,5 @@
 """Commands that run a pipeline on this machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -128,7 +126,7 @@ def stop_run(
     return 0
 
 
-def _same(standing: Run, pipeline: str, config: dict[str, Any], store: str) -> bool:
+def _same(standing: "Run", pipeline: str, config: dict[str, Any], store: str) -> bool:
     """Return whether a run was started with these very settings, and refuse a name that stands for another run.
 
     Before the loop's first version a failed run may be mended: the stages themselves refuse what does not fit their
@@ -152,7 +150,7 @@ def _same(standing: Run, pipeline: str, config: dict[str, Any], store: str) -> b
     return not differing
 
 
-def _continue(run: Run, parallelism: int | None, track: bool, warm: bool) -> int:
+def _continue(run: "Run", parallelism: int | None, track: bool, warm: bool) -> int:
     import yaml
 
     from tuneloop.cli.checks import check_local_run
@@ -168,7 +166,7 @@ def _continue(run: Run, parallelism: int | None, track: bool, warm: bool) -> int
     return _carry_out(run, parallelism, track, warm)
 
 
-def _carry_out(run: Run, parallelism: int | None, track: bool, warm: bool) -> int:
+def _carry_out(run: "Run", parallelism: int | None, track: bool, warm: bool) -> int:
     """Execute the run's own workflow.yaml, show it, and say how it ended."""
     import yaml
 

@@ -1,7 +1,5 @@
 """Commands that read runs: they work while a run goes on, after it, and from another machine with ``--store``."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping
@@ -116,7 +114,7 @@ def print_json(told: Mapping[str, Any]) -> None:
     typer.echo(json.dumps({"format": 1, **told}, indent=1))
 
 
-def _told(run: Run) -> dict[str, Any]:
+def _told(run: "Run") -> dict[str, Any]:
     """Describe a run for programs."""
     from tuneloop.cli.show import list_stages
 
@@ -133,7 +131,7 @@ def _told(run: Run) -> dict[str, Any]:
     }
 
 
-def _progress(run: Run) -> dict[str, Any]:
+def _progress(run: "Run") -> dict[str, Any]:
     """Describe how far a run is, for one run and in the list of all."""
     return {
         "pipeline": run.record.pipeline if run.record else None,
@@ -144,7 +142,7 @@ def _progress(run: Run) -> dict[str, Any]:
     }
 
 
-def _score(run: Run, score: Score) -> dict[str, Any]:
+def _score(run: "Run", score: "Score") -> dict[str, Any]:
     return {
         "mean_reward": score.value,
         "how": score.how,
@@ -208,7 +206,7 @@ def _row(name: str, store: str) -> dict[str, Any]:
     }
 
 
-def _print_log(run: Run, node: Node, seen: dict[str, int], prefix: bool) -> None:
+def _print_log(run: "Run", node: "Node", seen: dict[str, int], prefix: bool) -> None:
     """Print the lines of a log that were not printed yet; a line still being written waits."""
     from tuneloop.cli.live import get_stage_name, iteration_of
 
@@ -225,6 +223,6 @@ def _print_log(run: Run, node: Node, seen: dict[str, int], prefix: bool) -> None
         typer.echo(f"{get_stage_name(node)}{at} | {line}" if prefix else line)
 
 
-def _why(run: Run) -> str:
+def _why(run: "Run") -> str:
     state = run.state
     return state.workflow.message if state else ""

@@ -1,7 +1,5 @@
 """A run as it goes: a live region on a terminal, one line for each stage or iteration that ends elsewhere."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time
@@ -47,7 +45,7 @@ class Display:
         self.reward = ""
         self.live: Any = None
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> "Display":
         if sys.stdout.isatty():
             from rich.live import Live
 
@@ -149,7 +147,7 @@ class Display:
         else:
             print(f"{format_duration(time.time() - self.begun):>8}  {line}", flush=True)
 
-    def _draw(self) -> RenderableType:
+    def _draw(self) -> "RenderableType":
         from rich.text import Text
 
         lines = [f"{self.name}  {format_duration(time.time() - self.begun)}"]

@@ -1,10 +1,11 @@
 """`tuneloop plan --share`: what recorded runs would take if they shared their devices."""
 
-from __future__ import annotations
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import typer
 
+from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
 from tuneloop.planning.phases import find_device, read_recorded_tasks
 from tuneloop.runs.records import read_records
@@ -26,9 +27,7 @@ from tuneloop.sharing.turns import compute_poll_interval
 from tuneloop.workflow.rendered_stages import read_stage
 from tuneloop.workflow.settings import Share
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
+TOTALS = ("total s", "steps/h/accelerator", "against alone")
 ASSUMED = """\
 simulated: stages take what they took, one after another by the turns' own rules; what stages that run at the same
 time cost one another (cores, memory, network) is not in it. asynchronous: rollouts are one version old."""
@@ -57,8 +56,6 @@ def plan_shared(
     Raises:
         UserError: that plan does, or the runs cannot be planned with.
     """
-    from rich.console import Console
-
     given = getattr(getattr(config, "cluster", None), "share", None)
     share = given or Share(group="planned")
     asked = asked or (f"shared-{given.policy}" if given else None)
@@ -73,30 +70,20 @@ def plan_shared(
     plans = compare_plans(
         build_workloads(runs, share.runs_per_claim), count_accelerators(workflow, share), together, rules
     )
-    console = Console(highlight=False, soft_wrap=True, width=200)
-    console.print(build_plan_table(plans))
-    console.print("\n".join((*map(_source, runs), _turns(rules, share), ASSUMED, _advice(plans))))
+    columns = ("plan", "runs", "accelerators", "s/step", "p95", *(f"{each} idle" for each in ROLES), *TOTALS)
+    print_table(columns, list_plan_rows(plans), right=columns[1:])
+    typer.echo("\n".join((*map(_source, runs), _turns(rules, share), ASSUMED, _advice(plans))))
     if asked:
         check_plan(plans, asked, rules)
 
 
-def build_plan_table(plans: Mapping[str, Plan]) -> Table:
-    """Build a table with one row per plan."""
-    from rich import box
-    from rich.table import Table
-
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    made.add_column("plan", no_wrap=True)
-    for heading in ("runs", "accelerators", "s/step", "p95", *(f"{each} idle" for each in ROLES), "total s"):
-        made.add_column(heading, justify="right", no_wrap=True)
-    made.add_column("steps/h/accelerator", justify="right", no_wrap=True)
-    made.add_column("against alone", justify="right", no_wrap=True)
+def list_plan_rows(plans: Mapping[str, Plan]) -> Iterator[tuple[str, ...]]:
+    """Yield the row of each plan."""
     alone = next(iter(plans.values())).throughput
     for name, plan in plans.items():
         steps = (f"{plan.mean:.2f}", f"{plan.p95:.2f}", *(f"{plan.idle(each):.0%}" for each in ROLES))
         rate = (f"{plan.throughput * 3600:.1f}", f"{plan.throughput / alone:.2f}")
-        made.add_row(name, str(plan.runs), str(plan.accelerators), *steps, f"{plan.total:.1f}", *rate)
-    return made
+        yield name, str(plan.runs), str(plan.accelerators), *steps, f"{plan.total:.1f}", *rate
 
 
 def build_workloads(runs: Sequence[Run], copies: int) -> dict[str, list[Task]]:

@@ -1,7 +1,5 @@
 """Tables of a run, why it failed, and its page written."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -94,7 +92,7 @@ def _stage(run: Run, name: str, entries: list[Entry], pods: list[Node]) -> Stage
     )
 
 
-def describe_failure(run: Run, outcome: Outcome) -> str:
+def describe_failure(run: Run, outcome: "Outcome") -> str:
     """Describe in one line which stage ended the run, and its last words."""
     node = find_failed_pod(outcome.nodes.values())
     if node is None:

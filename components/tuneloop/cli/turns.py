@@ -1,7 +1,5 @@
 """``tuneloop turns``: whose turn it is in each group of runs that share devices."""
 
-from __future__ import annotations
-
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,7 +36,7 @@ def show_device_leases(
         typer.echo(f"no turn is had or waited for{f' in group {group}' if group else ''}")
 
 
-def _in_store(store: str, group: str | None) -> dict[str, Document]:
+def _in_store(store: str, group: str | None) -> "dict[str, Document]":
     from tuneloop.sharing.opening import STORED, open_turns
 
     if group is None:
@@ -47,7 +45,7 @@ def _in_store(store: str, group: str | None) -> dict[str, Document]:
     return {group: document} if document.number or not document.idle else {}
 
 
-def _told(group: str, document: Document) -> list[str]:
+def _told(group: str, document: "Document") -> list[str]:
     about = f"{group}: {document.policy}, turn {document.number}, patience {document.patience:g} s"
     held = [f"  holds  {_about(document.holder)}"] if document.holder else []
     served = ", ".join(f"{who} ({number})" for who, number in sorted(document.served.items(), key=lambda i: -i[1]))
@@ -55,6 +53,6 @@ def _told(group: str, document: Document) -> list[str]:
     return [about, *held, *waiting, f"  last turns  {served or 'none'}"]
 
 
-def _about(seat: Seat) -> str:
+def _about(seat: "Seat") -> str:
     since = time.strftime("%H:%M:%S", time.localtime(seat.since))
     return f"{seat.who}  since {since} ({max(0.0, time.time() - seat.since):.0f} s)"

@@ -3,8 +3,6 @@
 Where a command takes a run's name, it also takes the URL or path of a weights root, which has a ``/`` in it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -106,7 +104,7 @@ def delete_unused_weights(
     typer.echo(f"{'dropped' if delete else 'to drop'}: {numbers}{left}")
 
 
-def published_root(run: Run) -> str | None:
+def published_root(run: "Run") -> str | None:
     """Return where a run has published weight versions, if it has."""
     from tuneloop.weights import pointer
 
@@ -124,7 +122,7 @@ def _root(name: str, store: str) -> str:
     return root
 
 
-def _listed(root: str) -> list[Listed]:
+def _listed(root: str) -> "list[Listed]":
     from tuneloop.weights import list_versions
 
     if found := list_versions(root):
@@ -167,7 +165,7 @@ def _verify_published(root: str, version: int | None) -> int:
     return 2 if first else 0
 
 
-def _verify_checkpoints(run: Run, version: int | None) -> int:
+def _verify_checkpoints(run: "Run", version: int | None) -> int:
     from tuneloop.runs.verification import verify_artifact
 
     run.refresh(whole=True)

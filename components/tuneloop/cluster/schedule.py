@@ -25,7 +25,7 @@ from tuneloop.cluster.preflight import check_cluster
 from tuneloop.core.artifacts import split_ref
 from tuneloop.core.errors import UserError, report_errors
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster
-from tuneloop.runs.records import check_name
+from tuneloop.runs.records import DIGITS, check_schedule_name
 from tuneloop.workflow.manifest import labels_of
 from tuneloop.workflow.settings import RUN_LABEL
 
@@ -33,10 +33,6 @@ LABEL = "tuneloop.dev/schedule"
 CRON = ("argoproj.io", "v1alpha1", "cronworkflows")
 TEMPLATES = ("argoproj.io", "v1alpha1", "workflowtemplates")
 KINDS = {"WorkflowTemplate": TEMPLATES, "CronWorkflow": CRON}
-DIGITS = 8
-"""Of the prompts' digest, in a run's name."""
-LONGEST = 31
-"""Characters of a schedule's name; its runs get nine more."""
 
 
 def apply_schedule(
@@ -62,11 +58,7 @@ def apply_schedule(
         UserError: no such stage, time or zone, a name that is too long or of what no schedule made, or what
             `preflight.check_cluster` refuses.
     """
-    check_name(name, "--name")
-    if len(name) > LONGEST:
-        raise UserError(
-            "--name", name, f"is too long for a schedule, whose runs add to it: at most {LONGEST} characters"
-        )
+    check_schedule_name(name)
     check_cron(cron)
     if timezone:
         check_timezone(timezone)

@@ -1,7 +1,5 @@
 """A loop of sampling and training: when it ends, how it is cut into workflows and pods, and what excludes what."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, model_validator
@@ -48,7 +46,7 @@ class LoopPipelineConfig(PipelineConfig):
         return {"weights": self.engine.weights or f"{run}/weights"} if self.engine.pull else {}
 
     @model_validator(mode="after")
-    def _check_batches(self) -> LoopPipelineConfig:
+    def _check_batches(self) -> "LoopPipelineConfig":
         groups, parts = self.rollout.prompts_per_iteration, self.update.updates_per_batch
         if parts > groups:
             remedy = f"splits a batch of rollout.prompts_per_iteration ({groups}): take that at most"
@@ -56,7 +54,7 @@ class LoopPipelineConfig(PipelineConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_pods(self) -> LoopPipelineConfig:
+    def _check_pods(self) -> "LoopPipelineConfig":
         pod, share = self.loop.iterations_per_pod, self.cluster.share
         if pod and self.nodes > 1:
             remedy = "loop.iterations_per_pod puts all stages into one pod: set this to 1, or it to 0"
@@ -72,7 +70,7 @@ class LoopPipelineConfig(PipelineConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_servers(self) -> LoopPipelineConfig:
+    def _check_servers(self) -> "LoopPipelineConfig":
         engine, gpus = self.engine, self.cluster.sampler.gpus
         if engine.replicas > 1 and self.cluster.share:
             raise UserError("engine.replicas", engine.replicas, "runs that share devices have one server: unset it")
@@ -83,7 +81,7 @@ class LoopPipelineConfig(PipelineConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_overlap(self) -> LoopPipelineConfig:
+    def _check_overlap(self) -> "LoopPipelineConfig":
         if self.engine.colocate and (self.loop.asynchronous or self.loop.iterations_per_pod):
             remedy = (
                 "gives the GPU to one process after the other: leave loop.asynchronous and loop.iterations_per_pod out"

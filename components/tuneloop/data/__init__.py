@@ -5,8 +5,6 @@ source's own typed arguments, given to `data_prep` as ``source_args``. A source 
 ``digest_source(source_args) -> str | None``: equal for equal bytes, so that a run never goes on with data that changed.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from array import array
@@ -54,13 +52,13 @@ class Splits:
     preference: Iterable[Example] | None = None
 
     @classmethod
-    def of(cls, stream: Iterable[Example]) -> Splits:
+    def of(cls, stream: Iterable[Example]) -> "Splits":
         """Cut all splits from one stream."""
         stream = iter(stream)
         return cls(train=stream, eval=stream, sft=stream)
 
     @classmethod
-    def of_tables(cls, places: Mapping[str, str | None], read: Callable[[str, str], Iterator[Example]]) -> Splits:
+    def of_tables(cls, places: Mapping[str, str | None], read: Callable[[str, str], Iterator[Example]]) -> "Splits":
         """Read each split from a table of its own where it has a place; `eval` and `sft` else share that of `train`."""
         own = {split: read(split, place) for split, place in places.items() if place}
         return cls(own["train"], own.get("eval", own["train"]), own.get("sft", own["train"]), own.get("preference"))

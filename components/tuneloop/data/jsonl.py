@@ -3,8 +3,6 @@
 Rows are unpacked as they are asked for: a file may be larger than the machine's memory.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import json
@@ -85,7 +83,7 @@ def digest_source(arguments: Mapping[str, Any]) -> str | None:
     return state.hexdigest()
 
 
-def read_rows(argument: str, path: str) -> Rows:
+def read_rows(argument: str, path: str) -> "Rows":
     """Read the rows of the file at `path`, named by `argument`; objects of a store are copied to ``TMPDIR`` first.
 
     Raises:

@@ -1,7 +1,5 @@
 """Rows on their way through `data_prep`: table by table, examined here or by Ray, into Parquet."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -123,7 +121,7 @@ class Writer:
         self._file = None if optional else pq.ParquetWriter(path, schema)
         self._left: pa.Table = schema.empty_table()
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> "Writer":
         return self
 
     def write(self, table: pa.Table) -> None:

@@ -1,7 +1,5 @@
 """The file that `rollout` writes and `reward`, `policy_update` and people read: its columns, and how rows are made."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,7 +43,7 @@ def request_id(group: str, sample: int) -> str:
 
 
 def make_rows(
-    tokenizer: Any, row: Mapping[str, Any], request: Request, completions: Sequence[Completion]
+    tokenizer: Any, row: Mapping[str, Any], request: "Request", completions: "Sequence[Completion]"
 ) -> list[dict[str, Any]]:
     """Make the rows of one prompt's completions; `row` is the prompt's own, `request.id` names the group."""
     return [

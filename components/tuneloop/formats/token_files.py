@@ -1,7 +1,5 @@
 """Tokenized documents in temporary files, mapped into memory: a data set may be larger than what the machine has."""
 
-from __future__ import annotations
-
 import tempfile
 from abc import abstractmethod
 from array import array
@@ -41,7 +39,7 @@ class Corpus(Places["Document"]):
         tokens: of all documents.
     """
 
-    def __init__(self, documents: Iterable[tuple[str, Document]]) -> None:
+    def __init__(self, documents: "Iterable[tuple[str, Document]]") -> None:
         self._ends = array("q", [0])
         with tempfile.TemporaryFile() as ids, tempfile.TemporaryFile() as targets:
             most: dict[str, tuple[int, str, Document]] = {}
@@ -63,7 +61,7 @@ class Corpus(Places["Document"]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    def at(self, place: int) -> Document:
+    def at(self, place: int) -> "Document":
         part = slice(self._ends[place], self._ends[place + 1])
         return Document(array("i", self._ids[part].tobytes()), array("b", self._targets[part].tobytes()))
 

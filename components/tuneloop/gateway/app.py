@@ -308,7 +308,7 @@ def _add_tinker_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/api/v1/client/dynamic_config")
     @app.get("/api/v1/get_server_capabilities")
     @app.post("/api/v1/telemetry")
-    def constant(request: Request, caller: Known) -> dict[str, Any]:
+    def get_constant_answer(request: Request, caller: Known) -> dict[str, Any]:
         return dict(ANSWERS.get(request.url.path.rpartition("/")[2], CLIENT_CONFIG))
 
     @app.get("/api/v1/samplers/{sampling}")

@@ -5,8 +5,6 @@ another. So a request is known by (stream, number): the same one again is the sa
 before them. One thread takes them; whoever wants a result waits for its future.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -55,7 +53,7 @@ class Entry:
     """
 
     fingerprint: str
-    work: Callable[[list[Entry]], list[Any]]
+    work: "Callable[[list[Entry]], list[Any]]"
     request: Any = None
     batch: Hashable | None = None
     number: int = -1

@@ -1,7 +1,5 @@
 """A policy and its optimizer that stay where they are between requests, and what samples from them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 
     from tuneloop.training.fsdp.policy import Policy
     from tuneloop.training.fsdp.ranks import Ranks
-    from tuneloop.training.fsdp.trainer import Trainer
 
 STAGE = "session"
 """What the manifest of a checkpoint says made it."""
@@ -61,7 +58,7 @@ class Snapshot:
 
     base: Artifact
     version: int
-    state: dict[str, Tensor] | None = None
+    state: "dict[str, Tensor] | None" = None
 
 
 class Resident:
@@ -82,7 +79,7 @@ class Resident:
     """
 
     def __init__(
-        self, policy: Artifact, ranks: Ranks, lora: Lora | None = None, *, seed: int = 0, optimizer: bool = False
+        self, policy: Artifact, ranks: "Ranks", lora: Lora | None = None, *, seed: int = 0, optimizer: bool = False
     ) -> None:
         self.ranks, self.seed, self.gradients, self.spoiled = ranks, seed, False, False
         checkpoint.model_dir(policy)
@@ -283,7 +280,7 @@ class Sampler:
         self._ready = snapshot
 
 
-def _document(datum: Datum, needed: Sequence[str], policy: Policy) -> Document:
+def _document(datum: Datum, needed: Sequence[str], policy: "Policy") -> Document:
     """Return `datum` as the trainer takes it: one more token at the end, which nothing looks at, makes each position
     one that predicts."""
     length = len(datum.tokens)

@@ -1,7 +1,5 @@
 """A session of the gateway: Tinker's requests, carried out by `Resident` and `Sampler`."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -56,7 +54,7 @@ class Session:
         ranks: opens the device, when it is first needed.
     """
 
-    def __init__(self, id: str, artifacts: str, ranks: Callable[[], Ranks]) -> None:
+    def __init__(self, id: str, artifacts: str, ranks: "Callable[[], Ranks]") -> None:
         self.id, self.artifacts, self.ledger = id, artifacts.rstrip("/"), Ledger()
         self.models: dict[str, Resident] = {}
         self.names: dict[str, str] = {}

@@ -11,8 +11,6 @@ follow one another. Exit codes: 0 after SIGTERM, or when nobody asked for anythi
 what it keeps on the device is lost; 75 where it lost its turn in the midst of one.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -72,7 +70,7 @@ log = logging.getLogger("tuneloop.session")
 class Worker:
     """The requests of a `Session`, over HTTP."""
 
-    def __init__(self, session: Session, key: str, turns: Turns | None = None) -> None:
+    def __init__(self, session: Session, key: str, turns: "Turns | None" = None) -> None:
         self.session, self.key, self.turns = session, key, turns
         self.heard = time.monotonic()
         self.stopping = threading.Event()
@@ -232,7 +230,7 @@ class Worker:
                 self.stopping.set()
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[Held | None]:
+    def _turn(self) -> "Iterator[Held | None]":
         if self.turns is None:
             yield None
             return
@@ -263,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return print_diagnostic(f"error: {error}", EXIT_USER)
 
 
-def _guarded(lease: Held) -> contextlib.AbstractContextManager[None]:
+def _guarded(lease: "Held") -> contextlib.AbstractContextManager[None]:
     """End this process as soon as the turn is lost: the device may be somebody else's in a moment."""
 
     def guard() -> None:

@@ -19,10 +19,8 @@ from tuneloop.kfp.io import Task
 from tuneloop.kfp.next_run import refuse_stopped_run
 from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.stage import encode_parameter
+from tuneloop.runs.records import DIGITS
 from tuneloop.stages.data_prep import data_prep
-
-DIGITS = 8
-"""Of the prompts' digest, in a run's name."""
 
 
 def start_scheduled_run(api: RunApi, own: Mapping[str, Any], digest: str, wanted: Mapping[str, Any]) -> str:
@@ -70,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     flags = [word for k, v in given["data"].items() for word in (f"--{to_kebab_case(k)}", encode_parameter(v))]
 
     @report_errors
-    def check() -> int:
+    def start_run() -> int:
         api = RunApi(given["api"])
         manifest = find_manifest(url)
         assert manifest is not None, "the stage has just committed it"
@@ -82,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         url = f"file://{scratch}/prompts"
         code = retry_in_process(lambda: data_prep.run([*flags, "--prompts", url]), str)
-        code = code or retry_in_process(check, str)
+        code = code or retry_in_process(start_run, str)
     if code == 0:
         task.finish()
     return code

@@ -5,8 +5,6 @@ well, reads the file named in it: what stands there reaches metadata, the cache 
 messages ``ExecutorInput`` and ``ExecutorOutput`` of KFP's pipeline_spec.proto. kfp itself is not needed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,7 +39,7 @@ class Task:
     results: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, text: str) -> Task:
+    def read(cls, text: str) -> "Task":
         """From the executor input."""
         given = json.loads(text)
         inputs, outputs = given.get("inputs", {}), given["outputs"]

@@ -51,7 +51,7 @@ def render_charts(rows: Sequence[Mapping[str, float]], over: str) -> str:
     drawn, constant = [], []
     for name in sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
         series = Series(name, [(row[over], row[name]) for row in rows if name in row])
-        if series.constant:
+        if series.is_constant:
             constant.append(f"{html.escape(name)} {series.points[0][1]:g}")
         else:
             drawn.append(render_chart(name.replace("_", " "), [series], over))

@@ -80,13 +80,13 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
     @report_errors
-    def register() -> int:
+    def register_input() -> int:
         version = register_model(given["registry"], given["model_name"], task.inputs["model"])
         print(f"registered as {version}", file=sys.stderr)
         task.results = {"model_version": version}
         return 0
 
-    if code := retry_in_process(register, str):
+    if code := retry_in_process(register_input, str):
         return code
     task.finish()
     return 0

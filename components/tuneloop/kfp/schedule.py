@@ -19,10 +19,8 @@ from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.errors import UserError
 from tuneloop.kfp.client import EXPERIMENT, compiled_package, match_name, translate_api_errors
 from tuneloop.kfp.template import REQUIRED, define_uncached_step
-from tuneloop.runs.records import check_name
+from tuneloop.runs.records import check_schedule_name
 
-LONGEST = 31
-"""Characters of a schedule's name; its runs get nine more."""
 DATA_PREP = "tuneloop.stages.data_prep:data_prep"
 ABOUT = {
     "run_id": "of the tick",
@@ -60,10 +58,7 @@ def create_schedule(
     Raises:
         UserError: not five fields, a name that is no name of a run, or no stage `data_prep`.
     """
-    check_name(name, "--name")
-    if len(name) > LONGEST:
-        remedy = f"is too long for a schedule, whose runs add to it: at most {LONGEST} characters"
-        raise UserError("--name", name, remedy)
+    check_schedule_name(name)
     fields = convert_cron(cron)
     with translate_api_errors(name):
         if client.list_recurring_runs(filter=match_name(name)).recurring_runs:

@@ -3,8 +3,6 @@
 workflows = connect_to_cluster("tuneloop").list(*WORKFLOWS)
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -134,7 +132,7 @@ class Connection:
             return False
         return True
 
-    def list(self, group: str, version: str, plural: str, selector: str = "") -> list[dict[str, Any]]:
+    def list(self, group: str, version: str, plural: str, selector: str = "") -> "list[dict[str, Any]]":
         """List the custom objects of the namespace, oldest first."""
         found = self.custom.list_namespaced_custom_object(
             group, version, self.namespace, plural, label_selector=selector, _request_timeout=30

@@ -1,8 +1,6 @@
 """What goes into a template and what it comes to, the names by which tags find them, and how the results of a graph's
 tasks combine into its own."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +49,7 @@ class Result:
     message: str = ""
     parameters: dict[str, str] = field(default_factory=dict)
     exit_code: int | None = None
-    daemon: Daemon | None = None
+    daemon: "Daemon | None" = None
     address: str = ""
 
     @property

@@ -4,8 +4,6 @@ Everything is read from the workflow itself (`tuneloop.workflow.rendered_stages`
 Counts are upper bounds where the graph decides while it runs (``when``, loops that may stop early), and say so.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,7 +33,7 @@ LOST = (
 )
 
 
-def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> RenderableType:
+def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> "RenderableType":
     """Render the plan of a rendered workflow for a terminal.
 
     Args:
@@ -205,7 +203,7 @@ def _fan_out(task: Mapping[str, Any]) -> int:
 
 
 def _grow(
-    tree: Tree, workflow: Mapping[str, Any], templates: Mapping[str, Any], name: str, above: tuple[str, ...]
+    tree: "Tree", workflow: Mapping[str, Any], templates: Mapping[str, Any], name: str, above: tuple[str, ...]
 ) -> None:
     for task in list_calls(templates[name]):
         target = task["template"]

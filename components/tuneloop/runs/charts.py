@@ -29,12 +29,13 @@ class Series:
     line: bool = True
 
     @property
-    def constant(self) -> bool:
+    def is_constant(self) -> bool:
         """Whether it is several points of one height, which needs no chart."""
         return self.line and len(self.points) > 1 and len({y for _, y in self.points}) == 1
 
-    def finite(self) -> list[tuple[float, float]]:
-        """Return the points that can be drawn."""
+    @property
+    def finite_points(self) -> list[tuple[float, float]]:
+        """The points that can be drawn."""
         return [(x, y) for x, y in self.points if math.isfinite(y)]
 
 
@@ -44,7 +45,7 @@ def render_chart(title: str, series: Sequence[Series], x_label: str) -> str:
     Returns:
         an ``<svg>``; its first title says all in words, for those who do not see it.
     """
-    points = [point for each in series for point in each.finite()]
+    points = [point for each in series for point in each.finite_points]
     if not points:
         return ""
     xs, ys = [x for x, _ in points], [y for _, y in points]
@@ -52,22 +53,22 @@ def render_chart(title: str, series: Sequence[Series], x_label: str) -> str:
     bottom = TOP + HEIGHT - BOTTOM
     x0, x1, y0, y1 = min(xs), max(max(xs), min(xs) + 1e-9), y_ticks[0], max(y_ticks[-1], *ys)
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def locate_point(x: float, y: float) -> tuple[float, float]:
         across, up = (x - x0) / (x1 - x0), (y - y0) / ((y1 - y0) or 1.0)
         return LEFT + across * (WIDTH - LEFT - RIGHT), bottom - up * (HEIGHT - BOTTOM)
 
-    words = "; ".join(f"{each.name}: {at[0][1]:.4g} → {at[-1][1]:.4g}" for each in series if (at := each.finite()))
+    words = "; ".join(f"{each.name}: {at[0][1]:.4g} → {at[-1][1]:.4g}" for each in series if (at := each.finite_points))
     parts = [f"<title>{html.escape(words)}</title>", _text(title, LEFT, 16, "start", 'font-size="13"')]
     for tick in y_ticks:
-        _, y = place(x0, tick)
+        _, y = locate_point(x0, tick)
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#e4e4e4"/>')
         parts.append(_text(f"{tick:.6g}", LEFT - 6, y + 4, "end"))
     for tick in x_ticks:
         if x0 <= tick <= x1:
-            parts.append(_text(f"{tick:.6g}", place(tick, y0)[0], bottom + 15, "middle"))
+            parts.append(_text(f"{tick:.6g}", locate_point(tick, y0)[0], bottom + 15, "middle"))
     parts.append(_text(x_label, WIDTH - RIGHT, bottom + 30, "end"))
     for i, (each, color) in enumerate(zip(series, cycle(COLORS))):
-        parts += _draw(each, color, place)
+        parts += _draw(each, color, locate_point)
         parts.append(_text(f"— {each.name}", LEFT, bottom + 46 + 14 * i, "start", f'fill="{color}"'))
     height = bottom + 38 + 14 * len(series)
     return f'<svg class="chart" role="img" viewBox="0 0 {WIDTH} {height}">{"".join(parts)}</svg>'
@@ -84,8 +85,8 @@ def choose_ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [(first + i) * step for i in range(most + 1) if (first + i) * step <= high + step * 0.001]
 
 
-def _draw(series: Series, color: str, place: Callable[[float, float], tuple[float, float]]) -> Iterator[str]:
-    at = [place(x, y) for x, y in series.finite()]
+def _draw(series: Series, color: str, locate_point: Callable[[float, float], tuple[float, float]]) -> Iterator[str]:
+    at = [locate_point(x, y) for x, y in series.finite_points]
     if series.line and len(at) > 1:
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
         yield f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"/>'

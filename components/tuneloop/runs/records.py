@@ -16,6 +16,10 @@ from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Conflict, Store, local_path, normalize_url
 
 ROOT = "runs"
+SCHEDULE_LENGTH = 31
+"""Characters of a schedule's name; its runs get nine more."""
+DIGITS = 8
+"""Of the prompts' digest, in the name of a schedule's run."""
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
 
 
@@ -65,6 +69,14 @@ def check_name(name: str, field: str = "--run") -> None:
         raise UserError(
             field, name, "use at most 40 lower-case letters, digits and dashes, a letter or digit at the ends"
         )
+
+
+def check_schedule_name(name: str) -> None:
+    """Raise UserError unless `name` can name a schedule, to which the names of its runs add."""
+    check_name(name, "--name")
+    if len(name) > SCHEDULE_LENGTH:
+        remedy = f"is too long for a schedule, whose runs add to it: at most {SCHEDULE_LENGTH} characters"
+        raise UserError("--name", name, remedy)
 
 
 def read_record(name: str, store: str) -> Record | None:

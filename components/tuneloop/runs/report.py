@@ -76,7 +76,7 @@ def _draw_curves(curves: list[Curve]) -> Iterator[str]:
             Series(f"{each.stage}: {each.how}", [*zip(each.x, each.y)], each.role != "evaluator") for each in group
         ]
         title = f"{name.replace('_', ' ')} ({' and '.join(each.stage for each in group)})"
-        if all(each.constant for each in series):
+        if all(each.is_constant for each in series):
             constant.append(f"{title} {series[0].points[0][1]:g}")
         else:
             yield render_chart(title, series, LABELS.get(axis, axis))

@@ -13,8 +13,6 @@ store if that is a directory, else ``./runs``::
 What readers open of every artifact is read from the run's index (`tuneloop.core.index`) as far as that has it.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -141,7 +139,7 @@ class Run:
         self.refresh()
 
     @classmethod
-    def open(cls, name: str, store: str | None = None) -> Run:
+    def open(cls, name: str, store: str | None = None) -> "Run":
         """Open the run `name`, by its record below `store`, or by the artifacts there.
 
         Args:
@@ -159,7 +157,7 @@ class Run:
         return found
 
     @classmethod
-    def create(cls, record: Record, workflow: str, replaced: Record | None = None) -> Run:
+    def create(cls, record: Record, workflow: str, replaced: Record | None = None) -> "Run":
         """Write the record of a new run, and return the run; see `tuneloop.runs.records.write_record`."""
         records.write_record(record, workflow, replaced)
         return cls(record.run, record.store, record)

@@ -1,7 +1,5 @@
 """What a group of runs knows of its turns: one small document, and how it changes. No clock, no place."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any, Literal
 
@@ -71,14 +69,14 @@ class Document(BaseModel, frozen=True):
         seats = (self.holder, *self.waiting)
         return next((seat for seat in seats if seat is not None and seat.ticket == ticket), None)
 
-    def ask(self, ticket: str, who: str, since: float = 0.0) -> Document:
+    def ask(self, ticket: str, who: str, since: float = 0.0) -> "Document":
         """Queue up; nothing changes for one that sits already."""
         if self.seat(ticket):
             return self
         served = {who: self.number, **self.served}
         return self._but(waiting=(*self.waiting, Seat(ticket=ticket, who=who, since=since)), served=served)
 
-    def beat(self, ticket: str) -> Document:
+    def beat(self, ticket: str) -> "Document":
         """Show that one lives.
 
         Raises:
@@ -91,7 +89,7 @@ class Document(BaseModel, frozen=True):
             waiting=tuple(_beaten(seat, ticket) for seat in self.waiting),
         )
 
-    def take(self, ticket: str, silent: Collection[str] = (), since: float = 0.0) -> Document:
+    def take(self, ticket: str, silent: Collection[str] = (), since: float = 0.0) -> "Document":
         """Begin a turn. Tickets that are `silent` lose their seats.
 
         Raises:
@@ -111,17 +109,17 @@ class Document(BaseModel, frozen=True):
         holder = seat.model_copy(update={"since": since, "beat": seat.beat + 1})
         return self._but(number=number, holder=holder, waiting=waiting, served=served)
 
-    def quit(self, ticket: str) -> Document:
+    def quit(self, ticket: str) -> "Document":
         """End a turn, or wait no longer; nothing changes for one that has no seat."""
         kept = self.holder if self.holder and self.holder.ticket != ticket else None
         return self._but(holder=kept, waiting=tuple(seat for seat in self.waiting if seat.ticket != ticket))
 
-    def leave(self, who: str) -> Document:
+    def leave(self, who: str) -> "Document":
         """Take from a run all that it holds and waits for."""
         kept = self.holder if self.holder and self.holder.who != who else None
         return self._but(holder=kept, waiting=tuple(seat for seat in self.waiting if seat.who != who))
 
-    def _but(self, **changed: Any) -> Document:
+    def _but(self, **changed: Any) -> "Document":
         return self.model_copy(update=changed)
 
 

@@ -14,8 +14,6 @@ its last beat that was accepted, and gives up after `SAFE` of `patience`: before
 as two clocks differ in speed by less than that leaves. Those who wait beat too, so that a dead one holds nobody up.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -108,7 +106,7 @@ class Turns:
         *,
         stop: threading.Event | None = None,
         told: Callable[[Grant], None] | None = None,
-    ) -> Iterator[Held]:
+    ) -> "Iterator[Held]":
         """Wait for a turn, hold it, and end it, whatever happens.
 
         Args:
@@ -128,7 +126,7 @@ class Turns:
         finally:
             self.quit(ticket)
 
-    def wait(self, ticket: str, timeout: float | None, stop: threading.Event) -> Held:
+    def wait(self, ticket: str, timeout: float | None, stop: threading.Event) -> "Held":
         """Queue up as `ticket` until its turn has come; the seat is the caller's to give back. Raises as `acquire`."""
         silence, started, beaten = Silence(), read_clock(), read_clock()
         document = self.change(lambda now: self.agreed(now).ask(ticket, self.who, time.time()))
@@ -158,7 +156,7 @@ class Turns:
         except Refused:
             return None
 
-    def resume(self, standing: Grant, stop: threading.Event) -> Held:
+    def resume(self, standing: Grant, stop: threading.Event) -> "Held":
         """Go on holding a turn whose holder started anew. A place in trouble is asked again while the turn is safe.
 
         Raises:
@@ -240,7 +238,7 @@ class Held:
             self.lost.set()
             raise Unavailable(f"turn {self.number} of group {self.turns.group} was lost")
 
-    def beat(self) -> Held:
+    def beat(self) -> "Held":
         """Renew the turn, once.
 
         Raises:

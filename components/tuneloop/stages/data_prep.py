@@ -1,7 +1,5 @@
 """Prompts for training and evaluation and demonstrations for SFT, from any source, every gold answer checked."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections import Counter
@@ -155,7 +153,7 @@ def data_prep(
     return {name: counts[name] for name in ("train", "eval", "sft")}
 
 
-def _write_split(stage: Stage, name: Split, examined: Iterable[pa.Table], tally: Tally, bar: Progress) -> None:
+def _write_split(stage: Stage, name: Split, examined: Iterable[pa.Table], tally: "Tally", bar: Progress) -> None:
     """Write the rows of a split as they are examined; what has no answer gets an empty one."""
     with Writer(stage.out / f"{name}.parquet", SCHEMAS[name], optional=SCHEMAS[name] is PAIRS) as out:
         for table in examined:

@@ -1,7 +1,5 @@
 """Preference optimization: the policy learns which of two completions is the better one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,7 +91,7 @@ def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: boo
     return {name: found[name].to_numpy() for name in found.column_names if name not in ("id", "tokens")}
 
 
-def compute_accuracy(stage: Stage, trainer: Trainer, pairs: Pairs, limit: int) -> float:
+def compute_accuracy(stage: Stage, trainer: "Trainer", pairs: Pairs, limit: int) -> float:
     """Compute the share of pairs whose chosen completion is likelier than the rejected one."""
     found = score_documents(stage, trainer, pairs.documents, limit)
     return sum(chosen > rejected for chosen, rejected in zip(found[0::2], found[1::2])) / len(pairs)
@@ -103,7 +101,7 @@ class Learner:
     """Steps on pairs, at most `limit` of them at once."""
 
     def __init__(
-        self, stage: Stage, trainer: Trainer, objective: Preference, pairs: Pairs, reference: Reference, limit: int
+        self, stage: Stage, trainer: "Trainer", objective: Preference, pairs: Pairs, reference: Reference, limit: int
     ) -> None:
         self.stage, self.trainer, self.objective = stage, trainer, objective
         self.pairs, self.reference, self.limit = pairs, reference, limit

@@ -1,7 +1,5 @@
 """Train a reward model on pairs (Bradley-Terry); `model_reward` scores rollouts with it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -67,7 +65,7 @@ def reward_model(
 
 
 def train_step(
-    stage: Stage, trainer: ScoreTrainer, pairs: Sequence[Pair], limit: int, center: float
+    stage: Stage, trainer: "ScoreTrainer", pairs: Sequence[Pair], limit: int, center: float
 ) -> dict[str, float]:
     """Take one optimizer step on `pairs`, which every rank is given all of; its measures, under TRL's names."""
     import torch
@@ -87,14 +85,14 @@ def train_step(
     return {**measures, "grad_norm": norm, "learning_rate": rate}
 
 
-def bradley_terry(chosen: Tensor, rejected: Tensor, center: float) -> Tensor:
+def bradley_terry(chosen: "Tensor", rejected: "Tensor", center: float) -> "Tensor":
     """Compute each pair's loss: minus the log-probability that the chosen one wins, and the pull of the sum to 0."""
     from torch.nn.functional import logsigmoid
 
     return center * (chosen + rejected).square() - logsigmoid(chosen - rejected)
 
 
-def compute_accuracy(stage: Stage, scorer: Scorer, pairs: Sequence[Pair], limit: int) -> float:
+def compute_accuracy(stage: Stage, scorer: "Scorer", pairs: Sequence[Pair], limit: int) -> float:
     """Compute the share of pairs whose chosen completion scores above the rejected one."""
     right = 0.0
     with scorer.frozen():
@@ -105,7 +103,7 @@ def compute_accuracy(stage: Stage, scorer: Scorer, pairs: Sequence[Pair], limit:
     return scorer.ranks.sum([right])[0] / len(pairs)
 
 
-def _scores(scorer: Scorer, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
+def _scores(scorer: "Scorer", pairs: Sequence[Pair]) -> "tuple[Tensor, Tensor]":
     """Score the chosen and the rejected ones, ``[pairs]`` each."""
     found = scorer.scores([d.ids for pair in pairs for d in pair.documents()])
     chosen, rejected = found.view(-1, 2).unbind(1)

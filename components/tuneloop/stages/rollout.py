@@ -1,7 +1,5 @@
 """Sample completions from the policy, with the log-probabilities that training needs."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random
@@ -91,7 +89,7 @@ def select_prompt_indices(total: int, size: int, seed: int, iteration: int) -> l
 
 
 @functools.lru_cache(2)
-def _shuffle_prompts(total: int, seed: int, epoch: int) -> array[int]:
+def _shuffle_prompts(total: int, seed: int, epoch: int) -> "array[int]":
     """Shuffle 0 … total - 1; the result is kept, for every iteration of an epoch asks for the same one."""
     order = array("q", range(total))
     random.Random(derive_seed(seed, "prompts", epoch)).shuffle(order)

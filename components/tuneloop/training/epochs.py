@@ -1,8 +1,6 @@
 """Training on examples in epochs: what `sft`, `preference` and `reward_model` share; and the algorithms of all that
 train."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -99,7 +97,7 @@ AlgorithmArgs = Annotated[
 """Options of the algorithm that the parameter ``algorithm`` before it names."""
 
 
-def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: Ranks, options: TrainerOptions) -> Any:
+def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: "Ranks", options: TrainerOptions) -> Any:
     """Open a trainer with a stage's options.
 
     Args:
@@ -114,7 +112,7 @@ def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: Ranks, option
 
 
 def new_trainer(
-    stage: Stage, kind: Any, policy: Artifact, ranks: Ranks, optimization: Optimization, about: Mapping[str, Any]
+    stage: Stage, kind: Any, policy: Artifact, ranks: "Ranks", optimization: Optimization, about: Mapping[str, Any]
 ) -> Any:
     """Make a trainer of the model in `policy`, before its masters are read; adapters begin the same on all ranks."""
     import torch
@@ -177,14 +175,14 @@ def draw_indices(stage: Stage, count: int, start: int, batch: int) -> list[int]:
 
 
 @functools.lru_cache(2)
-def _shuffled(count: int, seed: int) -> Tensor:
+def _shuffled(count: int, seed: int) -> "Tensor":
     """Shuffle 0 … count - 1 (int64); the result is kept, for every step of an epoch asks for the same one."""
     import torch
 
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
-def check_fits(documents: Mapping[str, Sequence[Document]], policy: Policy, max_length: int) -> None:
+def check_fits(documents: Mapping[str, Sequence[Document]], policy: "Policy", max_length: int) -> None:
     """Check that a model can take all documents of all examples.
 
     Raises:

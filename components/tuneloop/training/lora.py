@@ -4,8 +4,6 @@ What is served never knows of them: a checkpoint's ``model/`` has them merged in
 adapters and their moments alone; the base that they belong to stays where it is, named by the checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -62,7 +60,7 @@ def get_base_parameter_name(name: str) -> str:
     return name.replace(BASE, ".")
 
 
-def merge_adapters(model: Any) -> Iterator[tuple[str, Tensor]]:
+def merge_adapters(model: Any) -> "Iterator[tuple[str, Tensor]]":
     """Yield the state of `model` with its adapters merged, whole or sharded, in the dtype of the sum."""
     import torch
     from peft.tuners.lora import LoraLayer

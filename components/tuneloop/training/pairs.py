@@ -1,7 +1,5 @@
 """Pairs of completions, tokenized, and the log-probability of each under some policy."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -135,14 +133,14 @@ def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> Pairs:
     )
 
 
-def check_fits(pairs: Iterable[Pairs], policy: Policy, max_length: int) -> None:
+def check_fits(pairs: Iterable[Pairs], policy: "Policy", max_length: int) -> None:
     """Check all documents of `pairs` as `epochs.check_fits` does."""
     for each in pairs:
         for name, document in each.documents.extremes.items():
             epochs.check_fits({name: [document]}, policy, max_length)
 
 
-def sum_logprobs(policy: Policy, documents: Sequence[Document]) -> Tensor:
+def sum_logprobs(policy: "Policy", documents: Sequence[Document]) -> "Tensor":
     """Sum the log-probabilities of each document's targets in one forward pass: float32 ``[documents]``."""
     import torch
 
@@ -152,7 +150,7 @@ def sum_logprobs(policy: Policy, documents: Sequence[Document]) -> Tensor:
     return torch.zeros(len(documents), device=values.device).index_add(0, owner, values)
 
 
-def score_documents(stage: Stage | None, policy: Policy, documents: Sequence[Document], limit: int) -> array[float]:
+def score_documents(stage: Stage | None, policy: "Policy", documents: Sequence[Document], limit: int) -> "array[float]":
     """Compute `sum_logprobs` of any number of documents, at most `limit` at once, on every rank.
 
     Args:

@@ -1,7 +1,5 @@
 """Scored rollouts, read and checked for `policy_update`: some 25 bytes a token, since every rank holds all."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Iterator, Sequence
@@ -44,15 +42,15 @@ class Sample:
     length: int
     truncated: bool
     age: int
-    engine: array[float]
-    advantages: array[float] = field(default_factory=lambda: to_float32(()))
+    engine: "array[float]"
+    advantages: "array[float]" = field(default_factory=lambda: to_float32(()))
     counted: bool = False
     used: bool = False
-    old: array[float] = field(default_factory=lambda: to_float32(()))
-    reference: array[float] = field(default_factory=lambda: to_float32(()))
+    old: "array[float]" = field(default_factory=lambda: to_float32(()))
+    reference: "array[float]" = field(default_factory=lambda: to_float32(()))
 
 
-def to_float32(values: Sequence[float]) -> array[float]:
+def to_float32(values: Sequence[float]) -> "array[float]":
     """Convert values to float32, as tensors have them."""
     return array("f", values)
 

@@ -9,8 +9,6 @@ itself, but their bytes do neither.
   half the bytes of ``xor``, encoded twice and applied three times as fast. `docs/weights.md` states it byte by byte.
 """
 
-from __future__ import annotations
-
 import struct
 import threading
 from collections.abc import Iterator
@@ -65,7 +63,7 @@ def encode_delta(old: Bytes, new: Bytes, width: int, encoding: Encoding) -> Delt
     return Delta(payload, changed, before.hexdigest(), after.hexdigest())
 
 
-def _sink(encoding: Encoding, size: int, width: int) -> _Gaps | _Xor | _Overwrite:
+def _sink(encoding: Encoding, size: int, width: int) -> "_Gaps | _Xor | _Overwrite":
     if encoding == "gap8-xor":
         return _Gaps(width)
     return _Xor(size, width) if encoding == "xor" else _Overwrite()

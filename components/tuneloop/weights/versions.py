@@ -10,8 +10,6 @@
 `docs/weights.md` is the protocol.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator
@@ -98,7 +96,7 @@ class Index(BaseModel, frozen=True, extra="forbid"):
     def encoded(self) -> bytes:
         return self.model_dump_json(exclude_none=True).encode()
 
-    def same_state(self, other: Index) -> bool:
+    def same_state(self, other: "Index") -> bool:
         """Return whether both assemble to the same files."""
 
         def bare(index: Index) -> dict[str, tuple[int, str | None, str | None]]:

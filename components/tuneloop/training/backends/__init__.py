@@ -11,8 +11,6 @@ What starts several ranks reads torchrun's own environment (``PET_NNODES``, ``PE
 in all others. So a command names no places, and is the same in a TrainJob, a JobSet, a pod and here.
 """
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -23,7 +21,7 @@ from typing import Any, TypeVar
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
 
-_known: dict[str, type[LLMBackend]] = {}
+_known: "dict[str, type[LLMBackend]]" = {}
 
 
 @dataclass(frozen=True, kw_only=True)

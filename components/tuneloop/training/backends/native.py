@@ -1,7 +1,5 @@
 """tuneloop's own stages that train."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 

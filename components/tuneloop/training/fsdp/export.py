@@ -5,8 +5,6 @@ lays the files out, with all headers and no data; every rank then fills in what 
 `save_pretrained`. Machines that share no directory send their rows to the first, one tensor at a time.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,7 +25,7 @@ FILE_SIZE = "50GB"
 
 
 def write_sharded_model(
-    model: Any, state: Iterable[tuple[str, Tensor]], dtype: torch.dtype, target: Path, ranks: Ranks
+    model: Any, state: Iterable[tuple[str, Tensor]], dtype: torch.dtype, target: Path, ranks: "Ranks"
 ) -> bool:
     """Write `model` with floating parameters in `dtype`; called by all ranks.
 
@@ -57,7 +55,7 @@ def write_sharded_model(
     return True
 
 
-def _own_rows(value: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
+def _own_rows(value: Tensor, ranks: "Ranks") -> tuple[Tensor, int]:
     """Return this rank's rows, and which of all is the first; all rows of what is not sharded."""
     if not isinstance(value, DTensor):
         return value, 0
