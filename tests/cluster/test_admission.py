@@ -42,7 +42,7 @@ QUEUES = "".join(PAIR % {"name": name, "cpu": cpu} for name, cpu in ((SERVERS, "
 """For two servers, and for one stage: a pod asks for 110m, with Argo's own container."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def queues(cluster: Connection) -> Iterator[None]:
     subprocess.run(["kubectl", "apply", "-f", "-"], input=QUEUES, text=True, check=True, capture_output=True)
     for name in (SERVERS, STAGES):

@@ -43,3 +43,17 @@ def test_every_workflow_has_a_server_of_its_own(cluster: Connection, run: str) -
         return "Running" not in [pod.status.phase for pod in left]
 
     until(gone)
+
+
+@pytest.mark.slow
+def test_several_servers_of_one_workflow(cluster: Connection, run: str) -> None:
+    """Each is a pod of its own, from which a rollout takes its part; a rollout refuses who serves another version."""
+    pipeline, sets = find_pipeline("grpo"), [*SETTINGS, "loop.per_workflow=2", "engine.replicas=2"]
+    submit_workflow(cluster, pipeline.build(pipeline.configure(sets=sets)), run=run, store=STORE)
+    assert argo.wait_for_run(cluster, run) == 0
+    nodes = read_status(cluster, run).nodes.values()
+    servers = {node.inputs["replica"] for node in nodes if node.template == "serve" and node.type == "Pod"}
+    sampled = [node for node in nodes if node.template == "rollout" and node.type == "Pod"]
+    assert servers == {"1", "2"} and len(sampled) == 2
+    assert all(len({*node.inputs["endpoint"].split(",")}) == 2 for node in sampled)
+    assert "iterations/2/policy-update" in digests(nodes, run)

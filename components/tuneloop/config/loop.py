@@ -74,8 +74,9 @@ class LoopPipelineConfig(PipelineConfig):
         engine, gpus = self.engine, self.cluster.sampler.gpus
         if engine.replicas > 1 and self.cluster.share:
             raise UserError("engine.replicas", engine.replicas, "runs that share devices have one server: unset it")
-        tensor, pipeline = (int(engine.options.get(f"{way}_parallel_size", 1)) for way in ("tensor", "pipeline"))
-        if engine.name == "vllm" and gpus and gpus != tensor * pipeline:
+        tensor, pipeline = (engine.options.get(f"{way}_parallel_size", 1) for way in ("tensor", "pipeline"))
+        known = isinstance(tensor, int) and isinstance(pipeline, int)
+        if engine.name == "vllm" and gpus and not (known and gpus == tensor * pipeline):
             remedy = f"has to be engine.args.tensor_parallel_size × pipeline_parallel_size ({tensor} × {pipeline})"
             raise UserError("cluster.sampler.gpus", gpus, remedy)
         return self

@@ -128,6 +128,7 @@ def test_accelerators_are_where_the_work_is_on_argo(pipeline: str, engine: str, 
     [
         (["cluster.sampler.gpus=2"], r"cluster.sampler.gpus: 2: has to be .* \(1 × 1\)"),
         (["cluster.sampler.gpus=4", "engine.args.tensor_parallel_size=2"], r"\(2 × 1\)"),
+        (["cluster.sampler.gpus=1", "engine.args.tensor_parallel_size=x"], r"\(x × 1\)"),
         (["engine.replicas=2", "engine.name=transformers"], "replicas are vLLM servers with devices of their own"),
         (["engine.replicas=2", "engine.colocate=true"], "replicas are vLLM servers with devices of their own"),
     ],
