@@ -152,7 +152,9 @@ def test_two_processes_replay_what_two_processes_did(tmp_path):
             inputs = {"policy": policy.ref, "rewards": rewards.ref, "iteration": i, "state_every": every}
             inputs["learning_rate"] = i * 1e-3
             if (every, i) == (9, 3):
-                with pytest.raises(UserError, match=r"another number rounds otherwise \(world_size 2 then, 1 now"):
+                with pytest.raises(
+                    UserError, match=r"by 2 processes, and another number gives other bits \(world_size 2 then, 1 now"
+                ):
                     policy_update(out=str(tmp_path / "alone"), **inputs, **about)
             finish(launch(policy_update, tmp_path / f"{every}-{i}", 2, **inputs, **about))
             policy = made[every, i] = Artifact(str(tmp_path / f"{every}-{i}"))

@@ -23,7 +23,7 @@ from typing import Any
 
 from tuneloop.cluster.watch import follow_pod
 from tuneloop.core.errors import Interrupted, Retryable, UserError, report_errors
-from tuneloop.core.threads import hear_signals
+from tuneloop.core.threads import forward_signals
 from tuneloop.kube.connection import NAMESPACE, ApiRefusal, Connection, connect_to_cluster, retry_until_available
 from tuneloop.training.torchrun import exit_code
 
@@ -191,7 +191,7 @@ def main(argv: Sequence[str]) -> int:
     def stop(number: int) -> None:
         raise Interrupted(f"{job['metadata']['name']}: stopped by {signal.Signals(number).name}")
 
-    with hear_signals(stop):
+    with forward_signals(stop):
         cluster = connect_to_cluster(given.namespace)
         try:
             return launch_job(cluster, job)

@@ -26,15 +26,14 @@ def find_queue_problems(cluster: Connection, workflow: Mapping[str, Any]) -> Ite
 
     Kueue leaves a pod of an unknown queue waiting for ever, and says so nowhere.
     """
-    labels, behind = find_queued_templates(workflow), dict[str, list[str]]()
+    labels, behind = find_queued_templates(workflow), dict[str, dict[str, Any]]()
     for name in list_queues(workflow):
         found = find_object(cluster.get, *KUEUE, "localqueues", name)
         if found is ABSENT:
             said = f"is not a LocalQueue of namespace {cluster.namespace}: stages would wait for ever"
             yield Problem("queue", name, said, APPLY, f" (or yours), or {INSTALL}")
         elif found is not UNSEEN:
-            yield from _inactive(name, found)
-            behind.setdefault(found["spec"]["clusterQueue"], []).append(name)
+            behind.setdefault(found["spec"]["clusterQueue"], {})[name] = found
     for name, queues in behind.items():
         yield from _cluster_queue(cluster, workflow, name, queues)
     for priority in sorted({each[PRIORITY_LABEL] for each in labels.values() if PRIORITY_LABEL in each}):
@@ -51,13 +50,16 @@ def _inactive(name: str, queue: Mapping[str, Any]) -> Iterator[UserError]:
 
 
 def _cluster_queue(
-    cluster: Connection, workflow: Mapping[str, Any], name: str, queues: Collection[str]
+    cluster: Connection, workflow: Mapping[str, Any], name: str, queues: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[UserError]:
     found = find_object(cluster.custom.get_cluster_custom_object, *KUEUE, "clusterqueues", name)
     if found is ABSENT:
         said = f"is of the ClusterQueue {name}, which does not exist"
         yield Problem("queue", ", ".join(queues), said, APPLY, " (or yours)")
-    elif found is not UNSEEN:
+        return
+    for queue, local in queues.items():
+        yield from _inactive(queue, local)
+    if found is not UNSEEN:
         yield from _admitted(cluster, found["spec"].get("namespaceSelector"), name)
         yield from find_quota_problems(workflow, found["spec"], queues, name)
 
@@ -72,12 +74,20 @@ def find_queue_warnings(cluster: Connection, workflow: Mapping[str, Any]) -> Ite
         (held if name in servers else waited).add(labels[QUEUE_LABEL])
         if (count := servers.get(name, 1)) > 1:
             found = "are admitted one by one: several runs can each get some of theirs, and wait for the others"
-            yield Problem("engine.replicas", count, found, "kubectl edit clusterqueue", " (docs/cluster.md, The queue)")
+            yield Problem(
+                "engine.replicas",
+                count,
+                found,
+                "kubectl get clusterqueues",
+                " shows the quota: have enough for all (docs/cluster.md, The queue)",
+            )
     for server in sorted(held):
         own = _list_quotas(cluster, server, "borrowingLimit")
         if any(own & _list_quotas(cluster, stage, "lendingLimit") for stage in waited):
-            found = "gives a server, for as long as its run, quota that stages wait for: servers of several runs can "
-            found += "hold all of it, and then none of these goes on"
+            found = (
+                "gives rollout servers, for as long as their runs, quota that stages wait for: those of several runs "
+            )
+            found += "can hold all of it, and no run goes on"
             command = "tuneloop … --set cluster.sampler.queue=tuneloop-samplers"
             yield Problem("queue", server, found, command, " (docs/cluster.md, The queue)")
 

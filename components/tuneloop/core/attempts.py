@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from tuneloop.core.ends import AWAY, AWAY_BUDGET, FOR_NOW, MEMORY, NO_EXIT_CODE, classify_end, describe_exit
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
-from tuneloop.core.threads import hear_signals
+from tuneloop.core.threads import forward_signals
 
 BUDGET = 3
 """New attempts in a row that may follow on ends without progress; ends that do not count are free."""
@@ -87,7 +87,7 @@ def wait_before_ending() -> None:
     if not number:
         return
     stopped = threading.Event()
-    with hear_signals(lambda _: stopped.set(), [signal.SIGTERM]):
+    with forward_signals(lambda _: stopped.set(), [signal.SIGTERM]):
         stopped.wait(min(LONGEST_WAIT_S, 10.0 * 2.0 ** min(number, 10)))
 
 

@@ -15,7 +15,7 @@ from tuneloop.core.errors import Interrupted
 from tuneloop.core.progress import Progress
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.store import Store
-from tuneloop.core.threads import hear_signals
+from tuneloop.core.threads import forward_signals
 
 
 class Params(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
@@ -160,10 +160,10 @@ class Stage:
 @contextmanager
 def handle_signals(stage: Stage) -> Iterator[None]:
     """Set ``stage.stopping`` on SIGTERM and SIGINT, and discard half-written output if the stage ends early."""
-    try:
-        with hear_signals(lambda number: setattr(stage, "stopping", True)):
+    with forward_signals(lambda number: setattr(stage, "stopping", True)):
+        try:
             yield
-    except BaseException:
-        if stage.leader:
-            Draft(stage.out_url, attempt=stage.attempt).discard()
-        raise
+        except BaseException:
+            if stage.leader:
+                Draft(stage.out_url, attempt=stage.attempt).discard()
+            raise

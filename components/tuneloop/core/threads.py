@@ -31,8 +31,8 @@ def repeat_in_background(work: Callable[[], None], pause_s: float) -> Iterator[N
 
 
 @contextmanager
-def hear_signals(hear: Callable[[int], object], numbers: Iterable[int] = (SIGTERM, SIGINT)) -> Iterator[None]:
-    """Call `hear` with the number of each of these signals that arrives in the block.
+def forward_signals(handler: Callable[[int], object], numbers: Iterable[int] = (SIGTERM, SIGINT)) -> Iterator[None]:
+    """Call `handler` with the number of each of these signals that arrives in the block.
 
     A handler of the caller's hears them, too: who runs several stages has to know, also where this one ends well. Only
     the main thread hears signals; in another one, whose caller owns them, this does nothing.
@@ -40,7 +40,7 @@ def hear_signals(hear: Callable[[int], object], numbers: Iterable[int] = (SIGTER
     previous: dict[int, Any] = {}
 
     def handle(number: int, frame: object) -> None:
-        hear(number)
+        handler(number)
         if callable(before := previous.get(number)) and before is not signal.default_int_handler:
             before(number, frame)
 
@@ -50,8 +50,8 @@ def hear_signals(hear: Callable[[int], object], numbers: Iterable[int] = (SIGTER
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 def end_process(code: int) -> NoReturn:

@@ -52,7 +52,7 @@ def examine_answers(
         text = json.dumps(rewards, sort_keys=True)
         best = full_marks(parse_spec(text))
         golden = [{**rows[i], "completion": rows[i]["solution"], "reward_spec": text} for i in asked]
-        for i, outcome in zip(asked, score_all(golden, timeout_s=timeout_s, progress=progress)):
+        for i, outcome in zip(asked, score_all(golden, timeout_s=timeout_s, punish=False, progress=progress)):
             if outcome.score is None or not math.isclose(outcome.score, best):
                 found[i] = _describe(rows[i], outcome)
     hosts = [socket.gethostname()] * len(rows)

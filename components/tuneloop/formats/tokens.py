@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,9 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     if chat:
         ids = _encode_chat(tokenizer, prompt)
     else:
-        bare, framed = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
-        ids = [*framed[: framed.index(bare[0])], *encode_text(tokenizer, prompt)]
+        ids, bare = list(tokenizer.encode(prompt, split_special_tokens=True)), encode_text(tokenizer, prompt)
+        if ids[-1:] == [tokenizer.eos_token_id] and bare[-1:] != ids[-1:]:
+            ids.pop()
     if not ids:
         raise UserError("prompt", prompt, "has no tokens; nothing can follow it")
     return ids
@@ -70,10 +72,8 @@ def encode_completion(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Encode text by itself; what is spelled like a control token is encoded letter by letter."""
-    pieces = _control_tokens(tokenizer, len(tokenizer)).split(text)
-    parts = [part for i, piece in enumerate(pieces) for part in (piece if i % 2 else [piece]) if part]
-    return [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)]
+    """Encode text by itself; what is spelled like a control token is text, too."""
+    return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
 
 def encode_conversation(tokenizer: Any, messages: str) -> tuple[list[int], list[bool]]:
@@ -172,34 +172,38 @@ def _encode_chat(tokenizer: Any, prompt: str) -> list[int]:
 
 @functools.lru_cache(8)
 def _control_tokens(tokenizer: Any, size: int) -> re.Pattern[str]:
-    """Return what matches the control tokens of a tokenizer of `size` tokens, the longest first; one group."""
+    """Return what finds the control tokens of a tokenizer of `size` tokens in folded text."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    names = sorted({*added, *tokenizer.all_special_tokens}, key=lambda name: (-len(name), name))
-    return re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
+    return re.compile("|".join(re.escape(_fold(name)) for name in {*added, *tokenizer.all_special_tokens}) or "(?!)")
+
+
+def _fold(text: str) -> str:
+    """Return text as no tokenizer's normalizer makes it more alike: compatible forms and cases are the same."""
+    return unicodedata.normalize("NFKC", text).casefold()
 
 
 def _apply_template(tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> list[int]:
-    """Render messages and encode them, with words in the place of control tokens that the messages spell out; the
-    words go through the template, and are then encoded as what they stand for, letter by letter."""
+    """Render and encode messages. Strings in which a control token is spelled go through the template as placeholders,
+    and are then encoded as plain text."""
     controls, found = _control_tokens(tokenizer, len(tokenizer)), list[str]()
     mark = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]  # nobody can write it into the messages
 
     def hide(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: hide(part) for key, part in value.items()}
+            return {hide(key): hide(part) for key, part in value.items()}
         if isinstance(value, list):
             return [hide(part) for part in value]
-        if not isinstance(value, str):
+        if not (isinstance(value, str) and controls.search(_fold(value))):
             return value
-        pieces = controls.split(value)
-        for i in range(1, len(pieces), 2):
-            found.append(pieces[i])
-            pieces[i] = f"@{mark}:{len(found) - 1}@"
-        return "".join(pieces)
+        found.append(value)
+        return f"@{mark}:{len(found) - 1}@"
 
     hidden = hide(messages)
     if not found:
         return list(tokenizer.apply_chat_template(messages, return_dict=False, **how))
     pieces = re.split(f"@{mark}:([0-9]+)@", tokenizer.apply_chat_template(hidden, tokenize=False, **how))
-    parts = [part for i, piece in enumerate(pieces) for part in (found[int(piece)] if i % 2 else [piece]) if part]
-    return [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)]
+    ids = [
+        encode_text(tokenizer, found[int(piece)]) if i % 2 else tokenizer.encode(piece, add_special_tokens=False)
+        for i, piece in enumerate(pieces)
+    ]
+    return [token for part in ids for token in part]

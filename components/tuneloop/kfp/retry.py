@@ -18,7 +18,7 @@ from tuneloop.core.attempts import BUDGET, FAILURE
 from tuneloop.core.ends import AWAY, AWAY_BUDGET, INTERRUPTION, classify_end
 from tuneloop.core.errors import EXIT_RETRY, TERMINATION_LOG, Retryable, UserError, write_termination_message
 from tuneloop.core.store import Store
-from tuneloop.core.threads import hear_signals
+from tuneloop.core.threads import forward_signals
 
 PAUSE_S = 10.0
 """Seconds between two attempts, as on Argo."""
@@ -43,7 +43,7 @@ def retry_in_process(
         return run()
     stopped = threading.Event()
     without_progress, away, progress = 0, 0, ""
-    with hear_signals(lambda _: stopped.set(), [signal.SIGTERM]):
+    with forward_signals(lambda _: stopped.set(), [signal.SIGTERM]):
         while True:
             code, line = _run_and_read_line(run)
             end = classify_end("Failed", code, line)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tuneloop.core.threads import hear_signals
+from tuneloop.core.threads import forward_signals
 from tuneloop.local.journal import DONE, Journal, Node, Workflow
 from tuneloop.local.pod_files import PodFilesystem
 from tuneloop.local.processes import Launcher, Process, end_process
@@ -222,7 +222,7 @@ class Execution:
             if number == signal.SIGINT:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-        with hear_signals(stop):
+        with forward_signals(stop):
             yield
 
     def pause(self, seconds: float, name: str) -> bool:

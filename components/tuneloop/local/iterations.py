@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from tuneloop.core.component import find_component
 from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, UserError, print_diagnostic, report_error
 from tuneloop.core.program import write_outputs
-from tuneloop.core.threads import hear_signals
+from tuneloop.core.threads import forward_signals
 from tuneloop.workflow.loop import output_of
 from tuneloop.workflow.pod_loop import PodLoop, StageCall
 
@@ -135,7 +135,7 @@ class Iterations:
             if self._child:
                 self._child.send_signal(number)
 
-        with hear_signals(stop):
+        with forward_signals(stop):
             yield
 
 

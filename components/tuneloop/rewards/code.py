@@ -87,7 +87,7 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float
 def extract_code(completion: str) -> str:
     """Return the program that a completion gives.
 
-    >>> extract("Sure:\\n```python\\nprint(1)\\n```\\nThat is all.")
+    >>> extract_code("Sure:\\n```python\\nprint(1)\\n```\\nThat is all.")
     'print(1)\\n'
     """
     blocks: list[str] = BLOCK.findall(completion)

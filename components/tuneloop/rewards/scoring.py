@@ -14,8 +14,8 @@ interpreter, hang in C with signals blocked, return NaN or something outside `RA
 where it must be and the next call is judged afresh: one bad call costs its own row only.
 Modules are imported before the fork, so that a replacement starts in milliseconds.
 
-A policy must gain nothing by how its text is judged. A call that spends its time computing, runs out of `memory`, or
-kills its process twice over was ended by the completion, and that is a score: the least that the reward can give. A
+A policy must gain nothing by how its text is judged. A call that spends all its time computing, or twice runs out of
+memory or kills its process, was ended by the completion, and that is a score: the least that the reward can give. A
 call that waits, or whose process got no processor, was hindered by its host: it has no score, and may have one another
 time.
 """
@@ -80,19 +80,20 @@ class Reward(NamedTuple):
 
 class _Verdict(NamedTuple):
     kind: Kind
-    value: float | str | None
-    """None: the completion ended the call, by what is in `parts`; the score is still to be settled."""
+    value: float | str
     parts: Mapping[str, float] = {}
+    ended_by: str = ""
+    """What the completion did to its judge: ``timeout`` or ``crash``."""
 
 
 class _Limits(NamedTuple):
     seconds: float
-    memory: int
+    memory: int | None
     punish: bool
 
-    def end(self, by: str, otherwise: _Verdict) -> _Verdict:
-        """Return the verdict on a call that the completion ended, by ``timeout``, ``memory`` or ``crash``."""
-        return _Verdict("score", None, {by: 1.0}) if self.punish else otherwise
+    def build_verdict(self, cause: str, default: _Verdict) -> _Verdict:
+        """Build the verdict on a call that the completion ended, by ``timeout`` or ``crash``."""
+        return default._replace(ended_by=cause) if self.punish else default
 
 
 class _Job(NamedTuple):
@@ -158,7 +159,7 @@ def score_all(
     *,
     timeout_s: float,
     workers: int = 1,
-    memory: int = 4 << 30,
+    memory: int | None = None,
     punish: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> list[Outcome]:
@@ -169,9 +170,9 @@ def score_all(
             (JSON object or empty).
         timeout_s: seconds that one call of one reward may take.
         workers: processes; each takes every `workers`-th call.
-        memory: bytes that judging may take in each, beyond what the stage itself has.
+        memory: bytes that judging may take in each, beyond what the stage itself has; None: no limit.
         punish: whether a completion that ends a reward's call gets the least that this can give, and
-            ``NAME.timeout``, ``NAME.memory`` or ``NAME.crash`` in its breakdown; else it has no score.
+            ``NAME.timeout`` or ``NAME.crash`` in its breakdown; else, and where that is infinite, it has no score.
         progress: called with the number of finished calls (a row has one for each of its rewards); may raise to stop.
 
     Returns:
@@ -208,19 +209,19 @@ def score_all(
 
 def _settle(verdict: _Verdict, reward: Reward, weight: float) -> _Verdict:
     """Make a score of a call that the completion ended: the end of the reward's range that its weight disfavours."""
-    if verdict.value is not None:
-        return verdict
     least = reward.low if weight > 0 else reward.high
-    return verdict._replace(value=least if math.isfinite(least) else 0.0)
+    if not verdict.ended_by or not math.isfinite(least):
+        return verdict
+    return _Verdict("score", least, {verdict.ended_by: 1.0})
 
 
 def _combine(spec: Mapping[str, float], verdicts: Mapping[str, _Verdict]) -> Outcome:
-    breakdown = {name: verdict.value for name, verdict in verdicts.items() if verdict.value is not None}
+    breakdown = {name: verdict.value for name, verdict in verdicts.items()}
     breakdown |= {f"{name}.{part}": value for name, v in verdicts.items() for part, value in v.parts.items()}
     for verdict in sorted(verdicts.values(), key=lambda v: v.kind != "escape"):
         if verdict.kind != "score":
             return Outcome(verdict.kind, None, breakdown)
-    return Outcome("score", math.fsum(spec[n] * float(v.value or 0) for n, v in verdicts.items()), breakdown)
+    return Outcome("score", math.fsum(spec[n] * float(v.value) for n, v in verdicts.items()), breakdown)
 
 
 class _Worker:
@@ -230,6 +231,7 @@ class _Worker:
         since: when it began one; `due` is when to look whether its time is over.
         used: seconds of processor time until then, with those of its children.
         killer: the job that has ended a process once.
+        ready: whether the process has begun.
     """
 
     pid: int
@@ -238,6 +240,7 @@ class _Worker:
     since: float
     due: float
     used: float
+    ready: bool
 
     def __init__(self, jobs: list[_Job], rows: Sequence[Row], rewards: Mapping[str, Reward], limits: _Limits) -> None:
         self.left, self.rows, self.rewards, self.limits = jobs[::-1], rows, rewards, limits
@@ -254,26 +257,32 @@ class _Worker:
         for line in lines:
             used, *verdict = json.loads(line)
             self._begin(used)
+            if not verdict:
+                self.ready = True
+                continue
             verdicts.append((self.left.pop(), _Verdict(*verdict)))
         return verdicts
 
     def replace_dead(self) -> Iterable[tuple[_Job, _Verdict]]:
         """Try the job at hand once more in a new process; where it killed that, too, go on with the rest."""
+        died = _Verdict("infra_error", "the process that ran it died")
+        if not self.ready:
+            return self.replace(died)
         if self.killer == self.left[-1]:
-            return self.replace(self.limits.end("crash", _Verdict("infra_error", "the process that ran it died")))
+            return self.replace(self.limits.build_verdict("crash", died))
         self.killer = self.left[-1]
         self.stop()
         self._start()
         return []
 
     def replace_late(self) -> Iterable[tuple[_Job, _Verdict]]:
-        """Give up on the job at hand, unless it would compute and got less than half of its time on a processor: then
-        it has up to ten times as long."""
+        """Give up on the job at hand, unless it computes and has not had its time on a processor: then it has up to ten
+        times as long."""
         seconds, now = self.limits.seconds, time.monotonic()
         late = _Verdict("timeout", f"took more than {seconds:g} s")
         state, used = _read_stat(self.pid)
-        if used - self.used >= seconds / 2:
-            return self.replace(self.limits.end("timeout", late))
+        if used - self.used >= seconds:
+            return self.replace(self.limits.build_verdict("timeout", late))
         if state != "R" or now - self.since >= 10 * seconds:
             return self.replace(late)
         self.due = now + seconds / 4
@@ -308,7 +317,7 @@ class _Worker:
             _serve(write, self.left[::-1], self.rows, self.rewards, self.limits)
         _own_group(self.pid)
         os.close(write)
-        self.partial = b""
+        self.partial, self.ready = b"", False
         self._begin(0.0)
 
 
@@ -319,6 +328,16 @@ def _read_stat(pid: int) -> tuple[str, float]:
         return "", 0.0
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def _limit_memory(most: int | None) -> None:
+    """Let this process take `most` bytes more, or what it may have at all."""
+    if most is None:
+        return
+    own = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = own + most if hard == resource.RLIM_INFINITY else min(own + most, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def _own_group(pid: int) -> None:
@@ -335,16 +354,13 @@ def _serve(
         _own_group(os.getpid())
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a hanging reward must not outlive the stage
-            own = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_DATA, (own + limits.memory,) * 2)
+            _limit_memory(limits.memory)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         os.dup2(2, 1)  # what a reward prints is for people
+        os.write(pipe, json.dumps([sum(os.times()[:4])]).encode() + b"\n")
         for job in jobs:
-            try:
-                verdict = _judge(rewards[job.name], rows[job.row])
-            except MemoryError:
-                verdict = limits.end("memory", _Verdict("infra_error", f"{RAISED} MemoryError"))
+            verdict = _judge(rewards[job.name], rows[job.row])
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it left behind would hit the next
             os.write(pipe, json.dumps([sum(os.times()[:4]), *verdict]).encode() + b"\n")
     finally:
@@ -366,7 +382,7 @@ def _judge(reward: Reward, row: Row) -> _Verdict:
         parts = {str(part): float(share) for part, share in parts.items()}
     except Escape as error:
         return _Verdict("escape", str(error)[:300])
-    except MemoryError:
+    except MemoryError:  # what earlier calls have kept counts, too: a process of its own will tell
         raise
     except OSError as error:  # a file or a service that it asks
         return _Verdict("infra_error", f"{type(error).__name__}: {error}"[:300])

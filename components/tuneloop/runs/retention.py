@@ -39,8 +39,8 @@ def find_leftovers(run: Run, *, keep: int | None = None, idle: float = 86400.0) 
     """Find what `delete_leftovers` would delete, by key.
 
     Args:
-        keep: checkpoints of the loop to keep, the newest; None: all. Those stay, too, that hold the trainer's state, or
-            the base of adapters, without which one that is kept cannot be trained on. Others keep manifest and history,
+        keep: checkpoints of the loop to keep, the newest; None: all. Those stay, too, without which one that is kept
+            cannot be trained on: the base of its adapters, and all since the trainer's state was last written. Others keep manifest and history,
             so that the run still resumes and reports, but they cannot be loaded.
         idle: seconds since the last write.
 
@@ -113,11 +113,20 @@ def _old(run: Run, keep: int, files: Mapping[str, tuple[int, float]]) -> Iterato
 
 
 def _list_needed(run: Run, entry: Entry) -> Iterator[str]:
-    """Yield the keys of what training on from `entry` reads: where updates are replayed from, and its adapters' base.
+    """Yield the keys of what training on from `entry` reads: its adapters' base, and the checkpoints since the
+    trainer's state was last written.
 
     Rewards, from which they are replayed, are never deleted.
     """
-    facts = entry.manifest.facts
-    for needed in (facts.get(UNWRITTEN, {}).get("since"), facts.get("base")):
-        if needed:
-            yield split_ref(needed)[0].removeprefix(f"{run.url}/")
+    keys = {each.key: each for each in run.checkpoints}
+    while True:
+        facts = entry.manifest.facts
+        if facts.get("base"):
+            yield split_ref(facts["base"])[0].removeprefix(f"{run.url}/")
+        if UNWRITTEN not in facts:
+            return
+        before = split_ref(entry.manifest.inputs["policy"])[0].removeprefix(f"{run.url}/")
+        yield before
+        if before not in keys:
+            return
+        entry = keys[before]

@@ -111,7 +111,7 @@ def policy_update(
     trainer, losses = train_policy(stage, ranks, policy, rewards, reference, **about)
     due = iteration % options.state_every == 0
     version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype, with_state=due)
-    stage.facts["state"] = "written" if due else "kept in memory"
+    stage.facts["state"] = "written" if due else "not written"
     RESIDENT.keep(trainer, stage.attempt, options)
     return {"loss": sum(losses) / len(losses) if losses else 0.0, "version": version}
 
@@ -226,10 +226,10 @@ def repeat_update(stage: Stage, made: Artifact, ranks: Ranks) -> None:
     differ = {name: (theirs.get(name), ours[name]) for name in ("world_size", "device", "threads", "code")}
     differ["torch"] = (theirs["packages"]["torch"], ours["packages"]["torch"])
     told = ", ".join(f"{name} {then} then, {now} now" for name, (then, now) in differ.items())
-    remedy = f"({told}); go on as it was made, or begin another run: at a checkpoint with trainer/, or with "
-    remedy += "--reset-optimizer true"
+    remedy = f"({told}); go on where it was made, or begin another run at a checkpoint that has trainer/"
     if theirs["world_size"] != ranks.world:
-        raise UserError("--expected-world-size", ranks.world, f"another number rounds otherwise {remedy}")
+        found = f"the update was made by {theirs['world_size']} processes, and another number gives other bits"
+        raise UserError("--expected-world-size", ranks.world, f"{found} {remedy}")
     params = policy_update.validate(made.manifest.params)
     arguments = policy_update.build_arguments(params, {k: Artifact(ref) for k, ref in made.manifest.inputs.items()})
     with tempfile.TemporaryDirectory() as scratch, _as_before(stage, params, Path(scratch)):

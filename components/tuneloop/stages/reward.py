@@ -3,8 +3,9 @@
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import fsum
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Annotated, Any
@@ -40,7 +41,7 @@ def reward(
     memory_mb: Annotated[int, Field(ge=1, description="that judging may take, in each process")] = 4096,
     workers: Annotated[int, Field(ge=1, description="processes")] = 1,
 ) -> Results:
-    """Score every rollout; what its host kept from a score is typed, never zero.
+    """Score every rollout; one that could not be judged gets an outcome and no score, never zero.
 
     ``facts.reward`` holds `mean` and `std` (population) over the scores, `solved` (share of scores that are full
     marks), `outcomes` (counts), `breakdown` (mean of each reward before weighting) and `zero_variance` (share of
@@ -72,6 +73,10 @@ def reward(
     if escape_score is not None:
         outcomes = [replace(o, score=escape_score) if o.outcome == "escape" else o for o in outcomes]
     _check_budget(outcomes, error_budget)
+    if crashed := sum(any(key.endswith(".crash") for key in o.breakdown) for o in outcomes):
+        stage.log(
+            f"{crashed} of {len(outcomes)} rollouts crashed a reward, and got its least score: read what they say"
+        )
     _write(path, outcomes, stage.out / "rewards.parquet")
     facts = summarize_rewards(rows, outcomes)
     stage.facts.update({**rollouts.manifest.facts, "reward": facts})
@@ -115,9 +120,14 @@ def summarize_rewards(rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome
         "std": pstdev(scores),
         "solved": fmean(solved),
         "outcomes": {kind: counts[kind] for kind in KINDS},
-        "breakdown": {name: fmean(values) for name, values in sorted(parts.items())},
+        "breakdown": {name: fsum(values) / count_judged(name, parts) for name, values in sorted(parts.items())},
         "zero_variance": fmean(max(g) == min(g) for g in groups.values()),
     }
+
+
+def count_judged(name: str, parts: Mapping[str, Sequence[float]]) -> int:
+    """Count the rows that a mean is over: of ``NAME.part``, those that the reward NAME judged."""
+    return len(parts.get(name.rpartition(".")[0]) or parts[name])
 
 
 def _check_budget(outcomes: Sequence[Outcome], budget: float) -> None:

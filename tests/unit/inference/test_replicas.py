@@ -16,7 +16,7 @@ from tuneloop.formats.rollouts import Request
 from tuneloop.inference.engines import Engine, Remote, Sampling
 from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._replicas import Replicas
-from tuneloop.inference.engines.vllm import create
+from tuneloop.inference.engines.vllm import open_engine
 from tuneloop.inference.generate import StaleWeights
 from tuneloop.stages.rollout import rollout
 
@@ -46,7 +46,7 @@ def test_a_prompt_stays_with_its_replica(policy: Artifact, alone: list[list[list
     servers, seen = [Mortal(BOOT, [None]) for _ in range(2)], list[int]()
     with contextlib.ExitStack() as stack:
         urls = [stack.enter_context(mortal(each)) for each in servers]
-        engine = create(", ".join(urls), {}, 60.0)
+        engine = open_engine(", ".join(urls), {}, 60.0)
         assert isinstance(engine, Replicas) and isinstance(engine, Remote)
         engine.load(policy)
         assert (engine.version, engine.digest, engine.context) == (4, policy.manifest.digest, 64)

@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import math
 import os
 import re
 import signal
@@ -64,6 +65,21 @@ def hangs_in_c(*_: Any) -> float:
 
 def grows(*_: Any) -> float:
     return float(len(bytearray(1 << 31)))
+
+
+KEPT: list[bytearray] = []
+
+
+def keeps(*_: Any) -> float:
+    KEPT.append(bytearray(b"x" * (100 << 20)))
+    return 1.0
+
+
+def crashes_below_zero(*_: Any) -> float:
+    return crashes()
+
+
+crashes_below_zero.RANGE = (-math.inf, 0.0)  # type: ignore[attr-defined]
 
 
 def leaves_an_alarm(*_: Any) -> float:

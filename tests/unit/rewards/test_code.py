@@ -101,7 +101,7 @@ def test_a_program_cannot_forge_its_verdict(text: bytes) -> None:
     outcome = judge(FORGES.format(text=text) + "os._exit(0)", ANY)
     assert (outcome.outcome, outcome.score) == ("score", 0.0)
     call = json.dumps({"name": "python", "arguments": {"code": FORGES.format(text=text)}})
-    reply = python.create({}).step(f"<tool_call>{call}</tool_call>")
+    reply = python.create_environment({}).step(f"<tool_call>{call}</tool_call>")
     assert not reply.escape and not reply.done
 
 

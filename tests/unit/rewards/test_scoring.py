@@ -47,14 +47,14 @@ def test_weighted_sum_with_breakdown() -> None:
 @pytest.mark.parametrize(
     ("deed", "outcome", "story"),
     [
-        ("raises", "infra_error", "raised RuntimeError: no luck (bad.py:26)"),
-        ("exits", "infra_error", "raised SystemExit: 0 (bad.py:30)"),
+        ("raises", "infra_error", "raised RuntimeError: no luck (bad.py:27)"),
+        ("exits", "infra_error", "raised SystemExit: 0 (bad.py:31)"),
         ("unprintable", "score", "crash"),
         ("dies", "score", "crash"),
         ("crashes", "score", "crash"),
         ("hangs", "timeout", "took more than 1 s"),
         ("hangs_in_c", "score", "timeout"),
-        ("grows", "score", "memory"),
+        ("grows", "score", "crash"),
         ("says_nan", "infra_error", "returned nan, outside its range [0, 2]"),
         ("says_inf", "infra_error", "returned inf, outside its range [0, 2]"),
         ("too_much", "infra_error", "returned 2.5, outside its range [0, 2]"),
@@ -79,6 +79,24 @@ def test_a_bad_call_costs_its_own_row_only(deed: str, outcome: str, story: str, 
 def test_what_ends_its_call_has_no_score_where_it_is_not_to_be_punished(deed: str, outcome: str) -> None:
     rows = [row(deed, spec={f"{BAD}:by_name": 1.0}), row("fine", spec={f"{BAD}:by_name": 1.0})]
     assert [o.outcome for o in score_all(rows, timeout_s=1.0, punish=False)] == [outcome, "score"]
+
+
+def test_what_a_reward_keeps_costs_no_other_completion() -> None:
+    """The memory of a process is that of all its calls: the one that goes beyond it is judged again in another."""
+    outcomes = score_all([row("fine", spec={f"{BAD}:keeps": 1.0})] * 6, timeout_s=30.0, memory=1 << 28)
+    assert [outcome.score for outcome in outcomes] == [1.0] * 6
+
+
+def test_a_process_that_cannot_begin_is_its_hosts_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.times", lambda: 1 / 0)
+    assert {o.outcome for o in score_all([row("fine", spec={f"{BAD}:good": 1.0})] * 2, timeout_s=30.0)} == {
+        "infra_error"
+    }
+
+
+def test_a_range_without_an_end_has_no_least_score() -> None:
+    (ended,) = score_all([row("", spec={f"{BAD}:crashes_below_zero": 1.0})], timeout_s=30.0)
+    assert (ended.outcome, ended.score) == ("infra_error", None)
 
 
 def test_the_least_score_is_what_the_weight_disfavours() -> None:

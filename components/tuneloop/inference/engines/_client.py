@@ -57,7 +57,7 @@ class Client:
             address that never answered is given up at once.
 
     Attributes:
-        hasty: nobody waits for a server that is away: others are there.
+        fail_fast: give up on a lost server at once; other replicas take its requests.
         pulled: where the server follows published versions, what the last pull took.
 
     Every call waits while the server is away, and raises `Retryable` where that takes too long, or where it is lost
@@ -76,7 +76,7 @@ class Client:
         self._patience_s, self._met = patience_s, False
         self.context, self.version, self.digest = 0, -1, ""
         self.pulled: dict[str, Any] = {}
-        self.hasty = False
+        self.fail_fast = False
         self.check: Callable[[], None] = lambda: None
         self.prove: Callable[[Engine], None] = lambda _: None
         self._policy: Artifact | None = None
@@ -176,7 +176,7 @@ class Client:
             Lost: that takes too long.
         """
         kept = f"; {finished} of {total} requests are finished, and kept" if total else ""
-        _say(f"lost the server ({lost}){kept}; {'looks for it once more' if self.hasty else 'waits for it'}")
+        _say(f"lost the server ({lost}){kept}; {'looks for it once more' if self.fail_fast else 'waits for it'}")
         begun = time.monotonic()
         while True:
             self.check()
@@ -192,7 +192,7 @@ class Client:
         _say(f"{self.endpoint} answers again after {time.monotonic() - begun:.1f} s{left}")
 
     def _patience(self) -> float:
-        if self.hasty:
+        if self.fail_fast:
             return 0.0
         if self._patience_s is not None:
             return self._patience_s

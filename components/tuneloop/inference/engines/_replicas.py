@@ -76,7 +76,7 @@ class Replicas:
         pending = list(self.live)
         while pending:
             for client in pending:
-                client.hasty = len(self.live) > 1
+                client.fail_fast = len(self.live) > 1
             with ThreadPoolExecutor(len(pending)) as pool:
                 futures = {client: pool.submit(work, client) for client in pending}
                 while wait(futures.values(), POLL_S).not_done:
@@ -87,7 +87,7 @@ class Replicas:
                 try:
                     future.result()
                 except Retryable as error:
-                    if isinstance(error, Interrupted) or not client.hasty:
+                    if isinstance(error, Interrupted) or not client.fail_fast:
                         raise
                     if len(self.live) > 1:
                         self.live.remove(client)
