@@ -30,7 +30,7 @@ def test_the_smallest_of_each_kind_runs(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, f"$ {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     assert Artifact(str(tmp_path / "runs/mine/iterations/1/rollout")).manifest.facts["engine"] == "plain"
-    assert Artifact(str(tmp_path / "runs/mine/data-prep")).manifest.facts["source"] == "my_data:load"
+    assert Artifact(str(tmp_path / "runs/mine/data-prep")).manifest.facts["source"] == "my_data:load_splits"
     longest = Artifact(str(tmp_path / "runs/lengths/measure")).manifest.results["longest"]
     assert longest == len("reverse 1234 =")
 

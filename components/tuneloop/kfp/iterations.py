@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, UNAVAILABLE, Interrupted, print_diagnostic, report_errors
+from tuneloop.core.errors import EXIT_RETRY, Interrupted, Unavailable, report_errors
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.core.store import Store
 from tuneloop.kfp import previews
@@ -111,7 +111,7 @@ def get_output_name(value: str) -> str:
 
 
 class ServerEnded(Exception):
-    """The rollout server did not become ready; the task ends with this exit code."""
+    """The rollout server ended before it was ready; the task ends with this exit code."""
 
     def __init__(self, code: int) -> None:
         self.code = code
@@ -127,7 +127,7 @@ def run_server(server: Mapping[str, Any], run: str, values: Mapping[str, str], p
         pod: what asks the server; once it is stopped, nobody waits for the server to be ready.
 
     Raises:
-        ServerEnded: it did not become ready.
+        ServerEnded, Interrupted, Unavailable: it did not become ready.
     """
     source = ("--weights", values["weights"]) if server["pull"] else ("--policy", values["policy"])
     words = ["--host", "127.0.0.1", "--port", str(server["port"]), "--engine-args", json.dumps(server["engine_args"])]
@@ -155,11 +155,9 @@ def _await_ready(process: subprocess.Popen[bytes], url: str, pod: Iterations) ->
             if send_request("GET", url, timeout_s=5)[0] == 200:
                 return
         if pod.stopped:
-            raise ServerEnded(print_diagnostic(f"{INTERRUPTED}: the rollout server was not ready yet", EXIT_RETRY))
+            raise Interrupted("the rollout server was not ready yet")
         if time.monotonic() > deadline:
-            raise ServerEnded(
-                print_diagnostic(f"{UNAVAILABLE}: the rollout server was not ready in {BOOT_S:g} s", EXIT_RETRY)
-            )
+            raise Unavailable(f"the rollout server was not ready in {BOOT_S:g} s")
         time.sleep(1)
     # It has said why; one that was killed is started again.
     raise ServerEnded(process.returncode if process.returncode > 0 else EXIT_RETRY)

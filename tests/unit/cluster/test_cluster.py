@@ -92,10 +92,10 @@ def test_code_of_the_user_s_own_is_said_with_the_images_that_need_it(
     (tmp_path / "my_data.py").write_text("from tuneloop.data.digits import load_splits\n")
     (tmp_path / "my_rewards.py").write_text("RANGE = (0, 1)\n\n\ndef score(completion, answer, metadata): return 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    own = ("data.source=my_data:load", 'reward.reward_weights={"my_rewards:score": 1}')
+    own = ("data.source=my_data:load_splits", 'reward.reward_weights={"my_rewards:score": 1}')
     there = "(docs/cluster.md, Your own code)"
     assert list_notices(prepared("grpo", *own)) == [
-        f"my_data:load, my_rewards:score: has to be in image tuneloop/base:dev {there}"
+        f"my_data:load_splits, my_rewards:score: has to be in image tuneloop/base:dev {there}"
     ]
     in_a_pod = list_notices(prepared("grpo", *own, "loop.iterations_per_pod=10"))
     assert f"my_rewards:score: has to be in image tuneloop/rollout:dev {there}" in in_a_pod

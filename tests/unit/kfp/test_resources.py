@@ -221,7 +221,7 @@ def test_stages_of_ones_own(served: bool) -> None:
     wired = ["iteration", *(["endpoint"] if served else [])]
     for component, given, expected in (
         (model_reward, {}, GPUS["scorer"]),
-        (rollout, {"engine": "my_engine:create"}, GPUS["sampler"]),
+        (rollout, {"engine": "my_engine:open_engine"}, GPUS["sampler"]),
         (rollout, {}, 0 if served else GPUS["sampler"]),
         (rollout, {"endpoint": "http://h:1"}, 0),
     ):

@@ -94,7 +94,7 @@ def test_the_plan_of_sharing(call: Call, tmp_path: Path) -> None:  # noqa: F811
     words = ("plan", "grpo", "--share", "--set", "engine.name=transformers", "--store", str(tmp_path))
     done = call(*words, "--measured", "one", "--measured", f"{tmp_path}/two")
     assert done.code == 0, done.err
-    rows = {line.split()[0]: line.split() for line in done.out.splitlines() if line.startswith(" ") and line.strip()}
+    rows = {line.split()[0]: line.split() for line in done.out.splitlines() if line.strip()}
     assert rows["alone"][1:] == ["1", "1", "7.50", "7.50", "33%", "33%", "37.5", "480.0", "1.00"]
     assert rows["one-after-another"][1:3] == ["2", "1"] and rows["one-after-another"][7] == "79.5"
     assert "recommended: shared-fifo" in done.out
