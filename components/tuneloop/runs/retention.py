@@ -40,8 +40,8 @@ def find_leftovers(run: Run, *, keep: int | None = None, idle: float = 86400.0) 
 
     Args:
         keep: checkpoints of the loop to keep, the newest; None: all. Those stay, too, without which one that is kept
-            cannot be trained on: the base of its adapters, and all since the trainer's state was last written. Others keep manifest and history,
-            so that the run still resumes and reports, but they cannot be loaded.
+            cannot be trained on: the base of its adapters, and all since the trainer's state was last written. Others
+            keep manifest and history, so that the run still resumes and reports, but they cannot be loaded.
         idle: seconds since the last write.
 
     Raises:
