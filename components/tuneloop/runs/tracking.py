@@ -1,4 +1,5 @@
-"""Mirror a run into MLflow: one run with a step for each iteration, found again by tag.
+"""Mirror a run into MLflow: one run, found again by tag. Curves of a trainer step by optimizer steps, those of weights
+by version, all others by iteration.
 
 Only what is committed is mirrored, so the mirror can be made at any time, in any process, as often as one likes: runs
 are looked up by the tag ``tuneloop_key``, and a point of a curve carries the time of its artifact, by which MLflow
@@ -160,7 +161,9 @@ class Mirror:
             self.client.set_terminated(self.id, STATUS.get(phase, "FINISHED"), int(ended * 1000))
         experiment = self.client.get_experiment(self.experiment).name
         name = self.client.get_run(self.id).info.run_name
-        return f"{format_tracking_uri()}, experiment {experiment}, run {name}, {self.run.iteration} iterations"
+        return f"{format_tracking_uri()}, experiment {experiment}, run {name}" + (
+            f", {self.run.iteration} iterations" if self.run.iteration else ""
+        )
 
     def _find_or_make(self) -> str:
         run, key = self.run, self.run.record.id if self.run.record else self.run.url
