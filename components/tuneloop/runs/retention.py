@@ -118,15 +118,19 @@ def _list_needed(run: Run, entry: Entry) -> Iterator[str]:
 
     Rewards, from which they are replayed, are never deleted.
     """
-    keys = {each.key: each for each in run.checkpoints}
+    facts = entry.manifest.facts
+
+    def read_key(ref: str) -> str:
+        return split_ref(ref)[0].removeprefix(f"{run.url}/")
+
+    if facts.get("base"):
+        yield read_key(facts["base"])
+    if UNWRITTEN not in facts:
+        return
+    since, known = read_key(facts[UNWRITTEN]["since"]), {each.key: each for each in run.checkpoints}
     while True:
-        facts = entry.manifest.facts
-        if facts.get("base"):
-            yield split_ref(facts["base"])[0].removeprefix(f"{run.url}/")
-        if UNWRITTEN not in facts:
-            return
-        before = split_ref(entry.manifest.inputs["policy"])[0].removeprefix(f"{run.url}/")
+        before = read_key(entry.manifest.inputs["policy"])
         yield before
-        if before not in keys:
+        if before == since or before not in known:
             return
-        entry = keys[before]
+        entry = known[before]

@@ -133,9 +133,12 @@ def test_a_server_and_stages_on_one_quota_are_warned_of(backend: Cluster, capsys
     assert run_cli(["doctor", "grpo"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.startswith("warning ")]
-    assert "queue              'tuneloop': gives a server, for as long as its run, quota that stages" in lines[at]
+    assert (
+        "queue              'tuneloop': gives rollout servers, for as long as their runs, quota that stages"
+        in lines[at]
+    )
     assert lines[at + 1].strip() == "tuneloop … --set cluster.sampler.queue=tuneloop-samplers"
     submit = ["submit", "grpo", "--run", "a", "--store", "s3://b/runs", "--check"]
     for sets, notes in (([], 1), (["--set", "cluster.sampler.queue=tuneloop-samplers"], 0)):
         assert run_cli([*submit, *sets]) == 0
-        assert capsys.readouterr().err.count("note: queue: 'tuneloop': gives a server") == notes
+        assert capsys.readouterr().err.count("note: queue: 'tuneloop': gives rollout servers") == notes

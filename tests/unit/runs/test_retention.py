@@ -64,7 +64,7 @@ def test_old_checkpoints_keep_their_manifest_and_history(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("options", "needed"),
-    [({"state_every": 3}, {3}), ({"state_every": 9}, {1}), ({"state_every": 3, "lora": {"r": 2}}, {1, 3})],
+    [({"state_every": 3}, {3, 4}), ({"state_every": 9}, {1, 2, 3, 4}), ({"state_every": 3, "lora": {"r": 2}}, {1, 3, 4})],
 )
 def test_what_a_replay_or_adapters_need_stays(tmp_path: Path, options: dict[str, object], needed: set[int]) -> None:
     """Of five iterations the newest alone is kept, and what the sixth needs, which has the bytes that it would have."""
@@ -72,6 +72,7 @@ def test_what_a_replay_or_adapters_need_stays(tmp_path: Path, options: dict[str,
     for i in range(1, 6):
         place, given = tmp_path / f"x/iterations/{i}", {"reset_optimizer": i == 2, "iteration": i, "device": "cpu"}
         rewards = rewards_artifact(place / "reward", policy)
+        given |= {"learning_rate": 1e-3 if i == 4 else 5e-4}  # a change of options opens the model before it
         policy_update(out=f"{place}/policy-update", policy=policy.ref, rewards=rewards.ref, **given, **options)
         policy = Artifact(f"{place}/policy-update")
 
