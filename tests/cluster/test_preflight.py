@@ -17,7 +17,7 @@ from tuneloop.cluster import submit as argo
 from tuneloop.cluster.preflight import LISTED, find_problems
 from tuneloop.cluster.watch import read_status
 from tuneloop.core.errors import UserError
-from tuneloop.kube.connection import Connection, connect_to_cluster
+from tuneloop.kube.connection import Connection, build_connection, connect_to_cluster
 
 pytestmark = pytest.mark.cluster
 
@@ -150,16 +150,9 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def _as(cluster: Connection, user: str) -> Connection:
-    from kubernetes import client
-
-    api = client.ApiClient(cluster.core.api_client.configuration)
-    api.set_default_header("Impersonate-User", user)
-    apis = {
-        "core": client.CoreV1Api(api),
-        "custom": client.CustomObjectsApi(api),
-        "auth": client.AuthorizationV1Api(api),
-    }
-    return dataclasses.replace(cluster, **apis)
+    connection = build_connection(cluster.core.api_client.configuration, cluster.namespace, cluster.context)
+    connection.core.api_client.set_default_header("Impersonate-User", user)
+    return connection
 
 
 def test_an_account_that_may_not_create(cluster: Connection, run: str) -> None:
