@@ -35,7 +35,7 @@ from scale_executor import ARGO, JOBSETS, Api, Executor
 from tuneloop.cluster.run_workflows import prepare_workflow
 from tuneloop.cluster.submit import create_workflow
 from tuneloop.config.loading import find_pipeline
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import UserError, report_error
 from tuneloop.kube.connection import Connection, connect_to_cluster
 from tuneloop.workflow.settings import RUN_LABEL
 
@@ -53,12 +53,16 @@ patches:
   - target: {{kind: ResourceFlavor}}
     patch: |
       - {{op: replace, path: /spec, value: {{nodeLabels: {{type: kwok}}, tolerations: [{{operator: Exists}}]}}}}
-  - target: {{kind: ClusterQueue}}
+"""
+QUOTA = """
+  - target: {{kind: ClusterQueue, name: {name}}}
     patch: |
       - {{op: replace, path: /spec/resourceGroups/0/flavors/0/resources/0/nominalQuota, value: {cpus}}}
       - {{op: replace, path: /spec/resourceGroups/0/flavors/0/resources/1/nominalQuota, value: {nodes}Ti}}
       - {{op: replace, path: /spec/resourceGroups/0/flavors/0/resources/2/nominalQuota, value: {gpus}}}
 """
+SAMPLERS = "tuneloop-samplers"
+"""The queue of rollout servers, where they have one of their own."""
 PROGRAMS = ["kube-apiserver", "etcd", "kube-controller-manager", "kube-scheduler", "workflow-controller", "kueue"]
 PROGRAMS += ["jobset", "kwok"]
 HOW = {
@@ -88,23 +92,26 @@ class Result:
     samples: list[tuple[int, int]] = field(default_factory=list)
 
 
-def prepare_queue(nodes: int) -> None:
-    """Apply our manifests, with the quota of `nodes` simulated nodes."""
+def prepare_queues(nodes: int, share: float) -> None:
+    """Apply our manifests, with the quota of `nodes` nodes, of which servers have a `share` for themselves."""
+    apart = round(GPUS * nodes * share)
     with tempfile.TemporaryDirectory() as folder:
-        root = os.path.relpath(ROOT, os.path.realpath(folder))
-        text = OVERLAY.format(root=root, nodes=nodes, cpus=96 * nodes, gpus=GPUS * nodes)
+        text = OVERLAY.format(root=os.path.relpath(ROOT, os.path.realpath(folder)))
+        for name, gpus in (("tuneloop", GPUS * nodes - apart), (SAMPLERS, apart)):
+            text += QUOTA.format(name=name, nodes=nodes, cpus=96 * nodes, gpus=gpus)
         (Path(folder) / "kustomization.yaml").write_text(text)
         apply = ["kubectl", "apply", "--server-side", "--force-conflicts", "-k", folder]
         subprocess.run(apply, check=True, stdout=subprocess.DEVNULL)
 
 
-def render_sizes(iterations: int) -> list[dict[str, Any]]:
-    """Render `grpo` once for each size."""
+def render_sizes(iterations: int, apart: bool) -> list[dict[str, Any]]:
+    """Render `grpo` once for each size; servers wait in a queue `apart`."""
     found = find_pipeline("grpo")
     made = []
     for gpus, pods, server, _ in SIZES.values():
         sets = [f"cluster.trainer.gpus={gpus}", f"processes={gpus}", f"nodes={pods}", f"cluster.sampler.gpus={server}"]
         sets += [f"engine.args.tensor_parallel_size={server}", f"loop.iterations={iterations}", f"cluster.cpu={PLACE}"]
+        sets += [f"cluster.sampler.queue={SAMPLERS}"] * apart
         made.append(found.build(found.configure(None, sets)))
     return made
 
@@ -274,6 +281,7 @@ def main() -> None:
     parser.add_argument(
         "--nodes", type=int, default=1000, help="whose GPUs are the quota; at most those that are there"
     )
+    parser.add_argument("--sampler-share", type=float, default=0.0, help="of the quota, servers' own; 0: one queue")
     parser.add_argument("--iterations", type=int, default=2)
     parser.add_argument("--pace", type=float, default=1.0, help="times the seconds of all stages")
     parser.add_argument("--preempt", type=float, default=0.05, help="share of attempts that are preempted from outside")
@@ -285,15 +293,25 @@ def main() -> None:
     given = parser.parse_args()
     if given.small:
         given.runs, given.iterations, given.pace, given.ramp = [3], 1, 0.2, 5.0
+    try:
+        measure_all(given)
+    except UserError as error:
+        sys.exit(report_error(error))
+
+
+def measure_all(given: argparse.Namespace) -> None:
+    """Measure each number of runs, and print the table.
+
+    Raises:
+        UserError: there are too few simulated nodes; `grpo` has no such setting.
+    """
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # more connections than it keeps
     cluster = connect_to_cluster()
     there = len(json.loads(Api(cluster).send("GET", "/api/v1/nodes", labelSelector="type=kwok").data)["items"])
     if there < given.nodes:
-        sys.exit(
-            str(UserError("--nodes", given.nodes, f"the cluster has {there} simulated nodes: KWOK_NODES={given.nodes}"))
-        )
-    prepare_queue(given.nodes)
-    made, results = render_sizes(given.iterations), dict[int, Result]()
+        raise UserError("--nodes", given.nodes, f"is more than the {there} with the label type=kwok: KWOK_NODES=…")
+    made, results = render_sizes(given.iterations, given.sampler_share > 0), dict[int, Result]()
+    prepare_queues(given.nodes, given.sampler_share)
     for count in given.runs:
         print(f"{count} runs, {GPUS * given.nodes} GPUs:", flush=True)
         results[count] = simulate_runs(cluster, count, given, made)

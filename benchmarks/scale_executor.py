@@ -46,7 +46,8 @@ ARGO, KUEUE, JOBSETS = "argoproj.io/v1alpha1", "kueue.x-k8s.io/v1beta2", "jobset
 WORKFLOW, REPORTED = "workflows.argoproj.io/workflow", "workflows.argoproj.io/report-outputs-completed"
 NODE, NODE_ID = "workflows.argoproj.io/node-name", "workflows.argoproj.io/node-id"
 JOBSET, GPU = "jobset.sigs.k8s.io/jobset-name", "nvidia.com/gpu"
-METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+JSON = "application/json"
+METADATA = f"{JSON};as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
 Object = Mapping[str, Any]
 
@@ -62,9 +63,9 @@ class Api:
         root = f"/apis/{group}" if "/" in group else f"/api/{group}"
         return f"{root}/namespaces/{self.namespace}/{plural}" + (f"/{name}" if name else "")
 
-    def send(self, method: str, path: str, body: Any = None, accept: str = "application/json", **query: Any) -> Any:
+    def send(self, method: str, path: str, body: Any = None, accept: str = JSON, **query: Any) -> Any:
         """Return urllib3's response, unread; a PATCH is a merge patch."""
-        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        kind = "application/merge-patch+json" if method == "PATCH" else JSON
         headers = {"Accept": accept, "Content-Type": kind}
         self.client.update_params_for_auth(headers, [], ["BearerToken"])
         response = self.client.rest_client.pool_manager.request(
@@ -186,14 +187,12 @@ class Executor:
 
     def follow_cluster(self) -> None:
         """Start to follow pods, workloads, JobSets, and the labels of workflows."""
-        plain = "application/json"
-        for path, see, accept in (
-            (self.api.path("v1", "pods"), self.see_pod, plain),
-            (self.api.path(KUEUE, "workloads"), self.see_workload, plain),
-            (self.api.path(JOBSETS, "jobsets"), self.see_jobset, plain),
-            (self.api.path(ARGO, "workflows"), self.see_workflow, METADATA),
+        for group, plural, see in (
+            *(("v1", "pods", self.see_pod), (KUEUE, "workloads", self.see_workload)),
+            *((JOBSETS, "jobsets", self.see_jobset), (ARGO, "workflows", self.see_workflow)),
         ):
-            threading.Thread(target=self._guard, args=(self.api.follow, path, see, accept), daemon=True).start()
+            followed = self.api.follow, self.api.path(group, plural), see, METADATA if group == ARGO else JSON
+            threading.Thread(target=self._guard, args=followed, daemon=True).start()
 
     def _guard(self, work: Callable[..., Any], *args: Any) -> None:
         try:
@@ -268,7 +267,7 @@ class Executor:
         if key in self.gangs and self.starts[key] == 1 and key in self.admitted:
             self.waits["running"].append(now - self.admitted[key])
         self._draw_preemption(key, name, pods[0], seconds)
-        server = self.servers.get(run, {"status": {}})["status"].get("podIP")
+        server = self.servers[run]["status"]["podIP"] if run in self.servers else None
         if stage in CLIENTS and f"http://{server}:" not in json.dumps(pods[0]["spec"]["containers"]):
             attempt.code, seconds = LOST_SERVER  # it was told the address of one that is gone
         else:
@@ -302,7 +301,7 @@ class Executor:
             self._note_loss(attempt, cause, now)
             if key == uid:  # the executor hears SIGTERM, and reports
                 self.do_later(self._complete_result, pod, 143)
-        elif self.servers.get(run, {"metadata": {"uid": ""}})["metadata"]["uid"] == uid:
+        elif run in self.servers and self.servers[run]["metadata"]["uid"] == uid:
             del self.servers[run]
             self.lost[f"server, {cause}"].append((0.0, 0.0))
             for at, client in self.attempts.items():
@@ -334,10 +333,10 @@ class Executor:
             now = time.monotonic()
             if attempt.code:
                 self._note_loss(attempt, "server lost", now)
-                return
-            self.progress = now
-            if key not in self.gangs:
-                self.ended[attempt.run] = now
+            else:
+                self.progress = now
+                if key not in self.gangs:  # a JobSet's end is told by its step
+                    self.ended[attempt.run] = now
 
     def _end_pod(self, pod: Object, code: int = 0) -> None:
         about = pod["metadata"]
