@@ -5,8 +5,8 @@
     python benchmarks/scale.py --runs 10 50 200        # half an hour on two cores
 
 The nodes are simulated (kwok), and `scale_executor` is their kubelet and Argo's executor. The runs are `grpo` of three
-sizes in turn, rendered as `tuneloop render` does and created as `tuneloop submit` does, without its preflight; queue
-and priorities are those of manifests/overlays/gpu, with a quota of 8 GPUs a node. Durations are seconds where a real
+sizes in turn, rendered and prepared as `tuneloop submit` does, and created without its preflight; queue and priorities
+are those of manifests/overlays/gpu, with a quota of 8 GPUs a node. Durations are seconds where a real
 stage takes minutes, so the controllers meet as much as from some ten times as many real runs.
 
 Use a cluster of its own: the ClusterQueue and the flavor of manifests/ are overwritten.
@@ -33,7 +33,6 @@ from typing import Any
 from scale_executor import ARGO, JOBSETS, Api, Executor
 
 from tuneloop.cluster.run_workflows import prepare_workflow
-from tuneloop.cluster.submit import create_workflow
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError, report_error
 from tuneloop.kube.connection import Connection, connect_to_cluster
@@ -79,7 +78,7 @@ HOW = {
     "status": "JSON of the workflows at the end",
     "requests to": "apiserver_request_total, but for nodes and leases",
     "requests refused": "429 and 5xx that the simulated executors got",
-    "CPU": "/proc/stat; below, /proc/PID/stat",
+    "CPU": "/proc/PID/stat",
 }
 """Beginning of a row → how it was obtained."""
 
@@ -129,7 +128,7 @@ def read_requests(api: Api) -> Counter[tuple[str, str]]:
 
 
 def read_cpu() -> dict[str, float]:
-    """Read the CPU seconds of the controllers, where their processes are on this machine; and of all of it."""
+    """Read the CPU seconds of the controllers, where their processes are on this machine, and of this program."""
     tick, found = os.sysconf("SC_CLK_TCK"), dict.fromkeys(PROGRAMS, 0.0)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -140,8 +139,7 @@ def read_cpu() -> dict[str, float]:
                 found[name] += sum(map(int, stat.read_text().rsplit(") ", 1)[1].split()[11:13])) / tick
         except OSError:  # it has ended
             continue
-    busy = list(map(int, Path("/proc/stat").read_text().split()[1:9]))
-    return {**found, "scale.py": time.process_time(), "machine": (sum(busy) - busy[3] - busy[4]) / tick}
+    return {**found, "scale.py": time.process_time()}
 
 
 def format_waits(values: list[float]) -> str:
@@ -163,7 +161,7 @@ def simulate_runs(cluster: Connection, count: int, given: argparse.Namespace, ma
     due = []
     for number, run in enumerate(runs):
         about: Any = {"run": run, "store": "s3://artifacts/runs", "priority": plans[run][1]}
-        due.append((starts[number], run, prepare_workflow(made[number % len(made)], **about)))
+        due.append((starts[number], prepare_workflow(made[number % len(made)], **about)))
     executor = Executor(api, given.seed, plans, given.preempt)
     requests, cpu = read_requests(api), read_cpu()
     executor.follow_cluster()
@@ -171,7 +169,7 @@ def simulate_runs(cluster: Connection, count: int, given: argparse.Namespace, ma
     while len(executor.phases) < count:
         passed = time.monotonic() - begun
         while due and due[0][0] <= passed:
-            executor.do_later(create_workflow, cluster, *reversed(due.pop(0)[1:]))
+            executor.do_later(api.write, "POST", api.path(ARGO, "workflows"), due.pop(0)[1])
         executor.clock.run(blocking=False)
         if executor.failed:
             raise executor.failed[0]
@@ -238,7 +236,7 @@ def fill_costs(
     for (verb, resource), number in asked.most_common(6):
         rows[f"    {verb} {resource}"] = f"{number / count:.0f}"
     rows["requests refused and repeated"] = str(api.refused)
-    rows["CPU seconds of all on this machine"] = f"{cpu['machine']:.0f} of {seconds * (os.cpu_count() or 1):.0f}"
+    rows["CPU seconds of these controllers"] = f"{sum(cpu.values()):.0f} in {seconds:.0f} s"
     for name in (*PROGRAMS, "scale.py"):
         rows[f"    {name}"] = f"{cpu[name]:.0f}"
 
@@ -312,11 +310,13 @@ def measure_all(given: argparse.Namespace) -> None:
         raise UserError("--nodes", given.nodes, f"is more than the {there} with the label type=kwok: KWOK_NODES=…")
     made, results = render_sizes(given.iterations, given.sampler_share > 0), dict[int, Result]()
     prepare_queues(given.nodes, given.sampler_share)
-    for count in given.runs:
-        print(f"{count} runs, {GPUS * given.nodes} GPUs:", flush=True)
-        results[count] = simulate_runs(cluster, count, given, made)
-        delete_runs(Api(cluster), f"scale-{count}-", count)
-    print_table(results)
+    try:
+        for count in given.runs:
+            print(f"{count} runs, {GPUS * given.nodes} GPUs:", flush=True)
+            results[count] = simulate_runs(cluster, count, given, made)
+            delete_runs(Api(cluster), f"scale-{count}-", count)
+    finally:
+        print_table(results)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from urllib.parse import urlencode
 import yaml
 from kubernetes.client import ApiException
 from kubernetes.watch.watch import iter_resp_lines
+from urllib3.exceptions import HTTPError
 
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
@@ -37,11 +38,8 @@ SECONDS |= {"policy-update": 12, "policy-update-result": 2, "export": 3}
 """Stage → mean seconds of an attempt of the smallest size; drawn between half of it and one and a half."""
 PREEMPTED = {"tuneloop-low": 2.0, "tuneloop-normal": 1.0, "tuneloop-high": 0.0}
 """Priority → how many times the share of attempts that is preempted."""
-CLIENTS = ("rollout", "evaluate")
-LOST_SERVER = 75, 30.0
-"""Exit code of a client whose server is gone, and the seconds after which it gives up."""
-SERVED = 200.0
-"""Seconds within which a server is preempted, if it is."""
+CLIENTS, LOST_SERVER, SERVED = ("rollout", "evaluate"), (75, 30.0), 200.0
+"""Who calls a server; how such a stage ends if the server is gone, and after how long; when a server is preempted."""
 ARGO, KUEUE, JOBSETS = "argoproj.io/v1alpha1", "kueue.x-k8s.io/v1beta2", "jobset.x-k8s.io/v1alpha2"
 WORKFLOW, REPORTED = "workflows.argoproj.io/workflow", "workflows.argoproj.io/report-outputs-completed"
 NODE, NODE_ID = "workflows.argoproj.io/node-name", "workflows.argoproj.io/node-id"
@@ -85,7 +83,11 @@ class Api:
                 self.send(method, path, body, **query).read()
                 return
             except ApiException as error:
-                if left == 0 or (error.status < 500 and error.status != 429):
+                busy = error.status >= 500 or error.status == 429 or (error.status == 409 and method == "PATCH")
+                if left == 0 or not busy:
+                    raise
+            except HTTPError:
+                if left == 0:
                     raise
             self.refused += 1
             time.sleep(1.0)
@@ -93,11 +95,12 @@ class Api:
     def follow(self, path: str, see: Callable[[Object, bool], None], accept: str) -> None:
         """Call `see` with each object that is there, changes, or is gone, until `stopped`."""
         while not self.stopped:  # without a version the server begins with all that is there
-            for line in iter_resp_lines(self.send("GET", path, accept=accept, watch=1, timeoutSeconds=3000)):
-                event = json.loads(line)
-                if self.stopped or event["type"] == "ERROR":
-                    break
-                see(event["object"], event["type"] == "DELETED")
+            with contextlib.suppress(HTTPError):
+                for line in iter_resp_lines(self.send("GET", path, accept=accept, watch=1, timeoutSeconds=3000)):
+                    event = json.loads(line)
+                    if self.stopped or event["type"] == "ERROR":
+                        break
+                    see(event["object"], event["type"] == "DELETED")
 
 
 @dataclass
@@ -140,13 +143,13 @@ def build_end(pod: Object, code: int) -> dict[str, Any]:
 
     def end(container: Object) -> dict[str, Any]:
         own = code if container["name"] == "main" else 0
-        state = {"exitCode": own, "reason": "Error" if own else "Completed", "finishedAt": now}
-        state["startedAt"] = pod["status"].get("startTime", now)
+        times = {"startedAt": pod["status"].get("startTime", now), "finishedAt": now}
+        state = {"terminated": {"exitCode": own, "reason": "Error" if own else "Completed", **times}}
         about = {"name": container["name"], "image": container["image"], "imageID": "", "restartCount": 0}
-        return {**about, "ready": False, "state": {"terminated": state}}
+        return {**about, "ready": False, "state": state}
 
-    phase = "Failed" if code else "Succeeded"
-    return {"status": {"phase": phase, "containerStatuses": [end(each) for each in pod["spec"]["containers"]]}}
+    containers = list(map(end, pod["spec"]["containers"]))
+    return {"status": {"phase": "Failed" if code else "Succeeded", "containerStatuses": containers}}
 
 
 class Executor:
@@ -179,6 +182,7 @@ class Executor:
         self.created, self.admitted = dict[str, float](), dict[str, float]()  # pods, workloads; by pod or JobSet
         self.begun, self.gone, self.preempted = set[str](), set[str](), set[str]()
         self.evicted = set[tuple[str, str]]()
+        self.done = dict[str, int]()  # pods that have ended, with their exit codes
         self.ended = dict[str, float]()  # run → when the stage ended that the next one waits for
         self.gangs: dict[str, dict[str, Object]] = defaultdict(dict)  # JobSet → its running pods
         self.starts = Counter[str]()
@@ -225,6 +229,8 @@ class Executor:
                 self.begun.add(uid)
                 self.used[uid] = count_gpus(pod)
                 self._begin(pod, run, now)
+            elif pod["status"].get("phase") == "Running" and uid in self.done:  # kwok, busy, has begun it twice
+                self.do_later(self._write_end, pod)
 
     def _begin(self, pod: Object, run: str, now: float) -> None:
         uid, labels, name = pod["metadata"]["uid"], pod["metadata"]["labels"], pod["metadata"]["annotations"][NODE]
@@ -272,7 +278,7 @@ class Executor:
             attempt.code, seconds = LOST_SERVER  # it was told the address of one that is gone
         else:
             self.progress = now
-        attempt.event = self.clock.enter(seconds, 0, self.do_later, (self._finish, key, attempt))
+        self._schedule(attempt, key, seconds)
 
     def _draw_preemption(self, key: str, name: str, pod: Object, seconds: float) -> None:
         draw = random.Random(f"{self.seed} preempt {name}")
@@ -297,7 +303,7 @@ class Executor:
         self.gangs.get(key, {}).pop(uid, None)
         cause = "injected" if key in self.preempted else "by Kueue"
         if attempt := self.attempts.pop(key, None):
-            self._reschedule(attempt)
+            self._schedule(attempt)
             self._note_loss(attempt, cause, now)
             if key == uid:  # the executor hears SIGTERM, and reports
                 self.do_later(self._complete_result, pod, 143)
@@ -306,8 +312,8 @@ class Executor:
             self.lost[f"server, {cause}"].append((0.0, 0.0))
             for at, client in self.attempts.items():
                 if client.run == run and client.stage in CLIENTS:
-                    client.code, seconds = LOST_SERVER
-                    self._reschedule(client, at, seconds)
+                    client.code = LOST_SERVER[0]
+                    self._schedule(client, at, LOST_SERVER[1])
         if attempt or key == uid:
             self.preempted.discard(key)
 
@@ -315,12 +321,12 @@ class Executor:
         seconds = now - attempt.begun
         self.lost[cause].append((seconds, seconds * sum(map(count_gpus, attempt.pods))))
 
-    def _reschedule(self, attempt: Attempt, key: str = "", seconds: float = 0.0) -> None:
-        """Let an attempt not end when it would have; if `key` is given, in `seconds`."""
-        with contextlib.suppress(ValueError):  # it is ending just now
+    def _schedule(self, attempt: Attempt, key: str = "", seconds: float = 0.0) -> None:
+        """Let an attempt end in `seconds`, and no sooner; without a `key` never."""
+        with contextlib.suppress(ValueError):  # there was none, or it begins just now
             self.clock.cancel(attempt.event)  # type: ignore[arg-type]
-            if key:
-                attempt.event = self.clock.enter(seconds, 0, self.do_later, (self._finish, key, attempt))
+        if key:
+            attempt.event = self.clock.enter(seconds, 0, self.do_later, (self._finish, key, attempt))
 
     def _finish(self, key: str, attempt: Attempt) -> None:
         with self.lock:
@@ -342,16 +348,21 @@ class Executor:
         about = pod["metadata"]
         if NODE_ID in about["annotations"]:
             self._complete_result(pod, code)
-        self.api.write("PATCH", self.api.path("v1", "pods", about["name"]) + "/status", build_end(pod, code))
+        self.done[about["uid"]] = code
+        self._write_end(pod)
         self.used.pop(about["uid"], None)
+
+    def _write_end(self, pod: Object) -> None:
+        path = self.api.path("v1", "pods", pod["metadata"]["name"]) + "/status"
+        self.api.write("PATCH", path, build_end(pod, self.done[pod["metadata"]["uid"]]))
 
     def _create_result(self, pod: Object, reported: bool) -> None:
         about = pod["metadata"]
         labels = {WORKFLOW: about["labels"][WORKFLOW], REPORTED: str(reported).lower()}
-        metadata = {"name": about["annotations"][NODE_ID], "labels": labels}
-        metadata["ownerReferences"] = about["ownerReferences"]
-        body = {"apiVersion": ARGO, "kind": "WorkflowTaskResult", "metadata": metadata}
-        self.api.write("POST", self.api.path(ARGO, "workflowtaskresults"), body)
+        metadata = {"name": about["annotations"][NODE_ID], "ownerReferences": about["ownerReferences"]}
+        body = {"apiVersion": ARGO, "kind": "WorkflowTaskResult", "metadata": {**metadata, "labels": labels}}
+        with contextlib.suppress(ApiException):  # Argo has made a pod again that was deleted before it was seen to run
+            self.api.write("POST", self.api.path(ARGO, "workflowtaskresults"), body)
 
     def _complete_result(self, pod: Object, code: int) -> None:
         about = pod["metadata"]["annotations"]
@@ -371,11 +382,12 @@ class Executor:
 
     def see_jobset(self, jobset: Object, gone: bool) -> None:
         """End the step that waits for a JobSet when that has ended."""
+        name, status = jobset["metadata"]["name"], jobset.get("status", {})
         with self.lock:
-            done = not gone and jobset.get("status", {}).get("terminalState") == "Completed"
-            if done and (waiting := self.launchers.pop(jobset["metadata"]["name"], None)):
-                self.ended[waiting[0]["metadata"]["labels"][RUN_LABEL]] = time.monotonic()
-                self.do_later(self._end_pod, waiting[0])
+            if not gone and status.get("terminalState") == "Completed" and name in self.launchers:
+                pod, _ = self.launchers.pop(name)
+                self.ended[pod["metadata"]["labels"][RUN_LABEL]] = time.monotonic()
+                self.do_later(self._end_pod, pod)
 
     def see_workflow(self, workflow: Object, gone: bool) -> None:
         """Note how a workflow ended; its server ends with it."""
