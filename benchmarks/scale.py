@@ -30,7 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scale_executor import ARGO, JOBSETS, Api, Executor
+from scale_api import Api
+from scale_executor import ARGO, JOBSETS, Executor
 
 from tuneloop.cluster.run_workflows import prepare_workflow
 from tuneloop.config.loading import find_pipeline
@@ -310,13 +311,11 @@ def measure_all(given: argparse.Namespace) -> None:
         raise UserError("--nodes", given.nodes, f"is more than the {there} with the label type=kwok: KWOK_NODES=…")
     made, results = render_sizes(given.iterations, given.sampler_share > 0), dict[int, Result]()
     prepare_queues(given.nodes, given.sampler_share)
-    try:
-        for count in given.runs:
-            print(f"{count} runs, {GPUS * given.nodes} GPUs:", flush=True)
-            results[count] = simulate_runs(cluster, count, given, made)
-            delete_runs(Api(cluster), f"scale-{count}-", count)
-    finally:
+    for count in given.runs:
+        print(f"{count} runs, {GPUS * given.nodes} GPUs:", flush=True)
+        results[count] = simulate_runs(cluster, count, given, made)
         print_table(results)
+        delete_runs(Api(cluster), f"scale-{count}-", count)
 
 
 if __name__ == "__main__":
