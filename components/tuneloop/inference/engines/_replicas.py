@@ -64,11 +64,11 @@ class Replicas:
     def close(self) -> None:
         """Connections live as long as a call."""
 
-    def call_each(self, work: Callable[[Client], object], beat: Callable[[], None] = lambda: None) -> None:
+    def call_each(self, work: Callable[[Client], object], poll: Callable[[], None] = lambda: None) -> None:
         """Do `work` with all replicas at the same time; one that is lost meanwhile is left out from then on.
 
         Args:
-            beat: called now and then; what it raises ends the wait.
+            poll: called while waiting; what it raises ends the wait.
 
         Raises:
             Retryable: all are lost, and the last did not come back.
@@ -80,8 +80,8 @@ class Replicas:
             with ThreadPoolExecutor(len(pending)) as pool:
                 futures = {client: pool.submit(work, client) for client in pending}
                 while wait(futures.values(), POLL_S).not_done:
-                    beat()
-            beat()
+                    poll()
+            poll()
             pending = []
             for client, future in futures.items():
                 try:

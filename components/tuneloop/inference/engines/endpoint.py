@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -25,9 +25,9 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import from_validation
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Response, Unanswered, open_response
-from tuneloop.core.seeds import derive_seed
-from tuneloop.formats.rollouts import Completion, Ids, Request
+from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Engine, Sampling
+from tuneloop.inference.engines._partial import Partial, Piece, Whole
 from tuneloop.inference.fleet import Fleet, open_fleet
 from tuneloop.inference.fleet.refit import Refitted, make_target, refit_fleet
 
@@ -35,22 +35,6 @@ Result = TypeVar("Result")
 Form = TypeVar("Form")
 LATER = (408, 409, 425, 429, 500, 502, 503, 504)
 """Answers after which asking again may help."""
-
-
-class Piece(BaseModel, strict=True):
-    """Tokens of one completion, as a stream tells them."""
-
-    index: int = Field(ge=0)
-    ids: Ids
-    logprobs: list[float]
-    version: int
-
-
-class Whole(BaseModel, strict=True):
-    """The end of a stream of completions."""
-
-    index: int = Field(ge=0)
-    completions: list[dict[str, Any]] = Field(min_length=1)
 
 
 class Options(BaseModel, frozen=True, extra="forbid"):
@@ -130,17 +114,6 @@ class Lost(RuntimeError):
     """This attempt came to nothing; another may not. `about` is what was sent, as the hook left it."""
 
     about: Mapping[str, Any] | None = None
-
-
-@dataclass
-class Partial:
-    """What is known of one completion so far; `versions` has one a token."""
-
-    seed: int
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    done: Completion | None = None
 
 
 class Endpoint:
@@ -256,12 +229,12 @@ class Endpoint:
     ) -> None:
         """Stream what is not done yet; tokens that arrive before a loss are kept, with their versions."""
         for part in parts:
-            if part.done is None and (reason := _ended(part, sampling)):  # only the word that it ended was lost
+            if part.done is None and (reason := part.find_end(sampling)):  # only the word that it ended was lost
                 part.done = self._finish(part, {"ids": [], "finish_reason": reason}, sampling)
         lengths = {len(part.ids) for part in parts if part.done is None}
         for length in sorted(lengths):  # all 0 at first; after a loss each is where it was
             some = [part for part in parts if part.done is None and len(part.ids) == length]
-            continued = [Request(request.id, request.prompt_ids + part.ids, [_seed(part)]) for part in some]
+            continued = [Request(request.id, request.prompt_ids + part.ids, [part.derive_next_seed()]) for part in some]
             left = replace(sampling, max_tokens=sampling.max_tokens - length)
             payload = {"requests": [asdict(r) for r in continued], **body, "sampling": asdict(left), "stream": True}
             with self._ask(url, payload) as lines:
@@ -269,10 +242,7 @@ class Endpoint:
                     if "sample" in message:
                         piece = self._parse(Piece, message)
                         self._check_version(piece.version)
-                        part = self._find_part(some, piece.index)
-                        part.ids += piece.ids
-                        part.logprobs += piece.logprobs
-                        part.versions += [piece.version] * len(piece.ids)
+                        self._find_part(some, piece.index).extend(piece)
                     elif "completions" in message:
                         whole = self._parse(Whole, message)
                         part = self._find_part(some, whole.index)
@@ -307,10 +277,8 @@ class Endpoint:
             raise self._wrong(
                 f"gives {len(completion.ids)} ids and {len(completion.logprobs)} log-probabilities of {max_tokens}"
             )
-        if max(completion.ids) >= self.vocab_size:
-            raise self._wrong(
-                f"gives the id {max(completion.ids)}, beyond the policy's vocabulary of {self.vocab_size}"
-            )
+        if (most := max(completion.ids)) >= self.vocab_size:
+            raise self._wrong(f"gives the id {most}, beyond the policy's vocabulary of {self.vocab_size}")
         if not all(math.isfinite(p) and p <= 1e-3 for p in completion.logprobs):
             raise self._wrong("gives log-probabilities that are above 0 or not finite")
         if completion.versions and len(completion.versions) != len(completion.ids):
@@ -383,18 +351,6 @@ class Endpoint:
     def _check_stop(self) -> None:
         if self._stopping.is_set():
             raise Lost("stopped")
-
-
-def _ended(part: Partial, sampling: Sampling) -> str:
-    """Return the finish reason of a completion that needs no further token, else nothing."""
-    if part.ids and part.ids[-1] in sampling.stop_token_ids:
-        return "stop"
-    return "length" if len(part.ids) >= sampling.max_tokens else ""
-
-
-def _seed(part: Partial) -> int:
-    """Return the seed of a request that goes on from what is there: the stream of the first would repeat itself."""
-    return derive_seed(part.seed, "continue", len(part.ids)) if part.ids else part.seed
 
 
 def _lines(response: Response) -> Iterator[dict[str, Any]]:
