@@ -21,7 +21,15 @@ for name in "$@"; do
     echo "building $image ($accelerator)" >&2
     case $BUILDER in
     *rig*image) # buildctl's words for the same
-        $BUILDER "$image" images/Dockerfile . --opt build-arg:IMAGE="$name" --opt build-arg:ACCELERATOR="$accelerator" \
+        set -- --opt build-arg:IMAGE="$name" --opt build-arg:ACCELERATOR="$accelerator"
+        # The rig's build cache ends with the rig. The node's images stay: the libraries are one of them, named by what they are made of.
+        made_of=$(cat images/Dockerfile requirements/*.txt | sha256sum | cut -c1-12)
+        libraries=docker.io/$registry/$name-libraries:$accelerator-$made_of
+        case $(kubectl get nodes --output 'jsonpath={.items[*].status.images[*].names}') in
+        *"$libraries"*) ;;
+        *) $BUILDER "$libraries" images/Dockerfile . --opt target="$name-libraries" "$@" ;;
+        esac
+        $BUILDER "$image" images/Dockerfile . --opt context:"$name-libraries=docker-image://$libraries" "$@" \
             --opt build-arg:VERSION="$version" --opt build-arg:REVISION="$revision" ;;
     *)
         $BUILDER --tag "$image" --file images/Dockerfile --build-arg IMAGE="$name" --build-arg ACCELERATOR="$accelerator" \

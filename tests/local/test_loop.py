@@ -80,6 +80,7 @@ def test_loop_with_real_vllm(tmp_path: Path, model: str, pull: bool) -> None:
     assert "mean reward" in printed and "cpu" in printed.lower()
 
 
+@pytest.mark.slow
 def test_a_loop_outlives_its_server(tmp_path: Path) -> None:
     """Ended by SIGILL while it generates, in the second iteration: the rollout goes on with what it has."""
     port = free_port()

@@ -65,6 +65,7 @@ def test_a_stage_says_so_holds_back_and_records_it(tmp_path: Path) -> None:
     assert manifest["provenance"]["processor"] == why
 
 
+@pytest.mark.slow
 def test_a_vllm_server_that_holds_back_serves_and_one_that_does_not_dies(tmp_path: Path) -> None:
     """In bfloat16, whose attention vLLM would compute by AMX."""
     policy = commit_policy(tmp_path / "policy")

@@ -45,6 +45,7 @@ def is_ready(url: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_model_is_registered_once_in_mlflow(mlflow: str) -> None:
     for _ in range(2):
         assert register_model(f"mlflow+{mlflow}", "sft", HANDLE) == "sft-0123456789ab"
