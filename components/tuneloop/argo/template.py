@@ -42,9 +42,10 @@ from tuneloop.argo.pod_fields import (
     read_engine,
     retried_pod_fields,
 )
+from tuneloop.argo.tasks import input_tag
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
-from tuneloop.core.program import to_kebab_case
+from tuneloop.core.program import encode_flags, encode_value, to_kebab_case
 from tuneloop.workflow.settings import SHARE, Cluster
 
 
@@ -125,10 +126,7 @@ def stage_template(
     role = find_role(component, given, dynamic)
     optional = {name for name, required in component.inputs.items() if not required}
     optional |= {name for name in dynamic if not component.Params.model_fields[name].is_required()}
-    flags = constant_flags(component, given, dynamic)
-    flags += [
-        word for k in passed for word in (f"--{to_kebab_case(k)}", f"{{{{inputs.parameters.{to_kebab_case(k)}}}}}")
-    ]
+    flags = constant_flags(component, given, dynamic) + encode_flags({k: input_tag(to_kebab_case(k)) for k in passed})
     outputs = [component.output, *component.results]
     made = Container(
         name=component.template,
@@ -175,7 +173,7 @@ def server_template(
         args=[
             *(("--weights", weights) if weights else ("--policy", "{{inputs.parameters.policy}}")),
             *("--host", "$(POD_IP)", "--port", str(port)),
-            *("--engine-args", _text(dict(engine_args))),
+            *("--engine-args", encode_value(dict(engine_args))),
             *("--attempts", attempts + ("-{{inputs.parameters.replica}}" if several else "")),
         ],
         ports=[ContainerPort(container_port=port)],
@@ -195,9 +193,4 @@ def constant_flags(component: Component, given: Mapping[str, Any], dynamic: Sequ
     fields = component.Params.model_fields
     needed = {name: "0" for name in dynamic if fields[name].is_required()}  # stand-ins, to validate the others
     resolved = component.validate({k: v for k, v in given.items() if k not in dynamic} | needed)
-    literal = {k: v for k, v in resolved.model_dump(mode="json").items() if k not in dynamic and v is not None}
-    return [word for k, v in literal.items() for word in (f"--{to_kebab_case(k)}", _text(v))]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    return encode_flags({k: v for k, v in resolved.model_dump(mode="json").items() if k not in dynamic})

@@ -56,6 +56,7 @@ OptionalInput = Annotated[Artifact | None, "input"]
 """An input that may be left out."""
 Results = Mapping[str, Any]
 Image = Literal["base", "trainer", "rollout"]
+TORCHRUN = ("python", "-m", "tuneloop.training.torchrun")
 
 UNTRACKED: JsonDict = {"tuneloop": "identity"}
 """Mark a parameter that does not change what is computed (an address, a log level):
@@ -115,19 +116,15 @@ class Component:
         spec = getattr(sys.modules["__main__"], "__spec__", None)  # None: run by its path
         return spec.name if spec else f"tuneloop.stages.{self.name}"
 
-    def command(self, processes: int = 1) -> list[str]:
-        """Return how a container starts the stage: ``python -m``, or torchrun for several processes."""
-        if processes == 1:
+    def command(self, processes: int = 1, nodes: int = 1) -> list[str]:
+        """Return how a container starts the stage: ``python -m``, or torchrun for several processes.
+
+        On several nodes torchrun is told all by the environment.
+        """
+        if processes == nodes == 1:
             return ["python", "-m", self.module]
-        return [
-            "python",
-            "-m",
-            "tuneloop.training.torchrun",
-            "--standalone",
-            f"--nproc-per-node={processes}",
-            "-m",
-            self.module,
-        ]
+        here = ["--standalone", f"--nproc-per-node={processes}"] if nodes == 1 else []
+        return [*TORCHRUN, *here, "-m", self.module]
 
     def __call__(self, *, out: str, **arguments: Any) -> Manifest:
         """Run the stage in this process: references and parameters in, the committed manifest out.

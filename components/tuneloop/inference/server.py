@@ -23,7 +23,6 @@ import socket
 import sys
 import tempfile
 import time
-import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from tuneloop.core.errors import (
     print_diagnostic,
     report_error,
 )
+from tuneloop.core.program import Parser
 from tuneloop.core.store import Store
 from tuneloop.inference.engines._follow import Follower
 from tuneloop.inference.engines._loop import EngineLoop
@@ -154,8 +154,7 @@ def bind_address(host: str, port: int) -> socket.socket:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="python -m tuneloop.inference.server", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Parser("python -m tuneloop.inference.server", __doc__)
     parser.add_argument("--policy", metavar="REF", help="the checkpoint to start with")
     parser.add_argument("--weights", metavar="URL", help="follow the versions published below this URL")
     parser.add_argument("--weights-dir", metavar="DIR", help="assemble them here (default: a temporary directory)")
@@ -163,9 +162,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--poll-interval", type=float, default=1.0, help=text)
     text = "when weights change, running requests finish first, or go on with the new ones (default: wait)"
     parser.add_argument("--pause", choices=["wait", "keep"], default="wait", help=text)
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1); nobody needs a token"
-    )
+    text = "address to listen on (default: 127.0.0.1); nobody needs a token"
+    parser.add_argument("--host", default="127.0.0.1", help=text)
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)")
     text = "URL of a record of the starts before this one; after too many without an answer it ends (default: none)"
     parser.add_argument("--attempts", metavar="URL", help=text)
@@ -178,11 +176,6 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError
     return value
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        raise UserError(self.prog, message, "see --help")
 
 
 if __name__ == "__main__":
