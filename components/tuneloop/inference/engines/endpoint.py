@@ -26,7 +26,7 @@ from tuneloop.core.component import from_validation
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Response, Unanswered, open_response
 from tuneloop.formats.rollouts import Completion, Request
-from tuneloop.inference.engines import Engine, Sampling
+from tuneloop.inference.engines import Done, Engine, Sampling
 from tuneloop.inference.engines._partial import Partial, Piece, Whole
 from tuneloop.inference.fleet import Fleet, open_fleet
 from tuneloop.inference.fleet.refit import Refitted, make_target, refit_fleet
@@ -146,9 +146,7 @@ class Endpoint:
         self.version, self.digest = policy.manifest.facts["version"], policy.manifest.digest
         self.vocab_size = json.loads(policy.part("model/config.json").read_text())["vocab_size"]
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
         self._stopping.clear()
         pool = ThreadPoolExecutor(min(self.options.concurrency, max(len(requests), 1)))
         futures: list[Future[list[Completion]]] = []

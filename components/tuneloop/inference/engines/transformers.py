@@ -20,7 +20,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.core.processor import check_processor
 from tuneloop.formats.rollouts import Completion, Request
-from tuneloop.inference.engines import Engine, Sampling
+from tuneloop.inference.engines import Done, Engine, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,9 +100,7 @@ class Transformers:
         self.accepts = inspect.signature(self.model.forward).parameters.keys()
         self.version, self.digest = version, digest
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
         import torch
 
         results: dict[int, list[Completion]] = {}

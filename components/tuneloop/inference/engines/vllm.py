@@ -10,7 +10,7 @@ import difflib
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.core.processor import check_processor
 from tuneloop.formats.rollouts import Completion, Request
-from tuneloop.inference.engines import Engine, Sampling
+from tuneloop.inference.engines import Done, Engine, Sampling
 from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._reload import reload_weights, reset_prefix_cache
 from tuneloop.inference.engines._replicas import Replicas
@@ -142,9 +142,7 @@ class Vllm:
             spans = self._spans.setdefault(state.external_req_id, [])
             spans += [version] * (state.detokenizer.num_output_tokens() - len(spans))
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
         keys = [[f"{i}-{j}" for j in range(len(r.seeds))] for i, r in enumerate(requests)]
         completions: dict[str, Completion] = {}
         left = [len(names) for names in keys]
