@@ -30,11 +30,7 @@ PORT = 29500
 PATCH = {
     "containers": [
         {"name": "wait", "$patch": "delete"},
-        {
-            "name": "main",
-            "securityContext": RESTRICTED,
-            "resources": {**EXECUTOR, "limits": {"memory": "256Mi"}},
-        },
+        {"name": "main", "securityContext": RESTRICTED, "resources": {**EXECUTOR, "limits": {"memory": "256Mi"}}},
     ],
     "initContainers": [{"name": "init", "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}]}],
 }

@@ -49,9 +49,7 @@ from tuneloop.core.program import encode_flags, encode_value, to_kebab_case
 from tuneloop.workflow.settings import SHARE, Cluster
 
 
-def define_workflow(
-    name: str, parameters: Mapping[str, Any] | None = None, *, cluster: Cluster | None = None
-) -> Workflow:
+def define_workflow(name: str, parameters: Mapping[str, Any] = {}, *, cluster: Cluster | None = None) -> Workflow:
     """Create a Workflow to enter with ``with``; it starts at the template ``main``.
 
     Args:
@@ -60,7 +58,7 @@ def define_workflow(
         cluster: what its pods ask for: a workflow whose stages share devices takes a seat on their claim.
     """
     labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "tuneloop"}
-    own = {key.replace("_", "-"): value for key, value in (parameters or {}).items()}
+    own = {key.replace("_", "-"): value for key, value in parameters.items()}
     patch = {
         "containers": [{"name": "wait", "securityContext": RESTRICTED, "resources": EXECUTOR}],
         "initContainers": [{"name": "init", "securityContext": RESTRICTED, "resources": EXECUTOR}],
@@ -165,6 +163,7 @@ def server_template(
     attempts = "{{workflow.parameters.store}}/{{workflow.parameters.run}}/serve"
     # It asks nobody for a token. `tuneloop run` reads the field as 127.0.0.1.
     address = EnvVar(name="POD_IP", value_from=EnvVarSource(field_ref=ObjectFieldSelector(field_path="status.podIP")))
+    health = HTTPGetAction(path="/health", port=port)
     return Container(
         name="serve",
         daemon=True,
@@ -177,9 +176,7 @@ def server_template(
             *("--attempts", attempts + ("-{{inputs.parameters.replica}}" if several else "")),
         ],
         ports=[ContainerPort(container_port=port)],
-        readiness_probe=Probe(
-            http_get=HTTPGetAction(path="/health", port=port), period_seconds=1, failure_threshold=600
-        ),
+        readiness_probe=Probe(http_get=health, period_seconds=1, failure_threshold=600),
         **retried_pod_fields("rollout", "sampler", cluster, RETRY_SERVER, [address]),
     )
 

@@ -91,10 +91,7 @@ def schedule_pipeline(
 
 
 @app.command("unschedule")
-def unschedule_pipeline(
-    name: SCHEDULE,
-    endpoint: ENDPOINT = None,
-) -> None:
+def unschedule_pipeline(name: SCHEDULE, endpoint: ENDPOINT = None) -> None:
     """End a schedule; its runs stay."""
     from tuneloop.kfp.schedule import delete_schedule
 

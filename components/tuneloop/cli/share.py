@@ -67,9 +67,8 @@ def plan_shared(
     together = share.roles == "together"
     turns = GROUP if together or not share.device_class else APART  # a turn is a claim's; without claims the group's
     rules = Rules(turns, swap=swap, handover=compute_poll_interval(share.patience) / 2)
-    plans = compare_plans(
-        build_workloads(runs, share.runs_per_claim), count_accelerators(workflow, share), together, rules
-    )
+    workloads, accelerators = build_workloads(runs, share.runs_per_claim), count_accelerators(workflow, share)
+    plans = compare_plans(workloads, accelerators, together, rules)
     columns = ("plan", "runs", "accelerators", "s/step", "p95", *(f"{each} idle" for each in ROLES), *TOTALS)
     print_table(columns, list_plan_rows(plans), right=columns[1:])
     typer.echo("\n".join((*map(_source, runs), _turns(rules, share), ASSUMED, _advice(plans))))
@@ -112,9 +111,7 @@ def _open(run: str, store: str) -> Run:
 def _newest(pipeline: str, store: str) -> Run:
     of_it = [record.run for record in read_records(store) if record.pipeline == pipeline]
     if not of_it:
-        raise UserError(
-            "--measured", None, f"no run of {pipeline} is recorded below {store}: name one, or run it first"
-        )
+        raise UserError("--measured", None, f"no run of {pipeline} is recorded below {store}: name one, or run it")
     return Run.open(of_it[-1], store)
 
 

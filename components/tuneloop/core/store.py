@@ -106,9 +106,8 @@ class Store:
             try:
                 self._objects = obstore.store.from_url(self.url, client_options={"allow_http": http})
             except BaseError as error:  # nobody was asked yet: it is a setting
-                raise UserError(
-                    "store", self.url, f"{shorten_error(error)}; set {KEYS.get(scheme, 'another')}"
-                ) from error
+                remedy = f"{shorten_error(error)}; set {KEYS.get(scheme, 'another')}"
+                raise UserError("store", self.url, remedy) from error
 
     def get(self, key: str) -> bytes | None:
         """Return the bytes of `key`, or None if it does not exist."""
@@ -362,9 +361,8 @@ class Store:
         try:
             yield
         except (PermissionError, PermissionDeniedError, UnauthenticatedError) as error:
-            raise UserError(
-                "store", f"{self.url}/{key}", f"not permitted ({shorten_error(error)}); grant access"
-            ) from error
+            remedy = f"not permitted ({shorten_error(error)}); grant access"
+            raise UserError("store", f"{self.url}/{key}", remedy) from error
         except FileExistsError:
             raise
         except FileNotFoundError as error:

@@ -168,9 +168,7 @@ class Losses:
     metrics: dict[str, float]
 
     def json(self) -> dict[str, Any]:
-        outputs = [
-            {"logprobs": {"data": part.tolist(), "dtype": "float32", "shape": [len(part)]}} for part in self.logprobs
-        ]
+        outputs = [{"logprobs": {"data": p.tolist(), "dtype": "float32", "shape": [len(p)]}} for p in self.logprobs]
         return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": self.metrics}
 
     def proto(self) -> bytes:

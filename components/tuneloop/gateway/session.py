@@ -262,9 +262,7 @@ class Session:
         length = min([params.max_tokens or limit.context, *(limit.context - len(ids) for _, ids in wanted)])
         if len(wanted) > 1 and length < (params.max_tokens or 0):
             raise UserError("prompt", length, "one of several has less room; they are done one by one")
-        sampling = Sampling(
-            params.temperature, length, stops if params.stop is None else tuple(int(stop) for stop in params.stop)
-        )
+        sampling = Sampling(params.temperature, length, stops if params.stop is None else tuple(map(int, params.stop)))
         requests = [Request(str(e.number), e.request[1], _seeds(e.request[0], e.number)) for e in entries]
         groups = self._sampler().sample(snapshot, requests, sampling)
         scored = [self._sampler().score(snapshot, ids) if a.prompt_logprobs else None for a, ids in wanted]
@@ -282,9 +280,7 @@ class Session:
 
     def _model(self, model: str) -> Resident:
         if model not in self.models:
-            remedy = (
-                "was not created, or lost by a load_state or optim_step, which says why; create one from a checkpoint"
-            )
+            remedy = "was not created, or lost as load_state or optim_step has said; create one from a checkpoint"
             raise UserError("model_id", model, remedy)
         return self.models[model]
 

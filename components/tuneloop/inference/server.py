@@ -99,9 +99,8 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     import uvicorn
 
     attempts = Store(options.attempts) if options.attempts else None
-    config = uvicorn.Config(
-        HttpApi(loop, follower, attempts).app(), log_level="warning", timeout_graceful_shutdown=GRACE_S
-    )
+    app = HttpApi(loop, follower, attempts).app()
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S)
     host, port = listener.getsockname()[:2]
     what = f"version {loop.engine.version}" if loop.engine.digest else "nothing yet"
     print_diagnostic(f"serve: {what} at http://{host}:{port}", 0)

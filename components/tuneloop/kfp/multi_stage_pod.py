@@ -57,7 +57,7 @@ def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipeline
     if served and (own := config.cluster.sampler.gpus):  # the last of the pod's; ranks take the first
         total = cluster.count_gpus(role)
         server["devices"] = ",".join(map(str, range(total - own, total)))
-    written = [
+    flags = [
         *("--loop", described.model_dump_json(exclude_defaults=True), "--iterations", str(settings.iterations)),
         *("--per-task", str(settings.per_workflow), "--api", config.kfp.api),
         *("--endpoint", engine.rollout_endpoint_url or ""),
@@ -76,9 +76,7 @@ def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipeline
         output_of(loop.reward).replace("-", "_"): (dsl.OutputPath(float), REQUIRED),
     }
     command = ["python3", "-m", "tuneloop.kfp.iterations"]
-    made = define_container_component(
-        "iterations", "Iterations of the loop.", signature, ABOUT, image, command, written
-    )
+    made = define_container_component("iterations", "Iterations of the loop.", signature, ABOUT, image, command, flags)
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
         task = made(**pass_artifacts_once(arguments, types)).set_display_name(name)

@@ -67,9 +67,8 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
     log.parent.mkdir(exist_ok=True)
     log.touch()
     env = execution.pod_environment(container, node, files)
-    command = [
-        _expand(files.translate(word), env) for word in (*container.get("command", []), *container.get("args", []))
-    ]
+    given = (*container.get("command", []), *container.get("args", []))
+    command = [_expand(files.translate(word), env) for word in given]
     words = home / "termination-log"
     words.touch()
     env[TERMINATION_LOG] = str(words)

@@ -72,9 +72,7 @@ def _draw_curves(curves: list[Curve]) -> Iterator[str]:
     constant = []
     for name, axis in sorted(groups, key=lambda group: (rank.get(group[0], len(rank)), group[1] == "step")):
         group = groups[name, axis]
-        series = [
-            Series(f"{each.stage}: {each.how}", [*zip(each.x, each.y)], each.role != "evaluator") for each in group
-        ]
+        series = [Series(f"{c.stage}: {c.how}", [*zip(c.x, c.y)], c.role != "evaluator") for c in group]
         title = f"{name.replace('_', ' ')} ({' and '.join(each.stage for each in group)})"
         if all(each.is_constant for each in series):
             constant.append(f"{title} {series[0].points[0][1]:g}")
@@ -221,11 +219,10 @@ def _config(run: Run) -> str:
 
 
 def _table(head: Iterable[str], rows: Iterable[list[str]], kind: str) -> str:
-    top = "".join(f"<th>{_text(name)}</th>" for name in head)
+    names = "".join(f"<th>{_text(name)}</th>" for name in head)
+    top = f"<thead><tr>{names}</tr></thead>" if names else ""
     body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return (
-        f'<table class="{kind}">' + (f"<thead><tr>{top}</tr></thead>" if top else "") + f"<tbody>{body}</tbody></table>"
-    )
+    return f'<table class="{kind}">{top}<tbody>{body}</tbody></table>'
 
 
 def _mark(row: Mapping[str, Any]) -> str:

@@ -97,9 +97,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    apart = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    core.pre_tokenizer = pre_tokenizers.Sequence(apart)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -108,13 +107,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
         show_progress=False,
     )
     core.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token=EOS,
-        pad_token=PAD,
-        model_max_length=context,
-        clean_up_tokenization_spaces=False,
-    )
+    about: dict[str, Any] = {"eos_token": EOS, "pad_token": PAD, "model_max_length": context}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **about)
     tokenizer.add_special_tokens({"additional_special_tokens": [START]})
     tokenizer.chat_template = CHATML
     return tokenizer
@@ -174,9 +168,7 @@ def _pretrained(model: str, revision: str | None, trust_remote_code: bool) -> tu
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if len(tokenizer) > policy.config.get_text_config().vocab_size:
-        raise UserError(
-            "base_model.model", model, "its tokenizer has more tokens than its weights; use the one it came with"
-        )
+        raise UserError("base_model.model", model, "its tokenizer has more tokens than its weights; use its own")
     return policy, tokenizer
 
 

@@ -74,9 +74,8 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
         story = f"none of {len(rows)} completions could be scored: {counts}"
         if any(map(may_pass, outcomes)):
             raise Retryable(f"evaluate: {story}; see the rewards")
-        raise UserError(
-            "rewards", rows[0]["reward"], f"{story}; they must fit the data, and the environment be rollout's"
-        )
+        remedy = f"{story}; they must fit the data, and the environment be rollout's"
+        raise UserError("rewards", rows[0]["reward"], remedy)
     samples = [{**row, "score": o.score, "outcome": o.outcome} for row, o in zip(judged, outcomes)]
     pq.write_table(pa.Table.from_pylist(samples, schema=SAMPLES), stage.out / "samples.parquet")
     mean = sum(scores) / len(scores)

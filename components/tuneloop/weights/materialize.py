@@ -301,9 +301,8 @@ def lock_directory(directory: Path) -> Iterator[None]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / LOCK).exists() and any(directory.iterdir()):
-            raise UserError(
-                "directory", str(directory), "is not empty and not made by `weights materialize`; choose another"
-            )
+            remedy = "is not empty and not made by `weights materialize`; choose another"
+            raise UserError("directory", str(directory), remedy)
         lock = (directory / LOCK).open("a")
     except OSError as error:
         raise UserError("directory", str(directory), f"{error.strerror}; choose one that can be written") from error

@@ -87,9 +87,8 @@ class Transformers:
             return
         self.version, self.digest = -1, ""
         disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(
-            policy.part("model"), dtype=self.dtype, attn_implementation=self.attention
-        )
+        about = {"dtype": self.dtype, "attn_implementation": self.attention}
+        model = AutoModelForCausalLM.from_pretrained(policy.part("model"), **about)
         self.serve(model, policy.manifest.facts["version"], policy.manifest.digest)
 
     def serve(self, model: Any, version: int, digest: str) -> None:

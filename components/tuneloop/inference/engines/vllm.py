@@ -277,15 +277,8 @@ class Vllm:
         versions = [*versions, *[self.version] * (len(tokens.ids) - len(versions))]
         scored = None if out.prompt_logprobs is None else list(map(float, out.prompt_logprobs.logprobs))
         self._forget(key)
-        return Completion(
-            tokens.ids,
-            tokens.logprobs,
-            out.outputs[0].finish_reason or "abort",
-            versions[0],
-            versions[-1],
-            versions if versions[0] != versions[-1] else [],
-            scored,
-        )
+        end, mixed = out.outputs[0].finish_reason or "abort", versions if versions[0] != versions[-1] else []
+        return Completion(tokens.ids, tokens.logprobs, end, versions[0], versions[-1], mixed, scored)
 
     def _forget(self, key: str) -> None:
         self._spans.pop(key, None)
@@ -321,10 +314,8 @@ def _start(model: Path, args: Mapping[str, Any]) -> Any:
     try:
         # The context only chooses defaults: those of vLLM's own offline class, which are for throughput.
         engine_args = EngineArgs(model=str(model), **given)
-        config = engine_args.create_engine_config(UsageContext.LLM_CLASS)
-        return LLMEngine.from_vllm_config(
-            config, UsageContext.LLM_CLASS, disable_log_stats=engine_args.disable_log_stats
-        )
+        config, quiet = engine_args.create_engine_config(UsageContext.LLM_CLASS), engine_args.disable_log_stats
+        return LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=quiet)
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError("--engine-args", dict(args), f"vLLM refuses: {' '.join(str(error).split())[:300]}") from error
 

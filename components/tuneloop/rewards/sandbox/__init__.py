@@ -145,9 +145,8 @@ def _about(source: int, notes: int, home: str, limits: Limits) -> str:
     places = (home, library, str(JAIL), str(Path(sys.base_prefix, "lib")), *SYSTEM)
     readable = sorted({os.path.realpath(place) for place in places if os.path.exists(place)})
     seconds = max(math.ceil(limits.seconds), 1)
-    return json.dumps(
-        {"source": source, "notes": notes, "seconds": seconds, "memory": limits.memory, "readable": readable}
-    )
+    about = {"source": source, "notes": notes, "seconds": seconds, "memory": limits.memory, "readable": readable}
+    return json.dumps(about)
 
 
 def _collect(process: subprocess.Popen[bytes], reader: int, limits: Limits) -> tuple[bytes, bytes, Kind | None]:
