@@ -150,11 +150,8 @@ class JsonForwardBackward(Body):
     def read(self) -> wire.ForwardBackward:
         given = self.forward_backward_input
         data = [
-            wire.Datum(
-                datum.model_input.read_tokens(),
-                {name: array.read(name) for name, array in datum.loss_fn_inputs.items()},
-            )
-            for datum in given.data
+            wire.Datum(each.model_input.read_tokens(), {k: v.read(k) for k, v in each.loss_fn_inputs.items()})
+            for each in given.data
         ]
         config = given.loss_fn_config or {}
         return wire.ForwardBackward(self.model_id, self.seq_id, data, given.loss_fn, config, self.forward_only)

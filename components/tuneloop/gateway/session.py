@@ -195,21 +195,17 @@ class Session:
         """Return what ``get_info`` says of a model."""
         resident = self._model(model)
         base = resident.trainer.base
-        local = local_path(base.url)
-        model_data = {
-            "arch": base.manifest.facts.get("architecture"),
-            "model_name": self.names[model],
-            "tokenizer_id": str(local / base.manifest.root / "model") if local else base.manifest.facts.get("model"),
-        }
+        local, facts, name = local_path(base.url), base.manifest.facts, self.names[model]
+        tokenizer = str(local / base.manifest.root / "model") if local else facts.get("model")
         rank = resident.lora.r if resident.lora else None
         return {
             "type": "get_info",
-            "model_data": model_data,
+            "model_data": {"arch": facts.get("architecture"), "model_name": name, "tokenizer_id": tokenizer},
             "model_id": model,
+            "model_name": name,
+            "weight_version": resident.version,
             "is_lora": rank is not None,
             "lora_rank": rank,
-            "model_name": self.names[model],
-            "weight_version": resident.version,
         }
 
     def sampler(self, sampling: str) -> dict[str, Any]:
@@ -266,17 +262,8 @@ class Session:
         requests = [Request(str(e.number), e.request[1], _seeds(e.request[0], e.number)) for e in entries]
         groups = self._sampler().sample(snapshot, requests, sampling)
         scored = [self._sampler().score(snapshot, ids) if a.prompt_logprobs else None for a, ids in wanted]
-        return [
-            Samples(
-                [
-                    {"tokens": each.ids, "logprobs": each.logprobs, "stop_reason": each.finish_reason}
-                    for each in completions
-                ],
-                prompt,
-                snapshot.version,
-            )
-            for completions, prompt in zip(groups, scored)
-        ]
+        made = ([{"tokens": c.ids, "logprobs": c.logprobs, "stop_reason": c.finish_reason} for c in g] for g in groups)
+        return [Samples(sequences, prompt, snapshot.version) for sequences, prompt in zip(made, scored)]
 
     def _model(self, model: str) -> Resident:
         if model not in self.models:

@@ -196,17 +196,13 @@ def list_tasks(run: Any) -> list[TaskStatus]:
         if name in names or not _is_inner(name, each):
             nodes[name] = each
     started = sorted(nodes.items(), key=lambda item: (item[1].start_time is None, str(item[1].start_time)))
-    return [
-        TaskStatus(
-            names.get(name, name),
-            each.state or "PENDING",
-            (each.end_time - each.start_time).total_seconds()
-            if each.state in DONE and each.end_time and each.start_time
-            else 0.0,
-            (each.error and each.error.message) or "",
-        )
-        for name, each in started
-    ]
+    listed = []
+    for name, each in started:
+        ended = each.state in DONE and each.end_time and each.start_time
+        seconds = (each.end_time - each.start_time).total_seconds() if ended else 0.0
+        error = (each.error and each.error.message) or ""
+        listed.append(TaskStatus(names.get(name, name), each.state or "PENDING", seconds, error))
+    return listed
 
 
 def read_logs(client: Any, run: str, task: str | None = None) -> Iterator[tuple[str, str]]:

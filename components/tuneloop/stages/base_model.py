@@ -15,15 +15,8 @@ from tuneloop.formats.canary import write_canary
 from tuneloop.weights.publication import Weights, publish_checkpoint
 
 TINY = ("tiny-qwen3", "tiny-llama")
-TINY_SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "tie_word_embeddings": True,
-}
+TINY_SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+TINY_SHAPE |= {"num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}
 PAD, EOS, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 CHATML = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -132,14 +125,8 @@ def _text(prompts: Artifact | None, model: str) -> Iterator[str]:
 def _tiny(name: str, tokenizer: Any, context: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    shape = {
-        **TINY_SHAPE,
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": context,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    shape = {**TINY_SHAPE, "vocab_size": len(tokenizer), "max_position_embeddings": context}
+    shape |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     if name == "tiny-llama":
         return LlamaForCausalLM(LlamaConfig(**shape))
     return Qwen3ForCausalLM(Qwen3Config(**shape))

@@ -67,11 +67,9 @@ def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> f
             raise UserError("--rewards", rewards.url, f"does not say its {name}; give it what the stage reward commits")
     age = version - facts["version"]
     if facts["digest"] != policy.manifest.digest and not 0 < age <= max_staleness:
-        raise UserError(
-            "--rewards",
-            f"{rewards.url}, sampled by version {facts['version']} ({facts['digest']})",
-            f"--policy is version {version} ({policy.manifest.digest}); sample with it, or raise max_staleness",
-        )
+        sampled = f"{rewards.url}, sampled by version {facts['version']} ({facts['digest']})"
+        remedy = f"--policy is version {version} ({policy.manifest.digest}); sample with it, or raise max_staleness"
+        raise UserError("--rewards", sampled, remedy)
     temperature = float(facts["sampling"]["temperature"])
     if temperature <= 0:
         remedy = "greedy rollouts have no distribution to learn from; use 1.0"

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tuneloop.core.errors import UserError
 
@@ -107,15 +107,9 @@ def run_program(program: str, stdin: str, call: str | None, limits: Limits) -> E
         given = open_.enter_context(_in_memory(stdin))
         reader, writer = os.pipe()
         open_.callback(os.close, reader)
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(JAIL), _about(source, writer, home, limits)],
-            stdin=given,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={},
-            cwd=home,
-            pass_fds=(source, writer),
-        )
+        command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(JAIL), _about(source, writer, home, limits)]
+        streams: Any = {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(command, **streams, env={}, cwd=home, pass_fds=(source, writer))
         os.close(writer)
         assert process.stdout is not None
         open_.enter_context(process.stdout)
