@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 TRACK = Annotated[
     bool, typer.Option("--track/--no-track", help="Mirror the run into MLflow (MLFLOW_TRACKING_URI) as it goes.")
 ]
-PARALLELISM = Annotated[
-    int | None, typer.Option(min=1, help="Stages at once; default: the workflow's, else the cores.")
-]
+PARALLELISM = Annotated[int | None, typer.Option(min=1, help="Stages at once; default: the workflow's, or the cores.")]
 WARM = Annotated[
     bool, typer.Option("--warm/--no-warm", help="Fork stages from a process that has imported torch: quicker starts.")
 ]

@@ -15,16 +15,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tuneloop.core import fencing
-from tuneloop.core.attempts import Exhausted, wait_before_ending
+from tuneloop.core.attempts import wait_before_ending
 from tuneloop.core.errors import (
-    EXIT_GAVE_UP,
-    EXIT_RETRY,
-    EXIT_USER,
-    UNAVAILABLE,
+    Exhausted,
     Retryable,
     Unavailable,
     UserError,
-    name_class,
+    describe_error,
     print_diagnostic,
     write_termination_message,
 )
@@ -44,24 +41,21 @@ def _run(work: Callable[[], None]) -> int:
         fencing.read_lease_grant()  # one that was refused begins nothing
         work()
         return 0
-    except UserError as error:
-        return _say(f"error: {error}", EXIT_USER)
-    except Retryable as error:
-        code = _say(f"{name_class(error)}: {error}", EXIT_RETRY)
+    except (UserError, Retryable, Exhausted) as error:
+        code = _say(*describe_error(error))
         if isinstance(error, Unavailable):
             wait_before_ending()
         return code
-    except Exhausted as error:
-        return _say(f"gave up: {error}", EXIT_GAVE_UP)
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            return _say(f"{UNAVAILABLE}: disk full ({error.filename}); free space, then run it again", EXIT_RETRY)
+            full = Unavailable(f"disk full ({error.filename}); free space, then run it again")
+            return _say(*describe_error(full))
         if _lost_peer(error):
-            why = f"{UNAVAILABLE}: another process of this stage has ended ({error})"
-            return _say(why, EXIT_RETRY, replace=False)  # that one says why
+            lost = Unavailable(f"another process of this stage has ended ({error})")
+            return _say(*describe_error(lost), replace=False)  # that one says why
         if isinstance(error, ModuleNotFoundError) and error.name in TRAINING:
-            mistake = UserError("package", error.name, "is not installed; pip install 'tuneloop[train]'")
-            return _say(f"error: {mistake}", EXIT_USER)
+            remedy = "is not installed; pip install 'tuneloop[train]'"
+            return _say(*describe_error(UserError("package", error.name, remedy)))
         traceback.print_exc()
         write_termination_message(f"bug: {type(error).__name__}: {error}")
         return 1

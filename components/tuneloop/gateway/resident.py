@@ -179,11 +179,8 @@ class Resident:
             draft.discard()
             raise
         stage.timings["total"] = time.perf_counter() - clock
-        record = {
-            "facts": stage.facts,
-            "timings": stage.timings,
-            "provenance": collect_provenance(began, self.ranks.world),
-        }
+        provenance = collect_provenance(began, self.ranks.world)
+        record = {"facts": stage.facts, "timings": stage.timings, "provenance": provenance}
         manifest = draft.commit(stage=STAGE, inputs={"policy": base.ref}, **record)
         if manifest.root != draft.attempt:
             raise UserError("save_state", url, "is taken; choose another name")

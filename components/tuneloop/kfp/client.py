@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,9 @@ def connect_to_kfp(endpoint: str | None = None) -> Any:
     Raises:
         UserError: kfp is not installed, or nothing answers there.
     """
-    try:
-        from kfp import Client
-        from kfp_server_api import ApiException
-    except ImportError:
-        raise UserError("kfp", None, "needs Kubeflow Pipelines' SDK: pip install 'tuneloop[kfp]'") from None
+    check_kfp_is_installed()
+    from kfp import Client
+    from kfp_server_api import ApiException
 
     class Once(Client):  # type: ignore[misc]  # of no type there
         """Asks the backend how it is once; the SDK's own asks five times, and logs a traceback each time."""
@@ -74,6 +73,16 @@ def connect_to_kfp(endpoint: str | None = None) -> Any:
             remedy = f"has no Kubeflow Pipelines ({_told(error)}); {ADDRESS}"
             raise UserError("kfp", endpoint or FOUND, remedy) from error
     return client
+
+
+def check_kfp_is_installed() -> None:
+    """Refuse to go on without kfp.
+
+    Raises:
+        UserError: kfp is not installed.
+    """
+    if find_spec("kfp") is None:
+        raise UserError("kfp", None, "needs Kubeflow Pipelines' SDK: pip install 'tuneloop[kfp]'")
 
 
 @contextmanager

@@ -147,10 +147,7 @@ class Chain:
         self.keys = self.store.keys()
         found = (match for key in self.keys if (match := _DIRECTORY.fullmatch(key)))
         self.versions = sorted(int(match[2]) for match in found if match[1] == get_version_directory(int(match[2])))
-        self.entry = functools.cache(self._entry)
-
-    def _entry(self, version: int) -> Entry:
-        return Entry(self.store, get_version_directory(version))
+        self.entry = functools.cache(lambda version: Entry(self.store, get_version_directory(version)))
 
     @functools.cached_property
     def latest(self) -> int | None:
