@@ -72,9 +72,7 @@ class Attempts:
         if refusal is not None:
             result.message = f"{refusal}: {result.message}" if refusal else result.message
             return False
-        backoff = self._strategy.get("backoff") or {}
-        factor = float(int(backoff.get("factor") or 1))
-        pause = parse_duration(backoff.get("duration") or 0) * factor**self._number
+        pause = _pause(self._strategy.get("backoff") or {}, self._number)
         self._number += 1
         daemon = self.execution.templates[self._call.template].get("daemon")
         message = self._announce_restart(result) if daemon else _announce(result, self._number, pause)
@@ -163,3 +161,8 @@ def _refusal(strategy: Mapping[str, Any], last: Scope, result: Result, number: i
     if expression and not expressions.evaluate_boolean(expression, last):
         return ""
     return None
+
+
+def _pause(backoff: Mapping[str, Any], number: int) -> float:
+    """Return the seconds before attempt `number` + 2."""
+    return parse_duration(backoff.get("duration") or 0) * float(int(backoff.get("factor") or 1)) ** number
