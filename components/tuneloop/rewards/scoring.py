@@ -234,6 +234,14 @@ class _Worker:
         ready: whether the process has begun.
     """
 
+    pid: int
+    pipe: int
+    partial: bytes
+    since: float
+    due: float
+    used: float
+    ready: bool
+
     def __init__(self, jobs: list[_Job], rows: Sequence[Row], rewards: Mapping[str, Reward], limits: _Limits) -> None:
         self.left, self.rows, self.rewards, self.limits = jobs[::-1], rows, rewards, limits
         self.killer: _Job | None = None
