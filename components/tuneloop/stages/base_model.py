@@ -15,8 +15,8 @@ from tuneloop.formats.canary import write_canary
 from tuneloop.weights.publication import Weights, publish_checkpoint
 
 TINY = ("tiny-qwen3", "tiny-llama")
-TINY_SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
-TINY_SHAPE |= {"num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}
+TINY_SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
+TINY_SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}
 PAD, EOS, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 CHATML = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"

@@ -277,7 +277,8 @@ class Vllm:
         versions = [*versions, *[self.version] * (len(tokens.ids) - len(versions))]
         scored = None if out.prompt_logprobs is None else list(map(float, out.prompt_logprobs.logprobs))
         self._forget(key)
-        end, mixed = out.outputs[0].finish_reason or "abort", versions if versions[0] != versions[-1] else []
+        end: Any = out.outputs[0].finish_reason or "abort"
+        mixed = versions if versions[0] != versions[-1] else []
         return Completion(tokens.ids, tokens.logprobs, end, versions[0], versions[-1], mixed, scored)
 
     def _forget(self, key: str) -> None:
