@@ -296,7 +296,6 @@ def test_a_version_that_is_not_there(server: Running, versions: list[Artifact]) 
         ("/generate", {"requests": [{"id": "a", "prompt_ids": [5, 999_999], "seeds": [0]}]}, "from 0 to"),
         ("/generate", {"requests": [{"id": "a", "prompt_ids": [5] * 600, "seeds": [0]}]}, "512"),
         ("/generate", {"requests": []}, "requests"),
-        ("/score", {"ids": [1]}, "ids"),
         ("/load", {"ref": "/nowhere"}, "has no manifest.json"),
         ("/load", {}, "ref: None: is required"),
     ],

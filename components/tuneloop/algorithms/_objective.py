@@ -64,9 +64,7 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     importance_sampling_level: Literal["token", "sequence"] = Field(
         "token", description="sequence: the ratio is the geometric mean over a completion (GSPO)"
     )
-    loss_agg_mode: _terms.Aggregation = Field(
-        "token-mean", description="verl's names; TRL's loss_type dapo, grpo and dr_grpo"
-    )
+    loss_agg_mode: _terms.Aggregation = Field("token-mean", description="verl's names; TRL: dapo, grpo and dr_grpo")
     max_completion_length: int = Field(0, ge=0, description="the divisor of seq-mean-token-sum-norm, in tokens")
     beta: float = Field(0.0, ge=0, description="weight of the KL divergence to the reference; 0: none")
     kl_estimator: _terms.Estimator = "k3"
@@ -128,10 +126,9 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
             values = values * ((tokens.advantages >= 0) | (drift <= self.off_policy_mask_threshold))
         if tokens.engine is not None:
             gap = tokens.old - tokens.engine
-            bounds = (self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max)
-            weight, raw = _terms.compute_importance_weights(
-                gap, tokens.sequence, self.vllm_importance_sampling_mode, *bounds
-            )
+            mode, low = self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_min
+            high = self.vllm_importance_sampling_clip_max
+            weight, raw = _terms.compute_importance_weights(gap, tokens.sequence, mode, low, high)
             values = values * weight
             measures |= {"logprob_gap": gap.abs(), "importance_weight": raw, "rejected": (weight == 0).float()}
         if tokens.reference is not None:

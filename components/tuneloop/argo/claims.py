@@ -90,11 +90,8 @@ def find_placement_errors(workflow: Mapping[str, Any]) -> Iterator[UserError]:
         yield UserError(sharing[0][0], sharing[0][2][GROUP_LABEL], remedy)
     elif share and sharing:
         for at, pod, given in [("spec", spec, {}), *sharing]:
-            ours = (
-                {**pod_patch(share, given[ROLE_LABEL]), "affinity": build_affinity(share, given[ROLE_LABEL])}
-                if given
-                else {}
-            )
+            role = given.get(ROLE_LABEL)
+            ours = {**pod_patch(share, role), "affinity": build_affinity(share, role)} if role else {}
             for field, value in {**pod, **json.loads(pod.get("podSpecPatch") or "{}")}.items():
                 if field in PLACING and value != ours.get(field):
                     yield UserError(f"{at}.{field}", value, "the devices that runs share decide on it: leave it out")

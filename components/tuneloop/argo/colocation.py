@@ -104,9 +104,8 @@ def check_colocation(workflow: Mapping[str, Any]) -> None:
         for what, amount in of.excess():
             sums = f"{of.runs} runs{f', {role}s,' if role else ''} {what} {_terms(of)[what]} = {format_gib(amount)}"
             lower = "cluster.share.request" if what == "request" else "memory (batch, length)"
-            raise UserError(
-                "cluster.share.node_memory", format_gib(of.node or 0), f"{sums}; lower {lower} or runs_per_claim"
-            )
+            remedy = f"{sums}; lower {lower} or runs_per_claim"
+            raise UserError("cluster.share.node_memory", format_gib(of.node or 0), remedy)
 
 
 def describe_colocation(workflow: Mapping[str, Any], parameters: int | None) -> Iterator[str]:

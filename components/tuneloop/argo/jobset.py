@@ -30,11 +30,7 @@ PORT = 29500
 PATCH = {
     "containers": [
         {"name": "wait", "$patch": "delete"},
-        {
-            "name": "main",
-            "securityContext": RESTRICTED,
-            "resources": {**EXECUTOR, "limits": {"memory": "256Mi"}},
-        },
+        {"name": "main", "securityContext": RESTRICTED, "resources": {**EXECUTOR, "limits": {"memory": "256Mi"}}},
     ],
     "initContainers": [{"name": "init", "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}]}],
 }
@@ -82,12 +78,11 @@ def jobset_steps(
 
     result.name = f"{component.template}-result"
     name = "{{workflow.name}}-%s" % component.template + ("-{{inputs.parameters.iteration}}" if numbered else "")
-    command = ["python", "-m", "tuneloop.training.torchrun", *component.command()[1:]]
     args: Any = result.args
     ranks = ranks_env(name, nodes, processes)
     manifest = build_jobset(
         name,
-        pod_spec(component.image, role, command, args, cluster, ranks),
+        pod_spec(component.image, role, component.command(nodes=nodes), args, cluster, ranks),
         nodes,
         labels={
             RUN_LABEL: "{{workflow.parameters.run}}",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tuneloop.argo.claims import claim_tag
 from tuneloop.argo.pod_fields import RESTRICTED
 from tuneloop.core import fencing
+from tuneloop.core.program import encode_flags
 from tuneloop.workflow.settings import Cluster, Share
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def build_sidecar_args(share: Share, role: str) -> list[str]:
         **{"group": group, "policy": share.policy, "patience": f"{share.patience:g}", "file": FILE},
         **{"run": "{{workflow.parameters.run}}", "namespace": "{{workflow.namespace}}"},
     }
-    return [word for name, value in given.items() for word in (f"--{name}", value)]
+    return encode_flags(given)
 
 
 def build_token_volume() -> Any:

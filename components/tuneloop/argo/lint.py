@@ -75,19 +75,17 @@ def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> 
             yield UserError(f"{at}.{error.field}", error.value, error.remedy)
             waits[name] = []
     for name, task in tasks.items():
-        above = find_ancestors(name, waits)
+        above, place = find_ancestors(name, waits), f"{at}.tasks.{name}"
         if name in above:
-            yield UserError(f"{at}.tasks.{name}", name, "waits for itself; break the cycle")
+            yield UserError(place, name, "waits for itself; break the cycle")
         for other in sorted(_references(task)):
             if other not in tasks:
-                yield UserError(f"{at}.tasks.{name}", f"tasks.{other}", "is not a task of this DAG")
+                yield UserError(place, f"tasks.{other}", "is not a task of this DAG")
             elif other not in above:
-                yield UserError(
-                    f"{at}.tasks.{name}", f"tasks.{other}", f"is used, but not waited for; depends: {other}"
-                )
-        yield from _call(f"{at}.tasks.{name}", task, templates)
+                yield UserError(place, f"tasks.{other}", f"is used, but not waited for; depends: {other}")
+        yield from _call(place, task, templates)
         if task.get("template") == template["name"] and not task.get("when"):
-            yield UserError(f"{at}.tasks.{name}", task["template"], "a template that calls itself needs a when")
+            yield UserError(place, task["template"], "a template that calls itself needs a when")
     yield from _skipped_outputs(at, tasks)
     yield from _loop_status(at, tasks)
 
@@ -96,10 +94,9 @@ def _loop_status(at: str, tasks: Mapping[str, Any]) -> Iterator[UserError]:
     """Find tags for the status of a loop over items: the controller gives it outputs, but none, and leaves the tag."""
     loops = {name for name, task in tasks.items() if {"withItems", "withParam", "withSequence"} & task.keys()}
     for name, task in tasks.items():
+        text = f"{task.get('when')} {task.get('arguments')}"
         for other in sorted(loops):
-            if re.search(
-                rf"tasks(\.{other}|\['{other}'\])\.(status|exitCode)\b", f"{task.get('when')} {task.get('arguments')}"
-            ):
+            if re.search(rf"tasks(\.{other}|\['{other}'\])\.(status|exitCode)\b", text):
                 remedy = f"a loop has none; use depends: {other}.AnySucceeded or {other}.Failed"
                 yield UserError(f"{at}.tasks.{name}", f"tasks.{other}.status", remedy)
 
@@ -111,9 +108,8 @@ def _skipped_outputs(at: str, tasks: Mapping[str, Any]) -> Iterator[UserError]:
         text = f"{task.get('arguments')} {task.get('when', '')}"
         for other in conditional & _references(task):
             if "outputs" in text and f"{other}.status" not in text and f"['{other}'].status" not in text:
-                yield UserError(
-                    f"{at}.tasks.{name}", f"tasks.{other}.outputs", f"may be skipped; guard by tasks.{other}.status"
-                )
+                remedy = f"may be skipped; guard by tasks.{other}.status"
+                yield UserError(f"{at}.tasks.{name}", f"tasks.{other}.outputs", remedy)
 
 
 def _call(at: str, task: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[UserError]:
@@ -145,9 +141,7 @@ def _leaf(at: str, template: Mapping[str, Any]) -> Iterator[UserError]:
     if not container.get("securityContext"):
         yield UserError(f"{at}.securityContext", None, "a restricted namespace refuses the pod without one")
     if "retryStrategy" not in template:
-        yield UserError(
-            f"{at}.retryStrategy", None, "an evicted or preempted pod would end the run; retry Error and exit 75"
-        )
+        yield UserError(f"{at}.retryStrategy", None, "an evicted pod would end the run; retry Error and exit 75")
     elif longest := ((template["retryStrategy"] or {}).get("backoff") or {}).get("maxDuration"):
         remedy = "counts from the start of the first attempt, so a longer stage is never retried; leave it out"
         yield UserError(f"{at}.retryStrategy.backoff.maxDuration", longest, remedy)

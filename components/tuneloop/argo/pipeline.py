@@ -36,7 +36,7 @@ def build_workflow(
     """
     if loop:
         loop.check_specs(specs)
-    limits = config.loop.model_dump(include=LIMITS) if loop else None
+    limits = config.loop.model_dump(include=LIMITS) if loop else {}
     with define_workflow(name, limits, cluster=config.cluster) as built:
         templates = build_templates(config, specs, loop)
         if loop:

@@ -8,49 +8,22 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hera.workflows import Container, Parameter, Steps
-from hera.workflows.models import (
-    ContainerPort,
-    EnvVar,
-    EnvVarSource,
-    ExecutorConfig,
-    HTTPGetAction,
-    Metadata,
-    Mutex,
-    ObjectFieldSelector,
-    PodGC,
-    PodSecurityContext,
-    Probe,
-    Synchronization,
-    TTLStrategy,
-    ValueFrom,
-)
+from hera.workflows import Container, Parameter, Steps, models
 from pydantic import BaseModel
 
-from tuneloop.argo import claims
+from tuneloop.argo import claims, pod_fields
 from tuneloop.argo.claim_steps import seat_templates
 from tuneloop.argo.jobset import jobset_steps
 from tuneloop.argo.lease_sidecar import take_turns
 from tuneloop.argo.memory import Workflow
-from tuneloop.argo.pod_fields import (
-    ELSEWHERE,
-    EXECUTOR,
-    NOBODY,
-    OUTPUTS,
-    RESTRICTED,
-    find_role,
-    read_engine,
-    retried_pod_fields,
-)
+from tuneloop.argo.tasks import input_tag
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
-from tuneloop.core.program import to_kebab_case
+from tuneloop.core.program import encode_flags, encode_value, to_kebab_case
 from tuneloop.workflow.settings import SHARE, Cluster
 
 
-def define_workflow(
-    name: str, parameters: Mapping[str, Any] | None = None, *, cluster: Cluster | None = None
-) -> Workflow:
+def define_workflow(name: str, parameters: Mapping[str, Any] = {}, *, cluster: Cluster | None = None) -> Workflow:
     """Create a Workflow to enter with ``with``; it starts at the template ``main``.
 
     Args:
@@ -59,11 +32,9 @@ def define_workflow(
         cluster: what its pods ask for: a workflow whose stages share devices takes a seat on their claim.
     """
     labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "tuneloop"}
-    own = {key.replace("_", "-"): value for key, value in (parameters or {}).items()}
-    patch = {
-        "containers": [{"name": "wait", "securityContext": RESTRICTED, "resources": EXECUTOR}],
-        "initContainers": [{"name": "init", "securityContext": RESTRICTED, "resources": EXECUTOR}],
-    }
+    own = {key.replace("_", "-"): value for key, value in parameters.items()}
+    executor = {"securityContext": pod_fields.RESTRICTED, "resources": pod_fields.EXECUTOR}
+    patch = {"containers": [{"name": "wait", **executor}], "initContainers": [{"name": "init", **executor}]}
     cluster = cluster or Cluster()
     seats: Any = seat_templates(cluster)
     return Workflow(
@@ -72,7 +43,7 @@ def define_workflow(
         annotations={SHARE: cluster.share.model_dump_json()} if cluster.share else None,
         templates=seats,
         on_exit=claims.GIVE if seats else None,
-        pod_metadata=Metadata(labels=labels),
+        pod_metadata=models.Metadata(labels=labels),
         entrypoint="main",
         arguments=[
             Parameter(name="run", value=name, description="name of the run: artifacts lie at <store>/<run>"),
@@ -80,15 +51,15 @@ def define_workflow(
             *(Parameter(name=key, value=str(value)) for key, value in own.items()),
         ],
         # One writer a run, however its workflows are submitted: the next one waits until this one has ended.
-        synchronization=Synchronization(mutexes=[Mutex(name="{{workflow.parameters.run}}")]),
+        synchronization=models.Synchronization(mutexes=[models.Mutex(name="{{workflow.parameters.run}}")]),
         service_account_name="tuneloop-stage",
         automount_service_account_token=False,
-        executor=ExecutorConfig(service_account_name="tuneloop-executor"),
+        executor=models.ExecutorConfig(service_account_name="tuneloop-executor"),
         # Argo's own containers carry no security context by default; a restricted namespace refuses them without.
         pod_spec_patch=json.dumps(patch, separators=(",", ":")),
-        security_context=PodSecurityContext.model_validate(NOBODY),
-        pod_gc=PodGC(strategy="OnPodSuccess", delete_delay_duration="600s"),
-        ttl_strategy=TTLStrategy(seconds_after_success=86400, seconds_after_failure=604800),
+        security_context=models.PodSecurityContext.model_validate(pod_fields.NOBODY),
+        pod_gc=models.PodGC(strategy="OnPodSuccess", delete_delay_duration="600s"),
+        ttl_strategy=models.TTLStrategy(seconds_after_success=86400, seconds_after_failure=604800),
     )
 
 
@@ -122,14 +93,11 @@ def stage_template(
     if nodes > 1:
         given["expected_world_size"] = nodes * processes
     passed = [*component.inputs, component.output, *dynamic]
-    role = find_role(component, given, dynamic)
+    role = pod_fields.find_role(component, given, dynamic)
     optional = {name for name, required in component.inputs.items() if not required}
     optional |= {name for name in dynamic if not component.Params.model_fields[name].is_required()}
-    flags = constant_flags(component, given, dynamic)
-    flags += [
-        word for k in passed for word in (f"--{to_kebab_case(k)}", f"{{{{inputs.parameters.{to_kebab_case(k)}}}}}")
-    ]
-    outputs = [component.output, *component.results]
+    flags = constant_flags(component, given, dynamic) + encode_flags({k: input_tag(to_kebab_case(k)) for k in passed})
+    outputs = map(to_kebab_case, (component.output, *component.results))
     made = Container(
         name=component.template,
         inputs=[
@@ -137,17 +105,16 @@ def stage_template(
             for k in passed
         ],
         outputs=[
-            Parameter(name=to_kebab_case(k), value_from=ValueFrom(path=f"{OUTPUTS}/{to_kebab_case(k)}"))
-            for k in outputs
+            Parameter(name=name, value_from=models.ValueFrom(path=f"{pod_fields.OUTPUTS}/{name}")) for name in outputs
         ],
         command=component.command(processes if nodes == 1 else 1),
         args=flags,
-        **retried_pod_fields(component.image, role if nodes == 1 else "cpu", cluster),
+        **pod_fields.retried_pod_fields(component.image, role if nodes == 1 else "cpu", cluster),
     )
     if nodes > 1:
         return jobset_steps(component, made, role, processes, nodes, cluster, numbered="iteration" in dynamic)
-    if component.accelerator and read_engine(component, given) != ELSEWHERE:  # a client drives the run's own server
-        take_turns(made, cluster, claims.role_of(component.image))
+    if component.accelerator and pod_fields.read_engine(component, given) != pod_fields.ELSEWHERE:
+        take_turns(made, cluster, claims.role_of(component.image))  # no client, which drives the run's own server
     return made
 
 
@@ -166,7 +133,9 @@ def server_template(
     names = [*([] if weights else ["policy"]), *(["replica"] if several else [])]
     attempts = "{{workflow.parameters.store}}/{{workflow.parameters.run}}/serve"
     # It asks nobody for a token. `tuneloop run` reads the field as 127.0.0.1.
-    address = EnvVar(name="POD_IP", value_from=EnvVarSource(field_ref=ObjectFieldSelector(field_path="status.podIP")))
+    field = models.ObjectFieldSelector(field_path="status.podIP")
+    address = models.EnvVar(name="POD_IP", value_from=models.EnvVarSource(field_ref=field))
+    health = models.HTTPGetAction(path="/health", port=port)
     return Container(
         name="serve",
         daemon=True,
@@ -175,14 +144,12 @@ def server_template(
         args=[
             *(("--weights", weights) if weights else ("--policy", "{{inputs.parameters.policy}}")),
             *("--host", "$(POD_IP)", "--port", str(port)),
-            *("--engine-args", _text(dict(engine_args))),
+            *("--engine-args", encode_value(dict(engine_args))),
             *("--attempts", attempts + ("-{{inputs.parameters.replica}}" if several else "")),
         ],
-        ports=[ContainerPort(container_port=port)],
-        readiness_probe=Probe(
-            http_get=HTTPGetAction(path="/health", port=port), period_seconds=1, failure_threshold=600
-        ),
-        **retried_pod_fields("rollout", "sampler", cluster, RETRY_SERVER, [address]),
+        ports=[models.ContainerPort(container_port=port)],
+        readiness_probe=models.Probe(http_get=health, period_seconds=1, failure_threshold=600),
+        **pod_fields.retried_pod_fields("rollout", "sampler", cluster, RETRY_SERVER, [address]),
     )
 
 
@@ -195,9 +162,4 @@ def constant_flags(component: Component, given: Mapping[str, Any], dynamic: Sequ
     fields = component.Params.model_fields
     needed = {name: "0" for name in dynamic if fields[name].is_required()}  # stand-ins, to validate the others
     resolved = component.validate({k: v for k, v in given.items() if k not in dynamic} | needed)
-    literal = {k: v for k, v in resolved.model_dump(mode="json").items() if k not in dynamic and v is not None}
-    return [word for k, v in literal.items() for word in (f"--{to_kebab_case(k)}", _text(v))]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    return encode_flags({k: v for k, v in resolved.model_dump(mode="json").items() if k not in dynamic})

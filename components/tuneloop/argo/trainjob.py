@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from tuneloop.argo.jobset import RENDEZVOUS, build_jobset, dump_manifest, pod_spec, ranks_env
 from tuneloop.argo.pod_fields import step_fields
 from tuneloop.core.errors import UserError
+from tuneloop.core.program import encode_flags
 from tuneloop.stages.data_prep import data_prep
-from tuneloop.training.backends import LLMBackend, stage_flags
+from tuneloop.training.backends import LLMBackend
 from tuneloop.workflow.settings import RUN_LABEL, Cluster, ResourceRole
 
 if TYPE_CHECKING:
@@ -173,8 +174,7 @@ def prepare_rayjob(
     if not given.get(data_prep.output):
         raise UserError(data_prep.output, None, "is required: the URL of what it makes")
     data_prep.validate({k: v for k, v in given.items() if k != data_prep.output})
-    entry = [*data_prep.command(), *stage_flags(given)]
-    return build_rayjob(entry, name, cluster, nodes, run=run)
+    return build_rayjob([*data_prep.command(), *encode_flags(given)], name, cluster, nodes, run=run)
 
 
 def run_here(backend: LLMBackend) -> int:

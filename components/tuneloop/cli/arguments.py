@@ -5,9 +5,7 @@ from typing import Annotated
 
 import typer
 
-PIPELINE = Annotated[
-    str, typer.Argument(help="A pipeline's name (in ./pipelines, or shipped), or the path of its file.")
-]
+PIPELINE = Annotated[str, typer.Argument(help="A pipeline's name (in ./pipelines or shipped), or its file's path.")]
 CONFIG = Annotated[
     Path | None,
     typer.Option("--config", "-c", help="YAML file with the configuration; what it lacks keeps its default."),
@@ -18,12 +16,8 @@ SETS = Annotated[
 ]
 OUTPUT = Annotated[Path | None, typer.Option("--output", "-o", help="Write here, not to standard output.")]
 RUN = Annotated[str, typer.Argument(help="The run's name.")]
-STORE = Annotated[
-    str, typer.Option("--store", help="Where artifacts lie: a path, or file://, s3://, gs://, az:// and a prefix.")
-]
-REMOTE_STORE = Annotated[
-    str, typer.Option("--store", help="Where artifacts lie, as the pods reach it: s3://bucket/prefix.")
-]
+STORE = Annotated[str, typer.Option(help="Where artifacts lie: a path, or the URL of a prefix in s3, gs or az.")]
+REMOTE_STORE = Annotated[str, typer.Option("--store", help="Where artifacts lie, as pods reach it: s3://bucket/runs.")]
 SUBMITTED = Annotated[str, typer.Option("--run", help="Name of the run; the same again resumes it once it has ended.")]
 SCHEDULE = Annotated[str, typer.Argument(help="Of the schedule.")]
 STAGE = Annotated[str | None, typer.Argument(help="A stage's name in the graph, as `status` shows it.")]

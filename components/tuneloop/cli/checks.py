@@ -36,9 +36,7 @@ def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], stor
         vllm.check_here(engine.get("args") or {}, "engine.args.")
     for name, port in daemon_ports(workflow):
         if is_port_taken(port):
-            raise UserError(
-                f"port of {name}", port, "is taken on this machine; stop what listens there, or set another"
-            )
+            raise UserError(f"port of {name}", port, "is taken here; stop what listens there, or set another")
 
 
 def check_model(config: Mapping[str, Any]) -> None:

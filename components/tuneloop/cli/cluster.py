@@ -43,16 +43,13 @@ def submit_run(
     config: CONFIG = None,
     sets: SETS = None,
     priority: PRIORITY = None,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Follow the logs, say how it ended, and exit as it did.")
-    ] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the logs, say how it ended and exit as it did.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Only check: create nothing.")] = False,
     server: Annotated[
         str | None, typer.Option("--server", help="URL of an Argo server to send it to; needs no kubeconfig.")
     ] = None,
     fleet: Annotated[
-        Path | None,
-        typer.Option("--fleet", help="Manifest of a Dynamo graph: brought up first, goes with the run."),
+        Path | None, typer.Option("--fleet", help="Manifest of a Dynamo graph: brought up first, goes with the run.")
     ] = None,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
@@ -200,11 +197,7 @@ def diff_pipeline(
 
 
 @app.command("unschedule")
-def unschedule_pipeline(
-    name: SCHEDULE,
-    namespace: NAMESPACE = "tuneloop",
-    context: CONTEXT = None,
-) -> None:
+def unschedule_pipeline(name: SCHEDULE, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
     """End a schedule; its runs stay."""
     from tuneloop.cluster.schedule import delete_schedule
 
@@ -239,11 +232,7 @@ def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloo
 
 @app.command("logs")
 def show_logs(
-    run: RUN,
-    stage: STAGE = None,
-    follow: FOLLOW = False,
-    namespace: NAMESPACE = "tuneloop",
-    context: CONTEXT = None,
+    run: RUN, stage: STAGE = None, follow: FOLLOW = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None
 ) -> None:
     """Print what the pods of a run wrote, each line behind its stage; those of pods already deleted are gone."""
     _print_logs(connect_to_cluster(namespace, context), run, stage, follow)

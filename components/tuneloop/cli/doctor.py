@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tuneloop.cli import kfp
-from tuneloop.cli.arguments import CONFIG, CONTEXT, JSON, NAMESPACE, SETS
+from tuneloop.cli.arguments import CONFIG, CONTEXT, JSON, NAMESPACE, PRIORITY, SETS
 from tuneloop.cli.inspect import print_json
 from tuneloop.core.errors import UserError
+from tuneloop.kfp.client import check_kfp_is_installed
 
 if TYPE_CHECKING:
     from tuneloop.cluster.doctor import Check
@@ -20,12 +21,10 @@ PIPELINE = Annotated[str | None, typer.Argument(help="A pipeline's name or file;
 
 def diagnose_argo(
     pipeline: PIPELINE = None,
-    store: Annotated[
-        str | None, typer.Option("--store", help="Of the run to come; it is tried where this machine has its keys.")
-    ] = None,
+    store: Annotated[str | None, typer.Option(help="Of the run to come; tried where this machine has keys.")] = None,
     config: CONFIG = None,
     sets: SETS = None,
-    priority: Annotated[str | None, typer.Option("--priority", help="WorkloadPriorityClass of queued stages.")] = None,
+    priority: PRIORITY = None,
     as_json: JSON = False,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
@@ -62,7 +61,7 @@ def diagnose_kfp(
 
     Asks the Kubernetes API of the kubeconfig. Exits with 0: nothing is refused; 2: something is.
     """
-    kfp.check_kfp_is_installed()
+    check_kfp_is_installed()
     from tuneloop.kfp.doctor import check_kfp
     from tuneloop.kube.connection import connect_to_cluster
 

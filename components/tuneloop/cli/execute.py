@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 TRACK = Annotated[
     bool, typer.Option("--track/--no-track", help="Mirror the run into MLflow (MLFLOW_TRACKING_URI) as it goes.")
 ]
-PARALLELISM = Annotated[
-    int | None, typer.Option(min=1, help="Stages at a time; default: the workflow's, else the cores.")
-]
+PARALLELISM = Annotated[int | None, typer.Option(min=1, help="Stages at once; default: the workflow's, or the cores.")]
 WARM = Annotated[
     bool, typer.Option("--warm/--no-warm", help="Fork stages from a process that has imported torch: quicker starts.")
 ]
@@ -141,9 +139,7 @@ def _same(standing: "Run", pipeline: str, config: dict[str, Any], store: str) ->
     begun = standing.phase in ("running", "succeeded") or any(made.iteration for made in standing.checkpoints)
     what = ", ".join(differing[:5])
     if differing and (begun or {"pipeline", "store"} & {*differing}):
-        remedy = (
-            f"exists with another {what}; `tuneloop resume {record.run}` continues it as it was, or choose another name"
-        )
+        remedy = f"exists with another {what}; `tuneloop resume {record.run}` continues it; or choose another name"
         raise UserError("--run", record.run, remedy)
     if differing:
         typer.echo(f"{record.run}: ended before its loop made a version; begins again with another {what}")

@@ -108,9 +108,8 @@ def create_graph(
 
     graph = render_graph(read_yaml_documents(manifest), name=name, namespace=namespace, image=image, sets=sets or ())
     bring_up(connect_to_cluster(namespace, context), graph, recreate=recreate, timeout=timeout, tell=typer.echo)
-    typer.echo(
-        f"use it with --set engine.name=endpoint --set engine.fleet=dynamo://{graph['metadata']['name']}.{namespace}"
-    )
+    url = f"dynamo://{graph['metadata']['name']}.{namespace}"
+    typer.echo(f"use it with --set engine.name=endpoint --set engine.fleet={url}")
 
 
 @app.command("down")

@@ -11,12 +11,8 @@ from tuneloop.cli.arguments import DELETE, RUN, STORE
 def collect_garbage(
     name: RUN,
     store: STORE = "runs",
-    keep: Annotated[
-        int | None, typer.Option("--keep", help="How many of the loop's newest checkpoints to keep; default: all.")
-    ] = None,
-    idle: Annotated[
-        float, typer.Option("--idle", min=0, help="Hours since the last write: younger things may be in use.")
-    ] = 24.0,
+    keep: Annotated[int | None, typer.Option(help="How many of the newest checkpoints stay; default: all.")] = None,
+    idle: Annotated[float, typer.Option(min=0, help="Hours since the last write: younger ones may be in use.")] = 24.0,
     delete: DELETE = False,
 ) -> None:
     """Delete what a run no longer needs. Data of dead attempts, stale resume points, with --keep old checkpoints."""

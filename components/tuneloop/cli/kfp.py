@@ -13,9 +13,7 @@ from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
 from tuneloop.kfp import client
 
-ENDPOINT = Annotated[
-    str | None, typer.Option("--endpoint", envvar="KF_PIPELINES_ENDPOINT", help="URL of the KFP API, or of its UI.")
-]
+ENDPOINT = Annotated[str | None, typer.Option(envvar="KF_PIPELINES_ENDPOINT", help="URL of the KFP API, or of its UI.")]
 ROOT = Annotated[
     str | None, typer.Option("--pipeline-root", help="Where KFP keeps handles and previews; default: the backend's.")
 ]
@@ -91,10 +89,7 @@ def schedule_pipeline(
 
 
 @app.command("unschedule")
-def unschedule_pipeline(
-    name: SCHEDULE,
-    endpoint: ENDPOINT = None,
-) -> None:
+def unschedule_pipeline(name: SCHEDULE, endpoint: ENDPOINT = None) -> None:
     """End a schedule; its runs stay."""
     from tuneloop.kfp.schedule import delete_schedule
 
@@ -146,23 +141,9 @@ def build_kfp_pipeline(pipeline: str, config: Path | None, sets: list[str] | Non
     found = find_pipeline(pipeline)
     if not hasattr(found.module, "build_kfp"):
         raise UserError("pipeline", pipeline, "has no build_kfp(config): it cannot run on Kubeflow Pipelines")
-    check_kfp_is_installed()
+    client.check_kfp_is_installed()
     settings = found.configure(config, sets or ())
     return found.module.build_kfp(settings), settings
-
-
-def check_kfp_is_installed() -> None:
-    """Refuse to go on without kfp.
-
-    Raises:
-        UserError: kfp is not installed.
-    """
-    from importlib.util import find_spec
-
-    from tuneloop.core.errors import UserError
-
-    if find_spec("kfp") is None:
-        raise UserError("kfp", None, "needs Kubeflow Pipelines' SDK: pip install 'tuneloop[kfp]'")
 
 
 def list_commands() -> list[str]:

@@ -137,9 +137,8 @@ class Display:
             return text
         each = (time.time() - self.first[1]) / done
         left = each * (self.total - self.iteration + (not ended)) if self.total else 0
-        return f"{text}  {format_duration(each)}/iteration" + (
-            f"  at most {format_duration(left)} left" if left else ""
-        )
+        text += f"  {format_duration(each)}/iteration"
+        return f"{text}  at most {format_duration(left)} left" if left else text
 
     def _print(self, line: str) -> None:
         if self.live:

@@ -10,18 +10,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.planning.phases import find_device, read_recorded_tasks
 from tuneloop.runs.records import read_records
 from tuneloop.runs.run_record import Run
-from tuneloop.sharing.plans import (
-    APART,
-    GROUP,
-    PLANS,
-    ROLES,
-    SERIAL,
-    SHARED,
-    Plan,
-    check_plan,
-    compare_plans,
-    recommend_plan,
-)
+from tuneloop.sharing import plans
 from tuneloop.sharing.simulate import Rules, Task
 from tuneloop.sharing.turns import compute_poll_interval
 from tuneloop.workflow.rendered_stages import read_stage
@@ -59,29 +48,29 @@ def plan_shared(
     given = getattr(getattr(config, "cluster", None), "share", None)
     share = given or Share(group="planned")
     asked = asked or (f"shared-{given.policy}" if given else None)
-    if asked and asked not in PLANS:
-        raise UserError("--plan", asked, f"use one of {', '.join(PLANS)}")
+    if asked and asked not in plans.PLANS:
+        raise UserError("--plan", asked, f"use one of {', '.join(plans.PLANS)}")
     runs = [_open(each, store) for each in measured] or [_newest(name, store)]
     if given and len(runs) > share.runs_per_claim:
         raise UserError("--measured", len(runs), f"runs: cluster.share.runs_per_claim is {share.runs_per_claim}")
     together = share.roles == "together"
-    turns = GROUP if together or not share.device_class else APART  # a turn is a claim's; without claims the group's
+    # A turn is a claim's; without claims the group's.
+    turns = plans.GROUP if together or not share.device_class else plans.APART
     rules = Rules(turns, swap=swap, handover=compute_poll_interval(share.patience) / 2)
-    plans = compare_plans(
-        build_workloads(runs, share.runs_per_claim), count_accelerators(workflow, share), together, rules
-    )
-    columns = ("plan", "runs", "accelerators", "s/step", "p95", *(f"{each} idle" for each in ROLES), *TOTALS)
-    print_table(columns, list_plan_rows(plans), right=columns[1:])
-    typer.echo("\n".join((*map(_source, runs), _turns(rules, share), ASSUMED, _advice(plans))))
+    workloads, accelerators = build_workloads(runs, share.runs_per_claim), count_accelerators(workflow, share)
+    compared = plans.compare_plans(workloads, accelerators, together, rules)
+    columns = ("plan", "runs", "accelerators", "s/step", "p95", *(f"{each} idle" for each in plans.ROLES), *TOTALS)
+    print_table(columns, list_plan_rows(compared), right=columns[1:])
+    typer.echo("\n".join((*map(_source, runs), _turns(rules, share), ASSUMED, _advice(compared))))
     if asked:
-        check_plan(plans, asked, rules)
+        plans.check_plan(compared, asked, rules)
 
 
-def list_plan_rows(plans: Mapping[str, Plan]) -> Iterator[tuple[str, ...]]:
+def list_plan_rows(compared: Mapping[str, plans.Plan]) -> Iterator[tuple[str, ...]]:
     """Yield the row of each plan."""
-    alone = next(iter(plans.values())).throughput
-    for name, plan in plans.items():
-        steps = (f"{plan.mean:.2f}", f"{plan.p95:.2f}", *(f"{plan.idle(each):.0%}" for each in ROLES))
+    alone = next(iter(compared.values())).throughput
+    for name, plan in compared.items():
+        steps = (f"{plan.mean:.2f}", f"{plan.p95:.2f}", *(f"{plan.idle(each):.0%}" for each in plans.ROLES))
         rate = (f"{plan.throughput * 3600:.1f}", f"{plan.throughput / alone:.2f}")
         yield name, str(plan.runs), str(plan.accelerators), *steps, f"{plan.total:.1f}", *rate
 
@@ -95,7 +84,7 @@ def build_workloads(runs: Sequence[Run], copies: int) -> dict[str, list[Task]]:
 
 def count_accelerators(workflow: Mapping[str, Any], share: Share) -> dict[str, int]:
     """Count the accelerators that the stages of each role hold; a role on CPU counts as one."""
-    held = dict.fromkeys(ROLES, share.count)
+    held = dict.fromkeys(plans.ROLES, share.count)
     for template in workflow["spec"]["templates"]:
         stage = read_stage(template)
         if of := "sampler" if stage.serves else find_device(stage.component):
@@ -112,9 +101,7 @@ def _open(run: str, store: str) -> Run:
 def _newest(pipeline: str, store: str) -> Run:
     of_it = [record.run for record in read_records(store) if record.pipeline == pipeline]
     if not of_it:
-        raise UserError(
-            "--measured", None, f"no run of {pipeline} is recorded below {store}: name one, or run it first"
-        )
+        raise UserError("--measured", None, f"no run of {pipeline} is recorded below {store}: name one, or run it")
     return Run.open(of_it[-1], store)
 
 
@@ -134,10 +121,10 @@ def _turns(rules: Rules, share: Share) -> str:
     )
 
 
-def _advice(plans: Mapping[str, Plan]) -> str:
+def _advice(compared: Mapping[str, plans.Plan]) -> str:
     """Say which plan is recommended, and what sharing gains."""
-    best = recommend_plan(plans)
-    shared = min((plans[name] for name in SHARED), key=lambda plan: plan.total)
-    gain = plans[SERIAL].total / shared.total - 1
+    best = plans.recommend_plan(compared)
+    shared = min((compared[name] for name in plans.SHARED), key=lambda plan: plan.total)
+    gain = compared[plans.SERIAL].total / shared.total - 1
     word = f"{gain:.0%} more in the same time" if gain >= 0 else f"{-gain:.0%} less: it loses time"
     return f"recommended: {best}, for most steps an hour and accelerator; by turns {shared.runs} runs do {word}"

@@ -44,11 +44,9 @@ def print_verdict(
         if code == EXIT_USER:
             then += "; with other settings, or under another name if a version was made"
         look = f"tuneloop cluster logs {run}{f' {get_stage_name(failed)}' if failed else ''}{options}"
-        told = (
-            format_stage_error(failed, said.get(get_stage_name(failed)) or failed.message, look, then)
-            if failed
-            else f"see `{look}`"
-        )
+        told = f"see `{look}`"
+        if failed:
+            told = format_stage_error(failed, said.get(get_stage_name(failed)) or failed.message, look, then)
         typer.echo(told, err=True)
     return code
 

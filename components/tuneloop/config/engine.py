@@ -33,8 +33,7 @@ class EngineConfig(BaseModel):
     )
     weights: str | None = Field(None, description="URL to publish versions below; default: <store>/<run>/weights")
     colocate: bool = Field(
-        False,
-        description="one GPU for trainer and vLLM: the server gives its memory back whenever it is not sampling",
+        False, description="one GPU for trainer and vLLM: the server gives its memory back whenever it is not sampling"
     )
     rollout_endpoint_url: str | None = Field(
         None, description="of the engine `endpoint`, several with commas between; its fleet pulls, or `fleet` is set"
@@ -61,9 +60,7 @@ class EngineConfig(BaseModel):
         if self.name == "transformers" and self.pull:
             raise ValueError("transformers loads each checkpoint itself and pulls nothing: unset pull")
         if self.colocate and (self.name != "vllm" or self.pull):
-            raise ValueError(
-                "colocate is of the run's own vLLM server, which loads checkpoints: set name vllm, unset pull"
-            )
+            raise ValueError("colocate is of the run's own server, which loads checkpoints: set name vllm, unset pull")
         if self.replicas > 1 and (self.name != "vllm" or self.colocate):
             raise ValueError("replicas are vLLM servers with devices of their own: set name vllm, unset colocate")
         if self.weights is not None and not self.pull:

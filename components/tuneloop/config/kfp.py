@@ -6,9 +6,7 @@ from pydantic import BaseModel, Field
 class Kfp(BaseModel, frozen=True, extra="forbid"):
     """Settings of Kubeflow Pipelines, in the words of Kubernetes."""
 
-    unroll: int = Field(
-        0, ge=0, description="at most so many iterations are written out, a task a stage; more are one task"
-    )
+    unroll: int = Field(0, ge=0, description="up to so many iterations are written out, a task a stage; else one task")
     api: str = Field(
         "http://ml-pipeline.kubeflow:8888", description="address of the KFP API, as pods reach it: a long loop goes on"
     )

@@ -124,12 +124,8 @@ def find_pipeline(name: str) -> Pipeline:
     """
     path = Path(name) if name.endswith(".py") else list_pipelines().get(name.replace("-", "_"))
     if path is None or not path.is_file():
-        remedy = (
-            "no such file"
-            if path
-            else f"known: {', '.join(list_pipelines()) or 'none'}; or give the path of a .py file"
-        )
-        raise UserError("pipeline", name, remedy)
+        known = f"known: {', '.join(list_pipelines()) or 'none'}; or give the path of a .py file"
+        raise UserError("pipeline", name, "no such file" if path else known)
     module = _load(path.resolve())
     for attribute in ("Config", "build_argo"):
         if not hasattr(module, attribute):

@@ -84,9 +84,7 @@ class LoopPipelineConfig(PipelineConfig):
     @model_validator(mode="after")
     def _check_overlap(self) -> "LoopPipelineConfig":
         if self.engine.colocate and (self.loop.asynchronous or self.loop.iterations_per_pod):
-            remedy = (
-                "gives the GPU to one process after the other: leave loop.asynchronous and loop.iterations_per_pod out"
-            )
+            remedy = "gives the GPU to one process at a time: leave loop.asynchronous and loop.iterations_per_pod out"
             raise UserError("engine.colocate", True, remedy)
         if self.loop.asynchronous and (self.engine.pull or self.engine.fleet):
             remedy = (

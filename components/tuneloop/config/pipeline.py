@@ -27,9 +27,7 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
 
         What is no class is a field of pydantic's own: its type, and its default.
         """
-        fields: dict[str, Any] = {
-            name: (each, each()) if isinstance(each, type) else each for name, each in sections.items()
-        }
+        fields: dict[str, Any] = {k: (v, v()) if isinstance(v, type) else v for k, v in sections.items()}
         return create_model("Config", __base__=cls, **fields)
 
     def published(self, run: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pydantic import BaseModel, ValidationError
 
 from tuneloop.core.ends import AWAY, AWAY_BUDGET, FOR_NOW, MEMORY, NO_EXIT_CODE, classify_end, describe_exit
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import Exhausted, UserError
 from tuneloop.core.store import Store
 from tuneloop.core.threads import forward_signals
 
@@ -27,10 +27,6 @@ LONGEST_WAIT_S = 60.0
 RECORD = "attempts.json"
 FAILURE = "failure.json"
 """Below an output, where the engine does not tell a run's reader why a stage failed: ``message`` and ``time``."""
-
-
-class Exhausted(RuntimeError):
-    """The budget is used up: starting again does not help."""
 
 
 class Record(BaseModel, frozen=True):

@@ -56,6 +56,7 @@ OptionalInput = Annotated[Artifact | None, "input"]
 """An input that may be left out."""
 Results = Mapping[str, Any]
 Image = Literal["base", "trainer", "rollout"]
+TORCHRUN = ("python", "-m", "tuneloop.training.torchrun")
 
 UNTRACKED: JsonDict = {"tuneloop": "identity"}
 """Mark a parameter that does not change what is computed (an address, a log level):
@@ -115,19 +116,15 @@ class Component:
         spec = getattr(sys.modules["__main__"], "__spec__", None)  # None: run by its path
         return spec.name if spec else f"tuneloop.stages.{self.name}"
 
-    def command(self, processes: int = 1) -> list[str]:
-        """Return how a container starts the stage: ``python -m``, or torchrun for several processes."""
-        if processes == 1:
+    def command(self, processes: int = 1, nodes: int = 1) -> list[str]:
+        """Return how a container starts the stage: ``python -m``, or torchrun for several processes.
+
+        On several nodes torchrun is told all by the environment.
+        """
+        if processes == nodes == 1:
             return ["python", "-m", self.module]
-        return [
-            "python",
-            "-m",
-            "tuneloop.training.torchrun",
-            "--standalone",
-            f"--nproc-per-node={processes}",
-            "-m",
-            self.module,
-        ]
+        here = ["--standalone", f"--nproc-per-node={processes}"] if nodes == 1 else []
+        return [*TORCHRUN, *here, "-m", self.module]
 
     def __call__(self, *, out: str, **arguments: Any) -> Manifest:
         """Run the stage in this process: references and parameters in, the committed manifest out.
@@ -197,9 +194,8 @@ class Component:
         """Run as a program and return the exit code."""
 
         def work() -> None:
-            given = program.parse_arguments(
-                argv, self.module, self.__doc__, self.inputs, self.output, self.Params.model_fields
-            )
+            flags = self.inputs, self.output, self.Params.model_fields
+            given = program.parse_arguments(argv, self.module, self.__doc__, *flags)
             url = given.pop(self.output)
             manifest = self(out=url, **given)
             if int(os.environ.get("RANK", "0")) == 0:
@@ -211,9 +207,8 @@ class Component:
         env = os.environ
         # Ranks of one torchrun attempt must agree on a name without talking to one another.
         shared = f"{env.get('TORCHELASTIC_RUN_ID')}-{env.get('TORCHELASTIC_RESTART_COUNT')}-{env.get('MASTER_PORT')}"
-        attempt = "data-" + (
-            xxhash.xxh3_64_hexdigest(shared.encode()) if "TORCHELASTIC_RUN_ID" in env else os.urandom(8).hex()
-        )
+        name = xxhash.xxh3_64_hexdigest(shared.encode()) if "TORCHELASTIC_RUN_ID" in env else os.urandom(8).hex()
+        attempt = f"data-{name}"
         tracked = {k: v for k, v in params.model_dump(mode="json").items() if k not in self.untracked}
         if self.identity:
             tracked |= self.identity(params)
@@ -242,9 +237,8 @@ class Component:
             *((f"--{to_kebab_case(k)}", v, standing.inputs.get(k)) for k, v in stage._inputs.items()),
         ):
             if dump_canonical_json(_digest_only(ours)) != dump_canonical_json(_digest_only(theirs)):
-                raise UserError(
-                    what, ours, f"{stage.out_url} is committed already, made from {theirs!r}; use another run name"
-                )
+                remedy = f"{stage.out_url} is committed already, made from {theirs!r}; use another run name"
+                raise UserError(what, ours, remedy)
         stage.log("committed already, nothing to do")
         return standing
 
@@ -337,9 +331,7 @@ def from_validation(error: ValidationError, prefix: str = "") -> UserError:
     return UserError(field, first["input"], first["msg"])
 
 
-def _read_signature(
-    function: Callable[..., Any],
-) -> tuple[dict[str, bool], dict[str, type[Options]], type[Params]]:
+def _read_signature(function: Callable[..., Any]) -> tuple[dict[str, bool], dict[str, type[Options]], type[Params]]:
     hints = typing.get_type_hints(function, include_extras=True)
     inputs: dict[str, bool] = {}
     options: dict[str, type[Options]] = {}

@@ -46,6 +46,10 @@ class NoKeys(Retryable):
         super().__init__(str(mistake))
 
 
+class Exhausted(RuntimeError):
+    """The budget of attempts is used up: starting again does not help."""
+
+
 class Interrupted(Retryable):
     """SIGTERM or SIGINT arrived; what resume needs has been committed."""
 
@@ -86,21 +90,22 @@ def report_errors(program: Callable[P, int]) -> Callable[P, int]:
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
         try:
             return program(*args, **kwargs)
-        except (UserError, Retryable) as error:
+        except (UserError, Retryable, Exhausted) as error:
             return report_error(error)
 
     return run
 
 
-def report_error(error: UserError | Retryable) -> int:
+def report_error(error: UserError | Retryable | Exhausted) -> int:
     """Say what ended a program, and return its exit code."""
+    return print_diagnostic(*describe_error(error))
+
+
+def describe_error(error: UserError | Retryable | Exhausted) -> tuple[str, int]:
+    """Return the line that says what ended a program, and its exit code."""
     if isinstance(error, UserError):
-        return print_diagnostic(f"error: {error}", EXIT_USER)
-    return print_diagnostic(f"{name_class(error)}: {error}", EXIT_RETRY)
-
-
-def name_class(error: Retryable) -> str:
-    """Name the class of an end with `EXIT_RETRY`, as its line begins."""
-    if isinstance(error, Interrupted):
-        return INTERRUPTED
-    return UNAVAILABLE if isinstance(error, Unavailable) else FAILED_FOR_NOW
+        return f"error: {error}", EXIT_USER
+    if isinstance(error, Exhausted):
+        return f"gave up: {error}", EXIT_GAVE_UP
+    kind = UNAVAILABLE if isinstance(error, Unavailable) else FAILED_FOR_NOW
+    return f"{INTERRUPTED if isinstance(error, Interrupted) else kind}: {error}", EXIT_RETRY

@@ -18,9 +18,8 @@ PACKAGES = {"engines": "inference.engines", "fleet": "inference.fleet", "backend
 
 def list_variants(family: str) -> list[str]:
     """List the variants of `family` that ship with tuneloop or are registered by entry point."""
-    return sorted(
-        {*list_shipped_variants(family), *(entry.name for entry in _registered().select(group=f"tuneloop.{family}"))}
-    )
+    named = (entry.name for entry in _registered().select(group=f"tuneloop.{family}"))
+    return sorted({*list_shipped_variants(family), *named})
 
 
 def load_variant(family: str, name: str, attribute: str | None = None) -> Any:
@@ -43,9 +42,8 @@ def load_variant(family: str, name: str, attribute: str | None = None) -> Any:
     if name not in list_shipped_variants(family):
         for entry in _registered().select(group=f"tuneloop.{family}", name=name):
             return entry.load()
-        raise UserError(
-            family, name, f"unknown; known: {', '.join(list_variants(family))}, or a dotted path pkg.mod:attr"
-        )
+        remedy = f"unknown; known: {', '.join(list_variants(family))}, or a dotted path pkg.mod:attr"
+        raise UserError(family, name, remedy)
     module_ = importlib.import_module(f"{_package(family)}.{name}")
     return module_ if attribute is None else getattr(module_, attribute)
 

@@ -15,16 +15,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tuneloop.core import fencing
-from tuneloop.core.attempts import Exhausted, wait_before_ending
+from tuneloop.core.attempts import wait_before_ending
 from tuneloop.core.errors import (
-    EXIT_GAVE_UP,
-    EXIT_RETRY,
-    EXIT_USER,
-    UNAVAILABLE,
+    Exhausted,
     Retryable,
     Unavailable,
     UserError,
-    name_class,
+    describe_error,
     print_diagnostic,
     write_termination_message,
 )
@@ -44,24 +41,21 @@ def _run(work: Callable[[], None]) -> int:
         fencing.read_lease_grant()  # one that was refused begins nothing
         work()
         return 0
-    except UserError as error:
-        return _say(f"error: {error}", EXIT_USER)
-    except Retryable as error:
-        code = _say(f"{name_class(error)}: {error}", EXIT_RETRY)
+    except (UserError, Retryable, Exhausted) as error:
+        code = _say(*describe_error(error))
         if isinstance(error, Unavailable):
             wait_before_ending()
         return code
-    except Exhausted as error:
-        return _say(f"gave up: {error}", EXIT_GAVE_UP)
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            return _say(f"{UNAVAILABLE}: disk full ({error.filename}); free space, then run it again", EXIT_RETRY)
+            full = Unavailable(f"disk full ({error.filename}); free space, then run it again")
+            return _say(*describe_error(full))
         if _lost_peer(error):
-            why = f"{UNAVAILABLE}: another process of this stage has ended ({error})"
-            return _say(why, EXIT_RETRY, replace=False)  # that one says why
+            lost = Unavailable(f"another process of this stage has ended ({error})")
+            return _say(*describe_error(lost), replace=False)  # that one says why
         if isinstance(error, ModuleNotFoundError) and error.name in TRAINING:
-            mistake = UserError("package", error.name, "is not installed; pip install 'tuneloop[train]'")
-            return _say(f"error: {mistake}", EXIT_USER)
+            remedy = "is not installed; pip install 'tuneloop[train]'"
+            return _say(*describe_error(UserError("package", error.name, remedy)))
         traceback.print_exc()
         write_termination_message(f"bug: {type(error).__name__}: {error}")
         return 1
@@ -80,14 +74,12 @@ def parse_arguments(
     Raises:
         UserError: a flag that is unknown, or one that is missing.
     """
-    parser = _Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Parser(f"python -m {module}", description)
     group = parser.add_argument_group("artifacts")
     for each, required in inputs.items():
         group.add_argument(f"--{to_kebab_case(each)}", dest=each, required=required, metavar="REF")
-    group.add_argument(
-        f"--{to_kebab_case(output)}", dest=output, required=True, metavar="URL", help="where the output is committed"
-    )
+    text = "where the output is committed"
+    group.add_argument(f"--{to_kebab_case(output)}", dest=output, required=True, metavar="URL", help=text)
     group = parser.add_argument_group("parameters")
     for each, field in fields.items():
         default = "required" if field.is_required() else f"default: {field.default}"
@@ -103,13 +95,23 @@ def write_outputs(values: Mapping[str, Any]) -> None:
     if directory:
         Path(directory).mkdir(parents=True, exist_ok=True)
         for name, value in values.items():
-            text = value if isinstance(value, str) else json.dumps(value)
-            Path(directory, name.replace("_", "-")).write_text(text)
+            Path(directory, to_kebab_case(name)).write_text(encode_value(value))
 
 
 def to_kebab_case(name: str) -> str:
     """Convert a Python name to kebab-case, for a flag, an output file or a workflow parameter."""
     return name.replace("_", "-")
+
+
+def encode_flags(values: Mapping[str, Any]) -> list[str]:
+    """Encode values as flags: ``{"a_b": 1, "c": [2]}`` → ``["--a-b", "1", "--c", "[2]"]``; None is left out."""
+    given = {to_kebab_case(name): encode_value(value) for name, value in values.items() if value is not None}
+    return [word for name, text in given.items() for word in (f"--{name}", text)]
+
+
+def encode_value(value: Any) -> str:
+    """Return text as it is, anything else as JSON without spaces."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def _decoder(field: FieldInfo) -> Callable[[str], Any]:
@@ -125,17 +127,21 @@ def _decoder(field: FieldInfo) -> Callable[[str], Any]:
 
 
 def _is_structured(annotation: Any) -> bool:
-    parts = [annotation, *get_args(annotation)]
     if get_origin(annotation) is Literal:
         return False
-    for part in parts:
-        origin = get_origin(part) or part
-        if origin in (dict, list, tuple, type(None)) or (isinstance(origin, type) and issubclass(origin, BaseModel)):
-            return True
-    return False
+    kinds = [get_origin(part) or part for part in (annotation, *get_args(annotation))]
+    return any(
+        isinstance(kind, type) and issubclass(kind, (BaseModel, dict, list, tuple, type(None))) for kind in kinds
+    )
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Reads flags that are written out in full; raises a UserError for one that is unknown, missing or impossible."""
+
+    def __init__(self, prog: str, description: str | None) -> None:
+        shown = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, description=description, allow_abbrev=False, formatter_class=shown)
+
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(self.prog, message, "see --help")
 

@@ -24,14 +24,7 @@ from typing import BinaryIO
 from urllib.parse import unquote, urlparse
 
 import obstore
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-    NotFoundError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
+from obstore import exceptions
 
 from tuneloop.core.errors import Corrupt, NoKeys, Unavailable, UserError
 from tuneloop.core.object_stores import KEYS, METADATA, REFUSALS, ObjectFile, is_plain_http, shorten_error
@@ -105,10 +98,9 @@ class Store:
             http = scheme == "s3" and is_plain_http()
             try:
                 self._objects = obstore.store.from_url(self.url, client_options={"allow_http": http})
-            except BaseError as error:  # nobody was asked yet: it is a setting
-                raise UserError(
-                    "store", self.url, f"{shorten_error(error)}; set {KEYS.get(scheme, 'another')}"
-                ) from error
+            except exceptions.BaseError as error:  # nobody was asked yet: it is a setting
+                remedy = f"{shorten_error(error)}; set {KEYS.get(scheme, 'another')}"
+                raise UserError("store", self.url, remedy) from error
 
     def get(self, key: str) -> bytes | None:
         """Return the bytes of `key`, or None if it does not exist."""
@@ -117,7 +109,7 @@ class Store:
                 if self.root is not None:
                     return (self.root / key).read_bytes()
                 return bytes(obstore.get(self._objects, key).bytes())
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotFoundError):
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError, exceptions.NotFoundError):
                 return None
 
     def open(self, key: str) -> BinaryIO:
@@ -159,7 +151,7 @@ class Store:
                     fsync_path(self.root / key, directory=True)
                 finally:
                     staged.unlink()
-            except (FileExistsError, AlreadyExistsError, PreconditionError) as error:
+            except (FileExistsError, exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
                 raise Conflict(f"{self.url}/{key} exists") from error
 
     def swap(self, key: str, expected: bytes | None, data: bytes) -> None:
@@ -182,7 +174,7 @@ class Store:
                     raise Conflict(f"{self.url}/{key} was changed by another writer")
                 tag = {k: v for k in ("e_tag", "version") if (v := now.meta.get(k)) is not None}
                 obstore.put(self._objects, key, data, mode=tag, use_multipart=False)  # type: ignore[arg-type]
-            except (NotFoundError, PreconditionError) as error:
+            except (exceptions.NotFoundError, exceptions.PreconditionError) as error:
                 raise Conflict(f"{self.url}/{key} was changed by another writer") from error
 
     def upload(self, key: str, path: Path) -> None:
@@ -237,7 +229,7 @@ class Store:
                     return
                 with ThreadPoolExecutor(READERS) as pool:
                     list(pool.map(lambda start: self._copy_range(key, path, start, size), range(0, size, RANGE)))
-            except (FileNotFoundError, NotFoundError) as error:
+            except (FileNotFoundError, exceptions.NotFoundError) as error:
                 remedy = "is missing; restore it from a copy, or run again what writes it"
                 raise Corrupt("store", f"{self.url}/{key}", remedy) from error
 
@@ -314,7 +306,7 @@ class Store:
         try:
             obstore.head(self._objects, key)
             return True
-        except (NotFoundError, FileNotFoundError):
+        except (exceptions.NotFoundError, FileNotFoundError):
             return False
 
     def check_writable(self) -> None:
@@ -361,10 +353,9 @@ class Store:
         """Say what an environment's refusal means in one line, with the exit code that fits."""
         try:
             yield
-        except (PermissionError, PermissionDeniedError, UnauthenticatedError) as error:
-            raise UserError(
-                "store", f"{self.url}/{key}", f"not permitted ({shorten_error(error)}); grant access"
-            ) from error
+        except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            remedy = f"not permitted ({shorten_error(error)}); grant access"
+            raise UserError("store", f"{self.url}/{key}", remedy) from error
         except FileExistsError:
             raise
         except FileNotFoundError as error:
@@ -376,9 +367,9 @@ class Store:
             if error.errno in (errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG):
                 raise UserError("store", f"{self.url}/{key}", f"{error.strerror}; choose a writable place") from error
             raise
-        except (NotFoundError, AlreadyExistsError, PreconditionError):
+        except (exceptions.NotFoundError, exceptions.AlreadyExistsError, exceptions.PreconditionError):
             raise
-        except BaseError as error:
+        except exceptions.BaseError as error:
             text = shorten_error(error)
             if any(code in text for code in REFUSALS):
                 raise UserError("store", self.url, f"{text}; check the bucket and the AWS_* variables") from error

@@ -30,9 +30,7 @@ def load_tokenizer(model: Path) -> Any:
     from transformers import AutoTokenizer
 
     if not any((model / name).is_file() for name in FILES):  # transformers would make an empty one up
-        raise UserError(
-            "policy", str(model), f"has no tokenizer; add its files beside config.json ({', '.join(FILES)})"
-        )
+        raise UserError("policy", str(model), f"has no tokenizer; add its files to it ({', '.join(FILES)})")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:

@@ -99,21 +99,14 @@ class TokenReviews:
             return None
         user = status.user
         account = user.username.removeprefix("system:serviceaccount:")
-        return Caller(
-            user.username,
-            tuple(user.groups or ()),
-            tuple((name, tuple(values)) for name, values in sorted((user.extra or {}).items())),
-            account.partition(":")[0] if account != user.username else "",
-        )
+        extra = tuple((name, tuple(values)) for name, values in sorted((user.extra or {}).items()))
+        namespace = account.partition(":")[0] if account != user.username else ""
+        return Caller(user.username, tuple(user.groups or ()), extra, namespace)
 
     def _ask(self, caller: Caller, namespace: str) -> bool:
         attributes = {"group": "argoproj.io", "resource": "workflows", "verb": "create", "namespace": namespace}
-        spec = {
-            "resourceAttributes": attributes,
-            "user": caller.user,
-            "groups": list(caller.groups),
-            "extra": {name: list(values) for name, values in caller.extra},
-        }
+        extra = {name: list(values) for name, values in caller.extra}
+        spec = {"resourceAttributes": attributes, "user": caller.user, "groups": list(caller.groups), "extra": extra}
         review = {"metadata": {"namespace": namespace}, "spec": spec}
         try:
             with translate_refusals(namespace):

@@ -152,12 +152,10 @@ def _phase(job: Any, pod: Any) -> tuple[Phase, str]:
         return "queued", "waits for quota of its queue"
     if pod is None:
         return "starting", "its pod is not made yet"
-    ready = any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions or ())
-    if ready:
+    conditions = pod.status.conditions or ()
+    if any(each.type == "Ready" and each.status == "True" for each in conditions):
         return "running", ""
-    unscheduled = [
-        each.message for each in pod.status.conditions or () if each.type == "PodScheduled" and each.status == "False"
-    ]
+    unscheduled = [each.message for each in conditions if each.type == "PodScheduled" and each.status == "False"]
     waiting = [each.state.waiting for each in pod.status.container_statuses or () if each.state and each.state.waiting]
     return "starting", "; ".join([*map(str, unscheduled), *(f"{each.reason}" for each in waiting)])
 

@@ -150,11 +150,8 @@ class JsonForwardBackward(Body):
     def read(self) -> wire.ForwardBackward:
         given = self.forward_backward_input
         data = [
-            wire.Datum(
-                datum.model_input.read_tokens(),
-                {name: array.read(name) for name, array in datum.loss_fn_inputs.items()},
-            )
-            for datum in given.data
+            wire.Datum(each.model_input.read_tokens(), {k: v.read(k) for k, v in each.loss_fn_inputs.items()})
+            for each in given.data
         ]
         config = given.loss_fn_config or {}
         return wire.ForwardBackward(self.model_id, self.seq_id, data, given.loss_fn, config, self.forward_only)
@@ -168,9 +165,7 @@ class Losses:
     metrics: dict[str, float]
 
     def json(self) -> dict[str, Any]:
-        outputs = [
-            {"logprobs": {"data": part.tolist(), "dtype": "float32", "shape": [len(part)]}} for part in self.logprobs
-        ]
+        outputs = [{"logprobs": {"data": p.tolist(), "dtype": "float32", "shape": [len(p)]}} for p in self.logprobs]
         return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": self.metrics}
 
     def proto(self) -> bytes:

@@ -110,12 +110,8 @@ class Resident:
         with self.trainer.frozen() if forward_only else nullcontext():
             for micro in self.trainer.plan([len(d.ids) for d in documents], MICRO_BATCH):
                 logprobs, _ = self.trainer.logprobs([documents[i] for i in micro])
-                inputs = {
-                    each: torch.from_numpy(np.concatenate([data[i].inputs[each] for i in micro]).astype("f4")).to(
-                        logprobs.device
-                    )
-                    for each in losses.INPUTS[name]
-                }
+                columns = {each: np.concatenate([data[i].inputs[each] for i in micro]) for each in losses.INPUTS[name]}
+                inputs = {k: torch.from_numpy(v.astype("f4")).to(logprobs.device) for k, v in columns.items()}
                 loss = losses.compute_loss(name, logprobs, inputs, options).sum()
                 if not forward_only:
                     self.spoiled = self.gradients = True  # spoiled until all of it is there
@@ -183,11 +179,8 @@ class Resident:
             draft.discard()
             raise
         stage.timings["total"] = time.perf_counter() - clock
-        record = {
-            "facts": stage.facts,
-            "timings": stage.timings,
-            "provenance": collect_provenance(began, self.ranks.world),
-        }
+        provenance = collect_provenance(began, self.ranks.world)
+        record = {"facts": stage.facts, "timings": stage.timings, "provenance": provenance}
         manifest = draft.commit(stage=STAGE, inputs={"policy": base.ref}, **record)
         if manifest.root != draft.attempt:
             raise UserError("save_state", url, "is taken; choose another name")

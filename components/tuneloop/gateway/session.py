@@ -18,18 +18,8 @@ from tuneloop.core.seeds import derive_seed
 from tuneloop.core.store import local_path, normalize_url
 from tuneloop.formats.rollouts import Request
 from tuneloop.formats.tokens import load_tokenizer, stop_ids
-from tuneloop.gateway import wire
+from tuneloop.gateway import messages, wire
 from tuneloop.gateway.ledger import Entry, Gone, Ledger
-from tuneloop.gateway.messages import (
-    CreateModel,
-    CreateSampling,
-    LoadWeights,
-    Losses,
-    OptimStep,
-    Sample,
-    Samples,
-    SaveWeights,
-)
 from tuneloop.gateway.resident import Resident, Sampler, Snapshot
 from tuneloop.inference.engines import Sampling
 from tuneloop.training import checkpoint
@@ -64,7 +54,7 @@ class Session:
         self._ranks = functools.cache(ranks)
         self._sampler = functools.cache(Sampler)
 
-    def create_model(self, request: CreateModel) -> str:
+    def create_model(self, request: messages.CreateModel) -> str:
         """Queue a request for a new model, its number 0."""
         model = f"{self.id}:train:{request.model_seq_id}"
         lora = request.lora_config.to_peft()
@@ -78,7 +68,7 @@ class Session:
         self.ledger.open(model, 0)
         return self._submit(model, 0, request, work)
 
-    def load_weights(self, request: LoadWeights) -> str:
+    def load_weights(self, request: messages.LoadWeights) -> str:
         """Queue a request to go on from a checkpoint, or for a new model made from one."""
         if request.model_id is None and request.model_seq_id is None:
             raise UserError("model_id", None, "is required, or model_seq_id of a new model")
@@ -101,9 +91,10 @@ class Session:
     def forward_backward(self, body: bytes, request: wire.ForwardBackward) -> str:
         """Queue a request for gradients; `body` tells it from others."""
 
-        def work() -> Losses:
+        def work() -> messages.Losses:
             model = self._model(request.model_id)
-            return Losses(*model.forward_backward(request.data, request.loss_fn, request.config, request.forward_only))
+            found = model.forward_backward(request.data, request.loss_fn, request.config, request.forward_only)
+            return messages.Losses(*found)
 
         return self._submit(request.model_id, request.seq_id, body, work)
 
@@ -115,7 +106,7 @@ class Session:
 
         return self._submit(model, number, body, work)
 
-    def optim_step(self, request: OptimStep) -> str:
+    def optim_step(self, request: messages.OptimStep) -> str:
         """Queue a request for an optimizer step."""
 
         def work() -> dict[str, Any]:
@@ -124,7 +115,7 @@ class Session:
 
         return self._submit(request.model_id, request.seq_id, request, work)
 
-    def save_weights(self, request: SaveWeights, kind: str = "weights") -> str:
+    def save_weights(self, request: messages.SaveWeights, kind: str = "weights") -> str:
         """Queue a request for a checkpoint below ``<artifacts>/train-<n>/<kind>``."""
         if request.path is None or not NAME.fullmatch(request.path):
             raise UserError("path", request.path, "a name of letters, digits, dots, dashes and underscores")
@@ -142,7 +133,7 @@ class Session:
 
         return self._submit(request.model_id, request.seq_id, request, work)
 
-    def save_weights_for_sampler(self, request: SaveWeights) -> str:
+    def save_weights_for_sampler(self, request: messages.SaveWeights) -> str:
         """Queue a request for weights to sample from: a named checkpoint, else in memory, where the newest stay."""
         if request.path is not None:
             return self.save_weights(request, "sampler_weights")
@@ -161,7 +152,7 @@ class Session:
 
         return self._submit(request.model_id, request.seq_id, request, work)
 
-    def create_sampling(self, request: CreateSampling) -> str:
+    def create_sampling(self, request: messages.CreateSampling) -> str:
         """Open a sampling session of a checkpoint, and return its id."""
         sampling = f"{self.id}:sample:{request.sampling_session_seq_id}"
         named = request.model_path or request.base_model
@@ -173,7 +164,7 @@ class Session:
         self.ledger.open(sampling)
         return sampling
 
-    def sample(self, request: Sample) -> str:
+    def sample(self, request: messages.Sample) -> str:
         """Queue a request for completions. Those at once that differ in their prompts alone are done together."""
         for name, value in (request.model_extra or {}).items():
             if value and name not in ("base_model", "model_path"):
@@ -195,21 +186,17 @@ class Session:
         """Return what ``get_info`` says of a model."""
         resident = self._model(model)
         base = resident.trainer.base
-        local = local_path(base.url)
-        model_data = {
-            "arch": base.manifest.facts.get("architecture"),
-            "model_name": self.names[model],
-            "tokenizer_id": str(local / base.manifest.root / "model") if local else base.manifest.facts.get("model"),
-        }
+        local, facts, name = local_path(base.url), base.manifest.facts, self.names[model]
+        tokenizer = str(local / base.manifest.root / "model") if local else facts.get("model")
         rank = resident.lora.r if resident.lora else None
         return {
             "type": "get_info",
-            "model_data": model_data,
+            "model_data": {"arch": facts.get("architecture"), "model_name": name, "tokenizer_id": tokenizer},
             "model_id": model,
+            "model_name": name,
+            "weight_version": resident.version,
             "is_lora": rank is not None,
             "lora_rank": rank,
-            "model_name": self.names[model],
-            "weight_version": resident.version,
         }
 
     def sampler(self, sampling: str) -> dict[str, Any]:
@@ -248,8 +235,8 @@ class Session:
     def _submit(self, stream: str, number: int | None, request: Any, work: Callable[[], Any]) -> str:
         return self.ledger.submit(stream, number, Entry(_fingerprint(request), lambda _: [work()]))
 
-    def _sample(self, entries: list[Entry]) -> list[Samples]:
-        wanted: list[tuple[Sample, list[int]]] = [entry.request for entry in entries]
+    def _sample(self, entries: list[Entry]) -> list[messages.Samples]:
+        wanted: list[tuple[messages.Sample, list[int]]] = [entry.request for entry in entries]
         first = wanted[0][0]
         snapshot, params = self._snapshot(first.sampling_session_id), first.sampling_params
         limit, stops = _read_limits(checkpoint.model_dir(snapshot.base))
@@ -262,29 +249,16 @@ class Session:
         length = min([params.max_tokens or limit.context, *(limit.context - len(ids) for _, ids in wanted)])
         if len(wanted) > 1 and length < (params.max_tokens or 0):
             raise UserError("prompt", length, "one of several has less room; they are done one by one")
-        sampling = Sampling(
-            params.temperature, length, stops if params.stop is None else tuple(int(stop) for stop in params.stop)
-        )
+        sampling = Sampling(params.temperature, length, stops if params.stop is None else tuple(map(int, params.stop)))
         requests = [Request(str(e.number), e.request[1], _seeds(e.request[0], e.number)) for e in entries]
         groups = self._sampler().sample(snapshot, requests, sampling)
         scored = [self._sampler().score(snapshot, ids) if a.prompt_logprobs else None for a, ids in wanted]
-        return [
-            Samples(
-                [
-                    {"tokens": each.ids, "logprobs": each.logprobs, "stop_reason": each.finish_reason}
-                    for each in completions
-                ],
-                prompt,
-                snapshot.version,
-            )
-            for completions, prompt in zip(groups, scored)
-        ]
+        made = ([{"tokens": c.ids, "logprobs": c.logprobs, "stop_reason": c.finish_reason} for c in g] for g in groups)
+        return [messages.Samples(sequences, prompt, snapshot.version) for sequences, prompt in zip(made, scored)]
 
     def _model(self, model: str) -> Resident:
         if model not in self.models:
-            remedy = (
-                "was not created, or lost by a load_state or optim_step, which says why; create one from a checkpoint"
-            )
+            remedy = "was not created, or lost as load_state or optim_step has said; create one from a checkpoint"
             raise UserError("model_id", model, remedy)
         return self.models[model]
 
@@ -344,7 +318,7 @@ def _read_limits(directory: Path) -> tuple[Limits, tuple[int, ...]]:
     return Limits(context, int(text.vocab_size)), stop_ids(load_tokenizer(directory), directory)
 
 
-def _seeds(request: Sample, number: int) -> list[int]:
+def _seeds(request: messages.Sample, number: int) -> list[int]:
     """Derive a seed for each completion: of the seed that was given, else of the request."""
     given = request.sampling_params.seed
     stream: tuple[int | str, ...] = () if given is not None else (request.sampling_session_id, number)

@@ -110,10 +110,8 @@ class Quota(BaseModel, frozen=True, extra="forbid"):
         for what, more in (("sessions", 1), ("accelerators", wanted.accelerators)):
             limit = getattr(self, what)
             if more and have[what] + more > limit:
-                line = (
-                    f"quota: namespace {wanted.namespace!r} has {have[what]} of {limit} {what}, and {more} more asked"
-                )
-                raise Refused(429, f"{line}; end a session, or ask for a larger quota")
+                held = f"namespace {wanted.namespace!r} has {have[what]} of {limit} {what}, and {more} more asked"
+                raise Refused(429, f"quota: {held}; end a session, or ask for a larger quota")
 
 
 class WorkerPod(BaseModel, frozen=True, extra="forbid"):

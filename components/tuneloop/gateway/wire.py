@@ -76,19 +76,17 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     Raises:
         UserError: it is another message, or has images, sound, sparse tensors or bytes that do not fit in it.
     """
-    message = _parse(body)
+    sent = _parse(body)
     config = {}
-    for name, value in message.loss_fn_config_v2.items():
+    for name, value in sent.loss_fn_config_v2.items():
         if value.text:
             raise UserError(f"loss_fn_config.{name}", value.text, "only numbers are known here")
         config[name] = value.number
     data = [
         Datum(_tokens(datum.model_input), {name: _dense(name, tensor) for name, tensor in datum.loss_fn_inputs.items()})
-        for datum in message.data
+        for datum in sent.data
     ]
-    return ForwardBackward(
-        message.model_id, message.seq_id or None, data, message.loss_fn, config, message.forward_only
-    )
+    return ForwardBackward(sent.model_id, sent.seq_id or None, data, sent.loss_fn, config, sent.forward_only)
 
 
 def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
@@ -97,11 +95,7 @@ def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str,
     message = _messages()["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
     record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
     tensor = record.fields["logprobs"]
-    tensor.data, tensor.offsets, tensor.dtype = (
-        b"".join(part.tobytes() for part in logprobs),
-        offsets.tobytes(),
-        FLOAT32,
-    )
+    tensor.data, tensor.offsets, tensor.dtype = b"".join(map(np.ndarray.tobytes, logprobs)), offsets.tobytes(), FLOAT32
     return bytes(message.SerializeToString())
 
 

@@ -36,7 +36,7 @@ from starlette.datastructures import Headers
 
 from tuneloop.core import fencing
 from tuneloop.core.component import from_validation
-from tuneloop.core.errors import EXIT_USER, Retryable, UserError, print_diagnostic, report_error
+from tuneloop.core.errors import Retryable, UserError, print_diagnostic, report_error, report_errors
 from tuneloop.core.threads import repeat_in_background
 from tuneloop.gateway import messages, wire
 from tuneloop.gateway.ledger import Conflict, Gone
@@ -244,21 +244,19 @@ class Worker:
                 self.session.sleep()
 
 
+@report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     options = _parse(sys.argv[1:] if argv is None else argv)
-    try:
-        if not (key := os.environ.get(KEY, "")):
-            raise UserError(KEY, None, "is required: whoever starts the worker chooses it")
-        turns = None
-        if options.turns:
-            os.environ[fencing.VARIABLE] = os.path.join(tempfile.mkdtemp(prefix="tuneloop-"), "turn.json")
-            turns = open_turns(options.turns, who=options.session, policy=options.policy, patience=options.patience)
-        worker = Worker(Session(options.session, options.artifacts, lambda: _ranks(options.device)), key, turns)
-        return _serve(worker, options)
-    except UserError as error:
-        return print_diagnostic(f"error: {error}", EXIT_USER)
+    if not (key := os.environ.get(KEY, "")):
+        raise UserError(KEY, None, "is required: whoever starts the worker chooses it")
+    turns = None
+    if options.turns:
+        os.environ[fencing.VARIABLE] = os.path.join(tempfile.mkdtemp(prefix="tuneloop-"), "turn.json")
+        turns = open_turns(options.turns, who=options.session, policy=options.policy, patience=options.patience)
+    worker = Worker(Session(options.session, options.artifacts, lambda: _ranks(options.device)), key, turns)
+    return _serve(worker, options)
 
 
 def _guarded(lease: "Held") -> contextlib.AbstractContextManager[None]:

@@ -140,14 +140,10 @@ def check_form(probe: Probe) -> None:
     for completion in probe.generate([probe.prompt(0), probe.prompt(1)], [1, 2, 3])[0]:
         for name, kind in (("ids", list), ("logprobs", list), ("finish_reason", str), ("start_version", int)):
             _expect(isinstance(completion.get(name), kind), f"gives {name} {completion.get(name)!r}")
-        _expect(
-            len(completion["ids"]) == len(completion["logprobs"]),
-            f"{len(completion['ids'])} ids, {len(completion['logprobs'])} logprobs",
-        )
-        _expect(all(isinstance(i, int) for i in completion["ids"]), "gives ids that are not integers")
-        _expect(
-            all(math.isfinite(p) and p <= 1e-3 for p in completion["logprobs"]), "gives logprobs above 0 or not finite"
-        )
+        ids, logprobs = completion["ids"], completion["logprobs"]
+        _expect(len(ids) == len(logprobs), f"{len(ids)} ids, {len(logprobs)} logprobs")
+        _expect(all(isinstance(i, int) for i in ids), "gives ids that are not integers")
+        _expect(all(math.isfinite(p) and p <= 1e-3 for p in logprobs), "gives logprobs above 0 or not finite")
         _expect(completion["finish_reason"] in ("stop", "length"), f"ends with {completion['finish_reason']!r}")
 
 
@@ -162,12 +158,9 @@ def check_lengths(probe: Probe) -> None:
 def check_stops(probe: Probe) -> None:
     """a completion ends with the first stop token, and contains it"""
     free = probe.one(probe.prompt(3), 5, max_tokens=8)["ids"]
-    at = free.index(free[4])
+    wanted = free[: free.index(free[4]) + 1]
     completion = probe.one(probe.prompt(3), 5, max_tokens=8, stop_token_ids=[free[4]])
-    _expect(
-        completion["ids"] == free[: at + 1],
-        f"gives {completion['ids']}, not {free[: at + 1]}, with stop token {free[4]}",
-    )
+    _expect(completion["ids"] == wanted, f"gives {completion['ids']}, not {wanted}, with stop token {free[4]}")
     _expect(completion["finish_reason"] == "stop", f"says {completion['finish_reason']!r} at a stop token")
 
 
@@ -244,10 +237,8 @@ def check_exact(probe: Probe) -> None:
     """a demanded version is the one that answers, and 409 where it is not served"""
     served = probe.one(probe.prompt(7))["end_version"]
     completion = probe.one(probe.prompt(7), version=served)
-    _expect(
-        completion["start_version"] == completion["end_version"] == served,
-        f"answers with {completion['start_version']}",
-    )
+    start, end = completion["start_version"], completion["end_version"]
+    _expect(start == end == served, f"answers with {start}")
     for wrong in (served + FAR, max(served - 1, 0) if served else FAR):
         status = probe.status(make_request([probe.prompt(7)], [0], version=wrong))
         _expect(status == 409, f"serves version {served}, and answers {status} where version {wrong} is demanded")
@@ -281,10 +272,8 @@ def check_streams(probe: Probe) -> None:
             whole = message["completions"]
     _expect(bool(parts), "streams nothing where stream is asked for")
     for j, message in enumerate(whole):
-        _expect(
-            parts.get(j) == list(zip(message["ids"], message["logprobs"])),
-            "streams other tokens than the completion has",
-        )
+        tokens = [*zip(message["ids"], message["logprobs"])]
+        _expect(parts.get(j) == tokens, "streams other tokens than the completion has")
 
 
 def check_aborts(probe: Probe) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop.core import plugins
-from tuneloop.core.artifacts import Artifact
-from tuneloop.core.component import UNTRACKED, Stage
+from tuneloop.core.artifacts import Artifact, Role
+from tuneloop.core.component import UNTRACKED, Component, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, request_id
 from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
@@ -57,6 +57,11 @@ class SamplingOptions(EpisodeOptions):
 def input_identity(params: Any) -> dict[str, Any]:
     """Return what tells the outputs of two calls apart: not where the fleet is, which is an address like `endpoint`."""
     return {"engine_args": {name: value for name, value in params.engine_args.items() if name != "fleet"}}
+
+
+def sampling_stage(kind: str, role: Role, **results: type) -> Callable[[Callable[..., Results]], Component]:
+    """Make a stage of a function that samples with an engine, and commits an artifact of the kind `kind`."""
+    return component(kind, image="rollout", accelerator=True, role=role, results=results, identity=input_identity)
 
 
 class StaleWeights(RuntimeError):

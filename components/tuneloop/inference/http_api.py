@@ -15,8 +15,6 @@
                        ``prompt_logprobs`` those of the prompt at temperature 1. With ``stream``, lines ``{"index",
                        "sample", "ids", "logprobs", "version"}`` come before, as tokens are made. Closing the connection
                        drops what still runs
-``POST /score``        ``{"ids", "version"}`` → ``{"logprobs", "version", "digest"}``: of each id but the first, given
-                       those before it, at temperature 1
 ``POST /verify``       compares all that the engine holds with the version it says it serves: ``{"version", "tensors",
                        "identical", "different", "unread"}``; of a server that follows
 ``POST /engine/…``     as a worker of a fleet that somebody refits (`tuneloop.inference.fleet`; the names are Dynamo's):
@@ -86,7 +84,6 @@ class HttpApi:
         posts: dict[str, Callable[..., Any]] = {
             "/load": self.load,
             "/generate": self.generate,
-            "/score": self.score,
             "/verify": self.verify,
             "/engine/pause_generation": self.pause,
             "/engine/update_weights_from_disk": self.update,
@@ -149,22 +146,7 @@ class HttpApi:
             here.call_soon_threadsafe(events.put_nowait, (index, message))
 
         ticket = await self._admit(body, emit)
-        lines = self._stream(ticket, events, len(body.requests))
-        return StreamingResponse(lines, media_type="application/x-ndjson")
-
-    async def score(
-        self, ids: Annotated[list[int], Body(min_length=2)], version: Annotated[int | None, Body()] = None
-    ) -> dict[str, Any]:
-        """Score ids with the weights that are served."""
-        scored: Future[tuple[int, Any]] = Future()
-        requests, sampling = [Request("score", ids, [0])], Sampling(0.0, 1)
-        body = GenerateBody(requests=requests, sampling=sampling, version=version, prompt_logprobs=True)
-        await self._admit(body, lambda index, message: scored.set_result((index, message)))
-        index, said = await asyncio.wrap_future(scored)
-        if index < 0:
-            raise Refused(503, said)
-        served = {"version": said[0].end_version, "digest": self.loop.engine.digest}
-        return {"logprobs": said[0].prompt_logprobs, **served}
+        return StreamingResponse(self._stream(ticket, events, body), media_type="application/x-ndjson")
 
     def verify(self) -> dict[str, Any]:
         """Read back every tensor."""
@@ -228,7 +210,10 @@ class HttpApi:
                     raise Refused(409, f"{refused}; it cannot be pulled: {self.follower.trouble}") from refused
             raise
 
-    async def _stream(self, ticket: Ticket, events: asyncio.Queue[tuple[int, Any]], left: int) -> AsyncIterator[bytes]:
+    async def _stream(
+        self, ticket: Ticket, events: asyncio.Queue[tuple[int, Any]], body: GenerateBody
+    ) -> AsyncIterator[bytes]:
+        left = len(body.requests)
         try:
             while left:
                 try:
@@ -244,7 +229,7 @@ class HttpApi:
                     continue
                 left -= 1
                 yield _line({"index": index, "completions": [_said(c) for c in message]})
-                if self.attempts:
+                if self.attempts and not body.prompt_logprobs:  # a proof is no progress
                     attempts, self.attempts = self.attempts, None
                     await asyncio.to_thread(record_progress, attempts)
         finally:

@@ -16,29 +16,22 @@ or the engine has failed.
 
 import argparse
 import errno
-import json
 import os
 import signal
 import socket
 import sys
 import tempfile
 import time
-import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.attempts import Exhausted, admit_attempt
-from tuneloop.core.errors import (
-    EXIT_GAVE_UP,
-    EXIT_RETRY,
-    FAILED_FOR_NOW,
-    Retryable,
-    UserError,
-    print_diagnostic,
-    report_error,
-)
+from tuneloop.core.attempts import admit_attempt
+from tuneloop.core.errors import Retryable, UserError, print_diagnostic, report_errors
+from tuneloop.core.program import Parser
 from tuneloop.core.store import Store
 from tuneloop.inference.engines._follow import Follower
 from tuneloop.inference.engines._loop import EngineLoop
@@ -50,6 +43,7 @@ GRACE_S = 2
 """How long running answers may take after SIGTERM: their clients try again, and whoever stops it waits."""
 
 
+@report_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM, and return the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -63,15 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             tempfile.TemporaryDirectory(prefix="tuneloop-", ignore_cleanup_errors=True) as scratch,
         ):
             _serve(listener, options, Path(options.weights_dir or f"{scratch}/model"))
-        return 0
     except Stopped:
-        return 0
-    except (UserError, Retryable) as error:
-        return report_error(error)
-    except Exhausted as error:
-        return print_diagnostic(f"gave up: {error}", EXIT_GAVE_UP)
+        pass
     except Refused as error:
-        return print_diagnostic(f"{FAILED_FOR_NOW}: {error}", EXIT_RETRY)
+        raise Retryable(str(error)) from error
+    return 0
 
 
 class Stopped(BaseException):
@@ -99,9 +89,8 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     import uvicorn
 
     attempts = Store(options.attempts) if options.attempts else None
-    config = uvicorn.Config(
-        HttpApi(loop, follower, attempts).app(), log_level="warning", timeout_graceful_shutdown=GRACE_S
-    )
+    app = HttpApi(loop, follower, attempts).app()
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S)
     host, port = listener.getsockname()[:2]
     what = f"version {loop.engine.version}" if loop.engine.digest else "nothing yet"
     print_diagnostic(f"serve: {what} at http://{host}:{port}", 0)
@@ -154,8 +143,7 @@ def bind_address(host: str, port: int) -> socket.socket:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="python -m tuneloop.inference.server", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Parser("python -m tuneloop.inference.server", __doc__)
     parser.add_argument("--policy", metavar="REF", help="the checkpoint to start with")
     parser.add_argument("--weights", metavar="URL", help="follow the versions published below this URL")
     parser.add_argument("--weights-dir", metavar="DIR", help="assemble them here (default: a temporary directory)")
@@ -163,26 +151,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--poll-interval", type=float, default=1.0, help=text)
     text = "when weights change, running requests finish first, or go on with the new ones (default: wait)"
     parser.add_argument("--pause", choices=["wait", "keep"], default="wait", help=text)
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1); nobody needs a token"
-    )
+    text = "address to listen on (default: 127.0.0.1); nobody needs a token"
+    parser.add_argument("--host", default="127.0.0.1", help=text)
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)")
     text = "URL of a record of the starts before this one; after too many without an answer it ends (default: none)"
     parser.add_argument("--attempts", metavar="URL", help=text)
-    parser.add_argument("--engine-args", type=_object, default={}, help="vLLM's EngineArgs, a JSON object")
+    an_object = TypeAdapter(dict[str, Any]).validate_json
+    parser.add_argument("--engine-args", type=an_object, default={}, help="vLLM's EngineArgs, a JSON object")
     return parser.parse_args(argv)
-
-
-def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError
-    return value
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        raise UserError(self.prog, message, "see --help")
 
 
 if __name__ == "__main__":

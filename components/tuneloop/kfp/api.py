@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from tuneloop.core.errors import Retryable, Unavailable, UserError
+from tuneloop.core.errors import Interrupted, Retryable, Unavailable, UserError
 from tuneloop.core.http import Unanswered, send_request
 
 DONE = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 """States of a run that has ended."""
+KEPT = (
+    *("display_name", "description", "experiment_id", "pipeline_spec", "pipeline_version_reference"),
+    *("runtime_config", "service_account"),
+)
+"""What a run is made of; the other fields of its message say how it went."""
 TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")
 """Of a backend with several users: what its PodDefaults mount into pods."""
 TIMEOUT_S = 60.0
@@ -65,6 +70,35 @@ class RunApi:
     def start_run(self, run: Mapping[str, Any]) -> str:
         """Start a run, a message ``Run``, and return its id."""
         return str(_call("POST", self._runs, run)["run_id"])
+
+    def find_newer_run(self, run: Mapping[str, Any]) -> str | None:
+        """Return the id of the newest run with the name of `run`, if it was started after it."""
+        newest = self.list_runs(run["experiment_id"], run["display_name"])[0]
+        return str(newest["run_id"]) if newest["created_at"] > run["created_at"] else None
+
+    def start_next_run(self, run_id: str) -> str:
+        """Start a run like `run_id`, of the same name, pipeline and parameters, unless one was started after it.
+
+        Its stages are committed, so that it goes on with the iteration of a loop that is not. A task that is tried
+        again finds the run that it has started.
+
+        Returns:
+            the id of the newer run.
+
+        Raises:
+            Interrupted: somebody is stopping the run.
+        """
+        own = self.read_run(run_id)
+        if newer := self.find_newer_run(own):
+            return newer
+        refuse_stopped_run(own)
+        return self.start_run({name: own[name] for name in KEPT if name in own})
+
+
+def refuse_stopped_run(run: Mapping[str, Any]) -> None:
+    """Raise Interrupted if somebody is stopping a run: nothing follows it."""
+    if run.get("state") in ("CANCELING", "CANCELED"):
+        raise Interrupted(f"run {run['run_id']} is being stopped: it does not go on")
 
 
 def _call(method: str, url: str, body: Any = None) -> dict[str, Any]:

@@ -14,9 +14,8 @@ from typing import Any
 from tuneloop.core.artifacts import find_manifest
 from tuneloop.core.errors import report_errors
 from tuneloop.core.program import to_kebab_case
-from tuneloop.kfp.api import DONE, RunApi
+from tuneloop.kfp.api import DONE, RunApi, refuse_stopped_run
 from tuneloop.kfp.io import Task
-from tuneloop.kfp.next_run import refuse_stopped_run
 from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.stage import encode_parameter
 from tuneloop.runs.records import DIGITS
@@ -37,11 +36,8 @@ def start_scheduled_run(api: RunApi, own: Mapping[str, Any], digest: str, wanted
     schedule = wanted["schedule"]
     name = f"{schedule}-{digest.partition(':')[2][:DIGITS]}"
     pattern = re.compile(rf"{re.escape(schedule)}-[0-9a-f]{{{DIGITS}}}")
-    mine = [
-        run
-        for run in api.list_runs(own["experiment_id"], f"{schedule}-", part=True)
-        if pattern.fullmatch(run["display_name"])
-    ]
+    listed = api.list_runs(own["experiment_id"], f"{schedule}-", part=True)
+    mine = [run for run in listed if pattern.fullmatch(run["display_name"])]
     if active := [run["display_name"] for run in mine if run.get("state") not in DONE]:
         return f"skipped: {active[0]} is under way"
     newest = next((run for run in mine if run["display_name"] == name), None)

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,9 @@ def connect_to_kfp(endpoint: str | None = None) -> Any:
     Raises:
         UserError: kfp is not installed, or nothing answers there.
     """
-    try:
-        from kfp import Client
-        from kfp_server_api import ApiException
-    except ImportError:
-        raise UserError("kfp", None, "needs Kubeflow Pipelines' SDK: pip install 'tuneloop[kfp]'") from None
+    check_kfp_is_installed()
+    from kfp import Client
+    from kfp_server_api import ApiException
 
     class Once(Client):  # type: ignore[misc]  # of no type there
         """Asks the backend how it is once; the SDK's own asks five times, and logs a traceback each time."""
@@ -74,6 +73,16 @@ def connect_to_kfp(endpoint: str | None = None) -> Any:
             remedy = f"has no Kubeflow Pipelines ({_told(error)}); {ADDRESS}"
             raise UserError("kfp", endpoint or FOUND, remedy) from error
     return client
+
+
+def check_kfp_is_installed() -> None:
+    """Refuse to go on without kfp.
+
+    Raises:
+        UserError: kfp is not installed.
+    """
+    if find_spec("kfp") is None:
+        raise UserError("kfp", None, "needs Kubeflow Pipelines' SDK: pip install 'tuneloop[kfp]'")
 
 
 @contextmanager
@@ -196,17 +205,13 @@ def list_tasks(run: Any) -> list[TaskStatus]:
         if name in names or not _is_inner(name, each):
             nodes[name] = each
     started = sorted(nodes.items(), key=lambda item: (item[1].start_time is None, str(item[1].start_time)))
-    return [
-        TaskStatus(
-            names.get(name, name),
-            each.state or "PENDING",
-            (each.end_time - each.start_time).total_seconds()
-            if each.state in DONE and each.end_time and each.start_time
-            else 0.0,
-            (each.error and each.error.message) or "",
-        )
-        for name, each in started
-    ]
+    listed = []
+    for name, each in started:
+        ended = each.state in DONE and each.end_time and each.start_time
+        seconds = (each.end_time - each.start_time).total_seconds() if ended else 0.0
+        error = (each.error and each.error.message) or ""
+        listed.append(TaskStatus(names.get(name, name), each.state or "PENDING", seconds, error))
+    return listed
 
 
 def read_logs(client: Any, run: str, task: str | None = None) -> Iterator[tuple[str, str]]:

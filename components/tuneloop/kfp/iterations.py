@@ -24,7 +24,6 @@ from tuneloop.core.store import Store
 from tuneloop.kfp import previews
 from tuneloop.kfp.api import RunApi
 from tuneloop.kfp.io import Task
-from tuneloop.kfp.next_run import find_newer_run, start_next_run
 from tuneloop.kfp.position import Position, find_position, read_iteration, read_reward
 from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.stage import GOES_ON, TARGET, encode_parameter
@@ -70,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         nonlocal trained
         position = find_reached(task.inputs)
         whole = position.last > 0 and position.last % given.per_task == 0
-        if position.ended or trained or (whole and find_newer_run(api, api.read_run(run_id))):
+        if position.ended or trained or (whole and api.find_newer_run(api.read_run(run_id))):
             trained = position
             return 0
         start = {**values, **{k: handle["ref"] for k, handle in position.carried.items()}}
@@ -95,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
                 if pod.stopped and not trained.ended:
                     raise Interrupted("iterations: stopped by a signal")
                 if not trained.ended:
-                    made = start_next_run(api, run_id)
+                    made = api.start_next_run(run_id)
                     print(f"after iteration {trained.last} the run goes on as {made}", file=sys.stderr)
                 task.finish()
         except ServerEnded as error:

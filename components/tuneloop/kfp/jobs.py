@@ -64,10 +64,8 @@ def launch_step(
     }
     command = ["python3", "-m", "tuneloop.kfp.launch"]
     extra = ["--namespace", kfp.jobs, "--manifest", _as_text(job)]
-    kind = str(job["kind"]).lower()
-    made = define_container_component(
-        kind, f"Launch a {job['kind']} and follow it.", signature, ABOUT, image, command, extra
-    )
+    kind, summary = str(job["kind"]).lower(), f"Launch a {job['kind']} and follow it."
+    made = define_container_component(kind, summary, signature, ABOUT, image, command, extra)
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
         task = made(**arguments).set_display_name(name)

@@ -13,18 +13,10 @@ from kfp.dsl import HTML, Dataset, Markdown, Metrics, Output
 from tuneloop.argo.multi_stage_pod import describe_loop, list_roles
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.core.errors import UserError
+from tuneloop.kfp import template
 from tuneloop.kfp.io import SAME
 from tuneloop.kfp.iterations import get_output_name
 from tuneloop.kfp.stage import TARGET
-from tuneloop.kfp.template import (
-    REQUIRED,
-    TYPES,
-    Step,
-    configure_task_pod,
-    define_container_component,
-    define_inputs,
-    pass_artifacts_once,
-)
 from tuneloop.workflow.loop import Loop, StageSpec, output_of
 
 ABOUT = {
@@ -36,7 +28,7 @@ ABOUT = {
 }
 
 
-def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipelineConfig) -> Step:
+def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipelineConfig) -> template.Step:
     """Return the step that runs the iterations of a loop, and the rollout server beside them.
 
     Args:
@@ -57,7 +49,7 @@ def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipeline
     if served and (own := config.cluster.sampler.gpus):  # the last of the pod's; ranks take the first
         total = cluster.count_gpus(role)
         server["devices"] = ",".join(map(str, range(total - own, total)))
-    written = [
+    flags = [
         *("--loop", described.model_dump_json(exclude_defaults=True), "--iterations", str(settings.iterations)),
         *("--per-task", str(settings.per_workflow), "--api", config.kfp.api),
         *("--endpoint", engine.rollout_endpoint_url or ""),
@@ -65,25 +57,24 @@ def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipeline
         *(("--server", json.dumps(server, separators=(",", ":"))) if engine.name == "vllm" else ()),
     ]
     taken = {wire: name for step in loop.steps for name, wire in step.wires.items()}
-    types = {name: TYPES.get(taken[name], Dataset) for name in (*loop.carry, *loop.constants)}
+    types = {name: template.TYPES.get(taken[name], Dataset) for name in (*loop.carry, *loop.constants)}
     shown = {"results": Metrics, "preview": Markdown, "curves": HTML}
-    signature: dict[str, tuple[Any, Any]] = {
-        **define_inputs(types, dict.fromkeys(types, True)),
-        **{"url": (str, REQUIRED), "run_id": (str, REQUIRED), "seed": (int, REQUIRED), TARGET: (float, REQUIRED)},
-        **{get_output_name(name): (Output[types[name]], REQUIRED) for name in loop.carry},
-        **{name: (Output[kind], REQUIRED) for name, kind in shown.items()},
-        "last_iteration": (dsl.OutputPath(int), REQUIRED),
-        output_of(loop.reward).replace("-", "_"): (dsl.OutputPath(float), REQUIRED),
+    kinds: dict[str, Any] = {
+        **{"url": str, "run_id": str, "seed": int, TARGET: float},
+        **{get_output_name(name): Output[types[name]] for name in loop.carry},
+        **{name: Output[kind] for name, kind in shown.items()},
+        "last_iteration": dsl.OutputPath(int),
+        output_of(loop.reward).replace("-", "_"): dsl.OutputPath(float),
     }
-    command = ["python3", "-m", "tuneloop.kfp.iterations"]
-    made = define_container_component(
-        "iterations", "Iterations of the loop.", signature, ABOUT, image, command, written
-    )
+    signature = template.define_inputs(types, dict.fromkeys(types, True))
+    signature |= {name: (kind, template.REQUIRED) for name, kind in kinds.items()}
+    command, about = ["python3", "-m", "tuneloop.kfp.iterations"], "Iterations of the loop."
+    made = template.define_container_component("iterations", about, signature, ABOUT, image, command, flags)
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
-        task = made(**pass_artifacts_once(arguments, types)).set_display_name(name)
+        task = made(**template.pass_artifacts_once(arguments, types)).set_display_name(name)
         # It goes on from what the run has committed by now.
-        configure_task_pod(task.set_caching_options(False), image, cluster, config.kfp, role)
+        template.configure_task_pod(task.set_caching_options(False), image, cluster, config.kfp, role)
         return task
 
     return step

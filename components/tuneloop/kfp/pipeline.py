@@ -6,7 +6,6 @@ from typing import Any
 
 from kfp import dsl
 
-from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
 from tuneloop.kfp.loop import LoopTasks, Steps, is_written_out
@@ -110,9 +109,7 @@ class Outputs:
 class Tasks:
     """Draws the stages of a pipeline as tasks of the enclosing KFP pipeline."""
 
-    def __init__(
-        self, config: PipelineConfig, steps: Steps, loop: Loop | None, url: str, given: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, config: Any, steps: Steps, loop: Loop | None, url: str, given: Mapping[str, Any]) -> None:
         self._config, self._steps, self._loop, self._url = config, steps, loop, url
         self._shared, self._given = {"seed": given["seed"], **config.published(url)}, given
 
@@ -124,4 +121,4 @@ class Tasks:
     def loop(self, serve: Any, **values: Any) -> None:
         assert self._loop, "the pipeline is built with its loop"
         target, config = self._given[TARGET], self._config
-        LoopTasks(self._loop, self._steps, config, self._url, self._shared, target, values).draw()  # type: ignore[arg-type]
+        LoopTasks(self._loop, self._steps, config, self._url, self._shared, target, values).draw()

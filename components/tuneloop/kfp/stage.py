@@ -30,7 +30,7 @@ from tuneloop.cluster.launch import main as follow_job
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Manifest, find_manifest, split_ref
 from tuneloop.core.component import Component
-from tuneloop.core.program import to_kebab_case
+from tuneloop.core.program import encode_flags, encode_value
 from tuneloop.core.store import Store
 from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
@@ -81,10 +81,9 @@ def launch_jobset(
         return 0
     wanted = Cluster(**cluster)
     name = f"{stage.template}-{xxhash.xxh3_64_hexdigest(url.encode())}"
-    command = ["python", "-m", "tuneloop.training.torchrun", *stage.command()[1:]]
     env = ranks_env(name, nodes, processes)
     role = find_role(stage, task.parameters)
-    pod = pod_spec(stage.image, role, command, build_stage_args(stage, task), wanted, env)
+    pod = pod_spec(stage.image, role, stage.command(nodes=nodes), build_stage_args(stage, task), wanted, env)
     queue = wanted.build_queue_labels(role)
     labels = {"app.kubernetes.io/part-of": "tuneloop", "app.kubernetes.io/component": stage.image}
     manifest = build_jobset(name, pod, nodes, labels=labels, queue=queue, stage=stage.template)
@@ -95,8 +94,8 @@ def build_stage_args(stage: Component, task: Task) -> list[str]:
     """Build the command line of the stage's program."""
     given: dict[str, Any] = {name: task.inputs[name]["ref"] for name in stage.inputs if name in task.inputs}
     given[stage.output] = task.parameters[URL]
-    given |= {k: v for k, v in task.parameters.items() if k in stage.Params.model_fields and v is not None}
-    return [word for name, value in given.items() for word in (f"--{to_kebab_case(name)}", encode_parameter(value))]
+    given |= {k: _whole(v) for k, v in task.parameters.items() if k in stage.Params.model_fields}
+    return encode_flags(given)
 
 
 def find_reason_to_skip(task: Task) -> str:
@@ -159,8 +158,7 @@ def get_result_name(stage: Component, name: str) -> str:
 
 
 def encode_parameter(value: Any) -> str:
-    value = _whole(value)
-    return value if isinstance(value, str) else json.dumps(value)
+    return encode_value(_whole(value))
 
 
 def _whole(value: Any) -> Any:

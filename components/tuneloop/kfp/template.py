@@ -101,31 +101,20 @@ def pass_artifacts_once(arguments: Mapping[str, Any], inputs: Iterable[str]) -> 
     return {**passed, **({SAME: same} if same else {})}
 
 
-def report_step(*, cluster: Cluster | None = None, kfp: Kfp | None = None) -> Step:
+def report_step(*, cluster: Cluster, kfp: Kfp) -> Step:
     """`tuneloop.kfp.report` as a step: the page of a run, and its rewards."""
-    signature = {
-        "run": (str, REQUIRED),
-        "store": (str, REQUIRED),
-        "report": (Output[HTML], REQUIRED),
-        "rewards": (Output[Metrics], REQUIRED),
-    }
+    kinds = {"run": str, "store": str, "report": Output[HTML], "rewards": Output[Metrics]}
     about = {"run": "name of the run", "store": "URL of the store"}
-    return define_uncached_step(
-        "report", "Report on a run, however it ended.", signature, about, cluster or Cluster(), kfp or Kfp()
-    )
+    summary, signature = "Report on a run, however it ended.", {name: (kind, REQUIRED) for name, kind in kinds.items()}
+    return define_uncached_step("report", summary, signature, about, cluster, kfp)
 
 
-def register_step(*, cluster: Cluster | None = None, kfp: Kfp | None = None) -> Step:
+def register_step(*, cluster: Cluster, kfp: Kfp) -> Step:
     """`tuneloop.kfp.register` as a step: the exported model in a model registry."""
-    signature = {
-        "model": (Input[Model], REQUIRED),
-        "registry": (str, REQUIRED),
-        "model_name": (str, REQUIRED),
-        "model_version": (dsl.OutputPath(str), REQUIRED),
-    }
+    kinds = {"model": Input[Model], "registry": str, "model_name": str, "model_version": dsl.OutputPath(str)}
     about = {"registry": "address of the registry", "model_name": "of the registered model"}
-    summary = "Register the exported model."
-    return define_uncached_step("register", summary, signature, about, cluster or Cluster(), kfp or Kfp())
+    signature = {name: (kind, REQUIRED) for name, kind in kinds.items()}
+    return define_uncached_step("register", "Register the exported model.", signature, about, cluster, kfp)
 
 
 def define_uncached_step(
@@ -176,10 +165,7 @@ def stage_signature(component: Component, passed: set[str]) -> tuple[dict[str, t
         **{name: _parameter(field) for name, field in fields.items()},
         **({TARGET: (Optional[float], None)} if ends_loop else {}),
         **{name: (Output[kind], REQUIRED) for name, kind in _artifacts(component).items()},
-        **{
-            get_result_name(component, name): (dsl.OutputPath(kind), REQUIRED)
-            for name, kind in component.results.items()
-        },
+        **{get_result_name(component, k): (dsl.OutputPath(kind), REQUIRED) for k, kind in component.results.items()},
     }
     about = {name: field.description or "" for name, field in fields.items()}
     return signature, {

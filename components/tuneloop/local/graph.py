@@ -152,9 +152,8 @@ class Graph:
                 left = [n for n in self.tasks if n not in results and name in above[n]]
                 if left and daemon.result.broken and not self.execution.stopping.is_set():
                     results[name] = daemon.result
-                    self.execution.end_nodes(
-                        (f"{self.node.name}.{n}" for n in left), f"{name}: {daemon.result.message}"
-                    )
+                    paths = (f"{self.node.name}.{n}" for n in left)
+                    self.execution.end_nodes(paths, f"{name}: {daemon.result.message}")
                     changed.notify()
 
         with changed:

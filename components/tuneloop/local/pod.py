@@ -11,7 +11,7 @@ from typing import Any
 from tuneloop.argo.lease_sidecar import find_lease_sidecar
 from tuneloop.core import fencing
 from tuneloop.core.ends import describe_exit, name_signal
-from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, TERMINATION_LOG, Retryable, UserError, name_class
+from tuneloop.core.errors import TERMINATION_LOG, Retryable, UserError, describe_error
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
@@ -67,9 +67,8 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
     log.parent.mkdir(exist_ok=True)
     log.touch()
     env = execution.pod_environment(container, node, files)
-    command = [
-        _expand(files.translate(word), env) for word in (*container.get("command", []), *container.get("args", []))
-    ]
+    given = (*container.get("command", []), *container.get("args", []))
+    command = [_expand(files.translate(word), env) for word in given]
     words = home / "termination-log"
     words.touch()
     env[TERMINATION_LOG] = str(words)
@@ -78,9 +77,8 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
         try:
             stack.enter_context(_hold_device_lease(execution, template, node, files))
         except (UserError, Retryable) as error:
-            if isinstance(error, UserError):
-                return Result("Failed", str(error), exit_code=EXIT_USER)
-            return Result("Failed", f"{name_class(error)}: {error}", exit_code=EXIT_RETRY)
+            message, code = describe_error(error)
+            return Result("Failed", message.removeprefix("error: "), exit_code=code)
         if execution.stopping.is_set() or execution.find_end_reason(node.name):
             return Result("Failed", "stopped before it started")
         execution.start(node)

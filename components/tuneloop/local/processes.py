@@ -109,13 +109,8 @@ class ProcessServer:
 
     def _run(self, command: list[str], theirs: socket.socket) -> None:
         with theirs:
-            self._server = subprocess.Popen(
-                [*command, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=self.env,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            about: Any = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "start_new_session": True}
+            self._server = subprocess.Popen([*command, str(theirs.fileno())], env=self.env, **about)
         self._listen()
 
     def _listen(self) -> None:

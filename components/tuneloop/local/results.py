@@ -143,9 +143,8 @@ def _output(parameter: Mapping[str, Any], scope: Scope) -> str:
     source = parameter.get("valueFrom") or {}
     try:
         if "expression" not in source:
-            return format_value(
-                substitute_tags(source["parameter"] if "parameter" in source else parameter["value"], scope)
-            )
+            given = source["parameter"] if "parameter" in source else parameter["value"]
+            return format_value(substitute_tags(given, scope))
         # The controller knows inputs, tasks and global outputs in here, but no other workflow.…: tags, yes; names, no.
         known = {k: v for k, v in scope.items() if not k.startswith("workflow.") or k.startswith("workflow.outputs.")}
         value = expressions.evaluate_expression(substitute_tags(source["expression"], scope), known)

@@ -17,18 +17,9 @@ from tuneloop.workflow import expressions
 from tuneloop.workflow.expression_values import ExpressionError
 from tuneloop.workflow.manifest import parse_duration
 
-FIRST: Scope = {
-    "lastRetry.exitCode": "0",
-    "lastRetry.status": "",
-    "lastRetry.duration": "0",
-    "lastRetry.message": "",
-}
+FIRST: Scope = {"lastRetry.exitCode": "0", "lastRetry.status": "", "lastRetry.duration": "0", "lastRetry.message": ""}
 """What a first attempt reads of the one before."""
-POLICIES = {
-    "Always": ("Failed", "Error"),
-    "OnFailure": ("Failed",),
-    "OnError": ("Error",),
-}
+POLICIES = {"Always": ("Failed", "Error"), "OnFailure": ("Failed",), "OnError": ("Error",)}
 
 
 class Attempts:

@@ -71,12 +71,8 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float
         if left <= 0:
             ended["timeout"] += 1
             continue
-        ending = run_program(
-            program,
-            test.stdin,
-            test.call,
-            Limits(left, int(limits["memory_mb"] * 2**20), int(limits["output_kb"] * 2**10)),
-        )
+        most = Limits(left, int(limits["memory_mb"] * 2**20), int(limits["output_kb"] * 2**10))
+        ending = run_program(program, test.stdin, test.call, most)
         if ending.kind == "escape":
             raise Escape(ending.door)
         ended[ending.kind] += 1

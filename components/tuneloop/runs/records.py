@@ -66,9 +66,8 @@ def write_record(record: Record, workflow: str, replaced: Record | None = None) 
 def check_name(name: str, field: str = "--run") -> None:
     """Raise UserError unless `name` can name a run: it becomes part of names in Kubernetes."""
     if not NAME.match(name):
-        raise UserError(
-            field, name, "use at most 40 lower-case letters, digits and dashes, a letter or digit at the ends"
-        )
+        remedy = "use at most 40 lower-case letters, digits and dashes, a letter or digit at the ends"
+        raise UserError(field, name, remedy)
 
 
 def check_schedule_name(name: str) -> None:
@@ -82,15 +81,14 @@ def check_schedule_name(name: str) -> None:
 def read_record(name: str, store: str) -> Record | None:
     """Read the record of the run `name`, if it was started on this machine."""
     check_name(name)
-    data = Store(str(get_run_directory(name, store))).get("run.json")
+    place = get_run_directory(name, store)
+    data = Store(str(place)).get("run.json")
     if data is None:
         return None
     try:
         return Record.model_validate_json(data)
     except ValueError as error:
-        raise Corrupt(
-            "run", f"{get_run_directory(name, store)}/run.json", "is not a run's record; restore it"
-        ) from error
+        raise Corrupt("run", f"{place}/run.json", "is not a run's record; restore it") from error
 
 
 def list_runs(store: str = ROOT) -> list[str]:

@@ -10,17 +10,10 @@ from typing import Any
 
 import yaml
 
+from tuneloop.runs import summary
 from tuneloop.runs.charts import STYLE, Series, render_chart
 from tuneloop.runs.delivery import list_deliveries
 from tuneloop.runs.run_record import Curve, Entry, Run
-from tuneloop.runs.summary import (
-    describe_score,
-    format_duration,
-    format_size,
-    iterations_line,
-    list_devices,
-    reward_line,
-)
 
 SAMPLES = 12
 LABELS = {"step": "optimizer step"}
@@ -46,16 +39,16 @@ def render_page(run: Run) -> str:
 
 
 def _facts(run: Run) -> str:
-    seconds = sum(entry.seconds for entry in run.entries)
+    work = summary.format_duration(sum(entry.seconds for entry in run.entries))
     created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.record.created)) if run.record else ""
     facts = {
         "pipeline": run.record.pipeline if run.record else "not known here: the run was started elsewhere",
         "state": "as its artifacts tell; its executor is elsewhere" if run.phase == "elsewhere" else run.phase,
         "failed": "; ".join(f"{task}: {message}" for task, message in run.read_failures().items()),
-        "mean reward": reward_line(run),
-        "iterations": iterations_line(run),
-        "ran on": ", ".join(list_devices(run.entries)),
-        "work": f"{format_duration(seconds)} in stages" if run.entries else "no stage has committed anything yet",
+        "mean reward": summary.reward_line(run),
+        "iterations": summary.iterations_line(run),
+        "ran on": ", ".join(summary.list_devices(run.entries)),
+        "work": f"{work} in stages" if run.entries else "no stage has committed anything yet",
         "started": created,
         "artifacts": run.url.removeprefix("file://"),
     }
@@ -72,9 +65,7 @@ def _draw_curves(curves: list[Curve]) -> Iterator[str]:
     constant = []
     for name, axis in sorted(groups, key=lambda group: (rank.get(group[0], len(rank)), group[1] == "step")):
         group = groups[name, axis]
-        series = [
-            Series(f"{each.stage}: {each.how}", [*zip(each.x, each.y)], each.role != "evaluator") for each in group
-        ]
+        series = [Series(f"{c.stage}: {c.how}", [*zip(c.x, c.y)], c.role != "evaluator") for c in group]
         title = f"{name.replace('_', ' ')} ({' and '.join(each.stage for each in group)})"
         if all(each.is_constant for each in series):
             constant.append(f"{title} {series[0].points[0][1]:g}")
@@ -111,7 +102,7 @@ def _samples(run: Run) -> str:
     head = ["prompt", before_after[0], "score", before_after[1], "score", "answer"]
     if first is last:
         rows, head = [[row[0], *row[3:]] for row in rows], [head[0], *head[3:]]
-    note = f"The first of the completions that the mean rewards are taken over: {describe_score(run, last)}."
+    note = f"The first of the completions that the mean rewards are taken over: {summary.describe_score(run, last)}."
     return f"<h2>Samples</h2><p>{_text(note)}</p>" + _table(head, rows, kind="samples")
 
 
@@ -131,7 +122,7 @@ def _provenance(run: Run) -> str:
                 str(provenance.get("device", "not stated")),
                 str(provenance.get("world_size", "")),
                 str(provenance.get("code", "")),
-                format_size(sum(f.size for f in entry.manifest.files.values())),
+                summary.format_size(sum(f.size for f in entry.manifest.files.values())),
                 f"{entry.seconds:.1f}",
             ]
         )
@@ -157,7 +148,7 @@ def _efficiency(run: Run) -> str:
                 f"{speed:.4g}",
                 f"{median(each['flops_per_s'] for each in figures) / 1e12:.3g}",
                 f"{median(mfu):.1%}" if mfu else "the device's peak is not known",
-                format_size(max(each["peak_memory_bytes"] for each in figures)),
+                summary.format_size(max(each["peak_memory_bytes"] for each in figures)),
                 f"{median(waits):.1%} of a step" if waits else "one process, or not measured",
             ]
         )
@@ -171,7 +162,7 @@ def _weights(run: Run) -> str:
         [
             f"{d.version}",
             d.way + (f" by {d.replicas}" if d.replicas else ""),
-            f"{d.encoding or 'full'}, {format_size(d.sent_bytes or 0)} of {format_size(d.full_bytes)}"
+            f"{d.encoding or 'full'}, {summary.format_size(d.sent_bytes or 0)} of {summary.format_size(d.full_bytes)}"
             if d.full_bytes
             else "",
             "" if d.density is None else f"{d.density:.2%}",
@@ -221,11 +212,10 @@ def _config(run: Run) -> str:
 
 
 def _table(head: Iterable[str], rows: Iterable[list[str]], kind: str) -> str:
-    top = "".join(f"<th>{_text(name)}</th>" for name in head)
+    names = "".join(f"<th>{_text(name)}</th>" for name in head)
+    top = f"<thead><tr>{names}</tr></thead>" if names else ""
     body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return (
-        f'<table class="{kind}">' + (f"<thead><tr>{top}</tr></thead>" if top else "") + f"<tbody>{body}</tbody></table>"
-    )
+    return f'<table class="{kind}">{top}<tbody>{body}</tbody></table>'
 
 
 def _mark(row: Mapping[str, Any]) -> str:

@@ -75,10 +75,8 @@ def list_devices(entries: Iterable[Entry]) -> list[str]:
     """List every device that the stages report to have run on, and what was held back of a processor."""
     provenances = [entry.manifest.provenance for entry in entries]
     devices = sorted({str(device) for each in provenances if (device := each.get("device"))})
-    return [
-        *devices,
-        *sorted({f"AMX not used: {each['processor']['why']}" for each in provenances if "processor" in each}),
-    ]
+    limits = {f"AMX not used: {each['processor']['why']}" for each in provenances if "processor" in each}
+    return [*devices, *sorted(limits)]
 
 
 def result_line(iteration: int | None, results: Mapping[str, float | str]) -> str:

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from tuneloop.core import fencing
 from tuneloop.core.errors import Retryable, UserError, print_diagnostic, report_error
+from tuneloop.core.program import Parser
 from tuneloop.sharing.document import POLICIES
 from tuneloop.sharing.opening import open_turns
 from tuneloop.sharing.turns import Turns
@@ -28,8 +29,7 @@ FLAGS = ("group", "run", "namespace", "file")
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the flags of the sidecar, also for the local executor."""
-    parser = argparse.ArgumentParser(prog="python -m tuneloop.sharing.sidecar", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Parser("python -m tuneloop.sharing.sidecar", __doc__)
     for name in FLAGS:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--policy", choices=POLICIES, default="fifo", help="who is next")

@@ -15,15 +15,8 @@ from tuneloop.formats.canary import write_canary
 from tuneloop.weights.publication import Weights, publish_checkpoint
 
 TINY = ("tiny-qwen3", "tiny-llama")
-TINY_SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "tie_word_embeddings": True,
-}
+TINY_SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
+TINY_SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}
 PAD, EOS, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 CHATML = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -97,9 +90,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    apart = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    core.pre_tokenizer = pre_tokenizers.Sequence(apart)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -108,13 +100,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
         show_progress=False,
     )
     core.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token=EOS,
-        pad_token=PAD,
-        model_max_length=context,
-        clean_up_tokenization_spaces=False,
-    )
+    about: dict[str, Any] = {"eos_token": EOS, "pad_token": PAD, "model_max_length": context}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **about)
     tokenizer.add_special_tokens({"additional_special_tokens": [START]})
     tokenizer.chat_template = CHATML
     return tokenizer
@@ -138,14 +125,8 @@ def _text(prompts: Artifact | None, model: str) -> Iterator[str]:
 def _tiny(name: str, tokenizer: Any, context: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    shape = {
-        **TINY_SHAPE,
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": context,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    shape = {**TINY_SHAPE, "vocab_size": len(tokenizer), "max_position_embeddings": context}
+    shape |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     if name == "tiny-llama":
         return LlamaForCausalLM(LlamaConfig(**shape))
     return Qwen3ForCausalLM(Qwen3Config(**shape))
@@ -174,9 +155,7 @@ def _pretrained(model: str, revision: str | None, trust_remote_code: bool) -> tu
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if len(tokenizer) > policy.config.get_text_config().vocab_size:
-        raise UserError(
-            "base_model.model", model, "its tokenizer has more tokens than its weights; use the one it came with"
-        )
+        raise UserError("base_model.model", model, "its tokenizer has more tokens than its weights; use its own")
     return policy, tokenizer
 
 

@@ -6,23 +6,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.formats.rollouts import build_reward_inputs
 from tuneloop.inference import generate
 from tuneloop.inference.generate import SamplingOptions
 from tuneloop.rewards.scoring import KINDS, may_pass, score_all
 
-SAMPLES = pa.schema(
-    {
-        "id": pa.string(),
-        "prompt": pa.string(),
-        "completion": pa.string(),
-        "answer": pa.string(),
-        "score": pa.float32(),
-        "outcome": pa.string(),
-    }
-)
+TEXTS = ("id", "prompt", "completion", "answer")
+SAMPLES = pa.schema({**dict.fromkeys(TEXTS, pa.string()), "score": pa.float32(), "outcome": pa.string()})
 
 
 class EvaluateOptions(SamplingOptions):
@@ -40,14 +32,7 @@ class EvaluateOptions(SamplingOptions):
     reward_timeout_s: float = Field(5.0, gt=0, description="seconds that one call of a reward may take")
 
 
-@component(
-    "metrics",
-    image="rollout",
-    accelerator=True,
-    role="evaluator",
-    results={"mean_reward": float},
-    identity=generate.input_identity,
-)
+@generate.sampling_stage("metrics", "evaluator", mean_reward=float)
 def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOptions) -> Results:
     """Generate one completion for each of the first `limit` held-out prompts, and score it by the prompt's rewards.
 
@@ -74,9 +59,8 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
         story = f"none of {len(rows)} completions could be scored: {counts}"
         if any(map(may_pass, outcomes)):
             raise Retryable(f"evaluate: {story}; see the rewards")
-        raise UserError(
-            "rewards", rows[0]["reward"], f"{story}; they must fit the data, and the environment be rollout's"
-        )
+        remedy = f"{story}; they must fit the data, and the environment be rollout's"
+        raise UserError("rewards", rows[0]["reward"], remedy)
     samples = [{**row, "score": o.score, "outcome": o.outcome} for row, o in zip(judged, outcomes)]
     pq.write_table(pa.Table.from_pylist(samples, schema=SAMPLES), stage.out / "samples.parquet")
     mean = sum(scores) / len(scores)

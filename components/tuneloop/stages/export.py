@@ -29,9 +29,7 @@ def export(
     stage: Stage,
     policy: Input,
     *,
-    directory: Annotated[
-        str | None, Field(description="also write a plain copy here", json_schema_extra=UNTRACKED)
-    ] = None,
+    directory: Annotated[str | None, Field(description="also write a copy here", json_schema_extra=UNTRACKED)] = None,
 ) -> Results:
     """Copy a checkpoint's ``model/`` out: the artifact's files are the model directory, nothing around it.
 

@@ -74,9 +74,7 @@ def reward(
         outcomes = [replace(o, score=escape_score) if o.outcome == "escape" else o for o in outcomes]
     _check_budget(outcomes, error_budget)
     if crashed := sum(any(key.endswith(".crash") for key in o.breakdown) for o in outcomes):
-        stage.log(
-            f"{crashed} of {len(outcomes)} rollouts crashed a reward, and got its least score: read what they say"
-        )
+        stage.log(f"{crashed} of {len(outcomes)} rollouts crashed a reward and got its least score: read what they say")
     _write(path, outcomes, stage.out / "rewards.parquet")
     facts = summarize_rewards(rows, outcomes)
     stage.facts.update({**rollouts.manifest.facts, "reward": facts})
@@ -135,9 +133,8 @@ def _check_budget(outcomes: Sequence[Outcome], budget: float) -> None:
     if len(failed) <= budget * len(outcomes) and len(failed) < len(outcomes):
         return
     kinds = Counter(outcome.outcome for outcome in failed)
-    causes = Counter(
-        f"{name}: {what}" for outcome in failed for name, what in outcome.breakdown.items() if isinstance(what, str)
-    )
+    said = (item for outcome in failed for item in outcome.breakdown.items() if isinstance(item[1], str))
+    causes = Counter(f"{name}: {what}" for name, what in said)
     listed = "; ".join(f"{count} × {cause}" for cause, count in causes.most_common(5))
     story = f"{len(failed)} of {len(outcomes)} rollouts have no score ({dict(kinds)}): {listed}"
     lasting = len(failed) - sum(map(may_pass, failed))

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
-from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.seeds import derive_seed
 from tuneloop.formats import rollouts
 from tuneloop.inference import generate
@@ -43,14 +43,7 @@ class RolloutOptions(SamplingOptions):
     top_k: Annotated[int, _uncut(-1)] = Field(-1, description="must stay -1")
 
 
-@component(
-    "rollouts",
-    image="rollout",
-    accelerator=True,
-    role="sampler",
-    results={"completions": int, "mean_length": float},
-    identity=generate.input_identity,
-)
+@generate.sampling_stage("rollouts", "sampler", completions=int, mean_length=float)
 def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOptions) -> Results:
     """Generate `n` completions for each prompt of the iteration's batch; with an environment, `n` episodes.
 

@@ -39,9 +39,7 @@ def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
     if into.is_dir() and mark.is_file() and mark.read_text() == said:
         return
     if into.exists() and not (into.is_dir() and (mark.is_file() or not any(into.iterdir()))):
-        raise UserError(
-            "--into", str(into), "holds what tuneloop.training.fetch did not put there; choose another directory"
-        )
+        raise UserError("--into", str(into), "holds what no fetch has put there; choose another directory")
     ref, _, part = source.partition("#")
     artifact = Artifact(ref)
     path = artifact.part(part) if part else artifact.path

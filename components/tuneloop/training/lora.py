@@ -40,10 +40,8 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
-        causal = model.get_output_embeddings() is not None
-        config = LoraConfig(
-            **{**self.model_dump(), "target_modules": targets}, task_type="CAUSAL_LM" if causal else "SEQ_CLS"
-        )
+        task = "SEQ_CLS" if model.get_output_embeddings() is None else "CAUSAL_LM"
+        config = LoraConfig(**{**self.model_dump(), "target_modules": targets}, task_type=task)
         known = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if not list(part.children())})
         try:
             inject_adapter_in_model(config, model)

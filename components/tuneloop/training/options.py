@@ -47,9 +47,8 @@ class Optimization:
         if self.lr_scheduler_type == "constant":
             return self.learning_rate
         done = min(1.0, (step - 1 - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps))
-        return self.learning_rate * (
-            1 - done if self.lr_scheduler_type == "linear" else (1 + math.cos(math.pi * done)) / 2
-        )
+        left = 1 - done if self.lr_scheduler_type == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.learning_rate * left
 
 
 class TrainerOptions(Options):
@@ -87,9 +86,7 @@ class TrainerOptions(Options):
     )
     save_steps: int = Field(0, ge=0, description="a resume point each so many steps; 0: on SIGTERM only")
     device: Device = Field("auto", description="auto: CUDA where there is some")
-    expected_world_size: int | None = Field(
-        None, ge=1, description="refuse to train with another", json_schema_extra=UNTRACKED
-    )
+    expected_world_size: int | None = Field(None, ge=1, description="refuse any other", json_schema_extra=UNTRACKED)
 
     @property
     def optimization(self) -> Optimization:

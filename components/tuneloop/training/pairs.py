@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -121,16 +121,12 @@ def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> Pairs:
         return Pairs([])
     tokenizer = load_tokenizer(checkpoint.model_dir(policy))
     batches = pq.ParquetFile(prompts.part(f"{split}.parquet")).iter_batches(1024)
-    return Pairs(
-        Pair(
-            row["id"],
-            encode_prompt(tokenizer, row["prompt"], row["chat"]),
-            encode_completion(tokenizer, row["chosen"]),
-            encode_completion(tokenizer, row["rejected"]),
-        )
-        for batch in batches
-        for row in batch.to_pylist()
-    )
+
+    def encode(row: dict[str, Any]) -> Pair:
+        sides = (encode_completion(tokenizer, row[side]) for side in ("chosen", "rejected"))
+        return Pair(row["id"], encode_prompt(tokenizer, row["prompt"], row["chat"]), *sides)
+
+    return Pairs(encode(row) for batch in batches for row in batch.to_pylist())
 
 
 def check_fits(pairs: Iterable[Pairs], policy: "Policy", max_length: int) -> None:

@@ -77,26 +77,26 @@ class Objective:
         """Compute the weighed loss of each target token, and measures."""
         import torch
 
+        device = trainer.ranks.device
+
         def column(name: str) -> Tensor:
             values = [value for sample in samples for value in getattr(sample, name)]
-            return torch.tensor(values, dtype=torch.float32, device=trainer.ranks.device)
+            return torch.tensor(values, dtype=torch.float32, device=device)
 
         logprobs, entropy = trainer.logprobs([s.document for s in samples], self.temperature)
         # A rank without samples of its own keeps step with the others: then there is nothing to tell the type by.
-        counts = torch.tensor(
-            [s.document.target_count for s in samples], dtype=torch.int64, device=trainer.ranks.device
-        )
+        counts = torch.tensor([s.document.target_count for s in samples], dtype=torch.int64, device=device)
         several = any(sample.old for sample in samples)
         tokens = Tokens(
             logprobs,
             old=column("old") if several else logprobs.detach(),
             advantages=column("advantages"),
-            sequence=torch.arange(len(samples), device=trainer.ranks.device).repeat_interleave(counts),
+            sequence=torch.arange(len(samples), device=device).repeat_interleave(counts),
             engine=column("engine"),
             reference=column("reference") if self.algorithm.beta else None,
         )
         loss, measures = self.algorithm.loss(tokens)
-        each = torch.tensor([weight[s.id] for s in samples], dtype=torch.float32, device=trainer.ranks.device)
+        each = torch.tensor([weight[s.id] for s in samples], dtype=torch.float32, device=device)
         return loss * each.repeat_interleave(counts), {**measures, "entropy": entropy}
 
 

@@ -67,16 +67,13 @@ def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> f
             raise UserError("--rewards", rewards.url, f"does not say its {name}; give it what the stage reward commits")
     age = version - facts["version"]
     if facts["digest"] != policy.manifest.digest and not 0 < age <= max_staleness:
-        raise UserError(
-            "--rewards",
-            f"{rewards.url}, sampled by version {facts['version']} ({facts['digest']})",
-            f"--policy is version {version} ({policy.manifest.digest}); sample with it, or raise max_staleness",
-        )
+        sampled = f"{rewards.url}, sampled by version {facts['version']} ({facts['digest']})"
+        remedy = f"--policy is version {version} ({policy.manifest.digest}); sample with it, or raise max_staleness"
+        raise UserError("--rewards", sampled, remedy)
     temperature = float(facts["sampling"]["temperature"])
     if temperature <= 0:
-        raise UserError(
-            "sampling.temperature", temperature, "greedy rollouts have no distribution to learn from; use 1.0"
-        )
+        remedy = "greedy rollouts have no distribution to learn from; use 1.0"
+        raise UserError("sampling.temperature", temperature, remedy)
     return temperature
 
 
@@ -110,11 +107,10 @@ def _rows(table: pq.ParquetFile) -> Iterator[dict[str, Any]]:
 
 def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -> Sample:
     name, prompt, mask, versions = row["request_id"], row["prompt_ids"], row["loss_mask"], row["policy_versions"]
+    length = len(row["completion_ids"])
     for column in ("logprobs", "loss_mask", "policy_versions"):
-        if len(row[column]) != len(row["completion_ids"]):
-            raise UserError(
-                f"{column} of {name}", len(row[column]), f"must be {len(row['completion_ids'])}, one a token"
-            )
+        if len(row[column]) != length:
+            raise UserError(f"{column} of {name}", len(row[column]), f"must be {length}, one a token")
     engine = row["logprobs"][mask.astype(bool)]
     if not np.isfinite(engine).all():
         lost = float(engine[~np.isfinite(engine)][0])

@@ -190,9 +190,8 @@ def check_checksums(found: Iterable[tuple[str, str]], expected: Mapping[str, str
 
 def compute_checksums(checkpoint: Checkpoint, threads: int) -> dict[str, str]:
     """Compute the xxh3-128 of every tensor's bytes."""
-    return dict(
-        in_order(lambda name: xxhash.xxh3_128_hexdigest(checkpoint.view(name).data), checkpoint.tensors, threads)
-    )
+    found = in_order(lambda name: xxhash.xxh3_128_hexdigest(checkpoint.view(name).data), checkpoint.tensors, threads)
+    return dict(found)
 
 
 def in_order(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[tuple[Item, Result]]:

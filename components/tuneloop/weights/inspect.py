@@ -81,19 +81,15 @@ def diff_versions(root: str | Store, first: int, second: int) -> Difference:
     """
     chain = Chain(root)
     a, b = (chain.entry(chain.target(v)).index.tuneloop.checksums for v in (first, second))
-    names = [n for n in a if n in b and a[n] != b[n]]
+    names, densities = [n for n in a if n in b and a[n] != b[n]], dict[str, float]()
     with tempfile.TemporaryDirectory(prefix="tuneloop-weights-") as scratch:
         if names:
             for version in (first, second):
                 materialize_version(chain.store, version, f"{scratch}/{version}")
             old, new = (Checkpoint(Path(scratch) / str(v)) for v in (first, second))
             densities = {n: _density(old, new, n) for n in names}
-    return Difference(
-        sorted(b.keys() - a.keys()),
-        sorted(a.keys() - b.keys()),
-        densities if names else {},
-        sum(a[n] == b.get(n) for n in a),
-    )
+    added, removed = sorted(b.keys() - a.keys()), sorted(a.keys() - b.keys())
+    return Difference(added, removed, densities, sum(a[n] == b.get(n) for n in a))
 
 
 def _density(old: Checkpoint, new: Checkpoint, name: str) -> float:

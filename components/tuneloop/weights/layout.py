@@ -75,18 +75,16 @@ def read_header(path: Path, name: str = "", blame: Blame | None = None) -> Heade
         if len(size) < 8 or length > path.stat().st_size - 8:
             raise blame("is not a safetensors file: its header is cut short")
         raw = file.read(length)
+    at = 8 + length
     try:
         entries = json.loads(raw)
         metadata = {str(k): str(v) for k, v in entries.pop("__metadata__", {}).items()}
         tensors = {
-            key: Tensor(
-                name, str(e["dtype"]), tuple(map(int, e["shape"])), *(8 + length + int(o) for o in e["data_offsets"])
-            )
+            key: Tensor(name, str(e["dtype"]), tuple(map(int, e["shape"])), *(at + int(o) for o in e["data_offsets"]))
             for key, e in entries.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise blame(f"is not a safetensors file ({error!r})") from error
-    at = 8 + length
     for start, end in sorted((t.start, t.end) for t in tensors.values()):
         if start != at or end < start:
             raise blame(f"its tensors overlap or leave holes at byte {at}")
@@ -120,7 +118,8 @@ class Checkpoint:
         self.blame = blame or (lambda file: build_blame(self.directory / file))
         self.tensors: dict[str, Tensor] = {}
         self.headers: dict[str, str] = {}
-        found = [p for p in visible_files(self.directory) if p.suffix == ".safetensors"]
+        files = visible_files(self.directory)
+        found = [p for p in files if p.suffix == ".safetensors"]
         if not found:
             raise UserError("weights", str(directory), "has no .safetensors file; give a Hugging Face model directory")
         self._maps: dict[str, Bytes] = {}
@@ -133,9 +132,7 @@ class Checkpoint:
             self.tensors |= header.tensors
             self._maps[name] = np.memmap(path, np.uint8, "r+" if writable else "r").view(np.ndarray)
         self.tensors = dict(sorted(self.tensors.items()))
-        self.others = [
-            p.relative_to(self.directory).as_posix() for p in visible_files(self.directory) if p not in found
-        ]
+        self.others = [p.relative_to(self.directory).as_posix() for p in files if p not in found]
         self.size = sum(len(m) for m in self._maps.values())
 
     def view(self, name: str) -> Bytes:

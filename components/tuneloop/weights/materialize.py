@@ -137,18 +137,10 @@ def _bytes(plan: _Plan) -> int:
 
 
 def _result(plan: _Plan, timings: dict[str, float]) -> Materialized:
-    done = [step.version for step in plan.steps]
-    full = plan.full.version if plan.full else None
-    return Materialized(
-        plan.target.version,
-        versions.get_version_reference(plan.target),
-        plan.held,
-        full,
-        done,
-        _bytes(plan),
-        plan.target.index.tuneloop.source,
-        timings,
-    )
+    target, full = plan.target, plan.full.version if plan.full else None
+    ref, source = versions.get_version_reference(target), target.index.tuneloop.source
+    deltas = [step.version for step in plan.steps]
+    return Materialized(target.version, ref, plan.held, full, deltas, _bytes(plan), source, timings)
 
 
 def _open_delta(store: Store, step: Entry, incoming: Path) -> delta.DeltaFile | None:
@@ -301,9 +293,8 @@ def lock_directory(directory: Path) -> Iterator[None]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / LOCK).exists() and any(directory.iterdir()):
-            raise UserError(
-                "directory", str(directory), "is not empty and not made by `weights materialize`; choose another"
-            )
+            remedy = "is not empty and not made by `weights materialize`; choose another"
+            raise UserError("directory", str(directory), remedy)
         lock = (directory / LOCK).open("a")
     except OSError as error:
         raise UserError("directory", str(directory), f"{error.strerror}; choose one that can be written") from error

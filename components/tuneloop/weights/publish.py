@@ -261,10 +261,8 @@ class _Attempt:
         assert self.full is not None
         standing = self.chain.entry(self.version)
         if not standing.index.same_state(self.full):
-            where = f"{self.chain.store.url}/{self.place}"
-            raise PointerConflict(
-                "weights version", self.version, f"{where} holds other weights; publish under a new number"
-            )
+            remedy = f"{self.chain.store.url}/{self.place} holds other weights; publish under a new number"
+            raise PointerConflict("weights version", self.version, remedy)
         self.sent = 0
         return self.advance(self.chain.store)
 

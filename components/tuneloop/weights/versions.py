@@ -59,9 +59,7 @@ class Extra(BaseModel, frozen=True, extra="forbid"):
     files: dict[str, File]
     checksums: dict[str, Hex] = Field(description="of every tensor's bytes in this version's state")
     base_index: Hex | None = Field(None, description="xxh3-128 of the base version's index")
-    delta_index: Hex | None = Field(
-        None, description="xxh3-128 of the index in delta.<x>/, where a full version has one"
-    )
+    delta_index: Hex | None = Field(None, description="xxh3-128 of the index in delta.<x>/ of a full version")
     stored_bytes: int = Field(description="of the files in this directory")
     elements: int = 0
     changed: int | None = Field(None, description="elements that differ from the base version")
@@ -147,14 +145,9 @@ class Chain:
         self.store = root if isinstance(root, Store) else Store(root)
         self.pointed = pointer.read_pointer(self.store)  # before the listing, which then has what it names
         self.keys = self.store.keys()
-        found = (_DIRECTORY.fullmatch(key) for key in self.keys)
-        self.versions = sorted(
-            int(match[2]) for match in found if match and match[1] == get_version_directory(int(match[2]))
-        )
-        self.entry = functools.cache(self._entry)
-
-    def _entry(self, version: int) -> Entry:
-        return Entry(self.store, get_version_directory(version))
+        found = (match for key in self.keys if (match := _DIRECTORY.fullmatch(key)))
+        self.versions = sorted(int(match[2]) for match in found if match[1] == get_version_directory(int(match[2])))
+        self.entry = functools.cache(lambda version: Entry(self.store, get_version_directory(version)))
 
     @functools.cached_property
     def latest(self) -> int | None:
@@ -173,9 +166,8 @@ class Chain:
         """
         wanted = self.latest if version is None else version
         if wanted is None or wanted not in self.versions:
-            raise UserError(
-                "weights version", "latest" if version is None else version, f"is not in {self.store.url}; {_GONE}"
-            )
+            asked = "latest" if version is None else version
+            raise UserError("weights version", asked, f"is not in {self.store.url}; {_GONE}")
         return wanted
 
     def steps(self, version: int) -> Iterator[tuple[Entry | None, Entry]]:
@@ -188,9 +180,8 @@ class Chain:
         while True:
             entry = self.entry(version)
             if expected not in (None, entry.digest):
-                raise Corrupt(
-                    "weights", f"{self.store.url}/{entry.place}", f"is not the base that version follows ({expected})"
-                )
+                where = f"{self.store.url}/{entry.place}"
+                raise Corrupt("weights", where, f"is not the base that version follows ({expected})")
             delta = self.delta(entry)
             yield delta, entry
             if delta is None or delta.index.base not in self.versions:

@@ -72,9 +72,8 @@ def require_number(value: Any, op: str) -> Any:
         ExpressionError: it is not a number, which the operator needs.
     """
     if not is_number(value):
-        raise ExpressionError(
-            f"{op!r} needs a number, got {format_json(value)} (asInt() and asFloat() make one of text)"
-        )
+        hint = "asInt() and asFloat() make one of text"
+        raise ExpressionError(f"{op!r} needs a number, got {format_json(value)} ({hint})")
     return value
 
 
@@ -85,12 +84,8 @@ def apply_operator(op: type[ast.AST], left: Any, right: Any) -> Any:
         ExpressionError: the operator does not take such operands.
     """
     if op in (ast.Eq, ast.NotEq):
-        same = (
-            left == right
-            and (is_number(left) == is_number(right))
-            and isinstance(left, bool) == isinstance(right, bool)
-        )
-        return same == (op is ast.Eq)
+        alike = is_number(left) == is_number(right) and isinstance(left, bool) == isinstance(right, bool)
+        return (alike and left == right) == (op is ast.Eq)
     if op in (ast.In, ast.NotIn):
         if not isinstance(right, list | dict):
             raise ExpressionError(f"'in' needs a list or map on its right, got {format_json(right)}")

@@ -27,9 +27,7 @@ _PARAMETER: Fields = {
 }
 _IO: Fields = {"parameters": [_PARAMETER]}
 _RETRY: Fields = {
-    "limit": ANY,
-    "retryPolicy": ANY,
-    "expression": ANY,
+    **dict.fromkeys(("limit", "retryPolicy", "expression"), ANY),
     "affinity": IGNORED,
     "backoff": {"duration": ANY, "factor": ANY},
 }

@@ -34,8 +34,7 @@ class Share(BaseModel, frozen=True, extra="forbid"):
         description="name of the runs that share: at most 40 lower-case letters, digits and dashes",
     )
     device_class: str = Field(
-        "",
-        description="DRA DeviceClass of the devices; empty: none are claimed, runs only take turns",
+        "", description="DRA DeviceClass of the devices; empty: none are claimed, runs only take turns"
     )
     count: int = Field(1, ge=1, description="devices of a claim; every run that sits on it sees all of them")
     selector: str = Field("", description="CEL expression that each device satisfies")
@@ -181,9 +180,7 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         AcceleratorResources(), description="pods of stages that score with a model and train none"
     )
     cpu: Resources = Field(Resources(), description="all other pods, those among them that only call a server")
-    claim: str = Field(
-        "", description="PersistentVolumeClaim that every stage sees at /store; for --store file:///store/…"
-    )
+    claim: str = Field("", description="PersistentVolumeClaim that stages see at /store; for --store file:///store/…")
     share: Share | None = Field(None, description="share devices with other runs (docs/sharing.md)")
 
     @model_validator(mode="after")

@@ -183,7 +183,7 @@ def test_every_option_has_help(call: Call) -> None:
         ),
         (
             ["plan", "grpo", "--set", "engine.colocate=true", "--set", "loop.asynchronous=true"],
-            "engine.colocate: True: gives the GPU to one process after the other",
+            "engine.colocate: True: gives the GPU to one process at a time",
         ),
         (["plan", "grpo", "--set", "cluster.cpu.memory=much"], "cluster.cpu.memory: 'much'"),
         (["plan", "grpo", "--set", "cluster.cpu.cpu=1G"], "cluster.cpu.cpu: '1G'"),

@@ -12,12 +12,11 @@ from tuneloop.core.attempts import (
     LAST_END,
     MORE_MEMORY,
     RECORD,
-    Exhausted,
     Record,
     admit_attempt,
     record_progress,
 )
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import Exhausted, UserError
 from tuneloop.core.store import Store
 
 KILLED, DELETED, OUT_OF_MEMORY = "Failed 139 exit code 139", "Error -1 pod deleted", "Failed 137 main: OOMKilled (exit "

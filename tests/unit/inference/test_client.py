@@ -228,7 +228,7 @@ def mortal(about: Mortal) -> Iterator[str]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
-            about.calls[self.life].append(self.path)
+            about.calls[self.life].append("scores" if "prompt_logprobs" in body else self.path)
             if self.path == "/load":
                 served[self.life] = {**about.boots, "version": body["version"], "digest": body["ref"].split("@")[1]}
                 reply(self, 200, served[self.life])
@@ -236,8 +236,9 @@ def mortal(about: Mortal) -> Iterator[str]:
                 reply(self, 200, self.served)
             elif body["version"] != self.served["version"]:
                 reply(self, 409, {"error": f"serves version {self.served['version']}"})
-            elif self.path == "/score":
-                reply(self, 200, {"logprobs": about.boots.get("scores") or [0.0] * (len(body["ids"]) - 1)})
+            elif "prompt_logprobs" in body:
+                scores = about.boots.get("scores") or [0.0] * (len(body["requests"][0]["prompt_ids"]) - 1)
+                reply(self, 200, {"index": 0, "completions": [{**SAID, "prompt_logprobs": scores}]})
             else:
                 self.generate(body)
 
@@ -296,7 +297,7 @@ def test_a_batch_goes_on_where_the_server_died(policy: Artifact, capfd: pytest.C
     assert about.asked == [["r0", "r1", "r2", "r3", "r4"], ["r0", "r1", "r2"], ["r0"]]
     assert {c.start_version for group in made for c in group} == {4}
     assert proofs == [2, 2]
-    assert [calls[:4] for calls in about.calls[1:]] == [["/version", "/version", "/load", "/score"]] * 2
+    assert [calls[:4] for calls in about.calls[1:]] == [["/version", "/version", "/load", "scores"]] * 2
     assert seen == sorted(seen) and seen[-1] == 5
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 4, "one line when it is lost, and one when it is back"
@@ -404,5 +405,5 @@ def test_rollouts_of_a_server_that_died_are_those_of_one_that_lived(policy: Arti
         about = Mortal(BOOT | {"scores": scores}, lives)
         with mortal(about) as endpoint:
             made.append(rollout(out=str(tmp_path / name), **asked, endpoint=endpoint))
-    assert [calls.count("/score") for calls in about.calls] == [1, 1]
+    assert [calls.count("scores") for calls in about.calls] == [1, 1]
     assert made[0].digest == made[1].digest

@@ -136,7 +136,7 @@ def test_a_stage_proves_each_replica_and_says_who_made_what(policy: Artifact, tm
         with contextlib.ExitStack() as stack:
             urls = [stack.enter_context(mortal(each)) for each in servers]
             made = rollout(out=str(tmp_path / name), **asked, endpoint=",".join(urls))
-        assert [server.calls[0].count("/score") for server in servers] == [1] * len(servers)
+        assert [server.calls[0].count("scores") for server in servers] == [1] * len(servers)
         digests.add(made.digest)
         served = made.facts.get("replicas")
         assert served is None if name == "one" else list(served) == urls

@@ -12,7 +12,6 @@ from tuneloop.core.errors import Interrupted, Unavailable, UserError
 from tuneloop.kfp import client
 from tuneloop.kfp.api import RunApi, call_api
 from tuneloop.kfp.check_data import start_scheduled_run
-from tuneloop.kfp.next_run import find_newer_run, start_next_run
 from tuneloop.kfp.schedule import convert_cron
 
 NODES = {
@@ -175,15 +174,15 @@ def test_a_loop_goes_on_once(backend: Api) -> None:
     line = ["submit", "grpo", "--to", "kfp", "--run", "long", "--store", "s3://b/runs", "--pipeline-root", "s3://b/kfp"]
     assert run_cli(line) == 0
     api = RunApi(backend.url)
-    assert start_next_run(api, "r1") == "r2"
-    assert start_next_run(api, "r1") == "r2", "tried again, it finds the run that it has started"
+    assert api.start_next_run("r1") == "r2"
+    assert api.start_next_run("r1") == "r2", "tried again, it finds the run that it has started"
     first, second = backend.runs
     for key in ("display_name", "experiment_id", "pipeline_spec", "runtime_config"):
         assert first[key] == second[key]
-    assert find_newer_run(api, api.read_run("r1")) == "r2" and find_newer_run(api, api.read_run("r2")) is None
+    assert api.find_newer_run(api.read_run("r1")) == "r2" and api.find_newer_run(api.read_run("r2")) is None
     assert run_cli(["kfp", "stop", "long"]) == 0
     with pytest.raises(Interrupted, match="r2 is being stopped"):
-        start_next_run(api, "r2")
+        api.start_next_run("r2")
     with pytest.raises(Unavailable, match=r"kfp\.api"):
         RunApi("http://127.0.0.1:1").read_run("r1")
     with pytest.raises(UserError, match="does not answer with JSON"):

@@ -32,6 +32,10 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
 
 
+Done = Callable[[int], None]
+"""Called with the number of requests finished so far; what it raises ends the generation."""
+
+
 class Engine(Protocol):
     """Generates and scores.
 
@@ -53,13 +57,8 @@ class Engine(Protocol):
         `force` applies them again even so.
         """
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
-    ) -> list[list[Completion]]:
-        """Generate completions, in the order of `requests` and their seeds.
-
-        `done` is called with the number of requests finished so far; what it raises ends the generation.
-        """
+    def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
+        """Generate completions, in the order of `requests` and their seeds."""
 
     def score(self, ids: Sequence[int]) -> list[float]:
         """Compute the log-probability at temperature 1 of each id but the first, given those before it."""

@@ -24,7 +24,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable, Unavailable, UserError
 from tuneloop.core.http import POLL_S, Response, Unanswered, open_response
 from tuneloop.formats.rollouts import Completion, Request
-from tuneloop.inference.engines import Engine, Sampling
+from tuneloop.inference.engines import Done, Engine, Sampling
 
 Value = TypeVar("Value")
 Finished = dict[int, list[Completion]]
@@ -87,22 +87,24 @@ class Client:
         self._persist(lambda: self._load(policy, force))
         self._policy = policy
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
         results: Finished = {}
         self.generate_into(dict(enumerate(requests)), sampling, results, done)
         return [results[i] for i in range(len(requests))]
 
     def generate_into(
-        self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Callable[[int], None]
+        self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Done, **more: Any
     ) -> None:
-        """Generate what is not in `results` yet into it, under the keys of `requests`; what is finished stays there."""
+        """Generate what is not in `results` yet into it, under the keys of `requests`; what is finished stays there.
+
+        Args:
+            more: of the request's body.
+        """
 
         def attempt() -> None:
             left = [i for i in requests if i not in results]
             waiting = [asdict(requests[i]) for i in left]
-            body = {"requests": waiting, "sampling": asdict(sampling), "version": self.version}
+            body = {"requests": waiting, "sampling": asdict(sampling), "version": self.version, **more}
             with self._open("POST", "/generate", body) as response:
                 for line in response.lines():
                     if line.strip():  # an empty one only says that the server is alive
@@ -117,9 +119,10 @@ class Client:
             self._persist(attempt, self._renew, lambda: len(results), len(requests))
 
     def score(self, ids: Sequence[int]) -> list[float]:
-        body = {"ids": list(ids), "version": self.version}
-        scored: list[float] = self._persist(lambda: self._json("POST", "/score", body), self._renew)["logprobs"]
-        return scored
+        results: Finished = {}
+        request, sampling = Request("score", list(ids), [0]), Sampling(0.0, 1)
+        self.generate_into({0: request}, sampling, results, lambda _: None, prompt_logprobs=True)
+        return results[0][0].prompt_logprobs or []
 
     def close(self) -> None:
         """Give the device back, if it is had by turns; connections live as long as a call."""

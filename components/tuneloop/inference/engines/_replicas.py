@@ -16,7 +16,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Interrupted, Retryable
 from tuneloop.core.http import POLL_S
 from tuneloop.formats.rollouts import Completion, Request
-from tuneloop.inference.engines import Engine, Sampling
+from tuneloop.inference.engines import Done, Engine, Sampling
 from tuneloop.inference.engines._client import Client, Finished
 
 
@@ -47,9 +47,7 @@ class Replicas:
         self.context = min(client.context for client in self.live)
         self.pulled = max((client.pulled for client in self.live), key=lambda about: float(about.get("served_at", 0)))
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
         results: Finished = {}
         while left := {i: request for i, request in enumerate(requests) if i not in results}:
             self._generate_into(left, sampling, results, done)
@@ -96,7 +94,7 @@ class Replicas:
                         pending = [client]  # the last: it is waited for
 
     def _generate_into(
-        self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Callable[[int], None]
+        self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Done
     ) -> None:
         """Generate into `results` what the replicas finish that are there now."""
         shares: dict[Client, dict[int, Request]] = {client: {} for client in self.live}

@@ -26,7 +26,7 @@ from tuneloop.core.component import from_validation
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Response, Unanswered, open_response
 from tuneloop.formats.rollouts import Completion, Request
-from tuneloop.inference.engines import Engine, Sampling
+from tuneloop.inference.engines import Done, Engine, Sampling
 from tuneloop.inference.engines._partial import Partial, Piece, Whole
 from tuneloop.inference.fleet import Fleet, open_fleet
 from tuneloop.inference.fleet.refit import Refitted, make_target, refit_fleet
@@ -42,7 +42,7 @@ class Options(BaseModel, frozen=True, extra="forbid"):
 
     max_staleness: int = Field(0, ge=0, description="versions that a token may be older than the policy")
     partial_rollout: bool = Field(
-        False, description="stream tokens, and where a replica is lost let another go on from them"
+        False, description="stream tokens; where a replica is lost, another goes on from them"
     )
     concurrency: int = Field(64, ge=1, description="requests at the same time")
     max_retries: int = Field(60, ge=0, description="of one request")
@@ -146,9 +146,7 @@ class Endpoint:
         self.version, self.digest = policy.manifest.facts["version"], policy.manifest.digest
         self.vocab_size = json.loads(policy.part("model/config.json").read_text())["vocab_size"]
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
         self._stopping.clear()
         pool = ThreadPoolExecutor(min(self.options.concurrency, max(len(requests), 1)))
         futures: list[Future[list[Completion]]] = []
@@ -215,10 +213,8 @@ class Endpoint:
             for message in lines:
                 if "completions" in message:
                     completions = [self._read(c, sampling.max_tokens) for c in self._parse(Whole, message).completions]
-                    if len(completions) != len(request.seeds):
-                        raise self._wrong(
-                            f"gives {len(completions)} completions where {len(request.seeds)} were asked for"
-                        )
+                    if (count := len(completions)) != len(request.seeds):
+                        raise self._wrong(f"gives {count} completions where {len(request.seeds)} were asked for")
                     if any(c.finish_reason == "abort" for c in completions):
                         raise Lost("a completion was aborted")
                     return completions
@@ -263,27 +259,24 @@ class Endpoint:
             raise self._wrong("streams other tokens than it says that a completion has")
         mixed = part.versions if len(set(part.versions)) > 1 else []
         whole = {**fields, "ids": part.ids, "logprobs": part.logprobs, "versions": mixed}
-        return self._read(
-            {**whole, "start_version": part.versions[0], "end_version": part.versions[-1]}, sampling.max_tokens
-        )
+        whole |= {"start_version": part.versions[0], "end_version": part.versions[-1]}
+        return self._read(whole, sampling.max_tokens)
 
     def _read(self, fields: Mapping[str, Any], max_tokens: int) -> Completion:
         """Read a completion, if it can be one."""
         completion = self._parse(Completion, fields)
         if completion.start_version != completion.end_version and not completion.versions:
             raise self._wrong("gives two versions, and not which of them made which token")
-        versions = completion.versions or [completion.start_version]
-        if not 0 < len(completion.ids) <= max_tokens or len(completion.logprobs) != len(completion.ids):
-            raise self._wrong(
-                f"gives {len(completion.ids)} ids and {len(completion.logprobs)} log-probabilities of {max_tokens}"
-            )
-        if (most := max(completion.ids)) >= self.vocab_size:
+        ids, logprobs = completion.ids, completion.logprobs
+        if not 0 < len(ids) <= max_tokens or len(logprobs) != len(ids):
+            raise self._wrong(f"gives {len(ids)} ids and {len(logprobs)} log-probabilities of {max_tokens}")
+        if (most := max(ids)) >= self.vocab_size:
             raise self._wrong(f"gives the id {most}, beyond the policy's vocabulary of {self.vocab_size}")
-        if not all(math.isfinite(p) and p <= 1e-3 for p in completion.logprobs):
+        if not all(math.isfinite(p) and p <= 1e-3 for p in logprobs):
             raise self._wrong("gives log-probabilities that are above 0 or not finite")
-        if completion.versions and len(completion.versions) != len(completion.ids):
+        if completion.versions and len(completion.versions) != len(ids):
             raise self._wrong("gives another number of versions than of ids")
-        for version in versions:
+        for version in completion.versions or [completion.start_version]:
             self._check_version(version)
         return completion
 
@@ -303,9 +296,8 @@ class Endpoint:
             raise self._wrong(f"answers with version {version} where {bound} was demanded")
 
     def _wrong(self, what: str) -> UserError:
-        return UserError(
-            "--endpoint", ", ".join(self.urls), f"{what}; `tuneloop endpoint check` shows what it does not keep to"
-        )
+        remedy = f"{what}; `tuneloop endpoint check` shows what it does not keep to"
+        return UserError("--endpoint", ", ".join(self.urls), remedy)
 
     @contextmanager
     def _ask(self, url: str, payload: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
@@ -329,11 +321,8 @@ class Endpoint:
 
     def _prepare(self, url: str, payload: dict[str, Any]) -> dict[str, Any]:
         fields: dict[str, Any] = {
-            "url": f"{url}/generate",
-            "payload": payload,
-            "headers": {"Content-Type": "application/json"},
-            "max_retries": self.options.max_retries,
-            "retry_sleep": self.options.retry_sleep,
+            **{"url": f"{url}/generate", "payload": payload, "headers": {"Content-Type": "application/json"}},
+            **{"max_retries": self.options.max_retries, "retry_sleep": self.options.retry_sleep},
         }
         if self._hook is None:
             return fields

@@ -20,7 +20,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.core.processor import check_processor
 from tuneloop.formats.rollouts import Completion, Request
-from tuneloop.inference.engines import Engine, Sampling
+from tuneloop.inference.engines import Done, Engine, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,9 +87,8 @@ class Transformers:
             return
         self.version, self.digest = -1, ""
         disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(
-            policy.part("model"), dtype=self.dtype, attn_implementation=self.attention
-        )
+        about = {"dtype": self.dtype, "attn_implementation": self.attention}
+        model = AutoModelForCausalLM.from_pretrained(policy.part("model"), **about)
         self.serve(model, policy.manifest.facts["version"], policy.manifest.digest)
 
     def serve(self, model: Any, version: int, digest: str) -> None:
@@ -100,9 +99,7 @@ class Transformers:
         self.accepts = inspect.signature(self.model.forward).parameters.keys()
         self.version, self.digest = version, digest
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
         import torch
 
         results: dict[int, list[Completion]] = {}

@@ -10,7 +10,7 @@ import difflib
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.core.processor import check_processor
 from tuneloop.formats.rollouts import Completion, Request
-from tuneloop.inference.engines import Engine, Sampling
+from tuneloop.inference.engines import Done, Engine, Sampling
 from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._reload import reload_weights, reset_prefix_cache
 from tuneloop.inference.engines._replicas import Replicas
@@ -142,9 +142,7 @@ class Vllm:
             spans = self._spans.setdefault(state.external_req_id, [])
             spans += [version] * (state.detokenizer.num_output_tokens() - len(spans))
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, done: Callable[[int], None]
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
         keys = [[f"{i}-{j}" for j in range(len(r.seeds))] for i, r in enumerate(requests)]
         completions: dict[str, Completion] = {}
         left = [len(names) for names in keys]
@@ -279,15 +277,9 @@ class Vllm:
         versions = [*versions, *[self.version] * (len(tokens.ids) - len(versions))]
         scored = None if out.prompt_logprobs is None else list(map(float, out.prompt_logprobs.logprobs))
         self._forget(key)
-        return Completion(
-            tokens.ids,
-            tokens.logprobs,
-            out.outputs[0].finish_reason or "abort",
-            versions[0],
-            versions[-1],
-            versions if versions[0] != versions[-1] else [],
-            scored,
-        )
+        end: Any = out.outputs[0].finish_reason or "abort"
+        mixed = versions if versions[0] != versions[-1] else []
+        return Completion(tokens.ids, tokens.logprobs, end, versions[0], versions[-1], mixed, scored)
 
     def _forget(self, key: str) -> None:
         self._spans.pop(key, None)
@@ -323,10 +315,8 @@ def _start(model: Path, args: Mapping[str, Any]) -> Any:
     try:
         # The context only chooses defaults: those of vLLM's own offline class, which are for throughput.
         engine_args = EngineArgs(model=str(model), **given)
-        config = engine_args.create_engine_config(UsageContext.LLM_CLASS)
-        return LLMEngine.from_vllm_config(
-            config, UsageContext.LLM_CLASS, disable_log_stats=engine_args.disable_log_stats
-        )
+        config, quiet = engine_args.create_engine_config(UsageContext.LLM_CLASS), engine_args.disable_log_stats
+        return LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=quiet)
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError("--engine-args", dict(args), f"vLLM refuses: {' '.join(str(error).split())[:300]}") from error
 

@@ -69,9 +69,8 @@ class Worker:
             Retryable: the worker refuses or fails.
         """
         try:
-            status, content = send_request(
-                "POST", f"{self.url.rstrip('/')}/engine/{route}", body=body, timeout_s=timeout_s
-            )
+            url = f"{self.url.rstrip('/')}/engine/{route}"
+            status, content = send_request("POST", url, body=body, timeout_s=timeout_s)
         except Unanswered as error:
             raise Unreachable(f"worker {self}: {route}: {error}") from error
         text = content.decode(errors="replace")

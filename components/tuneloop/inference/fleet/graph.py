@@ -19,7 +19,7 @@ import yaml
 from tuneloop.core.errors import Retryable, Unavailable, UserError
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
-from tuneloop.kube.connection import IN_CLUSTER, WORKFLOWS, ApiRefusal, Connection, read_api_message
+from tuneloop.kube.connection import IN_CLUSTER, OWNER, WORKFLOWS, ApiRefusal, Connection, read_api_message
 from tuneloop.workflow.settings import RUN_LABEL
 
 GROUP, KIND, PLURAL = "nvidia.com", "DynamoGraphDeployment", "dynamographdeployments"
@@ -294,14 +294,7 @@ def _own(cluster: Connection, graph: Object, workflow: str, tell: Callable[[str]
     name = str(graph["metadata"]["name"])
     owner = cluster.get(*WORKFLOWS, workflow)
     run = owner["metadata"].get("labels", {}).get(RUN_LABEL)
-    reference = {
-        "apiVersion": owner["apiVersion"],
-        "kind": owner["kind"],
-        "name": workflow,
-        "uid": owner["metadata"]["uid"],
-        "controller": False,
-        "blockOwnerDeletion": False,
-    }
+    reference = {**OWNER, "name": workflow, "uid": owner["metadata"]["uid"], "controller": False}
     while True:
         live = find_graph(cluster, name)
         if live is None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tuneloop.core.errors import UserError
 
@@ -107,15 +107,9 @@ def run_program(program: str, stdin: str, call: str | None, limits: Limits) -> E
         given = open_.enter_context(_in_memory(stdin))
         reader, writer = os.pipe()
         open_.callback(os.close, reader)
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(JAIL), _about(source, writer, home, limits)],
-            stdin=given,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={},
-            cwd=home,
-            pass_fds=(source, writer),
-        )
+        command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(JAIL), _about(source, writer, home, limits)]
+        streams: Any = {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(command, **streams, env={}, cwd=home, pass_fds=(source, writer))
         os.close(writer)
         assert process.stdout is not None
         open_.enter_context(process.stdout)
@@ -145,9 +139,8 @@ def _about(source: int, notes: int, home: str, limits: Limits) -> str:
     places = (home, library, str(JAIL), str(Path(sys.base_prefix, "lib")), *SYSTEM)
     readable = sorted({os.path.realpath(place) for place in places if os.path.exists(place)})
     seconds = max(math.ceil(limits.seconds), 1)
-    return json.dumps(
-        {"source": source, "notes": notes, "seconds": seconds, "memory": limits.memory, "readable": readable}
-    )
+    about = {"source": source, "notes": notes, "seconds": seconds, "memory": limits.memory, "readable": readable}
+    return json.dumps(about)
 
 
 def _collect(process: subprocess.Popen[bytes], reader: int, limits: Limits) -> tuple[bytes, bytes, Kind | None]:

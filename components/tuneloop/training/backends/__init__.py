@@ -11,7 +11,6 @@ What starts several ranks reads torchrun's own environment (``PET_NNODES``, ``PE
 in all others. So a command names no places, and is the same in a TrainJob, a JobSet, a pod and here.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
+from tuneloop.core.program import encode_value
 
 _known: "dict[str, type[LLMBackend]]" = {}
 
@@ -113,19 +113,5 @@ def list_backends() -> Mapping[str, type[LLMBackend]]:
 
 def build_flags(args: Mapping[str, Any]) -> list[str]:
     """Build flags as HfArgumentParser reads them: ``{"a_b": 1, "c": [1, 2]}`` → ``["--a_b", "1", "--c", "1", "2"]``."""
-    words: list[str] = []
-    for name, value in args.items():
-        if value is None:
-            continue
-        words.append(f"--{name}")
-        words += [_word(item) for item in value] if isinstance(value, (list, tuple)) else [_word(value)]
-    return words
-
-
-def stage_flags(args: Mapping[str, Any]) -> list[str]:
-    """Build flags as our stages read them: ``{"a_b": 1, "c": [1, 2]}`` → ``["--a-b", "1", "--c", "[1, 2]"]``."""
-    return [word for k, v in args.items() if v is not None for word in (f"--{k.replace('_', '-')}", _word(v))]
-
-
-def _word(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    given = {k: v if isinstance(v, list | tuple) else [v] for k, v in args.items() if v is not None}
+    return [word for name, values in given.items() for word in (f"--{name}", *map(encode_value, values))]

@@ -1,14 +1,12 @@
 """tuneloop's own stages that train."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tuneloop.core import plugins
+from tuneloop.core.component import TORCHRUN, Component
 from tuneloop.core.errors import UserError
-from tuneloop.training.backends import LLMBackend, register_backend, stage_flags
-
-if TYPE_CHECKING:
-    from tuneloop.core.component import Component
+from tuneloop.core.program import encode_flags
+from tuneloop.training.backends import LLMBackend, register_backend
 
 
 @register_backend("native")
@@ -27,10 +25,10 @@ class Native(LLMBackend):
         return "torch"
 
     def to_command(self) -> list[str]:
-        return ["python", "-m", "tuneloop.training.torchrun", "-m", f"tuneloop.stages.{self.stage}"]
+        return [*TORCHRUN, "-m", f"tuneloop.stages.{self.stage}"]
 
     def to_args(self) -> list[str]:
-        return stage_flags({**self.args, "expected_world_size": self.nodes * self.processes})
+        return encode_flags({**self.args, "expected_world_size": self.nodes * self.processes})
 
     def validate(self) -> None:
         component: Component = plugins.load_variant("stages", f"tuneloop.stages.{self.stage}:{self.stage}")

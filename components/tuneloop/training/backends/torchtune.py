@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from tuneloop.core.errors import UserError
-from tuneloop.training.backends import LLMBackend, _word, register_backend
+from tuneloop.core.program import encode_value
+from tuneloop.training.backends import LLMBackend, register_backend
 
 RUNTIMES = ("llama3_2/1B", "llama3_2/3B", "llama3_3/70B", "qwen2_5/1.5B")
 """Configurations that the Trainer takes; the one of 70B alone on several nodes."""
@@ -34,7 +35,7 @@ class Torchtune(LLMBackend):
         return [recipe, "--config", config, *self.to_runtime_args()]
 
     def to_runtime_args(self) -> list[str]:
-        return [f"{name}={_word(value)}" for name, value in self.args.items() if value is not None]
+        return [f"{name}={encode_value(value)}" for name, value in self.args.items() if value is not None]
 
     def recipe(self) -> tuple[str, str]:
         """Choose recipe and configuration by nodes, ranks and what the overrides say of LoRA. DoRA is not QLoRA."""

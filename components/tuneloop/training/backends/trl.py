@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from tuneloop.core.component import TORCHRUN
 from tuneloop.core.errors import UserError
 from tuneloop.rewards.scoring import score_all
 from tuneloop.training.backends import LLMBackend, build_flags, register_backend
@@ -49,14 +50,7 @@ class Trl(LLMBackend):
         return "trl"
 
     def to_command(self) -> list[str]:
-        return [
-            "python",
-            "-m",
-            "tuneloop.training.torchrun",
-            "-m",
-            "tuneloop.training.rank",
-            f"trl.scripts.{self.trainer}",
-        ]
+        return [*TORCHRUN, "-m", "tuneloop.training.rank", f"trl.scripts.{self.trainer}"]
 
     def to_args(self) -> list[str]:
         return build_flags(self.args)

@@ -78,10 +78,8 @@ class Policy:
         _check_hardware(ranks, cpu_offload, torch_compile, use_liger_kernel)
         self.ranks, self.dtype, self.lora, self._liger = ranks, getattr(torch, dtype), lora, use_liger_kernel
         cuda = ranks.device.type == "cuda"
-        flash = cuda and _has("flash_attn")
-        self.attention = (
-            ("flash_attention_2" if flash else "sdpa") if attn_implementation == "auto" else attn_implementation
-        )
+        best = "flash_attention_2" if cuda and _has("flash_attn") else "sdpa"
+        self.attention = best if attn_implementation == "auto" else attn_implementation
         self.packed = cuda if packing == "auto" else packing == "packed"
         self.max_length = max_length
         self.model = self._open(model)
@@ -215,12 +213,8 @@ class Policy:
 
     def masters(self) -> dict[str, Tensor]:
         """Return the parameters of the model by name, adapters left out; tied ones once."""
-        named = self.model.named_parameters()
-        return {
-            f"model.{lora.get_base_parameter_name(name)}": value.detach()
-            for name, value in named
-            if lora.ADAPTER not in name
-        }
+        own = ((name, value) for name, value in self.model.named_parameters() if lora.ADAPTER not in name)
+        return {f"model.{lora.get_base_parameter_name(name)}": value.detach() for name, value in own}
 
     def load_masters(self, directory: Path) -> None:
         """Take the parameters that `Trainer.save` wrote."""

@@ -29,9 +29,7 @@ class Ranks:
 
     def __init__(self, device: Device = "auto", expected: int | None = None) -> None:
         if device == "cuda" and not torch.cuda.is_available():
-            raise UserError(
-                "--device", device, "torch sees no CUDA device here; give the pod a GPU, or say cpu or auto"
-            )
+            raise UserError("--device", device, "torch sees no CUDA device; give the pod a GPU, or say cpu or auto")
         kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
         if kind == "cpu":
             check_processor()
