@@ -54,8 +54,7 @@ class Iterations:
 
     def __init__(self, loop: PodLoop, *, run: str, last: int, per_pod: int, target: float, auto: bool = False) -> None:
         self._loop, self._run, self._last, self._per_pod, self._target = loop, run, last, per_pod, target
-        self._auto = auto
-        self.stopped = False
+        self._auto, self.stopped = auto, False
         self._seconds: dict[str, float] = {}
         self._child: subprocess.Popen[bytes] | None = None
 

@@ -10,6 +10,7 @@ from tuneloop.workflow.pod_loop import count_iterations
 
 RECORDS = "pods.json"
 """Below a run: what each such pod measured and decided, in turn."""
+LINE = "pod {pod} runs {iterations} iterations: {between_s:.3g} s between pods, {iteration_s:.3g} s an iteration"
 
 
 class PodLength:
@@ -50,8 +51,5 @@ class PodLength:
         told = {"pod": len(records) + 1, "first": self._begun, "iterations": last - self._begun + 1}
         measured = {"gap_s": self._gap_s, "between_s": between_s, "iteration_s": seconds}
         self._store.put(RECORDS, json.dumps([*records, told | measured], indent=1).encode())
-        line = (
-            "pod {pod} runs {iterations} iterations: {between_s:.3g} s between pods, {iteration_s:.3g} s an iteration"
-        )
-        print(line.format(**told, **measured), file=sys.stderr, flush=True)
+        print(LINE.format(**told, **measured), file=sys.stderr, flush=True)
         return last

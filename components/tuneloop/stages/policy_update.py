@@ -107,9 +107,6 @@ def policy_update(
     `loop.iterations_per_pod` pods end after its multiples, so one for both is enough, and whatever else ends one, a
     replay covers.
 
-    With `save_total_limit` older checkpoints are deleted after each commit; manifests and curves stay, as with
-    `tuneloop gc --keep`.
-
     Raises:
         UserError: rollouts of another policy than `policy`, older ones than `max_staleness` allows, or ones sampled
             at temperature 0; a missing column; no reference where `beta` is set; updates that cannot be repeated to

@@ -41,16 +41,12 @@ def delete_old_checkpoints(stage: Stage, manifest: Manifest) -> None:
     chain = _walk_back(stage.out_url, manifest)
     kept = [made for _, made in itertools.islice(chain, keep)]
     needed = {url for made in kept for url in list_needed(made, find_manifest)}
-    old = [*itertools.takewhile(_has_files, (each for each in chain if each[0] not in needed))]
+    unneeded = (each for each in chain if each[0] not in needed)
+    old = [*itertools.takewhile(lambda each: Store(each[0]).parts(each[1].root), unneeded)]
     for url, made in reversed(old):  # so that where one is deleted, all before it are
         for part in {name.split("/")[0] for name in made.files} - {HISTORY}:
             Store(url).delete(f"{made.root}/{part}")
         stage.log(f"deleted version {made.facts['version']}: save_total_limit is {keep}")
-
-
-def _has_files(checkpoint: tuple[str, Manifest]) -> bool:
-    url, made = checkpoint
-    return any(key.split("/")[1] != HISTORY for key in Store(url).keys(made.root))
 
 
 def _walk_back(url: str, made: Manifest | None) -> Iterator[tuple[str, Manifest]]:
