@@ -29,6 +29,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         command = [sys.executable, "-m", "tuneloop.cli", "run", "sft_then_grpo", "--run", "b", "--store", work]
         settings = ["engine.name=transformers", "sft.max_steps=60", f"loop.iterations={count}", "loop.target_reward=2"]
+        settings.append("loop.iterations_per_pod=0")
         flags = ["--no-track", *(f"--set={s}" for s in settings)]
         subprocess.run([*command, *flags], check=True, stdout=subprocess.DEVNULL)
         found = journal.read_state(Path(work, "b"))

@@ -23,8 +23,8 @@ from pathlib import Path
 TARGET, WINDOW = 0.95, 5
 LOOPS: dict[str, dict[str, object]] = {
     "pod": {"engine.name": "transformers", "loop.iterations_per_pod": 60},
-    "stage": {"engine.name": "transformers"},
-    "vllm": {"engine.name": "vllm"},
+    "stage": {"engine.name": "transformers", "loop.iterations_per_pod": 0},
+    "vllm": {"engine.name": "vllm", "loop.iterations_per_pod": 0},
 }
 
 

@@ -37,6 +37,7 @@ def main() -> None:
             settings = {
                 **{"base_model": exported(store, "sft"), "engine.name": flags.engine, "loop.target_reward": 2},
                 **{"loop.iterations": flags.iterations, "loop.asynchronous": overlapped},
+                "loop.iterations_per_pod": 0,
             }
             run(store, "grpo", f"loop-{number}", settings)
             show(store, f"loop-{number}", name)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.cluster
 IMAGES = os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev")
 SETTINGS = [
     *("loop.iterations=2", "loop.per_workflow=1", "loop.target_reward=2", "evaluate.limit=4"),
+    "loop.iterations_per_pod=0",
     *("data.source_args={digits: 2}", "data.train=16", "data.eval=4", "data.sft=0"),
     *("data.rewards={length_penalty: 1}", "data.reward_args={length_penalty: {max_length: 24, buffer: 20}}"),
     *("rollout.prompts_per_iteration=4", "rollout.n=4", f"cluster.images={IMAGES}"),

@@ -41,7 +41,7 @@ def test_stopped_and_resumed_equals_this_machine(cluster: Connection, run: str, 
     assert argo.wait_for_run(cluster, run) == 0
     assert ("data-prep", "data_prep: committed already, nothing to do") in list(read_logs(cluster, run))
     assert read_status(cluster, run).workflows == [run, f"{run}-2"]
-    fine = pipeline.build(pipeline.configure(sets=SMALL))
+    fine = pipeline.build(pipeline.configure(sets=[*SMALL, "loop.iterations_per_pod=0"]))
     here = execute_parts(fine, workdir=tmp_path / "state", arguments={"run": run, "store": str(tmp_path)})
     assert here.phase == "Succeeded", here.message
     there, ours = digests(read_status(cluster, run).nodes.values(), run), digests(here.nodes.values(), run)

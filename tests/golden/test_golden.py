@@ -20,13 +20,13 @@ FORMS = {
     "-transformers": ["--set", "engine.name=transformers", "--set", "loop.evaluate_every=5"],
     "-asynchronous": ["--set", "loop.asynchronous=true", "--set", "loop.evaluate_every=5"],
     "-replicas": ["--set", "engine.replicas=2"],
-    "-pods": [
+    "-stages": [
         "--set",
         "engine.name=transformers",
         "--set",
         "loop.evaluate_every=5",
         "--set",
-        "loop.iterations_per_pod=10",
+        "loop.iterations_per_pod=0",
     ],
     "-shared": [
         *("--set", "cluster.share.group=demo", "--set", "cluster.share.device_class=gpu.example.com"),
@@ -42,7 +42,7 @@ def test_rendered_yaml(
 ) -> None:
     if form and "loop" not in find_pipeline(str(pipeline)).Config.model_fields:
         pytest.skip("has no loop")
-    if form in ("-asynchronous", "-replicas", "-pods", "-shared") and pipeline.stem != "grpo":
+    if form in ("-asynchronous", "-replicas", "-stages", "-shared") and pipeline.stem != "grpo":
         pytest.skip("the loop is grpo's")
     assert run_cli(["render", str(pipeline), *FORMS[form]]) == 0
     text = capsys.readouterr().out

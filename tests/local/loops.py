@@ -23,6 +23,7 @@ SMALL = {
     "rollout.prompts_per_iteration": 4,
     "rollout.n": 4,
     "loop.iterations": 3,
+    "loop.iterations_per_pod": 0,
     "loop.target_reward": 2,
 }
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.waiting import LIMIT_S
 from tuneloop.config.loading import find_pipeline
+from tuneloop.workflow.pod_loop import expand_pod
 
 pytestmark = pytest.mark.local
 ROOT = Path(__file__).parents[2]
@@ -57,5 +58,6 @@ def test_pictures_are_small_and_fetch_nothing() -> None:
         assert not re.search(r"(href|src)=|url\([^#)]|@import", text), "a page shows it without asking anybody"
     shown = (ROOT / "docs/images/loop.svg").read_text()
     pipeline = find_pipeline("sft_then_grpo")
-    stages = {each["name"] for each in pipeline.build(pipeline.Config())["spec"]["templates"] if "container" in each}
+    workflow, _ = expand_pod(pipeline.build(pipeline.Config()))
+    stages = {each["name"] for each in workflow["spec"]["templates"] if "container" in each}
     assert {name for name in stages - {"serve", "continue"} if name.replace("-", "_") not in shown} == set()

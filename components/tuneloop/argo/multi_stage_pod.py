@@ -13,7 +13,7 @@ from tuneloop.argo.tasks import RUN, input_tag
 from tuneloop.argo.template import constant_flags
 from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Loop, StageSpec, Step
-from tuneloop.workflow.pod_loop import PROGRAM, PodLoop, StageCall
+from tuneloop.workflow.pod_loop import PROGRAM, PerPod, PodLoop, StageCall
 from tuneloop.workflow.settings import Cluster, ResourceRole
 
 
@@ -61,11 +61,11 @@ def pod_template(
     outputs: Sequence[str],
     values: Mapping[str, str],
     *,
-    per_pod: int,
+    per_pod: PerPod,
     role: ResourceRole,
     cluster: Cluster,
 ) -> Container:
-    """Return the template `iterations`, a container that runs `per_pod` of them.
+    """Return the template `iterations`, a container that runs `per_pod` of them; with auto at most its workflow's.
 
     Args:
         inputs: its input parameters, which are values of the loop.
@@ -73,6 +73,7 @@ def pod_template(
         values: more values of the loop.
         role, cluster: what the pod asks for.
     """
+    limit = ["{{workflow.parameters.per-workflow}}", "--auto"] if per_pod == "auto" else [str(per_pod)]
     passed = {**{name: input_tag(name) for name in inputs}, **values}
     made = Container(
         name="iterations",
@@ -81,7 +82,7 @@ def pod_template(
         command=["python", "-m", PROGRAM],
         args=[
             *("--loop", loop.model_dump_json(exclude_defaults=True)),
-            *("--run", RUN, "--per-pod", str(per_pod), "--iterations", "{{workflow.parameters.iterations}}"),
+            *("--run", RUN, "--iterations", "{{workflow.parameters.iterations}}", "--per-pod", *limit),
             *("--target-reward", "{{workflow.parameters.target-reward}}"),
             *(word for name, value in passed.items() for word in ("--value", f"{name}={value}")),
         ],

@@ -51,7 +51,7 @@ def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) 
     made: dict[str, Any] = {}
     described = {spec.component.template: spec for spec in specs}
     repeated = [step.component for step in loop.steps] if loop else []
-    per_pod = config.loop.iterations_per_pod if loop else 0
+    per_pod = config.iterations_per_pod if loop else 0
     for spec in specs:
         if loop and spec.component is repeated[0]:
             made |= server_templates(config)
@@ -71,7 +71,7 @@ def iterations_template(loop: Loop, specs: Sequence[StageSpec], config: LoopPipe
     published, settings = config.published(RUN), config.loop
     described = describe_loop(loop, specs, {"seed": config.seed}, published, settings.evaluate_every)
     role, cluster = config.cluster.merge_roles(list_roles(loop, specs, settings.evaluate_every))
-    about: Any = {"per_pod": settings.iterations_per_pod, "role": role, "cluster": cluster}
+    about: Any = {"per_pod": config.iterations_per_pod, "role": role, "cluster": cluster}
     return pod_template(described, loop.inputs, loop.pod_outputs, published, **about)
 
 

@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from tuneloop.config.engine import EngineConfig
 from tuneloop.config.pipeline import Nodes, PipelineConfig
 from tuneloop.core.errors import UserError
+from tuneloop.workflow.pod_loop import PerPod
 
 
 class LoopConfig(BaseModel, frozen=True, extra="forbid"):
@@ -16,8 +17,10 @@ class LoopConfig(BaseModel, frozen=True, extra="forbid"):
     per_workflow: int = Field(
         60, ge=1, le=90, description="so many in one workflow, then the run goes on in another; Argo ends at depth 100"
     )
-    iterations_per_pod: int = Field(
-        0, ge=0, description="0: a pod a stage; else so many iterations in one pod, stage after stage in one process"
+    iterations_per_pod: PerPod = Field(
+        "auto",
+        description="0: a pod a stage; else so many iterations in one pod, stage after stage in one process; auto: as "
+        "many as keep the time between pods below a tenth, and 0 where one pod cannot run the loop, or runs take turns",
     )
     asynchronous: bool = Field(
         False,
@@ -25,6 +28,13 @@ class LoopConfig(BaseModel, frozen=True, extra="forbid"):
     )
     target_reward: float = Field(0.98, description="stop once a batch of rollouts earns this mean reward")
     evaluate_every: int = Field(0, ge=0, description="evaluate each so many iterations; 0: only before and after")
+
+    @field_validator("iterations_per_pod", mode="before")
+    @classmethod
+    def _check_number(cls, value: Any) -> Any:
+        if value != "auto" and not (isinstance(value, int) and value >= 0):
+            raise ValueError("must be auto, or a number: 0 is a pod a stage")
+        return value
 
 
 class LoopPipelineConfig(PipelineConfig):
@@ -42,6 +52,27 @@ class LoopPipelineConfig(PipelineConfig):
         """How old the rollouts may be that the policy learns from: at least as old as the loop makes them."""
         return max(self.update.max_staleness, int(self.loop.asynchronous))
 
+    @property
+    def iterations_per_pod(self) -> PerPod:
+        """Iterations that a pod runs: `loop.iterations_per_pod`, whose auto is 0 where one pod cannot run the loop, and
+        where runs take turns, which a pod of many iterations would keep."""
+        asked = self.loop.iterations_per_pod
+        return 0 if asked == "auto" and (self.cluster.share or self._find_obstacle()) else asked
+
+    def _find_obstacle(self) -> UserError | None:
+        """Return what keeps one pod from running the stages of the loop."""
+        share, asked = self.cluster.share, "loop.iterations_per_pod"
+        if self.nodes > 1:
+            return UserError("nodes", self.nodes, f"{asked} puts all stages into one pod: set this to 1, or it to 0")
+        if share and share.roles != "together":
+            remedy = f"{asked} trains and samples in one pod: set this to together, or it to 0"
+            return UserError("cluster.share.roles", share.roles, remedy)
+        if self.loop.asynchronous:
+            return UserError("loop.asynchronous", True, f"overlaps stages; {asked} runs one at a time: set it to 0")
+        if self.engine.colocate:
+            return UserError("engine.colocate", True, f"gives the GPU to one process after the other: set {asked} to 0")
+        return None
+
     def published(self, run: str) -> dict[str, str]:
         return {"weights": self.engine.weights or f"{run}/weights"} if self.engine.pull else {}
 
@@ -55,18 +86,12 @@ class LoopPipelineConfig(PipelineConfig):
 
     @model_validator(mode="after")
     def _check_pods(self) -> "LoopPipelineConfig":
-        pod, share = self.loop.iterations_per_pod, self.cluster.share
-        if pod and self.nodes > 1:
-            remedy = "loop.iterations_per_pod puts all stages into one pod: set this to 1, or it to 0"
-            raise UserError("nodes", self.nodes, remedy)
-        if pod and (part := self.loop.per_workflow) % pod:
-            raise UserError("loop.per_workflow", part, f"must be a multiple of loop.iterations_per_pod ({pod})")
-        if pod and share and share.roles != "together":
-            remedy = "loop.iterations_per_pod trains and samples in one pod: set this to together, or it to 0"
-            raise UserError("cluster.share.roles", share.roles, remedy)
-        if pod and self.loop.asynchronous:
-            remedy = "overlaps stages; loop.iterations_per_pod runs one at a time: set it to 0"
-            raise UserError("loop.asynchronous", True, remedy)
+        pod = self.loop.iterations_per_pod
+        if isinstance(pod, int) and pod:
+            if (part := self.loop.per_workflow) % pod:
+                raise UserError("loop.per_workflow", part, f"must be a multiple of loop.iterations_per_pod ({pod})")
+            if obstacle := self._find_obstacle():
+                raise obstacle
         return self
 
     @model_validator(mode="after")
@@ -83,8 +108,8 @@ class LoopPipelineConfig(PipelineConfig):
 
     @model_validator(mode="after")
     def _check_overlap(self) -> "LoopPipelineConfig":
-        if self.engine.colocate and (self.loop.asynchronous or self.loop.iterations_per_pod):
-            remedy = "gives the GPU to one process at a time: leave loop.asynchronous and loop.iterations_per_pod out"
+        if self.engine.colocate and self.loop.asynchronous:
+            remedy = "gives the GPU to one process after the other: leave loop.asynchronous out"
             raise UserError("engine.colocate", True, remedy)
         if self.loop.asynchronous and (self.engine.pull or self.engine.fleet):
             remedy = (

@@ -77,7 +77,7 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     follower = None
     if options.weights:
         follower = Follower(loop, options.weights, directory, options.poll_interval, options.pause)
-    policy = Artifact(options.policy) if options.policy else None
+    policy = _open_policy(options.policy) if options.policy else None
     if policy:
         policy.part("model")  # proved before seconds go into starting vLLM
     loop.start()
@@ -103,6 +103,17 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     loop.join(GRACE_S)
     if loop.broken:
         raise Retryable(loop.trouble)
+
+
+def _open_policy(ref: str) -> Artifact:
+    """Open the checkpoint to boot with, or if it was deleted as an old one the one that it came of: who samples has the
+    server load its policy first."""
+    policy = Artifact(ref)
+    before = policy.manifest.inputs.get("policy")
+    if before is None or Store(policy.url).keys(f"{policy.manifest.root}/model"):
+        return policy
+    print_diagnostic(f"serve: {policy.url} was deleted; it boots with {before}", 0)
+    return _open_policy(before)
 
 
 def serve_until_signalled(server: Any, listener: socket.socket) -> None:

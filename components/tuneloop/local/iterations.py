@@ -8,6 +8,7 @@ behind it. Exit codes are those of a stage.
 
 import argparse
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tuneloop.core.component import find_component
-from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, UserError, print_diagnostic, report_error
+from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, Retryable, UserError, print_diagnostic, report_error
 from tuneloop.core.program import write_outputs
 from tuneloop.core.threads import forward_signals
+from tuneloop.local.pod_length import PodLength
 from tuneloop.workflow.loop import output_of
 from tuneloop.workflow.pod_loop import PodLoop, StageCall
 
@@ -47,11 +49,12 @@ class Iterations:
         last: number of the last iteration.
         per_pod: iterations after whose multiples a pod ends.
         target: mean reward that ends the loop.
+        auto: end before that where the pod is long enough (`PodLength`).
     """
 
-    def __init__(self, loop: PodLoop, *, run: str, last: int, per_pod: int, target: float) -> None:
+    def __init__(self, loop: PodLoop, *, run: str, last: int, per_pod: int, target: float, auto: bool = False) -> None:
         self._loop, self._run, self._last, self._per_pod, self._target = loop, run, last, per_pod, target
-        self.stopped = False
+        self._auto, self.stopped = auto, False
         self._seconds: dict[str, float] = {}
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -68,13 +71,17 @@ class Iterations:
         first = int(values["iteration"])
         end = max(first, min(self._last, first + -first % self._per_pod))
         try:
-            for number in range(first, end + 1):
+            length = PodLength(self._run, first) if self._auto else None
+            for number in itertools.count(first):
                 self._seconds = {}
+                has_work = length and length.has_work(number, self._loop.steps[-1].name)
                 outputs = self._iterate({**values, **outputs, "iteration": str(number)})
+                if length and has_work and (chosen := length.choose_last(number, sum(self._seconds.values()), end)):
+                    length, end = None, chosen
                 _report_progress(number - first + 1, end - first + 1)
                 reward = float(outputs[output_of(self._loop.reward)])
                 self._print_iteration(number, reward)
-                if reward >= self._target:
+                if reward >= self._target or number == end:
                     break
         except StageEnded as error:
             return error.code, {}
@@ -169,15 +176,16 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--run", required=True, metavar="URL", help="of the run")
     parser.add_argument("--iterations", required=True, type=int, help="the number of the last")
     parser.add_argument("--per-pod", required=True, type=int, help="iterations after whose multiples a pod ends")
+    parser.add_argument("--auto", action="store_true", help="end before that, see tuneloop.local.pod_length")
     parser.add_argument("--target-reward", required=True, type=float, help="mean reward that ends the loop")
     parser.add_argument("--value", action="append", default=[], metavar="NAME=VALUE", help="of the first iteration")
     given = parser.parse_args(argv)
-    limits: Any = {"last": given.iterations, "per_pod": given.per_pod, "target": given.target_reward}
+    limits: Any = {"last": given.iterations, "per_pod": given.per_pod, "auto": given.auto}
     try:
-        pod = Iterations(PodLoop.model_validate_json(given.loop), run=given.run, **limits)
+        pod = Iterations(PodLoop.model_validate_json(given.loop), run=given.run, target=given.target_reward, **limits)
         with pod.handle_signals():
             code, outputs = pod.run(dict(value.partition("=")[::2] for value in given.value))
-    except UserError as error:
+    except (UserError, Retryable) as error:
         sys.exit(report_error(error))
     if not code:
         write_outputs(outputs)

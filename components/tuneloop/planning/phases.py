@@ -11,6 +11,8 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+import yaml
+
 from tuneloop.argo.claims import role_of
 from tuneloop.core.component import Component, find_component
 from tuneloop.core.errors import UserError
@@ -18,6 +20,7 @@ from tuneloop.local.journal import Node
 from tuneloop.runs.run_record import Entry, Run
 from tuneloop.sharing.plans import in_turn, overlap_tasks
 from tuneloop.sharing.simulate import Task
+from tuneloop.workflow.pod_loop import find_pod
 
 
 def find_device(stage: Component | None) -> str:
@@ -50,7 +53,7 @@ def read_recorded_tasks(run: Run) -> list[Task]:
 def _of_whole_iterations(run: Run) -> list[Entry]:
     """List what the loop committed, by iteration and start."""
     config = run.record.config if run.record else {}
-    if (config.get("loop") or {}).get("iterations_per_pod"):
+    if run.record and find_pod(yaml.safe_load((run.directory / "workflow.yaml").read_bytes())):
         raise UserError("--measured", run.name, "ran its stages in one pod: record one with loop.iterations_per_pod=0")
     if (config.get("cluster") or {}).get("share"):
         raise UserError("--measured", run.name, "waited for turns itself: record one without cluster.share")

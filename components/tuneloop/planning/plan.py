@@ -15,7 +15,7 @@ from tuneloop.argo.pod_fields import find_role
 from tuneloop.core.artifacts import Role
 from tuneloop.runs.summary import format_size
 from tuneloop.workflow.manifest import list_calls
-from tuneloop.workflow.pod_loop import expand_pod
+from tuneloop.workflow.pod_loop import BEARABLE, PerPod, count_iterations, expand_pod
 from tuneloop.workflow.rendered_stages import LOOP, Stage, read_loop, read_stage
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 REQUEUE = 10.0
 """Seconds between two pods that follow one another: Argo looks at a workflow again so long after a pod has ended (its
 controller's ``DEFAULT_REQUEUE_TIME``, which an admin may lower; measured on Argo 3.7.6)."""
-BEARABLE = 0.1
-"""Share of an iteration that may go to waiting for pods, for a grain to be recommended."""
 LOST = (
     f"a lost pod costs the work of its stage and {REQUEUE:g} s; one of several stages, also the start of all libraries"
 )
@@ -55,9 +53,8 @@ def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, fl
     stages = [read_stage(templates[template]) for template in pods]
     loop, iterations = read_loop(workflow), _parameter(workflow, "iterations")
     shared = loop.keys() if grain else set()
-    total = sum(count for stage, count in pods.items() if stage not in shared) + (
-        -(-iterations // grain) if grain else 0
-    )
+    together = -(-iterations // (1 if grain == "auto" else int(grain))) if grain else 0
+    total = sum(count for stage, count in pods.items() if stage not in shared) + together
     tree = Tree(f"{name}: at most {total} pods")
     _grow(tree, workflow, templates, workflow["spec"]["entrypoint"], ())
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -72,7 +69,7 @@ def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, fl
         )
         known = "" if complete else " or more" if parts else " (not estimated)"
         needed = f"{stage.memory}{known}"
-        count = f"{pods[stage.name]} in {-(-iterations // grain)}" if stage.name in shared else str(pods[stage.name])
+        count = f"{pods[stage.name]} in {together}" if stage.name in shared else str(pods[stage.name])
         table.add_row(stage.name, stage.image, str(stage.accelerators or "cpu"), count, needed)
         if parts:
             sums.append(f"  {stage.name}: " + " + ".join(f"{text} = {format_size(count)}" for text, count in parts))
@@ -90,12 +87,10 @@ def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, fl
     headings = ("grain of the loop", "overhead an iteration", "accelerator idle", "")
     for heading in headings:
         grains.add_column(heading, no_wrap=True)
-    choices = list_iterations_per_pod(iterations, _parameter(workflow, "per-workflow"))
-    for row in compare_iterations_per_pod(grain, choices, loop, _list_idle(stages, loop), seconds):
+    part = _parameter(workflow, "per-workflow")
+    for row in compare_iterations_per_pod(grain, part, loop, _list_idle(stages, loop), seconds):
         grains.add_row(*row)
-    told = (
-        "as measured in the run given" if seconds else "--measured RUN recommends one, by the seconds that a run took"
-    )
+    told = "as measured in the run given" if seconds else "--measured RUN says what auto is by the seconds of a run"
     note = f"overhead: Argo's {REQUEUE:g} s between two pods; work: {told}\n{LOST}"
     return Group(tree, table, Text("\n".join(lines)), grains, Text(note))
 
@@ -219,59 +214,30 @@ def _grow(
         _grow(branch, workflow, templates, target, (*above, name))
 
 
-def list_iterations_per_pod(iterations: int, part: int) -> list[int]:
-    """List the iterations per pod that divide a workflow's `part` of the loop evenly; 0 is one pod per stage."""
-    found = [0]
-    for pod in range(1, part + 1):
-        if part % pod == 0:
-            found.append(pod)
-            if pod >= iterations:
-                break
-    return found
-
-
 def compare_iterations_per_pod(
-    chosen: int,
-    grains: Sequence[int],
-    loop: Mapping[str, Role],
-    idle: Sequence[str],
-    seconds: Mapping[str, float] | None,
+    chosen: PerPod, part: int, loop: Mapping[str, Role], idle: Sequence[str], seconds: Mapping[str, float] | None
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of a table: choice, overhead per iteration, idle accelerator seconds, remarks.
+    """Yield the rows of a table: choice, overhead per iteration, idle accelerator seconds, whether it is the plan's.
 
     Args:
-        chosen: iterations a pod; 0 is a pod a stage.
-        grains: what `list_iterations_per_pod` gives.
+        chosen: iterations a pod.
+        part: of a workflow, and so the most of a pod.
         loop: stage of an iteration → its role.
         idle: those of them that leave the accelerators of a pod idle that they share with others.
         seconds: stage → how long it works in an iteration, of a recorded run.
     """
-    best = recommend_iterations_per_pod(grains, loop, seconds)
-    some = max(pod for pod in grains if pod <= 10)
-    for pod in sorted({0, 1, some, grains[-1], chosen, best if best is not None else chosen}):
+    told = f"{sum(seconds.get(stage, 0.0) for stage in idle):.1f} s" if seconds else f"{' and '.join(idle)}'s"
+    for pod in sorted({0, 1, part, 0 if chosen == "auto" else int(chosen)}):
         name = {0: "a pod a stage", 1: "a pod an iteration"}.get(pod, f"{pod} iterations a pod")
-        marks = [mark for mark, holds in (("this plan", pod == chosen), ("recommended", pod == best)) if holds]
-        told = f"{sum(seconds.get(stage, 0.0) for stage in idle):.1f} s" if seconds else f"{' and '.join(idle)}'s"
-        held = told if pod and idle else "0 s"
-        yield name, f"{compute_overhead(pod, len(loop)):.3g} s", held, ", ".join(marks)
+        mark = "this plan" if pod == chosen else ""
+        yield name, f"{compute_overhead(pod, len(loop)):.3g} s", told if pod and idle else "0 s", mark
+    name, added = "auto", f"{BEARABLE:.0%} at most"
+    if work := sum((seconds or {}).get(stage, 0.0) for stage in loop):
+        count = min(part, count_iterations(REQUEUE, work))
+        name, added = f"auto: {count} a pod", f"{compute_overhead(count, len(loop)):.3g} s"
+    yield name, added, told if idle else "0 s", "this plan" if chosen == "auto" else ""
 
 
 def compute_overhead(pod: int, stages: int) -> float:
     """Compute the seconds per iteration in which no pod of the loop works, with `pod` iterations per pod."""
     return REQUEUE / pod if pod else REQUEUE * stages
-
-
-def recommend_iterations_per_pod(
-    grains: Sequence[int], loop: Mapping[str, Role], seconds: Mapping[str, float] | None
-) -> int | None:
-    """Recommend the finest of `grains` that spends at most a tenth of its time between pods, else the coarsest; None
-    where nothing was measured."""
-    if not seconds:
-        return None
-    work = sum(seconds.get(stage, 0.0) for stage in loop)
-    fitting = (
-        pod
-        for pod in grains
-        if compute_overhead(pod, len(loop)) <= BEARABLE * (work + compute_overhead(pod, len(loop)))
-    )
-    return next(fitting, grains[-1])

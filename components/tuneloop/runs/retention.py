@@ -10,14 +10,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tuneloop.core.artifacts import MANIFEST, split_ref
+from tuneloop.core.artifacts import MANIFEST
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
-from tuneloop.runs.run_record import Entry, Run
-from tuneloop.training.checkpoint import UNWRITTEN
-
-HISTORY = "metrics.jsonl"
-"""Of a checkpoint that is dropped this stays: the curves of a run are made of it."""
+from tuneloop.runs.run_record import Run
+from tuneloop.training.old_checkpoints import HISTORY, list_needed
 
 
 @dataclass(frozen=True)
@@ -104,33 +101,10 @@ def _dead(key: str, roots: Mapping[str, str | None]) -> tuple[str, str] | None:
 def _old(run: Run, keep: int, files: Mapping[str, tuple[int, float]]) -> Iterator[Leftover]:
     """Yield the files of checkpoints that the loop has left behind."""
     looped = [entry for entry in run.checkpoints if entry.iteration is not None]
-    needed = {key for entry in looped[-keep:] for key in _list_needed(run, entry)}
+    known = {f"{run.url}/{entry.key}": entry.manifest for entry in run.checkpoints}
+    needed = {url for entry in looped[-keep:] for url in list_needed(entry.manifest, known.get)}
     for entry in looped[:-keep]:
-        for name in () if entry.key in needed else entry.manifest.files:
+        for name in () if f"{run.url}/{entry.key}" in needed else entry.manifest.files:
             key = f"{entry.key}/{entry.manifest.root}/{name}"
             if name != HISTORY and key in files:
                 yield Leftover(key, f"checkpoint of version {entry.manifest.facts['version']}", files[key][0])
-
-
-def _list_needed(run: Run, entry: Entry) -> Iterator[str]:
-    """Yield the keys of what training on from `entry` reads: its adapters' base, and the checkpoints since the
-    trainer's state was last written.
-
-    Rewards, from which they are replayed, are never deleted.
-    """
-    facts = entry.manifest.facts
-
-    def read_key(ref: str) -> str:
-        return split_ref(ref)[0].removeprefix(f"{run.url}/")
-
-    if facts.get("base"):
-        yield read_key(facts["base"])
-    if UNWRITTEN not in facts:
-        return
-    since, known = read_key(facts[UNWRITTEN]["since"]), {each.key: each for each in run.checkpoints}
-    while True:
-        before = read_key(entry.manifest.inputs["policy"])
-        yield before
-        if before == since or before not in known:
-            return
-        entry = known[before]

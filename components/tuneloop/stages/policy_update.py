@@ -43,7 +43,8 @@ class PolicyUpdateOptions(TrainerOptions):
         *("learning_rate", "warmup_steps", "lr_scheduler_type", "max_steps", "adam_beta1", "adam_beta2"),
         *("weight_decay", "max_grad_norm", "updates_per_batch", "per_device_train_batch_size", "max_staleness"),
         *("packing", "gradient_checkpointing", "lora", "cpu_offload", "torch_compile", "use_liger_kernel"),
-        *("dtype", "save_dtype", "attn_implementation", "device", "state_every", "expected_world_size"),
+        *("dtype", "save_dtype", "attn_implementation", "device", "state_every", "save_total_limit"),
+        "expected_world_size",
     )
 
     learning_rate: float = Field(5e-4, gt=0)
@@ -60,6 +61,12 @@ class PolicyUpdateOptions(TrainerOptions):
         1,
         ge=1,
         description="trainer/ is written at each such iteration; between them it is in memory, or replayed",
+        json_schema_extra=UNTRACKED,
+    )
+    save_total_limit: int | None = Field(
+        None,
+        ge=2,
+        description="newest checkpoints of the loop that stay, with what training on from them needs; none: all",
         json_schema_extra=UNTRACKED,
     )
 
@@ -94,8 +101,9 @@ def policy_update(
 
     With `state_every` above 1 that state is written only by iterations that it divides. Between them it stays in
     memory, and a process that has not got it repeats the updates since, from the rewards that were committed
-    (`facts.replayed`). Nothing more is written at the end of a pod, or on SIGTERM: pods end after multiples of
-    `loop.iterations_per_pod`, so one number for both is enough, and whatever else ends one, a replay covers.
+    (`facts.replayed`). Nothing more is written at the end of a pod, or on SIGTERM: with a number as
+    `loop.iterations_per_pod` pods end after its multiples, so one for both is enough, and whatever else ends one, a
+    replay covers.
 
     Raises:
         UserError: rollouts of another policy than `policy`, older ones than `max_staleness` allows, or ones sampled

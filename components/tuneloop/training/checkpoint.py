@@ -19,10 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.core.artifacts import Artifact, dump_canonical_json
+from tuneloop.core.artifacts import Artifact, Manifest, dump_canonical_json
 from tuneloop.core.component import Component, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import canary_ids, canary_logprobs
+from tuneloop.training.old_checkpoints import UNWRITTEN, delete_old_checkpoints
 from tuneloop.training.options import TrainerOptions
 from tuneloop.weights.publication import publish_checkpoint
 
@@ -31,14 +32,16 @@ if TYPE_CHECKING:
     from tuneloop.training.fsdp.ranks import Ranks
     from tuneloop.training.fsdp.trainer import Trainer
 
-UNWRITTEN = "unwritten_state"
-
 
 def checkpoint_stage(**results: type) -> Callable[[Callable[..., Results]], Component]:
-    """Make a stage of a function that trains a policy: its checkpoint is committed, and then published."""
-    return component(
-        "checkpoint", image="trainer", accelerator=True, role="trainer", results=results, after=publish_checkpoint
-    )
+    """Make a stage of a function that trains a policy: its checkpoint is committed, then published, and then old ones
+    are deleted, of which the version before may be published as a delta to it."""
+
+    def finish(stage: Stage, manifest: Manifest) -> None:
+        publish_checkpoint(stage, manifest)
+        delete_old_checkpoints(stage, manifest)
+
+    return component("checkpoint", image="trainer", accelerator=True, role="trainer", results=results, after=finish)
 
 
 def model_dir(policy: Artifact) -> Path:

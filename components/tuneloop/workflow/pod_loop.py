@@ -1,11 +1,22 @@
 """Iterations of a loop as one pod runs them, stage after stage: what `tuneloop.local.iterations` is given."""
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
 PROGRAM = "tuneloop.local.iterations"
+PerPod = int | Literal["auto"]
+"""Iterations that a pod runs; 0: each stage has a pod of its own; auto: the pod decides (`count_iterations`)."""
+BEARABLE = 0.1
+"""Share of a loop's time that may go by between pods."""
+
+
+def count_iterations(between_s: float, iteration_s: float) -> int:
+    """Count the iterations that a pod has to run, at least one, for the seconds between two pods to be at most the
+    share `BEARABLE` of the time from one pod to the next: n ≥ between · (1 / BEARABLE - 1) / iteration."""
+    return max(1, math.ceil(between_s * (1 / BEARABLE - 1) / iteration_s))
 
 
 class StageCall(BaseModel, frozen=True, extra="forbid"):
@@ -42,7 +53,7 @@ def find_pod(workflow: Mapping[str, Any]) -> dict[str, Any] | None:
     return next((template for template, command in started if PROGRAM in command), None)
 
 
-def expand_pod(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+def expand_pod(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], PerPod]:
     """Return the workflow with a graph of the stages in place of the pod that runs them, for those who read it.
 
     The second value says how many iterations the pod runs; 0: each stage has a pod, and the workflow is as it was.
@@ -60,4 +71,4 @@ def expand_pod(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     named = {stage.name for stage in stages}
     others = [graph if t is pod else t for t in workflow["spec"]["templates"] if t["name"] not in named]
     unfolded = {**workflow, "spec": {**workflow["spec"], "templates": [*others, *inner]}}
-    return unfolded, int(words[words.index("--per-pod") + 1])
+    return unfolded, "auto" if "--auto" in words else int(words[words.index("--per-pod") + 1])

@@ -16,10 +16,11 @@ GIB = 2**30
 
 
 def memory(*sets: str) -> dict[str, tuple[float, float | None]]:
-    """Template → GiB that its container requests, and its limit; of a JobSet, each of its pods."""
+    """Template → GiB that its container requests, and its limit; of a JobSet, each of its pods. A pod a stage, unless
+    `sets` say otherwise."""
     pipeline = find_pipeline("sft_then_grpo")
     found = {}
-    for template in pipeline.build(pipeline.configure(sets=sets))["spec"]["templates"]:
+    for template in pipeline.build(pipeline.configure(sets=["loop.iterations_per_pod=0", *sets]))["spec"]["templates"]:
         container: dict[str, Any] = template.get("container", {})
         if "resource" in template:
             pod = yaml.safe_load(template["resource"]["manifest"])["spec"]["replicatedJobs"][0]["template"]["spec"]

@@ -30,7 +30,8 @@ def test_workflows_of_one_second_follow_their_numbers() -> None:
 
 def prepared(pipeline: str = "grpo", *settings: str, store: str = "s3://b/runs") -> dict[str, Any]:
     found = find_pipeline(pipeline)
-    return run_workflows.prepare_workflow(found.build(found.configure(None, settings)), run="demo", store=store)
+    sets = [*(["loop.iterations_per_pod=0"] if pipeline != "sft" else []), *settings]
+    return run_workflows.prepare_workflow(found.build(found.configure(None, sets)), run="demo", store=store)
 
 
 def test_a_run_goes_on_as_what_it_was_submitted_as() -> None:

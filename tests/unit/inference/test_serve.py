@@ -3,13 +3,17 @@
 import http.client
 import json
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.waiting import LIMIT_S, until
-from tuneloop.inference.server import _parse
+from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.core.errors import UserError
+from tuneloop.inference.server import _open_policy, _parse
 
 SERVE = """
 from tuneloop.inference import server
@@ -78,3 +82,21 @@ def reaches(connection: http.client.HTTPConnection) -> bool:
 
 def test_a_server_that_is_not_told_where_listens_for_this_machine_alone() -> None:
     assert _parse([]).host == "127.0.0.1"
+
+
+def test_where_an_old_checkpoint_was_deleted_a_server_boots_with_the_one_that_it_came_of(tmp_path: Path) -> None:
+    """As that of a workflow which a resumed run only walks through: it samples nothing before it loads another."""
+    refs: list[str] = []
+    for number in range(3):
+        draft = Draft(f"{tmp_path}/{number}")
+        (draft.path / "model").mkdir()
+        (draft.path / "model/config.json").write_text(str(number))
+        draft.commit(stage="policy_update", inputs={"policy": refs[-1]} if refs else {})
+        refs.append(Artifact(f"{tmp_path}/{number}").ref)
+    assert _open_policy(refs[2]).ref == refs[2]
+    for number in (2, 1):
+        shutil.rmtree(Artifact(refs[number]).part("model"))
+    assert _open_policy(refs[2]).ref == refs[0]
+    shutil.rmtree(Artifact(refs[0]).part("model"))
+    with pytest.raises(UserError, match="is missing"):
+        _open_policy(refs[2]).part("model")

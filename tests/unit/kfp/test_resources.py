@@ -36,6 +36,7 @@ ENGINES = {
 CLAIM = ("cluster.share.group=g", "cluster.share.device_class=gpu.example.com")
 OPTIONS = {
     "plain": (),
+    "stages": ("loop.iterations_per_pod=0",),
     "nodes": ("nodes=2",),
     "pods": ("loop.iterations_per_pod=10", "loop.evaluate_every=5"),
     "asynchronous": ("loop.asynchronous=true",),

@@ -1,10 +1,12 @@
 """One pod for several iterations: what is written into its command, and what runs there."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,10 @@ import pytest
 from tests.waiting import LIMIT_S, until
 from tuneloop.cli.live import ITERATION
 from tuneloop.config.loading import find_pipeline
-from tuneloop.workflow.pod_loop import PROGRAM, PodLoop, StageCall, expand_pod, find_pod
+from tuneloop.core.artifacts import Draft
+from tuneloop.core.errors import UserError
+from tuneloop.local.pod_length import RECORDS
+from tuneloop.workflow.pod_loop import BEARABLE, PROGRAM, PodLoop, StageCall, count_iterations, expand_pod, find_pod
 
 COARSE = ["engine.name=transformers", "loop.iterations_per_pod=10"]
 
@@ -25,7 +30,7 @@ def workflow() -> dict:
 
 def test_the_steps_of_a_pod_have_the_flags_of_pods_of_their_own(workflow: dict) -> None:
     found = find_pipeline("grpo")
-    fine = found.module.build_argo(found.configure(None, COARSE[:1])).to_dict()
+    fine = found.module.build_argo(found.configure(None, [*COARSE[:1], "loop.iterations_per_pod=0"])).to_dict()
     alone = {template["name"]: template for template in fine["spec"]["templates"]}
     words = find_pod(workflow)["container"]["args"]
     text = words[words.index("--loop") + 1]
@@ -131,6 +136,77 @@ def test_a_pod_ends_where_its_part_or_the_loop_does(tmp_path: Path, more: tuple[
     process = start(tmp_path, None, *more)
     assert process.wait(LIMIT_S) == 0, process.stderr.read()
     assert outputs(tmp_path)["iteration"] == last
+
+
+@pytest.mark.parametrize(("between_s", "iteration_s", "count"), [(26, 22, 11), (26, 0.42, 558), (1, 9, 1), (0, 1, 1)])
+def test_a_pod_runs_the_fewest_iterations_that_make_the_time_between_pods_a_tenth(
+    between_s: float, iteration_s: float, count: int
+) -> None:
+    assert count_iterations(between_s, iteration_s) == count
+    assert between_s <= BEARABLE * (between_s + count * iteration_s)
+    assert count == 1 or between_s > BEARABLE * (between_s + (count - 1) * iteration_s)
+
+
+def commit_before(tmp_path: Path, seconds: float, place: str = "sft") -> None:
+    """Commit an artifact of the run, so long before now."""
+    Draft(f"{tmp_path}/store/{place}", attempt="data-test").commit(stage="sft")
+    at = time.time() - seconds
+    os.utime(tmp_path / f"store/{place}/manifest.json", (at, at))
+
+
+def run_auto(tmp_path: Path, *more: str, per_workflow: int = 6) -> tuple[str, str]:
+    """A pod that decides for itself; its last iteration, and what it printed."""
+    process = start(tmp_path, None, "--per-pod", str(per_workflow), "--auto", *more)
+    assert process.stderr
+    printed = process.stderr.read()
+    assert process.wait(LIMIT_S) == 0, printed
+    return outputs(tmp_path)["iteration"], printed
+
+
+def test_a_pod_decides_by_the_time_since_the_last_commit_within_its_workflow(tmp_path: Path) -> None:
+    """No time between pods: one iteration. Days of it: up to the end of the workflow's part, or of the loop."""
+    commit_before(tmp_path, -(10**6))  # whose clock is ahead
+    last, printed = run_auto(tmp_path)
+    assert last == "1" and "pod 1 runs 1 iterations: 0 s between pods, " in printed
+    (tmp_path / "store" / RECORDS).unlink()
+    commit_before(tmp_path, 10**6, "iterations/1/policy-update")
+    for stage in ("first", "second"):
+        os.utime(tmp_path / f"store/iterations/1/{stage}/manifest.json", (0, 0))
+    last, printed = run_auto(tmp_path, "--value", "iteration=2", "--value", "total=3")
+    assert last == "6" and "pod 1 runs 5 iterations: 1e+06 s between pods, " in printed
+    assert next(line.split()[1] for line in printed.splitlines() if ITERATION.match(line)) == "2/9"
+    (record,) = json.loads((tmp_path / "store" / RECORDS).read_text())
+    assert (record["first"], record["iterations"]) == (2, 5) and record["iteration_s"] > 0
+
+
+def test_the_least_time_between_pods_of_a_run_counts_and_what_was_committed_is_no_measure(tmp_path: Path) -> None:
+    """The run was stopped for days after its first pod, and begins again at its first iteration."""
+    commit_before(tmp_path, -(10**6))
+    assert run_auto(tmp_path)[0] == "1"
+    for place in (tmp_path / "store").rglob("manifest.json"):
+        os.utime(place, (0, 0))
+    last, printed = run_auto(tmp_path)
+    assert last == "2" and "pod 2 runs 1 iterations: 0 s between pods, " in printed
+    first, second = json.loads((tmp_path / "store" / RECORDS).read_text())
+    assert (first["gap_s"], second["first"]) == (0, 2) and second["gap_s"] > 10**6
+
+
+def test_a_number_of_its_own_or_none_where_one_pod_cannot_run_the_loop() -> None:
+    found = find_pipeline("grpo")
+
+    def chosen(*sets: str) -> object:
+        return found.configure(None, sets).iterations_per_pod
+
+    shared = ("cluster.share.group=a",)
+    for sets in (["nodes=2"], ["loop.asynchronous=true"], ["engine.colocate=true"], shared):
+        assert chosen(*sets) == 0
+    assert (chosen(), chosen("loop.iterations_per_pod=4"), chosen("loop.iterations_per_pod=0")) == ("auto", 4, 0)
+    assert chosen("loop.iterations_per_pod=4", *shared) == 4
+    for wrong in ("-1", "many", "1.5"):
+        with pytest.raises(UserError, match=r"^loop.iterations_per_pod: .* must be auto, or a number"):
+            chosen(f"loop.iterations_per_pod={wrong}")
+    auto = find_pod(found.build(found.configure()))["container"]["args"]
+    assert auto[auto.index("--per-pod") + 1 :][:2] == ["{{workflow.parameters.per-workflow}}", "--auto"]
 
 
 def test_a_check_runs_after_each_so_many_iterations(tmp_path: Path) -> None:

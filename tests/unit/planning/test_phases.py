@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.test_cli import Call, call, refused  # noqa: F401 - `call` is a fixture
+from tuneloop.config.loading import dump_workflow, find_pipeline
 from tuneloop.core.artifacts import Draft, Role
 from tuneloop.core.component import find_component
 from tuneloop.core.errors import UserError
@@ -72,13 +73,16 @@ def test_a_run_that_overlapped_is_read_as_it_ran(tmp_path: Path) -> None:
 def test_what_can_not_be_planned_with_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has 1 whole iterations"):
         read_recorded_tasks(made(tmp_path, "short", 1))
-    for config, says in (
-        ({"loop": {"iterations_per_pod": 2}}, "ran its stages in one pod"),
-        ({"cluster": {"share": {"group": "g"}}}, "waited for turns itself"),
+    grpo = find_pipeline("grpo")
+    pods, stages = (
+        dump_workflow(grpo.build(grpo.configure(sets=[f"loop.iterations_per_pod={n}"]))) for n in ("auto", 0)
+    )
+    for name, config, workflow, says in (
+        ("grain", {}, pods, "ran its stages in one pod"),
+        ("shared", {"cluster": {"share": {"group": "g"}}}, stages, "waited for turns itself"),
     ):
-        name = "grain" if "loop" in config else "shared"
         made(tmp_path, name)
-        run_record.Run.create(Record(run=name, pipeline="grpo", path="", config=config, store=str(tmp_path)), "")
+        run_record.Run.create(Record(run=name, pipeline="grpo", path="", config=config, store=str(tmp_path)), workflow)
         with pytest.raises(UserError, match=says):
             read_recorded_tasks(Run.open(name, str(tmp_path)))
 

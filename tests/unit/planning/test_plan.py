@@ -1,6 +1,6 @@
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from rich.console import Console
@@ -158,7 +158,7 @@ def drawn(*sets: str) -> str:
 
 
 def test_a_coarse_grain_is_the_same_work_in_fewer_pods() -> None:
-    fine = drawn("loop.iterations=40")
+    fine = drawn("loop.iterations=40", "loop.iterations_per_pod=0")
     coarse = drawn("loop.iterations=40", "loop.iterations_per_pod=20")
     assert "at most 126 pods" in fine and "at most 8 pods" in coarse and "40 in 2" in coarse
     work = "40 × 16 prompts × 8 = 5,120 completions"
@@ -168,19 +168,26 @@ def test_a_coarse_grain_is_the_same_work_in_fewer_pods() -> None:
 @pytest.mark.parametrize(("engine", "idle"), [("vllm", "rollout and reward's"), ("transformers", "reward's")])
 def test_a_pod_of_all_stages_leaves_its_accelerators_idle_while_others_compute(engine: str, idle: str) -> None:
     text = drawn(f"engine.name={engine}", "loop.iterations_per_pod=10", "cluster.trainer.gpus=8")
-    assert text.count(f" {idle} ") == 3
+    assert text.count(f" {idle} ") == 4, "of 1, 10, 60 and auto"
 
 
-def test_the_recommended_grain_spends_at_most_a_tenth_between_pods() -> None:
-    grains = plan.list_iterations_per_pod(60, 60)
+def test_a_plan_says_what_a_pod_would_decide() -> None:
     loop: dict[str, Role] = {"rollout": "sampler", "reward": "scorer", "policy-update": "trainer"}
-    for work in (0.5, 3.0, 100.0, 1000.0):
-        pod = plan.recommend_iterations_per_pod(grains, loop, {"rollout": work / 2, "policy-update": work / 2})
-        assert pod is not None and (not pod or 60 % pod == 0)
-        if pod < 60:
-            assert plan.compute_overhead(pod, 3) <= 0.1 * (work + plan.compute_overhead(pod, 3))
-    assert plan.recommend_iterations_per_pod(grains, loop, {"rollout": 1000.0}) == 0
-    assert plan.recommend_iterations_per_pod(grains, loop, None) is None
+
+    def told(work: float, chosen: int | Literal["auto"] = "auto") -> list[tuple[str, ...]]:
+        seconds = {"rollout": work / 2, "reward": 0.0, "policy-update": work / 2}
+        return [*plan.compare_iterations_per_pod(chosen, 60, loop, ["reward"], seconds)]
+
+    assert told(3.0)[-1] == ("auto: 30 a pod", "0.333 s", "0.0 s", "this plan")
+    assert told(1.0)[-1][0] == "auto: 60 a pod" and told(1000.0)[-1][0] == "auto: 1 a pod"
+    assert [*plan.compare_iterations_per_pod("auto", 60, loop, [], None)][-1] == (
+        "auto",
+        "10% at most",
+        "0 s",
+        "this plan",
+    )
+    names = ["a pod a stage", "a pod an iteration", "20 iterations a pod", "60 iterations a pod"]
+    assert [row[0] for row in told(3.0, 20)[:-1] if row[3] == "this plan" or row[0] in names] == names
 
 
 def test_state_that_is_written_now_and_then_is_counted_so() -> None:
@@ -195,14 +202,6 @@ def test_state_that_is_written_now_and_then_is_counted_so() -> None:
     assert told("--dtype", "bfloat16", "--state-every", "5") == f"{whole} {rest}"
     assert "trainer/ 4,194,304 × 12 = 50.3 MB" in told("--lora", '{"r": 16}')
     assert told("--lora", '{"target_modules": "q.*"}').endswith(", trainer/ not estimated")
-
-
-@pytest.mark.parametrize(("iterations", "part"), [(40, 60), (500, 60), (1, 60), (7, 7)])
-def test_every_grain_that_a_plan_lists_can_be_chosen(iterations: int, part: int) -> None:
-    found = find_pipeline("grpo")
-    for pod in plan.list_iterations_per_pod(iterations, part):
-        sets = {"loop.iterations": iterations, "loop.per_workflow": part, "loop.iterations_per_pod": pod}
-        found.configure(None, [f"{key}={value}" for key, value in sets.items()])
 
 
 def test_gradient_checkpointing_is_counted() -> None:

@@ -1,6 +1,7 @@
 """What `tuneloop gc` takes, and what it leaves."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from tuneloop.runs.retention import delete_leftovers, find_leftovers
 from tuneloop.runs.run_record import Run
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.training.resident import RESIDENT
+from tuneloop.weights import list_versions
 
 
 @pytest.fixture
@@ -89,3 +91,27 @@ def test_what_a_replay_or_adapters_need_stays(tmp_path: Path, options: dict[str,
     assert gone == {1, 2, 3, 4} - needed
     delete_leftovers(run, items)
     assert go_on("after") == before
+
+
+@pytest.mark.parametrize(("options", "left"), [({}, {4, 5}), ({"state_every": 3}, {3, 4, 5})])
+def test_a_loop_deletes_what_it_has_left_behind(tmp_path: Path, options: dict[str, object], left: set[int]) -> None:
+    """With each commit, as `gc --keep` would; what is done again or published finds what it needs."""
+    start = policy = checkpoint_artifact(tmp_path / "x/sft")
+    made: list[tuple[str, dict[str, Any]]] = []
+    for i in range(1, 6):
+        place = tmp_path / f"x/iterations/{i}"
+        rewards = rewards_artifact(place / "reward", policy)
+        given: dict[str, Any] = {"policy": policy.ref, "rewards": rewards.ref, "iteration": i, "device": "cpu"}
+        given |= {"save_total_limit": 2, "weights": f"{tmp_path}/x/weights", **options}
+        made.append((f"{place}/policy-update", given))
+        policy_update(out=made[-1][0], **given)
+        policy = Artifact(f"{place}/policy-update")
+    whole = {i for i in range(1, 6) if any((tmp_path / f"x/iterations/{i}/policy-update").glob("data-*/model/*"))}
+    assert whole == left and start.path.is_dir()
+    run = Run("x", str(tmp_path))
+    assert find_leftovers(run, keep=2) == [] and len(run.checkpoints) == 6
+    kept = [len(list(Path(place).glob("data-*/metrics.jsonl"))) for place, _ in made]
+    assert kept == [1] * 5, "the curves of all are left"
+    again = [policy_update(out=out, **given).digest for out, given in made]
+    assert again[-1] == policy.manifest.digest, "a run that is begun again walks over what was committed"
+    assert [listed.version for listed in list_versions(f"{tmp_path}/x/weights")] == [1, 2, 3, 4, 5]

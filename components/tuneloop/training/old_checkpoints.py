@@ -1,0 +1,58 @@
+"""Checkpoints that a loop has left behind: which of them are still needed, and the deletion of the others."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+from tuneloop.core.artifacts import Manifest, find_manifest, split_ref
+from tuneloop.core.context import Stage
+from tuneloop.core.store import Store
+
+UNWRITTEN = "unwritten_state"
+"""The fact of a checkpoint without ``trainer/`` that stands for it (`tuneloop.training.checkpoint`)."""
+HISTORY = "metrics.jsonl"
+"""Of a checkpoint that is deleted this stays, beside its manifest: the curves of a run are made of it."""
+
+
+def list_needed(made: Manifest, find: Callable[[str], Manifest | None]) -> Iterator[str]:
+    """Yield the URLs of what training on from a checkpoint reads: its adapters' base, and the checkpoints since the
+    trainer's state was last written. Rewards, from which they are replayed, are never deleted.
+
+    Args:
+        find: returns the manifest of the checkpoint at a URL.
+    """
+    if base := made.facts.get("base"):
+        yield split_ref(base)[0]
+    found: Manifest | None = made if UNWRITTEN in made.facts else None
+    while found:
+        yield (before := split_ref(found.inputs["policy"])[0])
+        found = find(before) if before != split_ref(made.facts[UNWRITTEN]["since"])[0] else None
+
+
+def delete_old_checkpoints(stage: Stage, manifest: Manifest) -> None:
+    """Delete the files of all but the newest ``save_total_limit`` checkpoints of a loop, once its newest is committed,
+    if the stage has that parameter.
+
+    Those that training on from these needs stay, too, and manifests and histories of all: a run resumes and reports as
+    before. What is at work reads one of the newest two. Done again, it finds done what was done.
+    """
+    keep: int | None = getattr(stage.params, "save_total_limit", None)
+    if keep is None:
+        return
+    chain = _walk_back(stage.out_url, manifest)
+    kept = [made for _, made in itertools.islice(chain, keep)]
+    needed = {url for made in kept for url in list_needed(made, find_manifest)}
+    unneeded = (each for each in chain if each[0] not in needed)
+    old = [*itertools.takewhile(lambda each: Store(each[0]).parts(each[1].root), unneeded)]
+    for url, made in reversed(old):  # so that where one is deleted, all before it are
+        for part in {name.split("/")[0] for name in made.files} - {HISTORY}:
+            Store(url).delete(f"{made.root}/{part}")
+        stage.log(f"deleted version {made.facts['version']}: save_total_limit is {keep}")
+
+
+def _walk_back(url: str, made: Manifest | None) -> Iterator[tuple[str, Manifest]]:
+    """Yield URL and manifest of the checkpoint at `url` and of those before it in the same loop."""
+    place, _, name = url.rsplit("/", 2)
+    while made and place.endswith("/iterations") and url.rsplit("/", 2)[::2] == [place, name]:
+        yield url, made
+        url = split_ref(made.inputs["policy"])[0]
+        made = find_manifest(url)
