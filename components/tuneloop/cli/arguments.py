@@ -16,7 +16,7 @@ SETS = Annotated[
 ]
 OUTPUT = Annotated[Path | None, typer.Option("--output", "-o", help="Write here, not to standard output.")]
 RUN = Annotated[str, typer.Argument(help="The run's name.")]
-STORE = Annotated[str, typer.Option(help="Where artifacts lie: a path, or the URL of a prefix in s3, gs or az.")]
+STORE = Annotated[str, typer.Option(help="Where artifacts lie: a path, or a prefix in s3://, gs:// or az://.")]
 REMOTE_STORE = Annotated[str, typer.Option("--store", help="Where artifacts lie, as pods reach it: s3://bucket/runs.")]
 SUBMITTED = Annotated[str, typer.Option("--run", help="Name of the run; the same again resumes it once it has ended.")]
 SCHEDULE = Annotated[str, typer.Argument(help="Of the schedule.")]

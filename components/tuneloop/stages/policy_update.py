@@ -86,7 +86,7 @@ def policy_update(
     ] = "grpo",
     algorithm_args: epochs.AlgorithmArgs = {},  # noqa: B006
     options: PolicyUpdateOptions,
-    reset_optimizer: Annotated[bool, Field(description="forget moments, step count, and the old adapters")] = False,
+    reset_optimizer: Annotated[bool, Field(description="forget moments, steps, and that there were adapters")] = False,
     weights: Weights = None,
     seed: int = 0,
 ) -> Results:
