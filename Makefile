@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 bench test-cluster: export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint test-unit test-local test-slow test-cluster test-all bench golden requirements images clean
+.PHONY: help install demo test lint test-unit test-local test-slow test-cluster test-all bench golden parity requirements images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,10 @@ bench: $(INSTALLED) ## ours beside a peer, measured in the same run (not scale.p
 
 golden: $(INSTALLED) ## rewrite the golden files after a wanted change
 	$(BIN)/pytest tests/golden --update-golden
+
+PARITY ?=
+parity: $(INSTALLED) ## the tests that docs/parity.md names; a row without a passing one fails
+	$(BIN)/pytest $(WARM) --warm-vllm -p tests.parity $(PARITY)
 
 requirements: | $(UV) ## compile requirements/*.txt anew
 	requirements/compile.sh $(UV)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,9 +186,13 @@ class Running:
         return self.cpu_seconds() - before < 0.1
 
 
-def launch(*options: str) -> Running:
-    """A server of the policy or weights that `options` name, once it answers; the last option of a kind counts."""
-    line = [python(), "-m", "tuneloop.inference.server", "--host", "127.0.0.1", "--port", "0"]
+def launch(*options: str, program: str = "") -> Running:
+    """A server of the policy or weights that `options` name, once it answers; the last option of a kind counts.
+
+    `program` is run in place of the server's module.
+    """
+    server = [sys.executable, "-c", program] if program else [python(), "-m", "tuneloop.inference.server"]
+    line = [*server, "--host", "127.0.0.1", "--port", "0"]
     process = subprocess.Popen([*line, "--engine-args", json.dumps(ARGS), *options], stderr=subprocess.PIPE, text=True)
     said = []
     for text in process.stderr or ():
@@ -244,6 +248,45 @@ def test_a_device_that_can_not_be_had_by_turns(server: Running, versions: list[A
     asked = [*line, "--engine-args", json.dumps({**ARGS, "enable_sleep_mode": True})]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and "Sleep mode" in done.stderr.splitlines()[-1], done.stderr[-2000:]
+
+
+SLEEPS = """
+import os
+from tuneloop.inference import server
+from tuneloop.inference.engines.vllm import Vllm
+Vllm.sleep = lambda self, level: self.poison() if level > 1 else None
+Vllm.wake_up = lambda self: None
+os._exit(server.main())
+"""
+"""A server on a device that can sleep: what vLLM does there with its memory is left out."""
+
+
+@once
+def test_requests_wait_while_the_engine_sleeps(versions: list[Artifact]) -> None:
+    """Also while it is awake and has no weights yet; then they are answered by the version that they name."""
+    running = launch("--policy", versions[0].ref, program=SLEEPS)
+    body = {"requests": [{"id": "a", "prompt_ids": SHORT[0], "seeds": [0]}], "sampling": {"max_tokens": 2}}
+
+    def asleep(future: "Future[tuple[int, Any]]") -> bool:
+        time.sleep(0.5)
+        return running.ask("GET", "/health")[0] == 503 and not future.done()
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            assert running.ask("POST", "/sleep", {"level": 2}) == (200, {"status": "asleep"})
+            named = pool.submit(running.ask, "POST", "/generate", {**body, "version": 1})
+            scored = pool.submit(running.ask, "POST", "/score", {"ids": SHORT[0]})
+            assert asleep(named) and running.ask("POST", "/wake_up")[0] == 200 and asleep(scored)
+            Client(running.url, LIMIT_S).load(versions[1])
+            assert named.result(LIMIT_S)[1]["completions"][0]["start_version"] == 1
+            assert scored.result(LIMIT_S)[1]["version"] == 1
+            assert running.ask("POST", "/sleep", {"level": 1})[0] == 200
+            again = pool.submit(running.ask, "POST", "/generate", body)
+            assert asleep(again) and running.ask("POST", "/wake_up")[0] == 200
+            assert again.result(LIMIT_S)[1]["completions"][0]["start_version"] == 1, "its weights were kept"
+    finally:
+        running.process.kill()
+        running.process.wait()
 
 
 @once

@@ -10,6 +10,7 @@ import typer
 from tuneloop.cli.arguments import (
     CONFIG,
     CONTEXT,
+    DRY_RUN,
     FOLLOW,
     JSON,
     NAMESPACE,
@@ -45,6 +46,7 @@ def submit_run(
     priority: PRIORITY = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the logs, say how it ended and exit as it did.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Only check: create nothing.")] = False,
+    dry_run: DRY_RUN = False,
     server: Annotated[
         str | None, typer.Option("--server", help="URL of an Argo server to send it to; needs no kubeconfig.")
     ] = None,
@@ -60,7 +62,7 @@ def submit_run(
     from tuneloop.cluster import submit as argo
     from tuneloop.cluster.preflight import check_cluster, list_notices
     from tuneloop.cluster.queue_problems import find_queue_warnings
-    from tuneloop.config.loading import find_pipeline
+    from tuneloop.config.loading import dump_workflow, find_pipeline
     from tuneloop.inference.fleet.graph import bring_up, find_api_version
 
     graph = _graph(fleet, run, namespace) if fleet else None
@@ -72,6 +74,9 @@ def submit_run(
     made = run_workflows.prepare_workflow(workflow, run=run, store=store, namespace=namespace, priority=priority)
     for notice in list_notices(made):
         typer.echo(f"note: {notice}", err=True)
+    if dry_run:
+        typer.echo("---\n".join(dump_workflow(each) for each in (graph, made) if each), nl=False)
+        return 0
     if server:
         if graph:
             raise UserError("--fleet", str(fleet), "needs a kubeconfig; bring the graph up by `tuneloop fleet up`")

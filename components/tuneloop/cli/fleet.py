@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tuneloop.cli.arguments import CONTEXT, NAMESPACE
+from tuneloop.cli.arguments import CONTEXT, DRY_RUN, NAMESPACE
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import connect_to_cluster
@@ -96,6 +96,7 @@ def create_graph(
     sets: SETS = None,
     image: IMAGE = None,
     recreate: Annotated[bool, typer.Option(help="Replace a graph that differs; else it is used as it is.")] = False,
+    dry_run: DRY_RUN = False,
     timeout: READY = 1800.0,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
@@ -104,9 +105,13 @@ def create_graph(
 
     It stays until `tuneloop fleet down`. `tuneloop submit --fleet MANIFEST` makes one that goes with its run.
     """
+    from tuneloop.config.loading import dump_workflow
     from tuneloop.inference.fleet.graph import bring_up, render_graph
 
     graph = render_graph(read_yaml_documents(manifest), name=name, namespace=namespace, image=image, sets=sets or ())
+    if dry_run:
+        typer.echo(dump_workflow(graph), nl=False)
+        return
     bring_up(connect_to_cluster(namespace, context), graph, recreate=recreate, timeout=timeout, tell=typer.echo)
     url = f"dynamo://{graph['metadata']['name']}.{namespace}"
     typer.echo(f"use it with --set engine.name=endpoint --set engine.fleet={url}")

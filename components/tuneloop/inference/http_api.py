@@ -26,7 +26,8 @@
 
 Refusals are ``{"error": reason}``: 400 what was asked cannot be done; 409 another version is served than the
 request demands (load it, then ask again); 503 no version is served, after a load that failed half-way until one
-succeeds.
+succeeds. While the engine sleeps requests wait, also until weights that sleep has dropped are loaded: ten minutes at
+most, then 503.
 """
 
 import asyncio
@@ -54,6 +55,8 @@ from tuneloop.inference.refusals import Refused, create_app
 
 ALWAYS = ("ids", "logprobs")
 """Fields of a completion that are sent even if they are empty."""
+WAIT_S = 600.0
+"""Seconds that a request waits at most while the engine sleeps, wakes up or is paused."""
 
 
 class GenerateBody(BaseModel):
@@ -202,7 +205,9 @@ class HttpApi:
         how = {"prompt_logprobs": body.prompt_logprobs, "stream": body.stream}
         admitted = self.loop.generate(body.requests, body.sampling, body.version, body.min_version, emit, **how)
         try:
-            return await asyncio.wrap_future(admitted)
+            return await asyncio.wait_for(asyncio.wrap_future(admitted), WAIT_S)
+        except TimeoutError as error:
+            raise Refused(503, f"waited {WAIT_S:g} s; {self.loop.trouble or 'generation is paused'}") from error
         except Refused as refused:
             if refused.status == 409 and self.follower:
                 self.follower.wake()

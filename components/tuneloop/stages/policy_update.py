@@ -21,7 +21,7 @@ from tuneloop.training.lora import disable_adapters
 from tuneloop.training.options import Optimization, TrainerOptions
 from tuneloop.training.policy_gradient import Objective
 from tuneloop.training.resident import RESIDENT
-from tuneloop.training.samples import Sample, check_sampling, read_samples, to_float32
+from tuneloop.training.samples import Sample, check_ids, check_sampling, read_samples, to_float32
 from tuneloop.weights.publication import Weights
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ def train_policy(
     samples = read_samples(rewards, int(policy.manifest.facts["version"]), options.max_staleness)
     with stage.timed("load"):
         trainer, optimizer = open_trainer(stage, policy, ranks, options, reset_optimizer)
+        check_ids(samples, trainer.vocab_size)
         trainer.max_length = max(len(sample.document.ids) for sample in samples)
         stage.facts.update(trainer.chosen(), optimizer=optimizer)
         stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}

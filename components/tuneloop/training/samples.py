@@ -97,6 +97,19 @@ def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sa
     return [_sample(row, groups.setdefault(row["group"], len(groups)), version, max_staleness) for row in rows]
 
 
+def check_ids(samples: Sequence[Sample], vocab_size: int) -> None:
+    """Check that every token is one that the policy has.
+
+    Raises:
+        UserError: one is not: another tokenizer made it, or an engine of another model.
+    """
+    for sample in samples:
+        ids = np.asarray(sample.document.ids)
+        wrong = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(wrong):
+            raise UserError(f"ids of {sample.id}", int(wrong[0]), f"must be from 0 to {vocab_size - 1}; sample again")
+
+
 def _rows(table: pq.ParquetFile) -> Iterator[dict[str, Any]]:
     """Yield rows whose `TOKENS` are NumPy arrays: as Python's objects, a token would be some hundred bytes."""
     others = [name for name in COLUMNS if name not in TOKENS]
@@ -111,6 +124,9 @@ def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -
     for column in ("logprobs", "loss_mask", "policy_versions"):
         if len(row[column]) != length:
             raise UserError(f"{column} of {name}", len(row[column]), f"must be {length}, one a token")
+    ids = np.concatenate([prompt, row["completion_ids"]])
+    if ids.dtype.kind != "i" or not np.array_equal(ids, ids.astype(np.int32)):
+        raise UserError(f"ids of {name}", f"{ids.dtype} up to {ids.max()}", "must be int32, as rollout writes them")
     engine = row["logprobs"][mask.astype(bool)]
     if not np.isfinite(engine).all():
         lost = float(engine[~np.isfinite(engine)][0])
@@ -125,7 +141,7 @@ def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -
     return Sample(
         name,
         Document(
-            array("i", np.concatenate([prompt, row["completion_ids"]]).astype(np.int32).tobytes()),
+            array("i", ids.astype(np.int32).tobytes()),
             array("b", bytes(len(prompt)) + mask.astype(np.uint8).tobytes()),
         ),
         group,

@@ -40,6 +40,7 @@ def test_the_stages_that_train_become_jobsets() -> None:
         (container,) = group["template"]["spec"]["containers"]
         env = {item["name"]: item.get("value") for item in container["env"]}
         assert (env["PET_NNODES"], env["PET_NPROC_PER_NODE"]) == ("3", "2")
+        assert env["PET_MASTER_PORT"] == "29500" and "PET_NODE_RANK" in env
         assert env["PET_MASTER_ADDR"] == "{0}-node-0-0.{0}".format(job["metadata"]["name"])
         assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
         alone = templates[f"{stage}-result"]["container"]

@@ -7,11 +7,28 @@ import pytest
 from tests.unit import toy
 from tuneloop.argo.lint import lint_workflow
 from tuneloop.argo.pipeline import build_workflow
-from tuneloop.config.loading import find_pipeline
+from tuneloop.config.loading import find_pipeline, list_pipelines
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.config.pipeline import PipelineConfig
+from tuneloop.core.component import find_component
 from tuneloop.core.errors import UserError
+from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Graph, Loop, StageSpec, Step
+
+
+@pytest.mark.parametrize("name", list_pipelines())
+def test_what_is_rendered_says_every_parameter_of_a_stage(name: str) -> None:
+    """Resolved once, when it is rendered: what a stage is not told is none, and no default of its program counts."""
+    pipeline, seen = find_pipeline(name), set()
+    for template in pipeline.build(pipeline.configure())["spec"]["templates"]:
+        container = template.get("container", {})
+        module = next((word for word in container.get("command", ()) if word.startswith("tuneloop.stages.")), "")
+        if component := find_component(module):
+            flags = [*component.inputs, component.output, *component.Params.model_fields]
+            silent = [each for each in flags if f"--{to_kebab_case(each)}" not in container["args"]]
+            assert all(component.Params.model_fields[each].default is None for each in silent), (module, silent)
+            seen.add(module)
+    assert len(seen) > 3
 
 
 def looped(**about: Any) -> Loop:

@@ -245,6 +245,10 @@ def test_completions_of_two_versions_say_which_token_is_whose(tmp_path: Path) ->
         ({"name": "endpoint", "rollout_endpoint_url": "x:80", "pull": True}, "absolute URL"),
         ({"name": "transformers", "pull": True}, "pulls nothing"),
         ({"weights": "/w"}, "set pull"),
+        (
+            {"name": "endpoint", "rollout_endpoint_url": "http://x", "pull": True, "colocate": True},
+            "colocate is of the",
+        ),
     ],
 )
 def test_settings_that_exclude_one_another(engine: dict[str, Any], said: str) -> None:

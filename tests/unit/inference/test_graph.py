@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,18 +10,25 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.unit.cluster.api import connected, serve_cluster
 from tuneloop.cli import run_cli
 from tuneloop.core.errors import UserError
 from tuneloop.inference.fleet.graph import (
+    GROUP,
+    KIND,
     PLURAL,
+    VERSIONS,
+    _ensure,
     _own,
+    _probe,
+    find_api_version,
     find_drift,
     frontend_gate,
     operator_gate,
     pods_gate,
     render_graph,
 )
-from tuneloop.kube.connection import ApiRefusal, Connection
+from tuneloop.kube.connection import IN_CLUSTER, ApiRefusal, Connection
 from tuneloop.workflow.settings import RUN_LABEL
 
 BETA = """
@@ -123,6 +131,72 @@ def test_the_frontends_gate(status: int, open_: bool) -> None:
     assert frontend_gate(0, "ConnectionRefused").why == "ConnectionRefused" and not frontend_gate(0).open
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_newest_version_of_the_api_is_taken_and_one_that_may_not_be_looked_at_counts_as_there(version: str) -> None:
+    path, verbs = f"/apis/{GROUP}/{version}", {"namespaced": True, "singularName": "", "kind": KIND, "verbs": []}
+    with serve_cluster() as api:
+        with pytest.raises(UserError, match=r"has no DynamoGraphDeployment .*; install Dynamo's operator first"):
+            find_api_version(connected(api.url))
+        api.objects[path] = {"groupVersion": f"{GROUP}/{version}", "resources": [{"name": PLURAL, **verbs}]}
+        assert find_api_version(connected(api.url)) == version
+        del api.objects[path]
+        api.denied[path] = PLURAL
+        assert find_api_version(connected(api.url)) == version
+
+
+def test_a_frontend_is_asked_by_its_name_in_a_pod_and_through_the_api_elsewhere() -> None:
+    with serve_cluster() as api:
+        proxied = "/api/v1/namespaces/tuneloop/services/graph-frontend%3A8000/proxy/health"
+        assert _probe(connected(api.url), "graph-frontend", 8000) == (404, "")
+        api.objects[proxied] = {"status": "ok"}
+        assert _probe(connected(api.url), "graph-frontend", 8000) == (200, "")
+        pod = Connection("1", IN_CLUSTER, "", None, None, None)  # so that service.namespace is 127.0.0.1
+        assert _probe(pod, "127.0.0", api.server_port) == (404, ""), "/health of the service itself"
+
+
+class Keeping:
+    """What `_ensure` uses of Kubernetes, with one graph in it."""
+
+    def __init__(self, live: dict[str, Any]) -> None:
+        self.live: dict[str, Any] | None = live
+        self.calls = list[str]()
+
+    def get_api_resources(self, group: str, version: str) -> Any:
+        return SimpleNamespace(resources=[SimpleNamespace(name=PLURAL)])
+
+    def get_namespaced_custom_object(self, *place: str) -> dict[str, Any]:
+        if self.live is None:
+            raise ApiRefusal("test", 404, "not found")
+        return self.live
+
+    def delete_namespaced_custom_object(self, *place: str, **options: str) -> None:
+        self.calls.append("delete")
+        self.live = None
+
+    def create_namespaced_custom_object(self, group: str, version: str, space: str, plural: str, body: Any) -> None:
+        self.calls.append("create")
+        self.live = body
+
+
+@pytest.mark.parametrize(
+    ("replicas", "recreate", "calls", "said"),
+    [
+        (1, False, [], "stands already"),
+        (1, True, [], "stands already"),
+        (2, False, [], "stands already, and differs: spec.services.Worker.replicas"),
+        (2, True, ["delete", "create"], "created"),
+    ],
+)
+def test_a_graph_that_differs_is_replaced_where_it_is_asked_for(
+    replicas: int, recreate: bool, calls: list[str], said: str
+) -> None:
+    api, told = Keeping(render_graph([ALPHA])), list[str]()
+    wanted = render_graph([ALPHA], sets=[f"spec.services.Worker.replicas={replicas}"])
+    assert _ensure(Connection("ns", "test", "", None, api, None), wanted, recreate, told.append) is bool(calls)
+    assert (api.calls, told) == (calls, [f"graph: {said}"])
+    assert api.live == (wanted if calls else render_graph([ALPHA]))
+
+
 class Api:
     """What `_own` uses of Kubernetes: a workflow, and a graph that its operator changes before the first patch."""
 
@@ -167,3 +241,23 @@ def test_submitting_with_a_graph_sets_the_engine(tmp_path: Path, capsys: pytest.
     assert "--fleet" in capsys.readouterr().err
     path.write_text("a: [")
     assert run_cli(line) == 2 and "is not YAML" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_what_would_be_created_and_asks_no_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    (tmp_path / "graph.yaml").write_text(BETA)
+    changed = ["--set", "spec.components.Worker.replicas=3", "--image", "default:2", "--name", "mine", "--dry-run"]
+    assert run_cli(["fleet", "up", str(tmp_path / "graph.yaml"), *changed]) == 0
+    made = yaml.safe_load(capsys.readouterr().out)
+    assert made["metadata"] == {"name": "mine", "labels": {"team": "rl"}, "namespace": "tuneloop"}
+    assert made["spec"]["components"][1]["replicas"] == 3
+    line = ["submit", "grpo", "--run", "demo", "--store", "s3://b/p", "--dry-run"]
+    assert run_cli([*line, "--fleet", str(tmp_path / "graph.yaml")]) == 0
+    graph, workflow = yaml.safe_load_all(capsys.readouterr().out)
+    assert (graph["kind"], graph["metadata"]["labels"][RUN_LABEL]) == (KIND, "demo")
+    assert {"name": "run", "value": "demo"}.items() <= workflow["spec"]["arguments"]["parameters"][0].items()
+    assert "dynamo://graph.tuneloop" in json.dumps(workflow)
+    assert run_cli(line) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["metadata"]["labels"][RUN_LABEL] == "demo"

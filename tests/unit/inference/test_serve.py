@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
+from tuneloop.inference import http_api
+from tuneloop.inference.engines._loop import EngineLoop
+from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.inference.server import _open_policy, _parse
 
 SERVE = """
@@ -70,6 +74,27 @@ def test_a_server_whose_engine_has_failed_ends() -> None:
         assert "an illegal memory access" in json.loads(connection.getresponse().read())["error"]
         assert child.wait(LIMIT_S) == 75
         assert "the engine failed (RuntimeError: an illegal memory access" in child.stderr.read().splitlines()[-1]
+
+
+def test_a_request_waits_for_an_engine_that_sleeps_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/local has the same with vLLM, which is woken."""
+    monkeypatch.setattr(http_api, "WAIT_S", 0.2)
+    loop = EngineLoop(Vllm({}))
+    loop.asleep = loop.waking = True
+    loop.start()
+    with TestClient(http_api.HttpApi(loop).app()) as client:
+        for _ in range(2):
+            answer = client.post("/generate", json={"requests": [{"id": "a", "prompt_ids": [1], "seeds": [0]}]})
+            assert answer.status_code == 503
+            assert answer.json()["error"] == "waited 0.2 s; the engine sleeps; POST /wake_up"
+        until(lambda: len(loop._held) == 2)
+        loop.call(lambda _: loop._release()).result(LIMIT_S)
+        assert len(loop._held) == 2 and loop.is_alive(), "it sleeps on"
+        loop.asleep = loop.waking = False
+        loop.resume().result(LIMIT_S)
+        assert not loop._held and loop.is_alive(), "what nobody waits for is dropped"
+    loop.stop()
+    loop.join(LIMIT_S)
 
 
 def reaches(connection: http.client.HTTPConnection) -> bool:

@@ -42,6 +42,13 @@ def test_devices_that_serve_both_roles_count_once() -> None:
     assert plans[OVERLAPPED].idle("trainer") == pytest.approx(1 - 4 / 21)
 
 
+def test_a_sampler_without_devices_is_counted_as_none() -> None:
+    """Somebody else's endpoint: throughput is that of the trainer's devices, and nothing is divided by 0."""
+    plans = compare_plans({name: loop(3, 2, 1, 4) for name in "ab"}, {"trainer": 2, "sampler": 0}, False, Rules(GROUP))
+    assert {plan.accelerators for plan in plans.values()} == {2}
+    assert plans[ALONE].throughput == 4 / 24 / 2 and plans[ALONE].idle("sampler") == 0.5
+
+
 def test_a_plan_that_loses_time_is_refused_and_why() -> None:
     """What a published swap of an 8B trainer costs, against phases of 4 s."""
     rules = Rules(GROUP, swap=10.83)

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.making import checkpoint_artifact, prompts_artifact, rewards_artifact, rollout_rows
 from tuneloop.algorithms import _terms, dapo
-from tuneloop.core.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Interrupted, UserError
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.sft import sft
@@ -271,6 +273,8 @@ def test_stale_rollouts_need_leave(policy, tmp_path):
         ({"logprobs": []}, "logprobs of i000000-p00000-s00.*one a token"),
         ({"score": float("inf")}, "score of i000000-p00000-s00"),
         ({"score": None}, "score of i000000-p00000-s00"),
+        ({"completion_ids": [41]}, "ids of i000000-p00000-s00: 41: must be from 0 to 40"),
+        ({"prompt_ids": [5, -1]}, "ids of i000000-p00000-s00: -1: must be from 0 to 40"),
     ],
 )
 def test_rows_that_can_not_be(policy, tmp_path, change, match):
@@ -279,6 +283,30 @@ def test_rows_that_can_not_be(policy, tmp_path, change, match):
     samples[0] |= one | change
     with pytest.raises(UserError, match=match):
         run(tmp_path / "out", policy, rewards_artifact(tmp_path / "rewards", policy, samples))
+
+
+@pytest.mark.parametrize(("kind", "one"), [(pa.int64(), 5 + 2**32), (pa.float32(), 5.0)])
+def test_ids_are_whole_numbers_of_four_bytes(policy, tmp_path, kind, one):
+    """As JSON's numbers could become, if nobody looked."""
+    rewards = rewards_artifact(tmp_path / "rewards", policy)
+    table, draft = pq.read_table(rewards.path / "rewards.parquet"), Draft(str(tmp_path / "other"))
+    at = table.schema.get_field_index("completion_ids")
+    ids = table["completion_ids"].to_pylist()
+    ids[0][0] = one
+    table = table.set_column(at, "completion_ids", pa.array(ids, pa.list_(kind)))
+    pq.write_table(table, draft.path / "rewards.parquet")
+    draft.commit(stage="reward", facts=rewards.manifest.facts)
+    with pytest.raises(UserError, match=r"ids of i000000-p00000-s00: '(float|int)64 up to .*must be int32"):
+        run(tmp_path / "out", policy, Artifact(draft.url))
+
+
+def test_a_step_is_one_row_of_at_most_a_kilobyte_whatever_the_batch(policy, tmp_path):
+    for groups in (2, 12):
+        samples = [{**s, "score": float(i % 2)} for i, s in enumerate(rollout_rows(policy, groups, 4))]
+        rewards = rewards_artifact(tmp_path / f"r{groups}", policy, samples)
+        found = run(tmp_path / f"o{groups}", policy, rewards, updates_per_batch=2)
+        lines = (found.path / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [1, 2] and max(map(len, lines)) <= 1024
 
 
 def test_bad_input(policy, tmp_path):

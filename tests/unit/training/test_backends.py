@@ -10,9 +10,9 @@ import pytest
 
 from tuneloop.argo.trainjob import as_job, as_jobset, as_rayjob, as_trainjob, prepare_rayjob, run_here
 from tuneloop.core.errors import UserError
-from tuneloop.training.backends import LLMBackend, list_backends, load_backend, register_backend
+from tuneloop.training.backends import LLMBackend, _word, list_backends, load_backend, register_backend
 from tuneloop.training.backends.native import Native
-from tuneloop.training.backends.torchtune import Torchtune
+from tuneloop.training.backends.torchtune import LORA, MANAGED, QUANTIZED, Torchtune
 from tuneloop.training.backends.trl import Trl, score
 from tuneloop.workflow.settings import AcceleratorResources, Cluster
 
@@ -41,6 +41,8 @@ def test_built_in_and_registered_ones_are_found_and_duplicates_refused(
 ) -> None:
     assert {"native", "trl", "torchtune"} <= list_backends().keys()
     assert load_backend("trl") is Trl
+    with pytest.raises(TypeError, match="abstract"):
+        LLMBackend()  # type: ignore[abstract]
     with pytest.raises(UserError, match=r"is tuneloop\.training\.backends\.trl\.Trl already"):
         register_backend("trl")(Echo)
     with pytest.raises(UserError, match="known: native, torchtune, trl"):
@@ -120,20 +122,25 @@ def test_rows_that_trl_would_stumble_over(tmp_path: Path, row: dict[str, object]
         ("llama3_2/1B", 1, 1, {"lora", "q"}, "lora_finetune_single_device", "llama3_2/1B_qlora_single_device"),
         ("llama3_3/70B", 1, 8, {"lora", "q"}, "lora_finetune_distributed", "llama3_3/70B_qlora"),
         ("llama3_3/70B", 1, 8, {"lora", "q", "dora"}, "lora_finetune_distributed", "llama3_3/70B_lora"),
-        ("llama3_3/70B", 2, 8, {"lora"}, "full_finetune_distributed", "llama3_3/70B_full_multinode"),
+        ("llama3_3/70B", 1, 8, {"lora", "no q"}, "lora_finetune_distributed", "llama3_3/70B_lora"),
+        ("llama3_2/1B", 1, 1, {"no q"}, "full_finetune_single_device", "llama3_2/1B_full_single_device"),
+        ("llama3_3/70B", 1, 8, {"lora", "no dora", "q"}, "lora_finetune_distributed", "llama3_3/70B_qlora"),
     ],
 )
 def test_torchtune_chooses_the_recipe_that_the_trainer_chooses(
     model: str, nodes: int, processes: int, args: set[str], recipe: str, config: str
 ) -> None:
     known = {"lora": ("model.lora_attn_modules", ["q_proj"]), "q": ("model.quantize_base", True)}
-    known["dora"] = ("model.use_dora", True)
+    known |= {"dora": ("model.use_dora", True), "no dora": ("model.use_dora", False)}
+    known["no q"] = ("model.quantize_base", False)
     given = dict(known[name] for name in sorted(args))
+    on = {**{name: value for name, value in given.items() if value is not False}, "epochs": 2}
     made = Torchtune(model=model, nodes=nodes, processes=processes, args={**given, "epochs": 2})
     made.validate()
     assert made.to_command() == ["tune", "run"]
     assert made.to_args()[:3] == [recipe, "--config", config]
-    assert made.to_runtime_args()[-1] == "epochs=2"
+    # The Trainer reads of these no more than their names.
+    assert made.to_runtime_args() == made.to_args()[3:] == [f"{name}={_word(of)}" for name, of in on.items()]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +152,10 @@ def test_torchtune_chooses_the_recipe_that_the_trainer_chooses(
         (Trl(trainer="grpo", args={**FULL, "reward_funcs": "pkg.mod:score"}), "nor a dotted path"),
         (Torchtune(model="gpt/2"), "no torchtune runtime"),
         (Torchtune(nodes=2), "must be 1 for llama3_2/1B"),
+        *(
+            (Torchtune(model="llama3_3/70B", nodes=2, args={name: [1]}), "must be 1 with LoRA")
+            for name in (LORA, QUANTIZED)
+        ),
         (Torchtune(processes=2, args={"model.quantize_base": True}), "processes: 2: must be 1"),
         (Torchtune(model="qwen2_5/1.5B", args={"model.quantize_base": True}), "is not supported"),
         (Native(stage="rollout"), "none that trains"),
@@ -159,6 +170,23 @@ def test_refused_before_anything_starts(made: LLMBackend, told: str) -> None:
         made.validate()
     with pytest.raises(UserError, match=told):
         as_trainjob(made, "job", Cluster())
+
+
+@pytest.mark.parametrize("name", MANAGED)
+def test_paths_of_the_runtime_are_refused_in_a_trainjob_alone(name: str) -> None:
+    made = Torchtune(args={name: "/data"})
+    with pytest.raises(UserError, match=rf"args.{name}: '/data': is set by the runtime"):
+        as_trainjob(made, "job", Cluster())
+    (container,) = as_job(made, "job", Cluster())["spec"]["template"]["spec"]["containers"]
+    assert f"{name}=/data" in container["args"]
+
+
+def test_native_argv() -> None:
+    made = Native(nodes=2, processes=3, args={"policy": "p", "prompts": "q", "checkpoint": "c", "max_steps": 5})
+    made.validate()
+    assert made.to_command() == ["python", "-m", "tuneloop.training.torchrun", "-m", "tuneloop.stages.sft"]
+    given = "--policy p --prompts q --checkpoint c --max-steps 5 --expected-world-size 6"
+    assert made.to_args() == given.split()
 
 
 def test_one_command_in_every_form(capfd: pytest.CaptureFixture[str]) -> None:

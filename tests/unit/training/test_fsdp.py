@@ -54,6 +54,13 @@ def test_logprobs_equal_those_of_each_document_alone(model, documents, packing, 
     torch.testing.assert_close((values, entropies), wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_without_a_gpu_attention_is_sdpa_and_eager_says_the_same(model, documents):
+    one, other = (Policy(model, Ranks("cpu"), max_length=40, attn_implementation=how) for how in ("auto", "eager"))
+    assert (one.chosen()["attention"], other.chosen()["attention"]) == ("sdpa", "eager")
+    with torch.no_grad():
+        torch.testing.assert_close(one.logprobs(documents), other.logprobs(documents), rtol=1e-4, atol=1e-5)
+
+
 def gradients(model: Path, documents: list[Document], packing: str, limit: int) -> dict[str, torch.Tensor]:
     policy = Policy(model, Ranks("cpu"), packing=packing, max_length=40)
     count = sum(d.target_count for d in documents)

@@ -121,6 +121,25 @@ def test_the_stages_publish() -> None:
         assert stage.after is publish_checkpoint and "weights" in stage.Params.model_fields
 
 
+def test_an_update_at_the_rate_of_rl_sends_a_tenth_of_the_model_at_most(tmp_path: Path) -> None:
+    """A tiny model in bfloat16, AdamW's step at 1e-6; and what arrives are the trainer's bytes."""
+    from tests.making import prompts_artifact, rewards_artifact, rollout_rows
+    from tuneloop.stages.base_model import base_model
+    from tuneloop.stages.policy_update import policy_update
+
+    root, prompts = f"{tmp_path}/w", prompts_artifact(tmp_path / "prompts")
+    base_model(out=f"{tmp_path}/base", prompts=prompts.ref, save_dtype="bfloat16", weights=root)
+    base = Artifact(f"{tmp_path}/base")
+    rows = [{**row, "score": float(i % 2)} for i, row in enumerate(rollout_rows(base))]
+    rewards = rewards_artifact(tmp_path / "rewards", base, rows)
+    about = {"learning_rate": 1e-6, "warmup_steps": 0, "save_dtype": "bfloat16", "device": "cpu", "weights": root}
+    policy_update(out=f"{tmp_path}/1", policy=base.ref, rewards=rewards.ref, **about)
+    sent = read_publications(root)[1]
+    assert sent["encoding"] == "gap8-xor" and 0 < sent["sent_bytes"] <= sent["full_bytes"] / 10
+    weights.materialize_version(root, 1, tmp_path / "held")
+    assert exports.content(tmp_path / "held") == exports.content(Artifact(f"{tmp_path}/1").path / "model")
+
+
 def test_a_task_of_kfp_publishes_too(tmp_path: Path) -> None:
     """The adapter runs the stage's own program, so that what follows the commit follows it there."""
     weights_url, at = str(tmp_path / "w"), tmp_path / "kfp"

@@ -57,7 +57,7 @@ class EngineLoop(threading.Thread):
         self.engine = engine
         self.failed: Callable[[], None] = lambda: None
         self.broken = ""
-        self.asleep = False
+        self.asleep = self.waking = False  # waking: asleep, or awake without weights yet
         self.paused = False
         self._held: list[Callable[[], None]] = []
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -105,6 +105,8 @@ class EngineLoop(threading.Thread):
             except Exception as error:
                 self.engine.poison()
                 raise Refused(503, f"loading version {version} failed ({error}); load a version again") from error
+            self.waking = self.asleep
+            self._release()
             return {"drain": drained - begun, "change": changed - drained, "check": time.perf_counter() - changed}
 
         return self._command(work)
@@ -157,28 +159,28 @@ class EngineLoop(threading.Thread):
         """Go on after `pause`, or do nothing."""
 
         def work() -> None:
-            self.paused, commands, self._held = False, self._held, []
-            for execute in commands:
-                execute()
+            self.paused = False
+            self._release()
 
         return self._command(work)
 
     def sleep(self, level: int) -> Future[None]:
-        """Give back the device's memory once all that runs has finished, as `Vllm.sleep` says."""
+        """Give back the device's memory once all that runs has finished, as `Vllm.sleep` says; who comes waits."""
 
         def work() -> None:
             self._drain()
             self.engine.sleep(level)
-            self.asleep = True
+            self.asleep = self.waking = True
 
         return self._command(work)
 
     def wake_up(self) -> Future[None]:
-        """Take the device's memory again; where the weights are gone, nothing is served until they are loaded."""
+        """Take the device's memory again; where the weights are gone, who waits does so until they are loaded."""
 
         def work() -> None:
             self.engine.wake_up()
-            self.asleep = False
+            self.asleep, self.waking = False, self.waking and not self.engine.digest
+            self._release()
 
         return self._command(work)
 
@@ -206,20 +208,26 @@ class EngineLoop(threading.Thread):
                 self._step()
 
     def _command(self, work: Callable[[], Any], *, pausable: bool = False) -> Future[Any]:
-        """Run `work` on this thread in its turn; if it is `pausable`, not while the loop is paused."""
+        """Run `work` on this thread in its turn; if it is `pausable`, not while it is paused or the engine away."""
         answer: Future[Any] = Future()
 
         def execute() -> None:
-            if pausable and self.paused:
+            if pausable and (self.paused or self.waking):
                 self._held.append(execute)
-                return
-            try:
-                answer.set_result(work())
-            except Exception as error:
-                answer.set_exception(error)
+            elif answer.set_running_or_notify_cancel():  # else nobody waits any more
+                try:
+                    answer.set_result(work())
+                except Exception as error:
+                    answer.set_exception(error)
 
         self._inbox.put(execute)
         return answer
+
+    def _release(self) -> None:
+        """Admit those who wait, unless they have to wait on."""
+        commands, self._held = self._held, []
+        for execute in commands:
+            execute()
 
     def _drain(self) -> None:
         while self._tickets:

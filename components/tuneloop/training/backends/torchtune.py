@@ -1,6 +1,7 @@
 """torchtune's recipes, chosen as Kubeflow Trainer does (``pkg/runtime/framework/plugins/torch/torchtune.go``)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import encode_value
@@ -9,6 +10,8 @@ from tuneloop.training.backends import LLMBackend, register_backend
 RUNTIMES = ("llama3_2/1B", "llama3_2/3B", "llama3_3/70B", "qwen2_5/1.5B")
 """Configurations that the Trainer takes; the one of 70B alone on several nodes."""
 LORA, QUANTIZED, DORA = "model.lora_attn_modules", "model.quantize_base", "model.use_dora"
+MANAGED = ("output_dir", "tokenizer.path", "tokenizer.merges_file", "checkpointer.checkpoint_dir")
+"""What a TrainJob's runtime sets itself: the Trainer's webhook refuses it among a job's arguments."""
 
 
 @register_backend("torchtune")
@@ -32,14 +35,27 @@ class Torchtune(LLMBackend):
     def to_args(self) -> list[str]:
         """Return all arguments; in a TrainJob the Trainer adds those before the overrides, and others get ``PET_*``."""
         recipe, config = self.recipe()
-        return [recipe, "--config", config, *self.to_runtime_args()]
+        return [recipe, "--config", config, *(f"{name}={encode_value(value)}" for name, value in self.overrides.items())]
 
     def to_runtime_args(self) -> list[str]:
-        return [f"{name}={encode_value(value)}" for name, value in self.args.items() if value is not None]
+        """Return the overrides alone.
+
+        Raises:
+            UserError: one that the runtime sets.
+        """
+        if taken := sorted(self.overrides.keys() & {*MANAGED}):
+            raise UserError(f"args.{taken[0]}", self.overrides[taken[0]], "is set by the runtime; leave it out")
+        return self.to_args()[3:]
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """`args` but for what is none, or switched off: the Trainer takes these two names alone for a yes."""
+        off = [name for name in (QUANTIZED, DORA) if str(self.args.get(name)).lower() == "false"]
+        return {name: value for name, value in self.args.items() if value is not None and name not in off}
 
     def recipe(self) -> tuple[str, str]:
         """Choose recipe and configuration by nodes, ranks and what the overrides say of LoRA. DoRA is not QLoRA."""
-        quantized, lora = QUANTIZED in self.args and DORA not in self.args, LORA in self.args
+        quantized, lora = QUANTIZED in self.overrides and DORA not in self.overrides, LORA in self.overrides
         if self.nodes > 1:
             return "full_finetune_distributed", f"{self.model}_full_multinode"
         kind, name = ("lora", "qlora") if quantized else ("lora", "lora") if lora else ("full", "full")
@@ -52,6 +68,8 @@ class Torchtune(LLMBackend):
             raise UserError("model", self.model, f"has no torchtune runtime; known: {', '.join(RUNTIMES)}")
         if self.nodes > 1 and self.model != "llama3_3/70B":
             raise UserError("nodes", self.nodes, f"must be 1 for {self.model}")
+        if self.nodes > 1 and self.overrides.keys() & {LORA, QUANTIZED}:
+            raise UserError("nodes", self.nodes, "must be 1 with LoRA: on several torchtune would train all weights")
         config = self.recipe()[1]
         if config.endswith("_qlora") and self.model in ("llama3_2/1B", "llama3_2/3B"):
             raise UserError("processes", self.processes, f"must be 1 for {self.model} with {QUANTIZED}")
