@@ -35,7 +35,8 @@ class Torchtune(LLMBackend):
     def to_args(self) -> list[str]:
         """Return all arguments; in a TrainJob the Trainer adds those before the overrides, and others get ``PET_*``."""
         recipe, config = self.recipe()
-        return [recipe, "--config", config, *(f"{name}={encode_value(value)}" for name, value in self.overrides.items())]
+        given = [f"{name}={encode_value(value)}" for name, value in self.overrides.items()]
+        return [recipe, "--config", config, *given]
 
     def to_runtime_args(self) -> list[str]:
         """Return the overrides alone.
