@@ -113,23 +113,27 @@ def list_cluster_stages(seen: "Status") -> list[Stage]:
 
     A stage of several pods is one, though Argo has two for it: one that starts its job, one that reads its output.
     """
+    from tuneloop.cluster.watch import find_job_stage
+
     stages: dict[str, list[Node]] = {}
     for pod in (node for node in seen.nodes.values() if node.type == "Pod"):
-        job = seen.find_job_stage(pod)
+        job = find_job_stage(pod, seen.nodes)
         stages.setdefault(job.display_name if job else get_stage_name(pod), []).append(pod)
     return [_cluster_stage(seen, name, pods) for name, pods in stages.items()]
 
 
 def _cluster_stage(seen: "Status", name: str, pods: Sequence[Node]) -> Stage:
+    from tuneloop.cluster.watch import find_job_stage
+
     newest, ended = pods[-1], [pod for pod in pods if pod.phase == "Succeeded"]
     phase, message, told = newest.phase, newest.message, ended[-1] if ended else newest
-    if (job := seen.find_job_stage(newest)) and newest.template == f"{job.template}-job" and phase not in BROKEN:
+    if (job := find_job_stage(newest, seen.nodes)) and newest.template == f"{job.template}-job" and phase not in BROKEN:
         message = seen.waiting.get(job.template, "")
         phase = "Pending" if message else "Running"  # until its output is read
     return Stage(
         name,
         phase,
-        done=sum(not (seen.find_job_stage(pod) and pod.template.endswith("-job")) for pod in ended),
+        done=sum(not (find_job_stage(pod, seen.nodes) and pod.template.endswith("-job")) for pod in ended),
         seconds=sum(pod.finished - pod.started for pod in ended),
         iteration=iteration_of(told) or None,
         results={name: float(value) for name, value in told.outputs.items() if format_number(value)},
@@ -143,8 +147,7 @@ def _describe_attempts(pods: Sequence[Node]) -> dict[str, Any]:
     attempts = [(int(match[1]), pod) for pod in pods if (match := ATTEMPT.search(pod.display_name))]
     dead = [(number, pod) for number, pod in attempts if pod.phase in BROKEN and pod.finished]
     cause = ""
-    if dead:
-        number, pod = dead[-1]
+    for number, pod in dead[-1:]:
         at = f" of iteration {iteration}" if (iteration := iteration_of(pod)) else ""
         cause = f"attempt {number + 1}{at} ended after {pod.finished - pod.started:.0f} s: {describe_end(pod)}"
     lost = sum(pod.finished - pod.started for _, pod in dead)

@@ -110,16 +110,11 @@ def list_schedules(cluster: Connection) -> list[dict[str, Any]]:
     looks, found = cluster.list(*WORKFLOWS, selector=f"{LABEL},!{RUN_LABEL}")[::-1], []
     for each in cluster.list(*CRON, selector=LABEL):
         name, spec, status = each["metadata"]["name"], each["spec"], each.get("status", {})
-        told: dict[str, Any] = {
-            "name": name,
-            "cron": " ".join(filter(None, [*spec["schedules"], spec.get("timezone")])),
-        }
-        told |= {
-            "last": status.get("lastScheduledTime"),
-            "looks": [_read_look(w) for w in looks if labels_of(w)[LABEL] == name],
-        }
+        when = " ".join(filter(None, [*spec["schedules"], spec.get("timezone")]))
         wrong = [condition["message"] for condition in status.get("conditions") or ()]
-        found.append({**told, "message": "; ".join(["suspended"] * spec.get("suspend", False) + wrong)})
+        told = {"message": "; ".join(["suspended"] * spec.get("suspend", False) + wrong)}
+        mine = [_read_look(look) for look in looks if labels_of(look)[LABEL] == name]
+        found.append({"name": name, "cron": when, "last": status.get("lastScheduledTime"), **told, "looks": mine})
     return found
 
 
@@ -177,7 +172,7 @@ def _start(data: Mapping[str, Any]) -> dict[str, Any]:
         **data,
         "name": "start",
         "inputs": {"parameters": [{"name": "prompts"}]},
-        "outputs": {"parameters": [{"name": SAID, "valueFrom": {"path": f"{OUTPUTS}/{SAID}"}}]},
+        "outputs": {"parameters": [{"name": SAID, "valueFrom": {"path": f"{OUTPUTS}/{SAID}", "default": ""}}]},
         "serviceAccountName": "tuneloop-continue",
         "automountServiceAccountToken": True,
         "container": {**data["container"], **command},

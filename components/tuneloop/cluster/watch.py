@@ -48,11 +48,6 @@ class Status:
     accelerator_seconds: float
     claims: dict[str, str]
 
-    def find_job_stage(self, pod: Node) -> Node | None:
-        """Find the stage whose job of several pods `pod` starts, or whose output it reads (`tuneloop.argo.jobset`)."""
-        above = self.nodes.get(pod.parent)
-        return above if above and pod.template in (f"{above.template}-job", f"{above.template}-result") else None
-
 
 def read_status(cluster: Connection, run: str) -> Status:
     """Read the status of a run from the cluster.
@@ -124,11 +119,17 @@ def _accelerator_seconds(workflow: Mapping[str, Any]) -> float:
     return float(sum(seconds for name, seconds in spent.items() if name.endswith("/gpu")))
 
 
+def find_job_stage(pod: Node, nodes: Mapping[str, Node]) -> Node | None:
+    """Find the stage whose job of several pods `pod` starts, or whose output it reads (`tuneloop.argo.jobset`)."""
+    above = nodes.get(pod.parent)
+    return above if above and pod.template in (f"{above.template}-job", f"{above.template}-result") else None
+
+
 def _waiting(cluster: Connection, run: str, nodes: Mapping[str, Node]) -> dict[str, str]:
     """Return node, or stage of several pods → why a pod of it does not run yet."""
     selector = f"{RUN_LABEL}={run}"
     pending = [pod for pod in cluster.list_pods(selector) if pod.status.phase == "Pending"]
-    several = any(node.template.endswith("-job") and node.phase not in DONE for node in nodes.values())
+    several = any(node.phase not in DONE and find_job_stage(node, nodes) for node in nodes.values())
     jobs = cluster.list(*JOBSETS, selector=selector) if several else []
     held = [job for job in jobs if job["spec"].get("suspend")]  # Kueue admits it as a whole, and it has no pods before
     queued = _workloads(cluster) if held or any(pod.spec.scheduling_gates for pod in pending) else {}

@@ -160,11 +160,7 @@ class AcceleratorResources(Resources):
     """What a pod of a role asks for that computes on accelerators."""
 
     gpus: int = Field(0, ge=0, description="nvidia.com/gpu of a pod; 0: it runs on CPU, and says so")
-    queue: str | None = Field(
-        None,
-        description=f"Kueue LocalQueue of its pods and jobs; none: cluster.queue, and where that is {QUEUE}, of "
-        f"samplers {SAMPLER_QUEUE}",
-    )
+    queue: str | None = Field(None, description="Kueue LocalQueue of its pods and jobs; none: that of cluster.queue")
     shm: SharedMemory = AUTO
     grace_s: Grace = 300
 
@@ -177,7 +173,11 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         pattern=r"\{image\}",
         description="where images lie; {image} is base, trainer or rollout",
     )
-    queue: str = Field(QUEUE, description="Kueue LocalQueue of accelerator stages; empty: not queued")
+    queue: str = Field(
+        QUEUE,
+        description=f"Kueue LocalQueue of accelerator stages, but as long as it is {QUEUE}, of samplers "
+        f"{SAMPLER_QUEUE}; empty: not queued",
+    )
     priority: str = Field("", description="Kueue WorkloadPriorityClass of accelerator stages; empty: priority 0")
     trainer: AcceleratorResources = Field(AcceleratorResources(), description="pods of stages that train")
     sampler: AcceleratorResources = Field(
