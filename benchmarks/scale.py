@@ -111,7 +111,7 @@ def render_sizes(iterations: int, apart: bool) -> list[dict[str, Any]]:
     for gpus, pods, server, _ in SIZES.values():
         sets = [f"cluster.trainer.gpus={gpus}", f"processes={gpus}", f"nodes={pods}", f"cluster.sampler.gpus={server}"]
         sets += [f"engine.args.tensor_parallel_size={server}", f"loop.iterations={iterations}", f"cluster.cpu={PLACE}"]
-        sets += ["loop.iterations_per_pod=0", *[f"cluster.sampler.queue={SAMPLERS}"] * apart]
+        sets += ["loop.iterations_per_pod=0", f"cluster.sampler.queue={SAMPLERS if apart else 'tuneloop'}"]
         made.append(found.build(found.configure(None, sets)))
     return made
 

@@ -73,23 +73,25 @@ def kubeflow(cluster: Connection) -> Iterator[None]:
     image = f"--image=ghcr.io/kubeflow/kfp-api-server:{RELEASE}"
     kubectl("create", "namespace", "kubeflow", check=False)  # test_manifests.py leaves it
     assert not kubectl("-n", "kubeflow", "get", "deployments", "-o", "name"), "a real KFP is not ours to change"
-    selector = kubectl("get", "clusterqueue", "tuneloop", "-o", "jsonpath={.spec.namespaceSelector}")
+    shown, queues = "jsonpath={.spec.namespaceSelector}", ("tuneloop", "tuneloop-samplers")
+    selectors = {name: kubectl("get", "clusterqueue", name, "-o", shown) for name in queues}
     try:
         subprocess.run(["kubectl", "apply", "-f", "-"], input=SETTINGS, text=True, check=True, capture_output=True)
         kubectl("-n", "kubeflow", "create", "deployment", "ml-pipeline", "--replicas=0", image)
         yield
     finally:
-        patch = f'[{{"op": "replace", "path": "/spec/namespaceSelector", "value": {selector}}}]'
-        kubectl("patch", "clusterqueue", "tuneloop", "--type=json", "-p", patch)
+        for name, selector in selectors.items():
+            patch = f'[{{"op": "replace", "path": "/spec/namespaceSelector", "value": {selector}}}]'
+            kubectl("patch", "clusterqueue", name, "--type=json", "-p", patch)
         kubectl("delete", "namespace", "kubeflow")
 
 
 def test_a_backend_is_mended_by_the_commands_that_doctor_gives(kubeflow: None, look: Look) -> None:
     code, checks = look("sft_then_grpo", "--to", "kfp")
-    assert (code, _refused(checks)) == (2, ["store", "store", "queue"])
+    assert (code, _refused(checks)) == (2, ["store", "store", "queue", "queue"])
     kubectl("apply", "-k", str(ROOT / "manifests" / "overlays" / "kfp"))
     code, checks = look("sft_then_grpo", "--to", "kfp")
-    assert (code, _refused(checks)) == (2, ["queue"])
+    assert (code, _refused(checks)) == (2, ["queue", "queue"])
 
     kubectl("-n", "kubeflow", "patch", "configmap", "workflow-controller-configmap", "-p", '{"data":{"executor":"{}"}}')
     refused = []

@@ -13,9 +13,10 @@ from tuneloop.argo.lint import lint_workflow
 from tuneloop.argo.pipeline import LIMITS, Tasks, build_templates, template_of
 from tuneloop.argo.tasks import Output
 from tuneloop.argo.template import define_workflow, stage_template
+from tuneloop.cli.show import list_cluster_stages
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.watch import read_logs, read_nodes
+from tuneloop.cluster.watch import read_logs, read_nodes, read_status
 from tuneloop.config.loading import find_pipeline
 from tuneloop.kube.connection import Connection
 from tuneloop.stages.base_model import base_model
@@ -71,6 +72,8 @@ def test_one_of_two_pods_is_killed_and_the_bytes_are_those_of_one_pod(cluster: C
             "Running",
         )
         time.sleep(1)
+    shown = {stage.stage: stage.phase for stage in list_cluster_stages(read_status(cluster, run))}
+    assert shown.items() >= {"one": "Succeeded", "pair": "Running"}.items() and "job" not in shown
     victim = f"{PODS}={run}-sft,batch.kubernetes.io/job-completion-index=1"
     kubectl("-n", cluster.namespace, "delete", "pod", "-l", victim, "--grace-period=0", "--force")
     assert argo.wait_for_run(cluster, run) == 0

@@ -10,7 +10,7 @@ from tests.cluster.conftest import STORE, sleeper
 from tests.cluster.making import submit_workflow
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.run_workflows import get_workflow_phase, list_workflows, prepare_workflow
-from tuneloop.cluster.watch import read_logs, read_status
+from tuneloop.cluster.watch import WORKLOADS, read_logs, read_status
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.local.journal import Node
 from tuneloop.workflow.settings import RUN_LABEL
@@ -83,3 +83,22 @@ def test_workflows_of_one_run_take_their_turn(cluster: Connection, run: str) -> 
     spans = sorted((pod["startedAt"], pod["finishedAt"]) for pod in pods)
     assert len(spans) == 3
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+def test_pods_that_the_controller_has_forgotten_go_with_their_workloads(
+    cluster: Connection, tight: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it had been restarted: those that it deletes in ten minutes."""
+    submit_workflow(cluster, sleeper(1, tight), run=run, store=STORE)
+    assert argo.wait_for_run(cluster, run) == 0
+
+    def remains() -> list[object]:
+        owned = [w for w in cluster.list(*WORKLOADS) if w["metadata"]["ownerReferences"][0]["name"].startswith(run)]
+        return [*cluster.list_pods(f"{RUN_LABEL}={run}"), *owned]
+
+    assert len(remains()) == 2
+    argo.delete_forgotten_pods(cluster)
+    assert len(remains()) == 2, "they may still be read"
+    monkeypatch.setattr(argo, "FORGOTTEN_S", 0.0)
+    argo.delete_forgotten_pods(cluster)
+    until(lambda: not remains())

@@ -13,7 +13,7 @@ from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import digits
 from tests.cluster.test_queue import until
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.schedule import CRON, LABEL, apply_schedule, delete_schedule
+from tuneloop.cluster.schedule import CRON, LABEL, apply_schedule, delete_schedule, list_schedules
 from tuneloop.cluster.watch import read_status
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import WORKFLOWS, Connection
@@ -70,6 +70,10 @@ def test_new_data_is_a_new_run_and_old_data_is_skipped(cluster: Connection, name
     second = told.split()[1]
     assert runs(cluster, name) == [first, second]
     assert argo.stop_run(cluster, second) <= 1
+    (schedule,) = [each for each in list_schedules(cluster) if each["name"] == name]
+    assert schedule["cron"] == "0 0 1 1 *"
+    said = [look["said"] for look in schedule["looks"]]
+    assert said[:2] == [told, f"skipped: no new data since {first}"] and said[-1] == f"started {first}"
     delete_schedule(cluster, name)
     with pytest.raises(UserError, match="does not exist in namespace"):
         delete_schedule(cluster, name)

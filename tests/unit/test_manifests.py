@@ -113,7 +113,7 @@ def test_the_quotas_of_a_node_with_gpus_hold_a_run_that_uses_all_of_them(tmp_pat
     quotas["tuneloop-samplers"] = read_gpu_quota("tuneloop-samplers", "quota-samplers.yaml")
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama-2-7b"][1]))
     pipeline, sets = find_pipeline("sft_then_grpo"), ["cluster.trainer.gpus=6", "cluster.sampler.gpus=2"]
-    sets += ["cluster.sampler.queue=tuneloop-samplers", "engine.args.tensor_parallel_size=2"]
+    sets += ["engine.args.tensor_parallel_size=2"]
     made = pipeline.build(pipeline.configure(sets=[f"base_model={tmp_path}", *sets]))
     largest: dict[str, dict[str, Decimal]] = {queue: {} for queue in quotas}
     for template in made["spec"]["templates"]:

@@ -25,12 +25,11 @@ from tuneloop.cli.arguments import (
 )
 from tuneloop.cli.exits import run_command
 from tuneloop.cli.inspect import print_json
+from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import connect_to_cluster, retry_until_available
 
 if TYPE_CHECKING:
-    from tuneloop.cli.show import Stage
-    from tuneloop.cluster.watch import Status
     from tuneloop.kube.connection import Connection
 
 
@@ -97,6 +96,7 @@ def submit_run(
         return argo.create_workflow(there, made, run)
 
     name = bring_up(there, graph, create, tell=typer.echo) if graph else create()
+    argo.delete_forgotten_pods(there)
     options = f" --namespace {namespace}" if namespace != "tuneloop" else ""
     options += f" --context {context}" if context else ""
     typer.echo(f"{run}: submitted as workflow {name}; see `tuneloop cluster status {run}{options}`")
@@ -210,19 +210,36 @@ def unschedule_pipeline(name: SCHEDULE, namespace: NAMESPACE = "tuneloop", conte
     typer.echo(f"{name}: no longer scheduled")
 
 
+@app.command("schedules")
+def show_schedules(as_json: JSON = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
+    """Show the schedules, and for their newest ticks which run was started, or why none."""
+    from tuneloop.cluster.schedule import list_schedules
+
+    found = list_schedules(connect_to_cluster(namespace, context))
+    if as_json:
+        print_json({"schedules": found})
+        return
+    columns = ("look", "phase", "what came of it")
+    for each in found:
+        typer.echo(f"{each['name']}  {each['cron']}  last tick: {each['last'] or 'never'}  {each['message']}".rstrip())
+        print_table(columns, (tuple(look.values()) for look in each["looks"]), cut=columns[-1])
+    if not found:
+        typer.echo(f"no schedules in namespace {namespace}")
+
+
 @app.command("status")
 def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
     """Show the stages of a run, their newest results, and what each waiting pod waits for.
 
     What it has committed, also once its workflows are deleted: `tuneloop status RUN --store URL`.
     """
-    from tuneloop.cli.show import show_stages
+    from tuneloop.cli.show import list_cluster_stages, show_stages
     from tuneloop.cluster.watch import read_status
 
     seen = read_status(connect_to_cluster(namespace, context), run)
     if as_json:
         fields = {name: value for name, value in asdict(seen).items() if name != "nodes"}
-        print_json({**fields, "stages": [asdict(stage) for stage in _stages(seen)]})
+        print_json({**fields, "stages": [asdict(stage) for stage in list_cluster_stages(seen)]})
         return
     typer.echo(f"{run}  {seen.phase}  {seen.message}".rstrip())
     typer.echo(f"  workflows    {', '.join(seen.workflows)}")
@@ -232,7 +249,7 @@ def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloo
         typer.echo(f"  claim        {claim}: {told}")
     for node, why in seen.waiting.items():
         typer.echo(f"  waiting      {node}: {why}")
-    show_stages(_stages(seen), places=0)
+    show_stages(list_cluster_stages(seen), places=0)
 
 
 @app.command("logs")
@@ -281,28 +298,3 @@ def _print_logs(
         if line.strip():
             said[name] = line.strip()
     return said
-
-
-def _stages(seen: "Status") -> "list[Stage]":
-    """Describe each stage by its pods: newest phase, how often it ended well, seconds, retries, newest numbers."""
-    from tuneloop.cli.live import format_number, get_stage_name, iteration_of
-    from tuneloop.cli.show import Stage
-
-    found = []
-    pods = [node for node in seen.nodes.values() if node.type == "Pod"]
-    for stage in dict.fromkeys(get_stage_name(pod) for pod in pods):
-        mine = [pod for pod in pods if get_stage_name(pod) == stage]
-        newest = mine[-1]
-        found.append(
-            Stage(
-                stage,
-                newest.phase,
-                done=sum(pod.phase == "Succeeded" for pod in mine),
-                seconds=sum(pod.finished - pod.started for pod in mine if pod.finished),
-                retries=sum(pod.display_name.endswith(")") and not pod.display_name.endswith("(0)") for pod in mine),
-                iteration=iteration_of(newest) or None,
-                results={name: float(value) for name, value in newest.outputs.items() if format_number(value)},
-                message=newest.message,
-            )
-        )
-    return found

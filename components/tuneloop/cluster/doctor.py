@@ -30,7 +30,7 @@ from tuneloop.cluster.queue_problems import find_queue_warnings
 from tuneloop.cluster.run_workflows import list_queues
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection
-from tuneloop.workflow.settings import Cluster
+from tuneloop.workflow.settings import ROLES, Cluster
 
 OK, WARNING, REFUSED, NOT_CHECKED = "ok", "warning", "refused", "not checked"
 CONTROLLER, SETTINGS = "workflow-controller", "workflow-controller-configmap"
@@ -102,10 +102,10 @@ def describe_needs(cluster: Connection, workflow: Mapping[str, Any]) -> dict[str
 
 
 def describe_queued_stage() -> dict[str, Any]:
-    """Describe a workflow of one accelerator stage with the default settings, which asks for nothing else."""
-    stage = {"name": "stage", "metadata": {"labels": Cluster().build_queue_labels("trainer")}}
+    """Describe a workflow of a stage of each role with the default settings, which asks for nothing but its queue."""
+    stages = [{"name": role, "metadata": {"labels": Cluster().build_queue_labels(role)}} for role in ROLES]
     parameters = [{"name": "run"}, {"name": "store"}]
-    return {"metadata": {}, "spec": {"templates": [stage], "arguments": {"parameters": parameters}}}
+    return {"metadata": {}, "spec": {"templates": stages, "arguments": {"parameters": parameters}}}
 
 
 def collect_checks(subject: str, found: Iterable[Check | UserError], otherwise: str = "") -> list[Check]:

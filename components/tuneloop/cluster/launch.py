@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuneloop.cluster.watch import follow_pod
+from tuneloop.cluster.watch import JOBSETS, follow_pod
 from tuneloop.core.errors import Interrupted, Retryable, UserError, report_errors
 from tuneloop.core.threads import forward_signals
 from tuneloop.kube.connection import NAMESPACE, ApiRefusal, Connection, connect_to_cluster, retry_until_available
@@ -62,7 +62,7 @@ def _ray(status: Object) -> bool | None:
 
 JOBSET_PODS = "jobset.sigs.k8s.io/jobset-name"
 KINDS = {
-    "JobSet": Kind(("jobset.x-k8s.io", "v1alpha2", "jobsets"), JOBSET_PODS, _terminal),
+    "JobSet": Kind(JOBSETS, JOBSET_PODS, _terminal),
     "TrainJob": Kind(("trainer.kubeflow.org", "v1alpha1", "trainjobs"), JOBSET_PODS, _conditions),
     "Job": Kind(("batch", "v1", "jobs"), "batch.kubernetes.io/job-name", _conditions),
     "RayJob": Kind(("ray.io", "v1", "rayjobs"), "batch.kubernetes.io/job-name", _ray),  # of the pod that submits

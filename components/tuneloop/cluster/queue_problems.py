@@ -12,7 +12,7 @@ from tuneloop.cluster.run_workflows import find_queued_templates, list_queues
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.manifest import labels_of, list_calls, parse_applied_object
-from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE_LABEL
+from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE, QUEUE_LABEL, SAMPLER_QUEUE
 
 KUEUE = ("kueue.x-k8s.io", "v1beta2")
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
@@ -31,7 +31,8 @@ def find_queue_problems(cluster: Connection, workflow: Mapping[str, Any]) -> Ite
         found = find_object(cluster.get, *KUEUE, "localqueues", name)
         if found is ABSENT:
             said = f"is not a LocalQueue of namespace {cluster.namespace}: stages would wait for ever"
-            yield Problem("queue", name, said, APPLY, f" (or yours), or {INSTALL}")
+            other = f", or --set cluster.sampler.queue={QUEUE}" if name == SAMPLER_QUEUE else ""
+            yield Problem("queue", name, said, APPLY, f" (or yours){other}, or {INSTALL}")
         elif found is not UNSEEN:
             behind.setdefault(found["spec"]["clusterQueue"], {})[name] = found
     for name, queues in behind.items():
@@ -88,7 +89,7 @@ def find_queue_warnings(cluster: Connection, workflow: Mapping[str, Any]) -> Ite
                 "gives rollout servers, for as long as their runs, quota that stages wait for: those of several runs "
             )
             found += "can hold all of it, and no run goes on"
-            command = "tuneloop … --set cluster.sampler.queue=tuneloop-samplers"
+            command = f"tuneloop … --set cluster.sampler.queue={SAMPLER_QUEUE}"
             yield Problem("queue", server, found, command, " (docs/cluster.md, The queue)")
 
 

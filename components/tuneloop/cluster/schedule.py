@@ -18,13 +18,16 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 from tuneloop.argo.jobset import check_names
-from tuneloop.argo.pod_fields import SCRATCH
+from tuneloop.argo.pod_fields import OUTPUTS, SCRATCH
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.preflight import check_cluster
+from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.artifacts import split_ref
 from tuneloop.core.errors import UserError, report_errors
+from tuneloop.core.program import write_outputs
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster
+from tuneloop.local.journal import BROKEN
 from tuneloop.runs.records import DIGITS, check_schedule_name
 from tuneloop.workflow.manifest import labels_of
 from tuneloop.workflow.settings import RUN_LABEL
@@ -33,6 +36,8 @@ LABEL = "tuneloop.dev/schedule"
 CRON = ("argoproj.io", "v1alpha1", "cronworkflows")
 TEMPLATES = ("argoproj.io", "v1alpha1", "workflowtemplates")
 KINDS = {"WorkflowTemplate": TEMPLATES, "CronWorkflow": CRON}
+SAID, KEPT = "said", 10
+"""Output of a look's last step: what it did; and how many looks that succeeded, or failed, the controller keeps."""
 
 
 def apply_schedule(
@@ -69,7 +74,7 @@ def apply_schedule(
     look = build_data_check_spec(made, name)
     check_cluster(cluster, made)
     when = {"schedules": [cron], **({"timezone": timezone} if timezone else {})}
-    limits = {"concurrencyPolicy": "Forbid", "successfulJobsHistoryLimit": 1, "failedJobsHistoryLimit": 1}
+    limits = {"concurrencyPolicy": "Forbid", "successfulJobsHistoryLimit": KEPT, "failedJobsHistoryLimit": KEPT}
     spec = {**when, **limits, "startingDeadlineSeconds": 300, "workflowSpec": look}
     spec["workflowMetadata"] = {"labels": {LABEL: name}}
     specs = {"WorkflowTemplate": template_spec(made, name), "CronWorkflow": spec}
@@ -97,6 +102,28 @@ def delete_schedule(cluster: Connection, name: str) -> None:
         raise UserError("schedule", name, f"does not exist in namespace {cluster.namespace}")
     for kind in standing:
         cluster.delete(*KINDS[kind], name)
+
+
+def list_schedules(cluster: Connection) -> list[dict[str, Any]]:
+    """List the schedules of the namespace: their `name`, `cron`, `last` tick, and `looks`, newest first; `message` says
+    why the controller starts none. Of a tick during a look, which it skips, it keeps no record."""
+    looks, found = cluster.list(*WORKFLOWS, selector=f"{LABEL},!{RUN_LABEL}")[::-1], []
+    for each in cluster.list(*CRON, selector=LABEL):
+        name, spec, status = each["metadata"]["name"], each["spec"], each.get("status", {})
+        when = " ".join(filter(None, [*spec["schedules"], spec.get("timezone")]))
+        wrong = [condition["message"] for condition in status.get("conditions") or ()]
+        told = {"message": "; ".join(["suspended"] * spec.get("suspend", False) + wrong)}
+        mine = [_read_look(look) for look in looks if labels_of(look)[LABEL] == name]
+        found.append({"name": name, "cron": when, "last": status.get("lastScheduledTime"), **told, "looks": mine})
+    return found
+
+
+def _read_look(workflow: Mapping[str, Any]) -> dict[str, str]:
+    """Read when a workflow looked for new data, its phase, and what it did or why it failed."""
+    pods = [node for node in read_nodes(workflow).values() if node.type == "Pod"]
+    said = [node.outputs.get(SAID) or node.message for node in pods if node.template == "start" or node.phase in BROKEN]
+    phase = run_workflows.get_workflow_phase(workflow)
+    return {"time": workflow["metadata"]["creationTimestamp"], "phase": phase, "said": said[-1] if said else ""}
 
 
 def _standing(cluster: Connection, kind: str, name: str) -> dict[str, Any] | None:
@@ -132,6 +159,7 @@ def build_data_check_spec(workflow: Mapping[str, Any], name: str) -> dict[str, A
     labels = spec["podMetadata"]["labels"]
     labels.pop(RUN_LABEL)
     spec.pop("onExit", None)  # it holds no seat
+    spec.pop("ttlStrategy", None)  # the newest are kept
     return {**spec, "entrypoint": "main", "templates": [data, _start(data), main]}
 
 
@@ -141,9 +169,10 @@ def _start(data: Mapping[str, Any]) -> dict[str, Any]:
     store = ["--store", "{{workflow.parameters.store}}", "--prompts", "{{inputs.parameters.prompts}}"]
     command = {"command": ["python", "-m", "tuneloop.cluster.schedule"], "args": [*own, *store]}
     return {
-        **{k: v for k, v in data.items() if k != "outputs"},
+        **data,
         "name": "start",
         "inputs": {"parameters": [{"name": "prompts"}]},
+        "outputs": {"parameters": [{"name": SAID, "valueFrom": {"path": f"{OUTPUTS}/{SAID}", "default": ""}}]},
         "serviceAccountName": "tuneloop-continue",
         "automountServiceAccountToken": True,
         "container": {**data["container"], **command},
@@ -237,7 +266,9 @@ def main(argv: Sequence[str]) -> int:
     for flag in ("--name", "--namespace", "--store", "--prompts"):
         parser.add_argument(flag, required=True)
     given = parser.parse_args(argv)
-    print(start_scheduled_run(connect_to_cluster(given.namespace), given.name, given.store, given.prompts))
+    said = start_scheduled_run(connect_to_cluster(given.namespace), given.name, given.store, given.prompts)
+    print(said)
+    write_outputs({SAID: said})
     return 0
 
 

@@ -33,6 +33,11 @@ from tuneloop.kube.connection import WORKFLOWS, ApiRefusal, Connection, retry_un
 from tuneloop.sharing.lease import release_leases
 from tuneloop.workflow.settings import RUN_LABEL
 
+FORGOTTEN_S = 900.0
+"""Seconds after which Argo's controller has deleted a pod that succeeded (``podGC``: 600), unless it was restarted
+after its workflow's end: its queue of deletions is in memory, and ended workflows are not looked at again."""
+WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
+
 
 def create_workflow(cluster: Connection, made: Mapping[str, Any], run: str) -> str:
     """Create a prepared workflow, and return its name. A run that ended is resumed: committed stages end at once, and
@@ -111,6 +116,7 @@ def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
     _until(lambda: not _has_pods(cluster, run), timeout, f"{run}: pods did not end")
     _leave_seats(cluster)
     release_leases(cluster, run)
+    delete_forgotten_pods(cluster)
     return len(stopped)
 
 
@@ -121,6 +127,25 @@ def _leave_seats(cluster: Connection) -> None:
     except ApiRefusal as error:
         if error.status not in (403, 404):  # no claims here, or not this account's to end
             raise
+
+
+def delete_forgotten_pods(cluster: Connection) -> None:
+    """Delete the pods that succeeded and that Argo's controller has forgotten; their Kueue Workloads go with them. An
+    account that may not delete pods leaves them."""
+    selector = f"{RUN_LABEL},workflows.argoproj.io/completed=false"  # those that it keeps are labelled
+    workflows: dict[str, list[str]] = {}
+    for pod in cluster.list_pods(selector, field_selector="status.phase=Succeeded", limit=500):
+        changed = max(each.last_transition_time.timestamp() for each in pod.status.conditions)
+        if time.time() - changed > FORGOTTEN_S:
+            workflows.setdefault(pod.metadata.labels[WORKFLOW_LABEL], []).append(pod.metadata.name)
+    for workflow, pods in workflows.items():
+        ended = get_workflow_phase(cluster.find(*WORKFLOWS, workflow) or {}) in DONE
+        for name in pods if ended else ():
+            try:
+                cluster.core.delete_namespaced_pod(name, cluster.namespace)
+            except ApiRefusal as error:
+                if error.status not in (403, 404):  # not this account's to delete, or somebody was faster
+                    raise
 
 
 def _delete_jobs(cluster: Connection, run: str) -> None:

@@ -22,6 +22,7 @@ from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
 
 NODE_NAME = "workflows.argoproj.io/node-name"
 WORKLOADS = ("kueue.x-k8s.io", "v1beta2", "workloads")
+JOBSETS = ("jobset.x-k8s.io", "v1alpha2", "jobsets")
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Status:
         message: the controller's.
         workflows: names, oldest first.
         nodes: id → node, of all workflows.
-        waiting: node id → why its pod does not run, for those that wait.
+        waiting: node, or stage of several pods → why a pod of it does not run, for those that wait.
         accelerator_seconds: GPU seconds requested so far, over all stages.
         claims: claim on which the run sits → who sits there, and its devices.
     """
@@ -63,7 +64,7 @@ def read_status(cluster: Connection, run: str) -> Status:
         message=str(last.get("status", {}).get("message", "")),
         workflows=[str(w["metadata"]["name"]) for w in found],
         nodes=merged,
-        waiting=_waiting(cluster, run),
+        waiting=_waiting(cluster, run, merged),
         accelerator_seconds=sum(_accelerator_seconds(w) for w in found),
         claims=_claims(cluster, run) if any(node.template == TAKE for node in merged.values()) else {},
     )
@@ -118,13 +119,26 @@ def _accelerator_seconds(workflow: Mapping[str, Any]) -> float:
     return float(sum(seconds for name, seconds in spent.items() if name.endswith("/gpu")))
 
 
-def _waiting(cluster: Connection, run: str) -> dict[str, str]:
-    """Return node id → why its pod does not run yet."""
-    pods = cluster.list_pods(f"{RUN_LABEL}={run}")
-    pending = [pod for pod in pods if pod.status.phase == "Pending"]
-    gated = any(pod.spec.scheduling_gates for pod in pending)
-    queued = _workloads(cluster) if gated else {}
-    return {(pod.metadata.annotations or {}).get(NODE_NAME, pod.metadata.name): _why(pod, queued) for pod in pending}
+def find_job_stage(pod: Node, nodes: Mapping[str, Node]) -> Node | None:
+    """Find the stage whose job of several pods `pod` starts, or whose output it reads (`tuneloop.argo.jobset`)."""
+    above = nodes.get(pod.parent)
+    return above if above and pod.template in (f"{above.template}-job", f"{above.template}-result") else None
+
+
+def _waiting(cluster: Connection, run: str, nodes: Mapping[str, Node]) -> dict[str, str]:
+    """Return node, or stage of several pods → why a pod of it does not run yet."""
+    selector = f"{RUN_LABEL}={run}"
+    pending = [pod for pod in cluster.list_pods(selector) if pod.status.phase == "Pending"]
+    several = any(node.phase not in DONE and find_job_stage(node, nodes) for node in nodes.values())
+    jobs = cluster.list(*JOBSETS, selector=selector) if several else []
+    held = [job for job in jobs if job["spec"].get("suspend")]  # Kueue admits it as a whole, and it has no pods before
+    queued = _workloads(cluster) if held or any(pod.spec.scheduling_gates for pod in pending) else {}
+    told = {(pod.metadata.annotations or {}).get(NODE_NAME, pod.metadata.name): _why(pod, queued) for pod in pending}
+    for job in held:
+        about = job["metadata"]
+        pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["metadata"]
+        told[pod["annotations"][NODE_NAME]] = _why_queued(about["labels"], about["name"], queued)
+    return told
 
 
 def refresh_claims(cluster: Connection) -> dict[str, str]:
@@ -156,8 +170,7 @@ def _seated(claim: Mapping[str, Any]) -> str:
 
 def _why(pod: Any, queued: Mapping[str, str]) -> str:
     if pod.spec.scheduling_gates:
-        name = pod.metadata.labels.get(QUEUE_LABEL, "")
-        return f"queue {name}: {queued.get(pod.metadata.name, 'not seen by Kueue yet; is the queue there?')}"
+        return _why_queued(pod.metadata.labels, pod.metadata.name, queued)
     for container in [*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ())]:
         held = container.state.waiting
         if held and held.reason not in ("PodInitializing", "ContainerCreating"):
@@ -169,8 +182,12 @@ def _why(pod: Any, queued: Mapping[str, str]) -> str:
     return "starting"
 
 
+def _why_queued(labels: Mapping[str, str], name: str, queued: Mapping[str, str]) -> str:
+    return f"queue {labels.get(QUEUE_LABEL, '')}: {queued.get(name, 'not seen by Kueue yet; is the queue there?')}"
+
+
 def _workloads(cluster: Connection) -> dict[str, str]:
-    """Return pod name → what Kueue says of it."""
+    """Return the name of a pod or job → what Kueue says of it."""
     said = {}
     found = cluster.list(*WORKLOADS)
     for workload in found:

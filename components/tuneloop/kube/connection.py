@@ -139,9 +139,9 @@ class Connection:
         )
         return sorted(found["items"], key=lambda item: str(item["metadata"]["creationTimestamp"]))
 
-    def list_pods(self, selector: str) -> Sequence[Any]:
+    def list_pods(self, selector: str, **options: Any) -> Sequence[Any]:
         """List the pods of the namespace that have these labels."""
-        found: Sequence[Any] = self.core.list_namespaced_pod(self.namespace, label_selector=selector).items
+        found: Sequence[Any] = self.core.list_namespaced_pod(self.namespace, label_selector=selector, **options).items
         return found
 
 

@@ -10,6 +10,8 @@ from pydantic import BaseModel, Field, model_validator
 RUN_LABEL = "tuneloop.dev/run"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+QUEUE, SAMPLER_QUEUE = "tuneloop", "tuneloop-samplers"
+"""LocalQueues of ``manifests/base``. Servers have their own, so that they never hold what stages wait for."""
 GROUP_LABEL = "tuneloop.dev/share-group"
 """Of the pods and claims of a `Share`."""
 ROLE_LABEL = "tuneloop.dev/role"
@@ -157,7 +159,7 @@ class AcceleratorResources(Resources):
     """What a pod of a role asks for that computes on accelerators."""
 
     gpus: int = Field(0, ge=0, description="nvidia.com/gpu of a pod; 0: it runs on CPU, and says so")
-    queue: str | None = Field(None, description="Kueue LocalQueue of its pods and jobs; none: cluster.queue")
+    queue: str | None = Field(None, description="Kueue LocalQueue of its pods and jobs; none: that of cluster.queue")
     shm: SharedMemory = AUTO
     grace_s: Grace = 300
 
@@ -170,7 +172,11 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         pattern=r"\{image\}",
         description="where images lie; {image} is base, trainer or rollout",
     )
-    queue: str = Field("tuneloop", description="Kueue LocalQueue of accelerator stages; empty: not queued")
+    queue: str = Field(
+        QUEUE,
+        description=f"Kueue LocalQueue of accelerator stages, but as long as it is {QUEUE}, of samplers "
+        f"{SAMPLER_QUEUE}; empty: not queued",
+    )
     priority: str = Field("", description="Kueue WorkloadPriorityClass of accelerator stages; empty: priority 0")
     trainer: AcceleratorResources = Field(AcceleratorResources(), description="pods of stages that train")
     sampler: AcceleratorResources = Field(
@@ -220,7 +226,8 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         claimed = self.share and self.share.device_class and not self.share.alone
         if claimed or not isinstance(own, AcceleratorResources):
             return {}
-        queue = self.queue if own.queue is None else own.queue
+        common = SAMPLER_QUEUE if role == "sampler" and self.queue == QUEUE else self.queue
+        queue = common if own.queue is None else own.queue
         labels = {QUEUE_LABEL: queue, PRIORITY_LABEL: self.priority}
         return {name: value for name, value in labels.items() if value and queue}
 

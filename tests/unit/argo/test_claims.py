@@ -57,7 +57,7 @@ def test_every_part_of_a_long_run_takes_its_seats_first_and_gives_them_back() ->
 def test_a_claim_of_ones_own_is_made_from_a_template_and_queues() -> None:
     made = grpo("cluster.share.runs_per_claim=1", "nodes=2")
     assert "resourceClaimTemplateName" in claim_of(made, "serve")
-    assert template(made, "serve")["metadata"]["labels"][QUEUE_LABEL] == "tuneloop"
+    assert template(made, "serve")["metadata"]["labels"][QUEUE_LABEL] == "tuneloop-samplers"
     assert "resourceClaimTemplateName" in template(made, "policy-update-job")["resource"]["manifest"]
 
 

@@ -1,4 +1,5 @@
-"""As much of an API server as keeps Argo's objects. Nobody works on them; others are not for this account to see."""
+"""As much of an API server as keeps Argo's objects, JobSets and Kueue's Workloads. Nobody works on them; others are not
+for this account to see."""
 
 import json
 import re
@@ -13,7 +14,8 @@ from urllib.parse import parse_qs, urlsplit
 from tuneloop.cluster.watch import NODE_NAME
 from tuneloop.kube.connection import Connection, build_connection
 
-PLACE = re.compile(r"/apis/argoproj.io/v1alpha1/namespaces/[^/]+/(?P<plural>[^/]+)(/(?P<name>[^/]+))?$")
+GROUPS = r"argoproj\.io/v1alpha1|jobset\.x-k8s\.io/v1alpha2|kueue\.x-k8s\.io/v1beta2(?=/namespaces/[^/]+/workloads)"
+PLACE = re.compile(rf"/apis/({GROUPS})/namespaces/[^/]+/(?P<plural>[^/]+)(/(?P<name>[^/]+))?$")
 
 
 class Answering(BaseHTTPRequestHandler):
@@ -58,6 +60,12 @@ class Api(ThreadingHTTPServer):
         self.logs[name] = log
 
 
+def _has(item: dict[str, Any], selector: str) -> bool:
+    """Whether an object has the label that one part of a selector names: ``a=b``, ``a`` or ``!a``."""
+    labels, (key, equals, value) = item["metadata"].get("labels") or {}, selector.partition("=")
+    return labels.get(key) == value if equals else (key.lstrip("!") in labels) != key.startswith("!")
+
+
 class Objects(Answering):
     server: Api
 
@@ -65,7 +73,9 @@ class Objects(Answering):
         url = urlsplit(self.path)
         match = PLACE.match(url.path)
         if url.path.endswith("/pods"):
-            return self._answer(200, {"apiVersion": "v1", "kind": "PodList", "items": self.server.pods, "metadata": {}})
+            phase = parse_qs(url.query).get("fieldSelector", [""])[0].partition("=")[2]
+            pods = [pod for pod in self.server.pods if phase in ("", pod["status"]["phase"])]
+            return self._answer(200, {"apiVersion": "v1", "kind": "PodList", "items": pods, "metadata": {}})
         if url.path.endswith("/log"):
             return self._answer(200, self.server.logs[url.path.split("/")[-2]])
         if match is None:
@@ -75,8 +85,7 @@ class Objects(Answering):
             return self._answer(200 if found else 404, found or {"message": "not found"})
         wanted = parse_qs(url.query).get("labelSelector", [""])[0]
         own = [each for (plural, _), each in self.server.objects.items() if plural == match["plural"]]
-        labels = dict(part.split("=") for part in wanted.split(",") if part)
-        mine = [each for each in own if labels.items() <= (each["metadata"].get("labels") or {}).items()]
+        mine = [each for each in own if all(_has(each, part) for part in wanted.split(",") if part)]
         self._answer(200, {"items": mine, "metadata": {}})
 
     def do_POST(self) -> None:
@@ -95,7 +104,12 @@ class Objects(Answering):
         self._answer(200, self._keep((match["plural"], match["name"]), self._body()))
 
     def do_DELETE(self) -> None:
-        match = PLACE.match(urlsplit(self.path).path)
+        path = urlsplit(self.path).path
+        if "/pods/" in path:
+            kept = [pod for pod in self.server.pods if pod["metadata"]["name"] != path.rpartition("/")[2]]
+            self.server.pods, gone = kept, len(kept) < len(self.server.pods)
+            return self._answer(200 if gone else 404, {})
+        match = PLACE.match(path)
         assert match
         found = self.server.objects.pop((match["plural"], match["name"]), None)
         self._answer(200 if found else 404, {})

@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +102,32 @@ def test_code_of_the_user_s_own_is_said_with_the_images_that_need_it(
     in_a_pod = list_notices(prepared("grpo", *own, "loop.iterations_per_pod=10"))
     assert f"my_rewards:score: has to be in image tuneloop/rollout:dev {there}" in in_a_pod
     assert not list_notices(prepared())
+
+
+def test_pods_that_a_restarted_controller_has_forgotten_are_deleted() -> None:
+    """Of workflows that have ended, and long ago; what the controller keeps is labelled as completed."""
+
+    def succeeded(name: str, workflow: str, at: str) -> dict[str, Any]:
+        labels = {argo.WORKFLOW_LABEL: workflow, RUN_LABEL: workflow}
+        conditions = [{"type": "Ready", "status": "False", "lastTransitionTime": at}]
+        return {
+            "metadata": {"name": name, "labels": labels},
+            "status": {"phase": "Succeeded", "conditions": conditions},
+        }
+
+    old, new = "2026-01-01T00:00:00Z", datetime.now(UTC).isoformat()
+    with serving() as (server, cluster):
+        server.objects["workflows", "ended"] = {"metadata": {"name": "ended"}, "status": {"phase": "Failed"}}
+        server.objects["workflows", "active"] = {"metadata": {"name": "active"}, "status": {"phase": "Running"}}
+        server.pods = [
+            succeeded("a", "ended", old),
+            succeeded("b", "ended", new),
+            succeeded("c", "active", old),
+            succeeded("d", "ended", old),
+        ]
+        server.add_pod("failed", old, "")
+        argo.delete_forgotten_pods(cluster)
+        assert [pod["metadata"]["name"] for pod in server.pods] == ["b", "c", "failed"]
 
 
 def ended(phase: str, **stages: dict[str, Any]) -> dict[str, Any]:

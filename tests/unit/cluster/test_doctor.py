@@ -13,6 +13,7 @@ from tuneloop.cli import run_cli
 from tuneloop.cluster.doctor import read_tag
 
 INSIDE = "/api/v1/namespaces/tuneloop"
+SAMPLERS = f"{KUEUE}/namespaces/tuneloop/localqueues/tuneloop-samplers"
 
 
 @pytest.fixture
@@ -28,8 +29,7 @@ Output = pytest.CaptureFixture[str]
 
 
 def test_a_cluster_that_has_all(backend: Cluster, capsys: Output) -> None:
-    queue = "cluster.sampler.queue=tuneloop-samplers"
-    assert run_cli(["doctor", "sft_then_grpo", "--store", "s3://b/runs", "--set", queue]) == 0
+    assert run_cli(["doctor", "sft_then_grpo", "--store", "s3://b/runs"]) == 0
     shown = capsys.readouterr().out
     assert all(line.startswith("ok ") for line in shown.splitlines()[:-2]), shown
     for said in (
@@ -50,12 +50,13 @@ def test_a_cluster_that_has_all(backend: Cluster, capsys: Output) -> None:
         ("", "namespace       'tuneloop': does not exist in context c", "kubectl apply -k manifests/overlays/local"),
         ("/serviceaccounts/tuneloop-stage", "'tuneloop-stage': is missing in namespace", "kubectl apply -k manif"),
         ("/secrets/tuneloop-store", "store              Secret tuneloop-store is missing", "kubectl apply -k manif"),
+        (SAMPLERS, "'tuneloop-samplers': is not a LocalQueue of namespace tuneloop", "kubectl apply -k manif"),
     ],
 )
 def test_what_is_missing_comes_with_a_command(
     backend: Cluster, capsys: Output, path: str, found: str, remedy: str
 ) -> None:
-    del backend.objects[f"{INSIDE}{path}"]
+    del backend.objects[path if path == SAMPLERS else f"{INSIDE}{path}"]
     assert run_cli(["doctor", "sft"]) == 2
     lines = capsys.readouterr().out.splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.startswith("refused")]
@@ -130,7 +131,8 @@ def test_settings_are_of_a_pipeline(capsys: Output) -> None:
 
 def test_a_server_and_stages_on_one_quota_are_warned_of(backend: Cluster, capsys: Output) -> None:
     """`submit` notes it as well."""
-    assert run_cli(["doctor", "grpo"]) == 0
+    one = ["--set", "cluster.sampler.queue=tuneloop"]
+    assert run_cli(["doctor", "grpo", *one]) == 0
     lines = capsys.readouterr().out.splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.startswith("warning ")]
     assert (
@@ -139,6 +141,6 @@ def test_a_server_and_stages_on_one_quota_are_warned_of(backend: Cluster, capsys
     )
     assert lines[at + 1].strip() == "tuneloop … --set cluster.sampler.queue=tuneloop-samplers"
     submit = ["submit", "grpo", "--run", "a", "--store", "s3://b/runs", "--check"]
-    for sets, notes in (([], 1), (["--set", "cluster.sampler.queue=tuneloop-samplers"], 0)):
+    for sets, notes in ((one, 1), ([], 0)):
         assert run_cli([*submit, *sets]) == 0
         assert capsys.readouterr().err.count("note: queue: 'tuneloop': gives rollout servers") == notes

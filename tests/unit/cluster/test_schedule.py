@@ -1,9 +1,14 @@
-"""What a schedule refuses before it asks a cluster."""
+"""What a schedule refuses before it asks a cluster, what it creates there, and what is seen of it."""
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.argo_loop import build
-from tests.unit.cluster.api import serving
+from tests.unit.cluster.api import kubeconfig, serving
+from tuneloop.cli import run_cli
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster.schedule import (
     CRON,
@@ -13,6 +18,7 @@ from tuneloop.cluster.schedule import (
     check_cron,
     check_timezone,
     delete_schedule,
+    main,
 )
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
@@ -97,3 +103,63 @@ def test_an_object_that_no_schedule_made_is_neither_deleted_nor_replaced(plural:
                 with pytest.raises(UserError, match="that no schedule made; choose another name"):
                     ask()
                 assert server.objects == {(plural, "nightly"): theirs}
+
+
+def look(name: str, second: int, workflow: str, **node: Any) -> dict[str, Any]:
+    """A workflow that looked for new data, whose last step is `node`."""
+    at = f"2026-01-01T03:00:{second:02d}Z"
+    about = {"name": f"{name}-{second}", "creationTimestamp": at, "labels": {LABEL: name}}
+    step = {"id": "n", "name": "n", "type": "Pod", "templateName": "start", "startedAt": at, **node}
+    return {"metadata": about, "status": {"phase": workflow, "nodes": {"n": step}}}
+
+
+def test_schedules_are_listed_with_what_came_of_their_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline = find_pipeline("grpo")
+    with serving() as (server, cluster):
+        monkeypatch.setenv("KUBECONFIG", kubeconfig(cluster.host, tmp_path))
+        assert run_cli(["cluster", "schedules"]) == 0
+        assert capsys.readouterr().out == "no schedules in namespace tuneloop\n"
+        made = pipeline.build(pipeline.configure())
+        for name in ("nightly", "weekly"):
+            apply_schedule(cluster, made, name=name, store="s3://b/runs", cron="@daily", timezone="UTC")
+        server.objects["cronworkflows", "nightly"]["status"] = {"lastScheduledTime": "2026-01-01T03:00:00Z"}
+        said: Any = {
+            "outputs": {"parameters": [{"name": "said", "value": "skipped: no new data since nightly-1f0c93ab"}]}
+        }
+        server.objects["cronworkflows", "weekly"]["spec"]["suspend"] = True
+        failed: Any = {"phase": "Failed", "message": "main: Error (exit code 2): error: --run: 'x'"}
+        seen = [look("nightly", 1, "Failed", **failed), look("nightly", 2, "Succeeded", phase="Succeeded", **said)]
+        run = look("nightly", 3, "Running")
+        run["metadata"]["labels"][RUN_LABEL] = "nightly-1f0c93ab"
+        for number, each in enumerate([*seen, look("nightly", 4, "Running", phase="Running"), run]):
+            server.objects["workflows", str(number)] = each
+        assert run_cli(["cluster", "schedules"]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        assert run_cli(["cluster", "schedules", "--json"]) == 0
+        nightly, weekly = json.loads(capsys.readouterr().out)["schedules"]
+    assert shown[0] == "nightly  @daily UTC  last tick: 2026-01-01T03:00:00Z"
+    assert "weekly  @daily UTC  last tick: never  suspended" in shown
+    assert [(each["phase"], each["said"]) for each in nightly["looks"]] == [
+        ("Running", ""),
+        ("Succeeded", "skipped: no new data since nightly-1f0c93ab"),
+        ("Failed", failed["message"]),
+    ]
+    assert any(line.endswith("Succeeded  skipped: no new data since nightly-1f0c93ab") for line in shown)
+    assert weekly["looks"] == []
+
+
+def test_the_last_step_of_a_look_hands_on_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = find_pipeline("grpo")
+    made = run_workflows.prepare_workflow(pipeline.build(pipeline.configure()), run="nightly", store="s3://b/runs")
+    spec = build_data_check_spec(made, "nightly")
+    (output,) = spec["templates"][1]["outputs"]["parameters"]
+    monkeypatch.setenv("TUNELOOP_OUTPUTS", str(tmp_path))
+    prompts = f"file:///tmp/prompts@xxh3-128:{'0' * 32}"
+    with serving() as (_, cluster):
+        monkeypatch.setenv("KUBECONFIG", kubeconfig(cluster.host, tmp_path))
+        arguments = ["--name", "nightly", "--namespace", "tuneloop", "--store", "s3://b/runs", "--prompts", prompts]
+        assert main(arguments) == 0
+        assert "ttlStrategy" not in spec, "the newest looks stay"
+    assert (tmp_path / Path(output["valueFrom"]["path"]).name).read_text() == "started nightly-00000000"

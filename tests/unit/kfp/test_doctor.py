@@ -57,7 +57,7 @@ def test_a_backend_that_has_all(backend: Cluster, tmp_path: Path, monkeypatch: p
     defaults = json.loads(json.loads(words[-1])["data"]["workflowDefaults"])
     assert defaults["spec"]["templateDefaults"]["retryStrategy"]["retryPolicy"] == "Always"
     assert found["executor"].startswith("runs as user 65532")
-    assert found["queue"] == "LocalQueue tuneloop admits what accelerator tasks ask for"
+    assert found["queue"] == "LocalQueue tuneloop, tuneloop-samplers admits what accelerator tasks ask for"
     assert found["KFP's API"].endswith(" answers")
 
 
@@ -87,7 +87,8 @@ def _half_a_secret(objects: Objects) -> None:
 
 
 def _no_queue(objects: Objects) -> None:
-    objects[f"{KUEUE}/namespaces/kubeflow/localqueues"] = []
+    queues = objects[f"{KUEUE}/namespaces/kubeflow/localqueues"]
+    queues[:] = [each for each in queues if each["metadata"]["name"] != "tuneloop"]
 
 
 def _no_cluster_queue(objects: Objects) -> None:
@@ -167,7 +168,8 @@ def test_quota_images_and_a_store_on_a_volume(backend: Cluster) -> None:
     checks = look(backend, *sets, pipeline="sft")
     quota = [check.found for check in checks if check.outcome == REFUSED]
     assert quota == [
-        f"{task} 'nvidia.com/gpu: 2': ClusterQueue tuneloop has no quota for it" for task in ("evaluate", "sft")
+        f"{task} 'nvidia.com/gpu: 2': ClusterQueue {queue} has no quota for it"
+        for task, queue in (("sft", "tuneloop"), ("evaluate", "tuneloop-samplers"))
     ]
     warned = [(check.subject, check.found) for check in checks if check.outcome == WARNING]
     assert ("images", "mine/trainer:1: not on a node: it must be pullable") in warned

@@ -103,7 +103,8 @@ def check_workflow(pipeline: str, engine: str, option: str, *sets: str) -> None:
         resources = container["resources"]
         assert int(resources.get("limits", {}).get("nvidia.com/gpu", 0)) == (0 if claims else expected), name
         assert bool(pod.get("resourceClaims")) == bool(claims and expected), name
-        queue = "tuneloop" if claims else f"of-{WORK.get(program)}"
+        own = "tuneloop-samplers" if WORK.get(program) == "sampler" else "tuneloop"
+        queue = own if claims else f"of-{WORK.get(program)}"
         assert labels.get(QUEUE_LABEL) == (queue if expected and option != "claim" else None), name
         assert ("shm" in str(pod.get("volumes"))) == bool(expected), name
         assert pod.get("terminationGracePeriodSeconds", 30) == (300 if expected else 30), name
