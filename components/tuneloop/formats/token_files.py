@@ -35,7 +35,7 @@ class Places(Sequence[T]):
 
 
 class Corpus(Places["Document"]):
-    """Documents by place, in a file of Arrow's that is mapped into memory; on the disk 4.1 bytes a token.
+    """Documents by place, in a file of Arrow's that is mapped into memory; on the disk some 4.5 bytes a token.
 
     Args:
         file: that `write_corpus` wrote; its name is not needed any more once this is made.

@@ -9,10 +9,10 @@ from tuneloop.training.corpora import SIDES, find_tokenizer_files, tokenize_spli
 
 @component("tokens", image="trainer", results={"documents": int})
 def tokenize_data(stage: Stage, policy: Input, prompts: Input) -> Results:
-    """Tokenize demonstrations and pairs as `policy` does, for stages that then read them in place of `prompts`.
+    """Tokenize demonstrations and pairs as `policy` does, for stages that take the result in place of `prompts`.
 
-    They else tokenize their rows at every start, each process all of them; these they map into memory. The files are a
-    function of the rows and of the tokenizer with its chat template (``facts.tokenizer``: their digest).
+    A stage that trains on fixed rows maps these into memory; given rows, each of its processes tokenizes all of them,
+    at every start. The files are a function of the rows and the tokenizer with its chat template (``facts.tokenizer``).
 
     Raises:
         UserError: nothing to tokenize, a row or a tokenizer that does not fit.
