@@ -2,6 +2,7 @@
 
     python benchmarks/sft_tokens.py [--steps 12] [--dtype float32|bfloat16] [--hidden 128]
     python benchmarks/sft_tokens.py --scaling    ours alone, by one process and by two, of one thread each
+    python benchmarks/sft_tokens.py --corpus 200000    what it takes to have the documents of so many rows, and batches
 
 Both train the same Qwen3 from the same weights on the same documents, as many a step, with the same AdamW, loss on the
 completion only, no gradient checkpointing. Lengths are lognormal (mean about 94, 16 to 512), 22 documents a step. TRL
@@ -65,6 +66,7 @@ def ours(model: Path, dtype: str, data: list[tuple[list[int], int]]) -> Callable
     from tuneloop.core.component import Params, Stage
     from tuneloop.formats.token_files import Document
     from tuneloop.stages.sft import train_step
+    from tuneloop.training.epochs import prepare_step
     from tuneloop.training.fsdp.ranks import Ranks
     from tuneloop.training.fsdp.trainer import Trainer
     from tuneloop.training.options import Optimization
@@ -75,9 +77,9 @@ def ours(model: Path, dtype: str, data: list[tuple[list[int], int]]) -> Callable
     ready = [Document(ids, [t >= prompt for t in range(len(ids))]) for ids, prompt in data]
 
     def step(k: int) -> int:
-        batch = ready[k * BATCH : (k + 1) * BATCH]
-        train_step(stage, trainer, batch, BATCH)
-        return sum(len(document.ids) for document in batch)
+        prepared = prepare_step(trainer, lambda i: [ready[i]], range(k * BATCH, (k + 1) * BATCH), BATCH)
+        train_step(stage, trainer, prepared)
+        return prepared.tokens
 
     return step
 
@@ -173,12 +175,61 @@ def scaling(model: Path, options: argparse.Namespace) -> None:
         print(f"{count} processes {rates[-1]:>9,.0f} {rates[-1] / rates[0]:>6.2f}", flush=True)
 
 
+def corpus(rows: int, work: Path) -> None:
+    """A table of the seconds until the documents of `rows` demonstrations can be trained on, and for a step's."""
+    from tuneloop.core.artifacts import Artifact
+    from tuneloop.core.component import Params, Stage
+    from tuneloop.stages.base_model import base_model
+    from tuneloop.stages.data_prep import data_prep
+    from tuneloop.stages.tokenize_data import tokenize_data
+    from tuneloop.training.batching import collate_documents
+    from tuneloop.training.corpora import read_corpus
+    from tuneloop.training.epochs import draw_indices
+
+    rng = random.Random(0)
+    with (work / "rows.jsonl").open("w") as file:
+        for i in range(rows + 1):
+            words = [f"{rng.randrange(1 << 20):x}" for _ in range(max(4, round(rng.lognormvariate(2.9, 0.7))))]
+            file.write(json.dumps({"prompt": f"{i} {' '.join(words[::2])}", "said": " ".join(words)}) + "\n")
+    columns = {"answer": None, "completion": "said"}
+    source = {"train": str(work / "rows.jsonl"), "columns": columns, "shuffle": False}
+    about: dict[str, Any] = {"source": "jsonl", "source_args": source}
+    data_prep(out=f"{work}/data", train=1, eval=0, sft=rows, **about)
+    base_model(out=f"{work}/base", model="tiny-qwen3", prompts=f"{work}/data")
+
+    def measure(what: str, work: Callable[[], Any]) -> Any:
+        begin, spent = time.perf_counter(), time.process_time()
+        found = work()
+        print(
+            f"{what:<32} {time.perf_counter() - begin:>9.3f} s {time.process_time() - spent:>9.3f} s of CPU", flush=True
+        )
+        return found
+
+    def open_data(name: str) -> Any:
+        return read_corpus(Artifact(f"{work}/{name}"), Artifact(f"{work}/base"), "sft")
+
+    print(f"{rows:,} rows, {os.cpu_count()} cores")
+    measure("tokenized by sft at each start", lambda: open_data("data"))
+    out, policy, prompts = (f"{work}/{name}" for name in ("tokens", "base", "data"))
+    measure("tokenize_data, once", lambda: tokenize_data(out=out, policy=policy, prompts=prompts))
+    found = measure("mapped by sft at each start", lambda: open_data("tokens"))
+    import torch
+
+    stage = Stage("sft", Params(), Path(os.devnull), "", "")
+    for size in (32, 512):
+        chosen = measure(f"indices of {size}", lambda size=size: draw_indices(stage, len(found), 0, size))  # type: ignore[misc]
+        picked = measure("their documents", lambda chosen=chosen: [found[i] for i in chosen])  # type: ignore[misc]
+        measure("collated", lambda picked=picked: collate_documents(picked, torch.device("cpu")))  # type: ignore[misc]
+    print(f"{found.tokens:,} tokens")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--corpus", type=int, metavar="ROWS")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -187,6 +238,9 @@ def main() -> None:
         alone(options.rank, options.dtype, data, options.steps + 2)
         return
     with tempfile.TemporaryDirectory() as work:
+        if options.corpus:
+            corpus(options.corpus, Path(work))
+            return
         model = make_model(Path(work) / "model", options.hidden)
         if options.scaling:
             scaling(model, options)

@@ -9,7 +9,7 @@ The reference is the policy after SFT; its log-probabilities are computed once, 
 from typing import Any
 
 from tuneloop.cli.pipeline_file import make_builders, run_file
-from tuneloop.config.pipeline import SET_BY_PIPELINE, PipelineConfig
+from tuneloop.config.pipeline import SET_BY_PIPELINE, PipelineConfig, Tokenize
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.evaluate import evaluate
@@ -17,9 +17,11 @@ from tuneloop.stages.export import export
 from tuneloop.stages.preference import preference
 from tuneloop.stages.reference_logprobs import reference_logprobs
 from tuneloop.stages.sft import sft
+from tuneloop.stages.tokenize_data import tokenize_data
 from tuneloop.workflow.loop import Graph, StageSpec
 
 Config: Any = PipelineConfig.with_sections(
+    tokenize=(Tokenize, False),
     data=data_prep.settings(without=SET_BY_PIPELINE, train=256, preference=512, preference_eval=128),
     model=base_model.settings(without=SET_BY_PIPELINE),
     sft=sft.settings(without=SET_BY_PIPELINE),
@@ -36,6 +38,7 @@ def stages(config: Config) -> list[StageSpec]:
     return [
         StageSpec(data_prep, config.data),
         StageSpec(base_model, config.model, model=config.base_model),
+        *([StageSpec(tokenize_data)] if config.tokenize else []),
         StageSpec(sft, config.sft, processes=config.processes),
         StageSpec(reference_logprobs, config.reference, mismatched_pairs=mismatched),
         StageSpec(preference, config.preference, processes=config.processes),
@@ -48,9 +51,12 @@ def draw(graph: Graph) -> None:
     """Fine-tuning on demonstrations, then on pairs; evaluated before and after the pairs, and exported."""
     data = graph.stage(data_prep)
     model = graph.stage(base_model, prompts=data.prompts)
-    tuned = graph.stage(sft, policy=model.checkpoint, prompts=data.prompts)
-    shown = {"policy": tuned.checkpoint, "prompts": data.prompts}
-    graph.stage(evaluate, "evaluate-before", **shown)
+    rows = data.prompts
+    if graph.config.tokenize:
+        rows = graph.stage(tokenize_data, policy=model.checkpoint, prompts=rows).tokens
+    tuned = graph.stage(sft, policy=model.checkpoint, prompts=rows)
+    graph.stage(evaluate, "evaluate-before", policy=tuned.checkpoint, prompts=data.prompts)
+    shown = {"policy": tuned.checkpoint, "prompts": rows}
     known = graph.stage(reference_logprobs, **shown)
     preferred = graph.stage(preference, **shown, logprobs=known.logprobs)
     graph.stage(evaluate, "evaluate-after", policy=preferred.checkpoint, prompts=data.prompts)

@@ -14,11 +14,11 @@ from tests.making import tiny_model
 from tuneloop.algorithms._objective import Completions, Tokens
 from tuneloop.algorithms._preference import Judged
 from tuneloop.algorithms._terms import soft_overlong
-from tuneloop.formats.token_files import Document
+from tuneloop.formats.token_files import Document, build_document
 from tuneloop.stages.reward_model import bradley_terry
 from tuneloop.training.fsdp.policy import Policy
 from tuneloop.training.fsdp.ranks import Ranks
-from tuneloop.training.pairs import Mismatched, Pair, sum_logprobs
+from tuneloop.training.pairs import Mismatched, sum_logprobs
 from tuneloop.training.scorer import Scorer
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
@@ -217,10 +217,10 @@ def test_the_overlong_punishment_equals_trl_at_its_borders():
 
 
 @pytest.fixture(scope="module")
-def pairs(case) -> list[Pair]:
-    """Four pairs of the case's completions."""
+def documents(case) -> list[Document]:
+    """Four pairs of the case's completions, each the chosen one first."""
     sides = zip(case.prompts, case.completions[0::2], case.completions[1::2])
-    return [Pair(str(i), prompt, chosen, rejected) for i, (prompt, chosen, rejected) in enumerate(sides)]
+    return [build_document(prompt, said) for prompt, *both in sides for said in both]
 
 
 def trl_trainer(kind: str, case: Case, work: Path, **options: Any) -> Any:
@@ -263,10 +263,9 @@ def sides(documents: list[Document]) -> list[Document]:
     ("name", "options", "theirs"),
     [("dpo", {"beta": 0.3}, "sigmoid"), ("ipo", {"beta": 0.1}, "ipo"), ("kto", {"undesirable_weight": 0.7}, "kto")],
 )
-def test_preferences_equal_trl(case, pairs, tmp_path, name, options, theirs):
+def test_preferences_equal_trl(case, documents, tmp_path, name, options, theirs):
     algorithm = importlib.import_module(f"tuneloop.algorithms.{name}").Algorithm(**options)
-    documents = [document for pair in pairs for document in pair.documents()]
-    others = [*Mismatched(pairs)]
+    others = [*Mismatched(documents)]
     lengths = torch.tensor([document.target_count for document in documents])
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -295,13 +294,12 @@ def test_preferences_equal_trl(case, pairs, tmp_path, name, options, theirs):
     assert_same(case, float(loss.detach()), trainer._compute_loss(trainer.model, inputs, False), trainer.model)
 
 
-def test_reward_model_equals_trl(case, pairs, tmp_path):
+def test_reward_model_equals_trl(case, documents, tmp_path):
     trainer = trl_trainer("Reward", case, tmp_path, center_rewards_coefficient=0.1)
     scorer = Scorer(Path(case.policy.model.config.name_or_path), Ranks("cpu"), packing="packed", max_length=64)
     with torch.no_grad():
         scorer.model.score.weight.copy_(trainer.model.score.weight)
-    documents = [document for pair in pairs for document in pair.documents()]
-    chosen, rejected = scorer.scores([document.ids for document in documents]).view(-1, 2).unbind(1)
+    chosen, rejected = scorer.scores(documents).view(-1, 2).unbind(1)
     loss = bradley_terry(chosen, rejected, 0.1).mean()
     loss.backward()
     inputs = by_row(sides(documents))

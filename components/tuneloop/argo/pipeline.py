@@ -96,7 +96,7 @@ class Tasks:
     """Draws the stages of a pipeline as tasks of the enclosing DAG; each depends on those whose outputs it takes."""
 
     def __init__(self, config: Any, templates: Templates, loop: Loop | None) -> None:
-        self._config, self._templates, self._loop = config, templates, loop
+        self.config, self._templates, self._loop = config, templates, loop
         self._before: dict[str, set[str]] = {}
 
     def stage(self, component: Component, name: str = "", **inputs: Output) -> Outputs:
@@ -114,4 +114,4 @@ class Tasks:
 
     def loop(self, serve: Output, **values: Output) -> None:
         assert self._loop, "the pipeline is built with its loop"
-        call_loop(self._loop, self._templates, self._config, serve, values)
+        call_loop(self._loop, self._templates, self.config, serve, values)

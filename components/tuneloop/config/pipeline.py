@@ -10,6 +10,7 @@ from tuneloop.workflow.settings import Cluster
 SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "model"}
 """Parameters of stages that a pipeline gives: they are in no section of its configuration."""
 Nodes = Annotated[int, Field(ge=1, description="pods of a stage that trains: several are a JobSet, for a cluster only")]
+Tokenize = Annotated[bool, Field(description="token ids of demonstrations and pairs are made once, by a stage")]
 
 
 class PipelineConfig(BaseModel, frozen=True, extra="forbid"):

@@ -7,9 +7,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from signal import SIGINT, SIGTERM
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 @contextmanager
@@ -28,6 +32,18 @@ def repeat_in_background(work: Callable[[], None], pause_s: float) -> Iterator[N
     finally:
         over.set()
         thread.join()
+
+
+def map_ahead(function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
+    """Yield `function` of each item, in order; another thread is at the next one while the caller has one in hand."""
+    with ThreadPoolExecutor(1) as pool:
+        ahead: Future[Made] | None = None
+        for item in items:
+            made, ahead = ahead, pool.submit(function, item)
+            if made:
+                yield made.result()
+        if ahead:
+            yield ahead.result()
 
 
 @contextmanager

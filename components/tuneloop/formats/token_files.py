@@ -1,5 +1,6 @@
-"""Tokenized documents in temporary files, mapped into memory: a data set may be larger than what the machine has."""
+"""Tokenized documents in files that are mapped into memory: a data set may be larger than what the machine has."""
 
+import itertools
 import tempfile
 from abc import abstractmethod
 from array import array
@@ -8,6 +9,11 @@ from dataclasses import dataclass
 from typing import TypeVar, overload
 
 import numpy as np
+import pyarrow as pa
+
+ROWS = 32
+"""Documents in a record batch."""
+SCHEMA = pa.schema({"id": pa.string(), "input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.bool_())})
 
 T = TypeVar("T")
 
@@ -29,41 +35,63 @@ class Places(Sequence[T]):
 
 
 class Corpus(Places["Document"]):
-    """Documents by place. Five bytes a token on disk (``TMPDIR``), eight a document in memory.
+    """Documents by place, in a file of Arrow's that is mapped into memory; on the disk some 4.5 bytes a token.
 
     Args:
-        documents: name and document, read once.
+        file: that `write_corpus` wrote; its name is not needed any more once this is made.
 
     Attributes:
-        extremes: name → document of the longest, and of the one with the highest token id.
+        names: of the documents.
+        extremes: the longest document, and the one with the highest token id, each with its name.
         tokens: of all documents.
     """
 
-    def __init__(self, documents: "Iterable[tuple[str, Document]]") -> None:
-        self._ends = array("q", [0])
-        with tempfile.TemporaryFile() as ids, tempfile.TemporaryFile() as targets:
-            most: dict[str, tuple[int, str, Document]] = {}
-            for name, document in documents:
-                ids.write(np.asarray(document.ids, np.int32).tobytes())
-                targets.write(np.asarray(document.targets, np.bool_).tobytes())
-                self._ends.append(self._ends[-1] + len(document.ids))
-                for what, value in (("length", len(document.ids)), ("id", max(document.ids))):
-                    if what not in most or value > most[what][0]:
-                        most[what] = value, name, document
-            ids.flush()
-            targets.flush()
-            self.extremes = {name: document for _, name, document in most.values()}
-            self.tokens = self._ends[-1]
-            empty = not self.tokens  # which cannot be mapped
-            self._ids = np.zeros(0, np.int32) if empty else np.memmap(ids, np.int32, "r")
-            self._targets = np.zeros(0, np.bool_) if empty else np.memmap(targets, np.bool_, "r")
+    def __init__(self, file: str) -> None:
+        reader = pa.ipc.open_file(pa.memory_map(file))
+        batches = [reader.get_batch(k) for k in range(reader.num_record_batches)]
+        self.names = pa.chunked_array([batch["id"] for batch in batches], pa.string())
+        self._rows = batches[0].num_rows if batches else 1  # of each batch but the last
+        self._starts = [batch["input_ids"].offsets.to_numpy() for batch in batches]
+        self._ids = [batch["input_ids"].values.to_numpy() for batch in batches]
+        self._mask = [batch["loss_mask"].values for batch in batches]
+        self.tokens = sum(map(len, self._ids))
+        most: dict[str, tuple[int, int]] = {}
+        for k, (starts, ids) in enumerate(zip(self._starts, self._ids)):
+            for what, values in (("length", np.diff(starts)), ("id", np.maximum.reduceat(ids, starts[:-1]))):
+                row = int(values.argmax())
+                if what not in most or values[row] > most[what][0]:
+                    most[what] = values[row], k * self._rows + row
+        self.extremes = [(str(self.names[place]), self.at(place)) for _, place in most.values()]
+
+    @classmethod
+    def from_documents(cls, documents: "Iterable[tuple[str, Document]]") -> "Corpus":
+        """Write documents, each with its name, to a temporary file (``TMPDIR``) and open it."""
+        with tempfile.NamedTemporaryFile() as file:
+            write_corpus(file.name, documents)
+            return cls(file.name)
 
     def __len__(self) -> int:
-        return len(self._ends) - 1
+        return len(self.names)
 
     def at(self, place: int) -> "Document":
-        part = slice(self._ends[place], self._ends[place + 1])
-        return Document(array("i", self._ids[part].tobytes()), array("b", self._targets[part].tobytes()))
+        k, row = divmod(place, self._rows)
+        start, end = self._starts[k][row : row + 2].tolist()
+        mask = self._mask[k].slice(start, end - start).to_numpy(zero_copy_only=False)
+        return Document(array("i", self._ids[k][start:end].tobytes()), array("b", mask.tobytes()))
+
+
+def write_corpus(file: str, documents: "Iterable[tuple[str, Document]]") -> None:
+    """Write documents, each with its name, for `Corpus`; equal ones give equal bytes. At most `ROWS` are in memory."""
+    rest = iter(documents)
+    with pa.ipc.new_file(file, SCHEMA) as out:
+        while part := list(itertools.islice(rest, ROWS)):
+            columns = {
+                "id": [name for name, _ in part],
+                "input_ids": [np.asarray(document.ids, np.int32) for _, document in part],
+                "loss_mask": [np.asarray(document.targets, np.bool_) for _, document in part],
+            }
+            out.write_batch(pa.RecordBatch.from_pydict(columns, SCHEMA))
+            del part, columns  # else they are there until the next ones are
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +111,8 @@ class Document:
     @property
     def target_count(self) -> int:
         return sum(self.targets)
+
+
+def build_document(prompt: Sequence[int], completion: Sequence[int]) -> Document:
+    """Build a document whose completion is the target."""
+    return Document(array("i", [*prompt, *completion]), array("b", [0] * len(prompt) + [1] * len(completion)))

@@ -56,8 +56,8 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     if chat:
         ids = _encode_chat(tokenizer, prompt)
     else:
-        ids, bare = list(tokenizer.encode(prompt, split_special_tokens=True)), encode_text(tokenizer, prompt)
-        if ids[-1:] == [tokenizer.eos_token_id] and bare[-1:] != ids[-1:]:
+        ids = list(tokenizer.encode(prompt, split_special_tokens=True))
+        if ids[-1:] == [tokenizer.eos_token_id] and encode_text(tokenizer, prompt)[-1:] != ids[-1:]:
             ids.pop()
     if not ids:
         raise UserError("prompt", prompt, "has no tokens; nothing can follow it")

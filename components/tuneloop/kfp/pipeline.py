@@ -110,7 +110,7 @@ class Tasks:
     """Draws the stages of a pipeline as tasks of the enclosing KFP pipeline."""
 
     def __init__(self, config: Any, steps: Steps, loop: Loop | None, url: str, given: Mapping[str, Any]) -> None:
-        self._config, self._steps, self._loop, self._url = config, steps, loop, url
+        self.config, self._steps, self._loop, self._url = config, steps, loop, url
         self._shared, self._given = {"seed": given["seed"], **config.published(url)}, given
 
     def stage(self, component: Component, name: str = "", **inputs: Any) -> Outputs:
@@ -120,5 +120,5 @@ class Tasks:
 
     def loop(self, serve: Any, **values: Any) -> None:
         assert self._loop, "the pipeline is built with its loop"
-        target, config = self._given[TARGET], self._config
+        target, config = self._given[TARGET], self.config
         LoopTasks(self._loop, self._steps, config, self._url, self._shared, target, values).draw()

@@ -10,6 +10,7 @@ from pydantic import Field
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
+from tuneloop.formats.token_files import Document
 from tuneloop.training import checkpoint
 from tuneloop.training.options import ScoringOptions
 
@@ -88,11 +89,12 @@ def with_scores(table: pa.Table, found: list[float], weight: float) -> pa.Table:
 
 
 def _score(stage: Stage, model: Any, sequences: list[list[int]], limit: int) -> list[float]:
+    documents = [Document(ids, [False] * len(ids)) for ids in sequences]
     found: dict[int, list[float]] = {}
     with model.frozen():
         for micro in model.plan([len(ids) for ids in sequences], limit):
             checkpoint.check_stop(stage, model)
-            found |= {i: [v] for i, v in zip(micro, model.scores([sequences[i] for i in micro]).tolist())}
+            found |= {i: [v] for i, v in zip(micro, model.scores([documents[i] for i in micro]).tolist())}
     merged = model.ranks.merge(found)
     return [merged[i][0] for i in range(len(sequences))]
 

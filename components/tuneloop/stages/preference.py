@@ -1,6 +1,6 @@
 """Preference optimization: the policy learns which of two completions is the better one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -14,7 +14,7 @@ from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.options import PairOptions
-from tuneloop.training.pairs import Mismatched, Pairs, Split, check_fits, read_pairs, score_documents, sum_logprobs
+from tuneloop.training.pairs import Mismatched, Pairs, Split, read_pairs, score_documents, sum_logprobs
 from tuneloop.weights.publication import Weights
 
 if TYPE_CHECKING:
@@ -58,12 +58,12 @@ def preference(
         held_out = read_pairs(prompts, policy, "preference_eval") or pairs
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, Trainer, policy, ranks, options)
-        check_fits([pairs, held_out], trainer, options.max_length)
+        epochs.check_fits([*pairs.documents.extremes, *held_out.documents.extremes], trainer, options.max_length)
     stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
     with stage.timed("evaluate"):
         before = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
     learner = Learner(stage, trainer, objective, pairs, reference, options.per_device_train_batch_size)
-    loss = epochs.train_epochs(stage, trainer, len(pairs), options, learner.step)
+    loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.at, learner.step)
     with stage.timed("evaluate"):
         after = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
     stage.facts.update(accuracy_before=before, reference=logprobs.manifest.facts["digest"])
@@ -85,7 +85,7 @@ def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: boo
     same = pc.fill_null(pc.equal(found["tokens"].combine_chunks(), pairs.digests()), False)
     if (other := same.index(False).as_py()) >= 0:
         remedy = f"{logprobs.url} has other tokens for it; run reference_logprobs on these very pairs and tokenizer"
-        raise UserError("--logprobs", pairs[other].id, remedy)
+        raise UserError("--logprobs", pairs.ids[other].as_py(), remedy)
     if needs_kl and "chosen_kl" not in found.column_names:
         raise UserError("--logprobs", logprobs.url, "lacks what kto needs; set reference_logprobs' mismatched_pairs")
     return {name: found[name].to_numpy() for name in found.column_names if name not in ("id", "tokens")}
@@ -104,40 +104,37 @@ class Learner:
         self, stage: Stage, trainer: "Trainer", objective: Preference, pairs: Pairs, reference: Reference, limit: int
     ) -> None:
         self.stage, self.trainer, self.objective = stage, trainer, objective
-        self.pairs, self.reference, self.limit = pairs, reference, limit
-        self.others = Mismatched(pairs) if objective.needs_kl else []
+        self.reference, self.limit = reference, limit
+        self.others = Mismatched(pairs.documents) if objective.needs_kl else []
 
-    def step(self, chosen: list[int]) -> tuple[dict[str, float], int]:
-        """Take one optimizer step; see `epochs.Step`."""
+    def step(self, prepared: epochs.Prepared) -> dict[str, float]:
+        """Take one optimizer step and return its measures."""
         import torch
 
-        picked = [self.pairs[i] for i in chosen]
+        chosen = prepared.indices
         divergence = self._divergence(chosen)
         torch.manual_seed(self.stage.seed("dropout", self.trainer.step, self.stage.rank))
         totals: dict[str, float] = {}
-        plan = self.trainer.plan([pair.length for pair in picked], self.limit)
-        for micro in self.trainer.accumulate(plan):
-            pairs = [picked[i] for i in micro]
-            documents = [document for pair in pairs for document in pair.documents()]
-            found = sum_logprobs(self.trainer, documents)
+        for micro, batch in self.trainer.accumulate(prepared.batches):
+            found = sum_logprobs(self.trainer, batch)
             known = [self.reference[side][chosen[i]] for i in micro for side in ("chosen", "rejected")]
             judged = Judged(
                 found - found.new_tensor(known),
-                torch.tensor([d.target_count for d in documents], dtype=torch.int64, device=found.device),
+                batch.counts.to(found.device),
                 found.new_tensor(divergence),
             )
-            loss = self.objective.loss(judged).sum() / len(picked)
+            loss = self.objective.loss(judged).sum() / len(chosen)
             loss.backward()
             for name, values in {"loss": loss.detach(), **self.objective.measures(judged)}.items():
                 totals[name] = totals.get(name, 0.0) + float(values.sum())
         norm, rate = self.trainer.update()
         names = ["loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"]
         summed = dict(zip(names, self.trainer.ranks.sum([totals.get(name, 0.0) for name in names])))
-        measures = {name: value / (1 if name == "loss" else len(picked)) for name, value in summed.items()}
+        measures = {name: value / (1 if name == "loss" else len(chosen)) for name, value in summed.items()}
         measures |= {"grad_norm": norm, "learning_rate": rate}
-        return measures | ({"kl": divergence} if self.others else {}), sum(pair.length for pair in picked)
+        return measures | ({"kl": divergence} if self.others else {})
 
-    def _divergence(self, chosen: list[int]) -> float:
+    def _divergence(self, chosen: Sequence[int]) -> float:
         """Compute the mean log-ratio over mismatched completions of this step, at least 0, without gradient."""
         if not self.others:
             return 0.0

@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage, component
-from tuneloop.training import checkpoint
+from tuneloop.training import checkpoint, epochs
 from tuneloop.training.options import ScoringOptions
-from tuneloop.training.pairs import SPLITS, Mismatched, check_fits, read_pairs, score_documents
+from tuneloop.training.pairs import SPLITS, Mismatched, read_pairs, score_documents
 
 
 class ReferenceOptions(ScoringOptions):
@@ -45,12 +45,12 @@ def reference_logprobs(
         pairs = read_pairs(prompts, policy, split)
         if not pairs:
             continue
-        check_fits([pairs], model, options.max_length)
+        epochs.check_fits(pairs.documents.extremes, model, options.max_length)
         with stage.timed("score"):
             found = score_documents(stage, model, pairs.documents, per_device_eval_batch_size)
             rows = {"id": pairs.ids, "tokens": pairs.digests(), "chosen": found[0::2], "rejected": found[1::2]}
             if mismatched_pairs:
-                found = score_documents(stage, model, Mismatched(pairs), per_device_eval_batch_size)
+                found = score_documents(stage, model, Mismatched(pairs.documents), per_device_eval_batch_size)
                 rows |= {"chosen_kl": found[0::2], "rejected_kl": found[1::2]}
         counts[split] = len(pairs)
         if stage.leader:

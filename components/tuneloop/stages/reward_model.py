@@ -1,7 +1,6 @@
 """Train a reward model on pairs (Bradley-Terry); `model_reward` scores rollouts with it."""
 
 import shutil
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -9,7 +8,7 @@ from pydantic import Field
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.options import PairOptions
-from tuneloop.training.pairs import Pair, check_fits, read_pairs
+from tuneloop.training.pairs import Pairs, read_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,14 +43,12 @@ def reward_model(
         held_out = read_pairs(prompts, policy, "preference_eval") or pairs
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, ScoreTrainer, policy, ranks, options)
-        check_fits([pairs, held_out], trainer, options.max_length)
+        epochs.check_fits([*pairs.documents.extremes, *held_out.documents.extremes], trainer, options.max_length)
 
-    def step(chosen: list[int]) -> tuple[dict[str, float], int]:
-        picked = [pairs[i] for i in chosen]
-        measures = train_step(stage, trainer, picked, options.per_device_train_batch_size, center_rewards_coefficient)
-        return measures, sum(pair.length for pair in picked)
+    def step(prepared: epochs.Prepared) -> dict[str, float]:
+        return train_step(stage, trainer, prepared, center_rewards_coefficient)
 
-    loss = epochs.train_epochs(stage, trainer, len(pairs), options, step)
+    loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.at, step)
     with stage.timed("evaluate"):
         right = compute_accuracy(stage, trainer, held_out, options.per_device_train_batch_size)
     with stage.timed("save"):
@@ -64,23 +61,21 @@ def reward_model(
     return {"loss": loss, "accuracy": right}
 
 
-def train_step(
-    stage: Stage, trainer: "ScoreTrainer", pairs: Sequence[Pair], limit: int, center: float
-) -> dict[str, float]:
-    """Take one optimizer step on `pairs`, which every rank is given all of; its measures, under TRL's names."""
+def train_step(stage: Stage, trainer: "ScoreTrainer", prepared: epochs.Prepared, center: float) -> dict[str, float]:
+    """Take one optimizer step and return its measures, under TRL's names."""
     import torch
 
     torch.manual_seed(stage.seed("dropout", trainer.step, stage.rank))
     totals = torch.zeros(3, dtype=torch.float64)
-    for micro in trainer.accumulate(trainer.plan([pair.length for pair in pairs], limit)):
-        chosen, rejected = _scores(trainer, [pairs[i] for i in micro])
-        loss = bradley_terry(chosen, rejected, center).sum() / len(pairs)
+    for _, batch in trainer.accumulate(prepared.batches):
+        chosen, rejected = trainer.scores(batch).view(-1, 2).unbind(1)
+        loss = bradley_terry(chosen, rejected, center).sum() / len(prepared.indices)
         loss.backward()
         margin = chosen - rejected
         totals += torch.stack([loss.detach(), (margin > 0).sum(), margin.detach().sum()]).double().cpu()
     norm, rate = trainer.update()
     loss_, right, margins = trainer.ranks.sum(totals.tolist())
-    count = len(pairs)
+    count = len(prepared.indices)
     measures = {"loss": loss_, "accuracy": right / count, "margin": margins / count}
     return {**measures, "grad_norm": norm, "learning_rate": rate}
 
@@ -92,22 +87,16 @@ def bradley_terry(chosen: "Tensor", rejected: "Tensor", center: float) -> "Tenso
     return center * (chosen + rejected).square() - logsigmoid(chosen - rejected)
 
 
-def compute_accuracy(stage: Stage, scorer: "Scorer", pairs: Sequence[Pair], limit: int) -> float:
+def compute_accuracy(stage: Stage, scorer: "Scorer", pairs: Pairs, limit: int) -> float:
     """Compute the share of pairs whose chosen completion scores above the rejected one."""
     right = 0.0
     with scorer.frozen():
-        for micro in scorer.plan([pair.length for pair in pairs], limit):
+        for micro in scorer.plan([sum(len(document.ids) for document in pair) for pair in pairs], limit):
             checkpoint.check_stop(stage, scorer)
-            chosen, rejected = _scores(scorer, [pairs[i] for i in micro])
+            documents = [document for i in micro for document in pairs[i]]
+            chosen, rejected = scorer.scores(documents).view(-1, 2).unbind(1)
             right += float((chosen > rejected).sum())
     return scorer.ranks.sum([right])[0] / len(pairs)
-
-
-def _scores(scorer: "Scorer", pairs: Sequence[Pair]) -> "tuple[Tensor, Tensor]":
-    """Score the chosen and the rejected ones, ``[pairs]`` each."""
-    found = scorer.scores([d.ids for pair in pairs for d in pair.documents()])
-    chosen, rejected = found.view(-1, 2).unbind(1)
-    return chosen, rejected
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
 """Sample completions from the policy, with the log-probabilities that training needs."""
 
-import functools
 import itertools
-import random
-from array import array
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
 from tuneloop.core.component import Input, Results, Stage
-from tuneloop.core.seeds import derive_seed
+from tuneloop.core.seeds import derive_seed, permute_index
 from tuneloop.formats import rollouts
 from tuneloop.inference import generate
 from tuneloop.inference.generate import SamplingOptions
@@ -78,15 +75,7 @@ def select_prompt_indices(total: int, size: int, seed: int, iteration: int) -> l
     [0, 1, 2, 3, 4, 5]
     """
     places = (divmod(place, total) for place in range(iteration * size, (iteration + 1) * size))
-    return [_shuffle_prompts(total, seed, epoch)[position] for epoch, position in places]
-
-
-@functools.lru_cache(2)
-def _shuffle_prompts(total: int, seed: int, epoch: int) -> "array[int]":
-    """Shuffle 0 … total - 1; the result is kept, for every iteration of an epoch asks for the same one."""
-    order = array("q", range(total))
-    random.Random(derive_seed(seed, "prompts", epoch)).shuffle(order)
-    return order
+    return [permute_index(offset, total, derive_seed(seed, "prompts", epoch)) for epoch, offset in places]
 
 
 if __name__ == "__main__":

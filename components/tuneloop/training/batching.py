@@ -29,12 +29,19 @@ class Batch:
             knows to keep them apart; None where a row is one document.
         index: int64 ``[targets]``, the places of ``input_ids.flatten()`` whose output predicts a target.
         labels: int64 ``[targets]``, the targets, document by document in the order they were given.
+        counts: int64 ``[documents]``, how many targets each has.
     """
 
     input_ids: Tensor
     position_ids: Tensor | None
     index: Tensor
     labels: Tensor
+    counts: Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch on a device. From pinned memory it is copied while the host goes on."""
+        own = (self.input_ids, self.position_ids, self.index, self.labels, self.counts)
+        return Batch(*(each if each is None else each.to(device, non_blocking=True) for each in own))  # type: ignore[arg-type]
 
 
 def plan_micro_batches(lengths: Sequence[int], limit: int, world: int, packed: bool) -> list[list[list[int]]]:
@@ -103,37 +110,48 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def collate_documents(documents: Sequence[Document], device: torch.device, capacity: int | None = None) -> Batch:
-    """Lay documents out, one a row, or packed into rows of at most `capacity` tokens.
+    """Lay documents out on the host, one a row, or packed into rows of at most `capacity` tokens.
 
     No document gives a batch of one token and no target: what an idle rank runs to keep step with the others.
+
+    Args:
+        device: that the batch is for; where it is a GPU, the memory is pinned.
     """
     if not documents:
-        one = torch.zeros(1, 1, dtype=torch.long, device=device)
-        nothing = one[0, :0]
-        return Batch(one, None if capacity is None else one, index=nothing, labels=nothing)
+        one, nothing = (_make_tensor(np.zeros(shape, np.int64), device) for shape in ((1, 1), 0))
+        return Batch(one, None if capacity is None else one, index=nothing, labels=nothing, counts=nothing)
     lengths = np.array([len(document.ids) for document in documents])
     rows = [[i] for i in range(len(documents))] if capacity is None else pack_documents(lengths.tolist(), capacity)
     width = max(int(lengths[row].sum()) for row in rows)
-    start = np.empty(len(documents), np.int64)
+    start, first = np.empty(len(documents), np.int64), np.cumsum(lengths) - lengths
     for r, row in enumerate(rows):
         start[row] = r * width + np.cumsum(lengths[row]) - lengths[row]
     # Of every token, document by document: its place within its document, and in the flattened batch.
-    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    within = np.arange(lengths.sum()) - np.repeat(first, lengths)
     place = np.repeat(start, lengths) + within
-    tokens, wanted = _join_tokens(d.ids for d in documents), np.flatnonzero(_join_tokens(d.targets for d in documents))
+    tokens, targets = (_join_tokens(getattr(d, name) for d in documents) for name in ("ids", "targets"))
+    wanted = np.flatnonzero(targets)
     labels = _join_tokens(d.labels or d.ids for d in documents)[wanted]
 
     def spread(values: np.ndarray) -> Tensor:  # zeros in what is left of a row: each pad stands alone
         flat = np.zeros(len(rows) * width, np.int64)
         flat[place] = values
-        return torch.from_numpy(flat.reshape(-1, width)).to(device)
+        return _make_tensor(flat.reshape(-1, width), device)
 
     return Batch(
         input_ids=spread(tokens),
         position_ids=None if capacity is None else spread(within),
-        index=torch.from_numpy(place[wanted] - 1).to(device),
-        labels=torch.from_numpy(labels).to(device),
+        index=_make_tensor(place[wanted] - 1, device),
+        labels=_make_tensor(labels, device),
+        counts=_make_tensor(np.add.reduceat(targets, first), device),
     )
+
+
+def _make_tensor(values: np.ndarray, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return torch.from_numpy(values)
+    with torch.cuda.device(device):  # a new thread stands at the first GPU, and would take memory there
+        return torch.from_numpy(values).pin_memory()
 
 
 def _join_tokens(parts: Iterable[Sequence[int]]) -> np.ndarray:

@@ -1,10 +1,10 @@
 """Training on examples in epochs: what `sft`, `preference` and `reward_model` share; and the algorithms of all that
 train."""
 
-import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -16,13 +16,14 @@ from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact, dump_canonical_json
 from tuneloop.core.component import Stage, from_validation
 from tuneloop.core.errors import UserError
+from tuneloop.core.seeds import permute_index
+from tuneloop.core.threads import map_ahead
 from tuneloop.formats.token_files import Document
 from tuneloop.training import checkpoint
 from tuneloop.training.options import Optimization, TrainerOptions
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from tuneloop.training.batching import Batch
     from tuneloop.training.fsdp.policy import Policy
     from tuneloop.training.fsdp.ranks import Ranks
 
@@ -32,9 +33,6 @@ OTHER_KIND: dict[type[BaseModel], str] = {
     Preference: "learns from rewards, not from pairs; that is for the stage policy_update",
 }
 """Kind of algorithm that is wanted → what to say of one of another kind."""
-
-Step = Callable[[list[int]], tuple[dict[str, float], int]]
-"""Takes one optimizer step on the examples of these indices; its measures, `loss` first of all, and its tokens."""
 
 
 def find_algorithm(name: str, kind: type[Kind]) -> type[Kind]:
@@ -123,19 +121,52 @@ def new_trainer(
     return trainer
 
 
-def train_epochs(stage: Stage, trainer: Any, count: int, options: TrainerOptions, step: Step) -> float:
+@dataclass(frozen=True)
+class Prepared:
+    """The examples of an optimizer step: their indices; this rank's micro-batches, each behind the places of its
+    examples in `indices`; and of all ranks the tokens, and how many of them are targets."""
+
+    indices: Sequence[int]
+    batches: "list[tuple[list[int], Batch]]"
+    tokens: int
+    targets: int
+
+
+Read = Callable[[int], Sequence[Document]]
+"""Returns the documents of an example."""
+
+
+def prepare_step(trainer: Any, read: Read, indices: Sequence[int], limit: int) -> Prepared:
+    """Lay out the examples of these indices, at most `limit` of them in a micro-batch."""
+    picked = [read(i) for i in indices]
+    lengths = [sum(len(document.ids) for document in each) for each in picked]
+    plan = trainer.plan(lengths, limit)
+    batches = [(micro, trainer.collate([document for i in micro for document in picked[i]])) for micro in plan]
+    return Prepared(indices, batches, sum(lengths), sum(document.target_count for each in picked for document in each))
+
+
+def train_epochs(
+    stage: Stage,
+    trainer: Any,
+    count: int,
+    options: TrainerOptions,
+    read: Read,
+    step: Callable[[Prepared], dict[str, float]],
+) -> float:
     """Train up to ``options.max_steps``, from where an earlier attempt stopped, and return the last loss.
 
     Examples come in epochs, each in a random order that is a function of (seed, epoch): resuming must know the step
     and the batch alone. A resumed run keeps the batch it began with, whatever its number of processes: steps stay the
-    same to float tolerance, and the same to the byte with as many processes as before.
+    same to float tolerance, and the same to the byte with as many processes as before. What a step takes is prepared
+    while the one before it computes.
 
     Args:
         stage: gets metrics, resume points, and ``timings.tokens_per_s``.
         trainer: of `tuneloop.training.fsdp`.
         count: of examples.
         options: say how many steps, how many examples in each, and how often to save a resume point.
-        step: see `Step`.
+        read: called on another thread.
+        step: takes one optimizer step and returns its measures, `loss` first of all.
 
     Raises:
         Interrupted: after SIGTERM, once a resume point is committed.
@@ -145,13 +176,18 @@ def train_epochs(stage: Stage, trainer: Any, count: int, options: TrainerOptions
     bar = stage.progress(max_steps, "steps", trainer.step)
     loss, seen, began = float("nan"), 0, time.perf_counter()
     second = min(trainer.step + 1, max_steps - 1)  # the first one warms up
+
+    def prepare(number: int) -> Prepared:
+        indices = draw_indices(stage, count, number * batch, batch)
+        return prepare_step(trainer, read, indices, options.per_device_train_batch_size)
+
     with stage.timed("train"):
-        while trainer.step < max_steps:
+        for prepared in map_ahead(prepare, range(trainer.step, max_steps)):
             with trainer.watched() if trainer.step == second else nullcontext():
-                measures, tokens = step(draw_indices(stage, count, trainer.step * batch, batch))
+                measures = step(prepared)
             (stop,) = trainer.ranks.max([float(stage.stopping)])  # together, or one rank waits for another for ever
             stage.metric(trainer.step, **measures)
-            loss, seen = measures["loss"], seen + tokens
+            loss, seen = measures["loss"], seen + prepared.tokens
             bar.update(trainer.step, loss=loss)
             due = options.save_steps and trainer.step % options.save_steps == 0
             if (stop or due) and trainer.step < max_steps:
@@ -166,37 +202,25 @@ def train_epochs(stage: Stage, trainer: Any, count: int, options: TrainerOptions
 
 def draw_indices(stage: Stage, count: int, start: int, batch: int) -> list[int]:
     """Draw the indices `start` … `start + batch - 1` of the endless stream of epochs over `count` examples."""
-    chosen: list[int] = []
-    while len(chosen) < batch:
-        epoch, offset = divmod(start + len(chosen), count)
-        order = _shuffled(count, stage.seed("order", epoch))
-        chosen += order[offset : offset + batch - len(chosen)].tolist()
-    return chosen
+    places = (divmod(place, count) for place in range(start, start + batch))
+    return [permute_index(offset, count, stage.seed("order", epoch)) for epoch, offset in places]
 
 
-@functools.lru_cache(2)
-def _shuffled(count: int, seed: int) -> "Tensor":
-    """Shuffle 0 … count - 1 (int64); the result is kept, for every step of an epoch asks for the same one."""
-    import torch
-
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-
-
-def check_fits(documents: Mapping[str, Sequence[Document]], policy: "Policy", max_length: int) -> None:
-    """Check that a model can take all documents of all examples.
+def check_fits(documents: Iterable[tuple[str, Document]], policy: "Policy", max_length: int) -> None:
+    """Check that a model can take all documents, each under the name of its row.
 
     Raises:
         UserError: one is longer than `max_length` or the model's context, or its tokens are beyond the vocabulary.
     """
-    for name, parts in documents.items():
-        for document in parts:
-            if len(document.ids) > min(max_length, policy.context):
-                limit = f"max_length {max_length}" if max_length <= policy.context else f"context of {policy.context}"
-                remedy = f"tokens are over the {limit}; drop it"
-                raise UserError(f"prompt of {name}", len(document.ids), remedy)
-            if max(document.ids) >= policy.vocab_size:
-                remedy = f"its tokenizer goes beyond its vocabulary of {policy.vocab_size}"
-                raise UserError("--policy", max(document.ids), remedy)
+    limit = min(max_length, policy.context)
+    for name, document in documents:
+        if len(document.ids) > limit:
+            part = "completion" if any(document.targets[:limit]) else "prompt"
+            over = f"max_length {max_length}; raise it" if max_length <= policy.context else f"context of {limit}"
+            raise UserError(f"{part} of {name}", len(document.ids), f"tokens in all, over the {over}, or drop the row")
+        if max(document.ids) >= policy.vocab_size:
+            remedy = f"its tokenizer goes beyond its vocabulary of {policy.vocab_size}"
+            raise UserError("--policy", max(document.ids), remedy)
 
 
 def _resume(stage: Stage, trainer: Any, batch: int) -> int:

@@ -1,24 +1,22 @@
 """Pairs of completions, tokenized, and the log-probability of each under some policy."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
-from tuneloop.core.errors import UserError
-from tuneloop.formats.token_files import Corpus, Document, Places
-from tuneloop.formats.tokens import encode_completion, encode_prompt, load_tokenizer
-from tuneloop.training import checkpoint, epochs
+from tuneloop.formats.token_files import Corpus, Document, Places, build_document
+from tuneloop.training import checkpoint
+from tuneloop.training.corpora import read_corpus
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tuneloop.training.batching import Batch
     from tuneloop.training.fsdp.policy import Policy
 
 Split = Literal["preference", "preference_eval"]
@@ -27,123 +25,59 @@ PLANNED = 8192
 """Documents whose micro-batches are planned together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Token ids of a prompt and of two completions of it, ends of sequence included."""
-
-    id: str
-    prompt: list[int]
-    chosen: list[int]
-    rejected: list[int]
-
-    @property
-    def digest(self) -> str:
-        """xxh3-64 of the ids: tells whether two stages saw the same tokens."""
-        return xxhash.xxh3_64_hexdigest(repr((self.prompt, self.chosen, self.rejected)).encode())
-
-    @property
-    def length(self) -> int:
-        """Tokens of both documents."""
-        return 2 * len(self.prompt) + len(self.chosen) + len(self.rejected)
-
-    def documents(self) -> list[Document]:
-        """Build the chosen and the rejected document."""
-        return [build_document(self.prompt, self.chosen), build_document(self.prompt, self.rejected)]
-
-
-def build_document(prompt: list[int], completion: list[int]) -> Document:
-    """Build a document whose completion is the target."""
-    return Document(array("i", prompt + completion), array("b", [0] * len(prompt) + [1] * len(completion)))
-
-
-class Pairs(Places[Pair]):
-    """Pairs by place; their tokens lie in temporary files (see `Corpus`).
+class Pairs(Places[list[Document]]):
+    """Pairs by place: a prompt with the chosen completion, and with the rejected one.
 
     Args:
-        pairs: read once.
+        documents: two of each pair, in this order.
 
     Attributes:
         ids: of the pairs.
-        documents: two of each, the chosen one first.
     """
 
-    def __init__(self, pairs: Iterable[Pair]) -> None:
-        ids: list[str] = []
-
-        def documents() -> Iterator[tuple[str, Document]]:
-            for pair in pairs:
-                ids.append(pair.id)
-                yield from ((pair.id, document) for document in pair.documents())
-
-        self.documents = Corpus(documents())
-        self.ids = pa.array(ids, pa.string())
+    def __init__(self, documents: Corpus) -> None:
+        self.documents, self.ids = documents, documents.names.combine_chunks()[::2]
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def at(self, place: int) -> Pair:
-        chosen, rejected = self.documents[2 * place], self.documents[2 * place + 1]
-        start = chosen.targets.index(True)
-        prompt = list(chosen.ids[:start])
-        return Pair(self.ids[place].as_py(), prompt, list(chosen.ids[start:]), list(rejected.ids[start:]))
+    def at(self, place: int) -> list[Document]:
+        return self.documents[2 * place : 2 * place + 2]
 
     def digests(self) -> pa.StringArray:
-        """Compute `Pair.digest` of each pair."""
-        return pa.array((pair.digest for pair in self), pa.string())
+        """Compute the xxh3-64 of each pair's documents: tells whether two stages saw the same tokens."""
+        parts = ([bytes(part) for document in pair for part in (document.ids, document.targets)] for pair in self)
+        return pa.array((xxhash.xxh3_64_hexdigest(b"".join(each)) for each in parts), pa.string())
 
 
 class Mismatched(Places[Document]):
     """Each prompt with the chosen, then the rejected completion of the pair before it: samples of neither side, to
     estimate KL from (KTO)."""
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        self._pairs = pairs
+    def __init__(self, documents: Sequence[Document]) -> None:
+        self._documents = documents
 
     def __len__(self) -> int:
-        return 2 * len(self._pairs)
+        return len(self._documents)
 
     def at(self, place: int) -> Document:
-        i, side = divmod(place, 2)
-        other = self._pairs[i - 1]
-        return build_document(self._pairs[i].prompt, other.rejected if side else other.chosen)
+        own, other = self._documents[place], self._documents[place - 2]
+        return build_document(own.ids[: own.targets.index(True)], other.ids[other.targets.index(True) :])
 
 
 def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> Pairs:
-    """Read the pairs of a split, tokenized as the policy has it, never all in memory at once; none where the split is
-    not there.
-
-    Raises:
-        UserError: there is no training split.
-    """
-    if f"{split}.parquet" not in prompts.manifest.files:
-        if split == "preference":
-            raise UserError("--prompts", prompts.url, "holds no preference.parquet; set data_prep's preference")
-        return Pairs([])
-    tokenizer = load_tokenizer(checkpoint.model_dir(policy))
-    batches = pq.ParquetFile(prompts.part(f"{split}.parquet")).iter_batches(1024)
-
-    def encode(row: dict[str, Any]) -> Pair:
-        sides = (encode_completion(tokenizer, row[side]) for side in ("chosen", "rejected"))
-        return Pair(row["id"], encode_prompt(tokenizer, row["prompt"], row["chat"]), *sides)
-
-    return Pairs(encode(row) for batch in batches for row in batch.to_pylist())
+    """Open the pairs of a split, as `read_corpus` does; none where there are no held-out pairs."""
+    return Pairs(read_corpus(prompts, policy, split, required=split == "preference"))
 
 
-def check_fits(pairs: Iterable[Pairs], policy: "Policy", max_length: int) -> None:
-    """Check all documents of `pairs` as `epochs.check_fits` does."""
-    for each in pairs:
-        for name, document in each.documents.extremes.items():
-            epochs.check_fits({name: [document]}, policy, max_length)
-
-
-def sum_logprobs(policy: "Policy", documents: Sequence[Document]) -> "Tensor":
+def sum_logprobs(policy: "Policy", documents: "Sequence[Document] | Batch") -> "Tensor":
     """Sum the log-probabilities of each document's targets in one forward pass: float32 ``[documents]``."""
     import torch
 
-    values, _ = policy.logprobs(documents)
-    counts = torch.tensor([d.target_count for d in documents], dtype=torch.int64, device=values.device)
-    owner = torch.arange(len(documents), device=values.device).repeat_interleave(counts)
-    return torch.zeros(len(documents), device=values.device).index_add(0, owner, values)
+    batch = policy.collate(documents) if isinstance(documents, Sequence) else documents
+    values, _ = policy.logprobs(batch)
+    owner = torch.repeat_interleave(batch.counts).to(values.device)
+    return torch.zeros(len(batch.counts), device=values.device).index_add(0, owner, values)
 
 
 def score_documents(stage: Stage | None, policy: "Policy", documents: Sequence[Document], limit: int) -> "array[float]":
@@ -156,11 +90,12 @@ def score_documents(stage: Stage | None, policy: "Policy", documents: Sequence[D
     for start in range(0, len(documents), PLANNED):
         part = documents[start : start + PLANNED]
         found: dict[int, list[float]] = {}
+        plan = policy.plan([len(document.ids) for document in part], limit)
         with policy.frozen():
-            for micro in policy.plan([len(document.ids) for document in part], limit):
+            for micro, batch in zip(plan, policy.collate_ahead(part, plan)):
                 if stage is not None:
                     checkpoint.check_stop(stage, policy)
-                found |= {i: [v] for i, v in zip(micro, sum_logprobs(policy, [part[i] for i in micro]).tolist())}
+                found |= {i: [v] for i, v in zip(micro, sum_logprobs(policy, batch).tolist())}
         merged = policy.ranks.merge(found)
         scores.extend(merged[i][0] for i in range(len(part)))
     return scores

@@ -14,6 +14,7 @@ from tuneloop.training.samples import Sample, to_float32
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tuneloop.training.batching import Batch
     from tuneloop.training.fsdp.policy import Policy
     from tuneloop.training.fsdp.ranks import Ranks
     from tuneloop.training.fsdp.trainer import Trainer
@@ -31,28 +32,32 @@ class Objective:
     def score(self, policy: Policy, samples: Sequence[Sample], name: Literal["old", "reference"]) -> None:
         """Set `name` of all samples to the log-probabilities under `policy`, on every rank."""
         found: dict[int, list[float]] = {}
+        documents = [sample.document for sample in samples]
+        plan = policy.plan([len(document.ids) for document in documents], self.limit)
         with policy.frozen():
-            for micro in policy.plan([len(s.document.ids) for s in samples], self.limit):
+            for micro, batch in zip(plan, policy.collate_ahead(documents, plan)):
                 checkpoint.check_stop(self.stage, policy)
-                values, _ = policy.logprobs([samples[i].document for i in micro], self.temperature)
-                parts = values.split([samples[i].document.target_count for i in micro])
+                values, _ = policy.logprobs(batch, self.temperature)
+                parts = values.split(batch.counts.tolist())
                 found |= {i: part.tolist() for i, part in zip(micro, parts)}
         for i, logprobs in policy.ranks.merge(found).items():
             setattr(samples[i], name, to_float32(logprobs))
 
-    def step(self, trainer: Trainer, batch: Sequence[Sample]) -> float:
+    def step(self, trainer: Trainer, samples: Sequence[Sample]) -> float:
         """Take one optimizer step on a mini-batch, and return its loss; measures go to the stage's metrics."""
         import torch
 
-        counted = [sample for sample in batch if sample.counted]
+        counted = [sample for sample in samples if sample.counted]
         used = [sample for sample in counted if sample.used]
         weights = self.algorithm.token_weights(torch.tensor([s.document.target_count for s in counted]))
         weight = {sample.id: value for sample, value in zip(counted, weights.tolist())}
         torch.manual_seed(self.stage.seed("dropout", trainer.step, self.stage.rank))
         tally = Tally(trainer.ranks)
-        for micro in trainer.accumulate(trainer.plan([len(s.document.ids) for s in used], self.limit)):
+        documents = [sample.document for sample in used]
+        plan = trainer.plan([len(document.ids) for document in documents], self.limit)
+        for micro, batch in zip(trainer.accumulate(plan), trainer.collate_ahead(documents, plan)):
             checkpoint.check_stop(self.stage, trainer)
-            loss, measures = self._forward(trainer, [used[i] for i in micro], weight)
+            loss, measures = self._forward(trainer, [used[i] for i in micro], batch, weight)
             loss.sum().backward()
             tally.add(loss=loss.detach(), **measures)
         norm, rate = trainer.update()
@@ -64,15 +69,15 @@ class Objective:
             grad_norm=norm,
             learning_rate=rate,
             tokens=sum(sample.document.target_count for sample in counted),
-            used=len(used) / len(batch),
-            mean_reward=sum(s.score or 0.0 for s in batch) / len(batch),
-            age=sum(s.age for s in batch) / len(batch),
+            used=len(used) / len(samples),
+            mean_reward=sum(s.score or 0.0 for s in samples) / len(samples),
+            age=sum(s.age for s in samples) / len(samples),
             **measured,
         )
         return loss
 
     def _forward(
-        self, trainer: Trainer, samples: Sequence[Sample], weight: dict[str, float]
+        self, trainer: Trainer, samples: Sequence[Sample], batch: Batch, weight: dict[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the weighed loss of each target token, and measures."""
         import torch
@@ -83,9 +88,8 @@ class Objective:
             values = [value for sample in samples for value in getattr(sample, name)]
             return torch.tensor(values, dtype=torch.float32, device=device)
 
-        logprobs, entropy = trainer.logprobs([s.document for s in samples], self.temperature)
-        # A rank without samples of its own keeps step with the others: then there is nothing to tell the type by.
-        counts = torch.tensor([s.document.target_count for s in samples], dtype=torch.int64, device=device)
+        logprobs, entropy = trainer.logprobs(batch, self.temperature)
+        counts = batch.counts.to(device)
         several = any(sample.old for sample in samples)
         tokens = Tokens(
             logprobs,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tuneloop.formats.token_files import Document
 from tuneloop.training import distributed_checkpoint
+from tuneloop.training.batching import Batch
 from tuneloop.training.fsdp.policy import Policy, open_model
 from tuneloop.training.fsdp.trainer import Trainer
 
@@ -42,11 +43,14 @@ class Scorer(Policy):
         made.score.requires_grad_(True)  # it is new: adapters beside it would be nothing to it
         return _Scoring(made.model, made.score, made.config)
 
-    def scores(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Score sequences in one forward pass: the head's number at each one's last token, with gradient."""
+    def collate(self, documents: Sequence[Document]) -> Batch:
         # The position that predicts a target is the one before it: a target after the end gives the end.
-        documents = [Document([*ids, 0], [False] * len(ids) + [True]) for ids in sequences]
-        return self._logits(self.collate(documents)).float()[:, 0]
+        return super().collate([Document([*each.ids, 0], [False] * len(each.ids) + [True]) for each in documents])
+
+    def scores(self, documents: Sequence[Document] | Batch) -> Tensor:
+        """Score documents in one forward pass: the head's number at each one's last token, with gradient."""
+        batch = documents if isinstance(documents, Batch) else self.collate(documents)
+        return self._logits(batch.to(self.ranks.device)).float()[:, 0]
 
     def load_masters(self, directory: Path) -> None:
         """Load the parameters of a language model, which does not have such a head."""

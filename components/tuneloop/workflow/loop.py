@@ -149,7 +149,9 @@ def output_of(wire: str) -> str:
 
 
 class Graph(Protocol):
-    """What an engine gives a pipeline to draw itself with."""
+    """What an engine gives a pipeline to draw itself with, and its configuration."""
+
+    config: Any
 
     def stage(self, component: Component, name: str = "", **inputs: Any) -> Any:
         """Call a stage, and return its outputs, each an attribute.

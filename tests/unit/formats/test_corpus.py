@@ -1,11 +1,12 @@
 import tracemalloc
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tuneloop.formats.token_files import Corpus, Document
-from tuneloop.training.pairs import Mismatched, Pair, Pairs, build_document
+from tuneloop.formats.token_files import ROWS, Corpus, Document, build_document, write_corpus
+from tuneloop.training.pairs import Mismatched, Pairs
 
 
 def made(count: int, length: int) -> Iterator[tuple[str, Document]]:
@@ -16,56 +17,78 @@ def made(count: int, length: int) -> Iterator[tuple[str, Document]]:
 
 
 def test_documents_come_back_as_they_went_in() -> None:
-    wanted = [document for _, document in made(20, 1)]
-    found = Corpus(made(20, 1))
+    count = 2 * ROWS + 3
+    wanted = [document for _, document in made(count, 1)]
+    found = Corpus.from_documents(made(count, 1))
     assert [*found] == wanted
+    assert found.names.to_pylist() == [f"d{i}" for i in range(count)]
     assert found[3:5] == wanted[3:5]
     assert found[-1] == wanted[-1]
-    assert (len(found), found.tokens) == (20, sum(len(d.ids) for d in wanted))
+    assert (len(found), found.tokens) == (count, sum(len(d.ids) for d in wanted))
     with pytest.raises(IndexError):
-        found[20]
-    assert max(len(d.ids) for d in found.extremes.values()) == 7
-    assert max(max(d.ids) for d in found.extremes.values()) == max(max(d.ids) for d in wanted)
-    assert len(found.extremes) <= 2
-    assert len(Corpus([])) == 0
+        found[count]
+    assert max(len(d.ids) for _, d in found.extremes) == 7
+    assert max(max(d.ids) for _, d in found.extremes) == max(max(d.ids) for d in wanted)
+    assert len(found.extremes) == 2
+    assert len(Corpus.from_documents([])) == 0
+
+
+def test_equal_documents_have_equal_bytes(tmp_path: Path) -> None:
+    for name, count in (("one", 100), ("two", 100), ("other", 101)):
+        write_corpus(str(tmp_path / name), made(count, 5))
+    one, two, other = ((tmp_path / name).read_bytes() for name in ("one", "two", "other"))
+    assert one == two != other
 
 
 def test_memory_does_not_grow_with_the_tokens() -> None:
     """Four hundred thousand tokens, which as lists of numbers would be many times what is allowed here."""
     tracemalloc.start()
     try:
-        found = Corpus(made(400, 1000))
+        found = Corpus.from_documents(made(400, 1000))
         assert found.tokens > 400_000
         assert tracemalloc.get_traced_memory()[1] < 500_000
     finally:
         tracemalloc.stop()
 
 
-def pairs(count: int, length: int) -> Iterator[Pair]:
+Sides = tuple[list[int], list[int], list[int]]
+
+
+def pairs(count: int, length: int) -> Iterator[Sides]:
+    """Prompts, chosen and rejected completions."""
     for i in range(count):
         tokens = [(i * 31 + t) % 100_003 for t in range(length)]
-        yield Pair(f"p{i}", tokens[: 2 + i % 3], [*tokens, 1], [*tokens[::-1], 2])
+        yield tokens[: 2 + i % 3], [*tokens, 1], [*tokens[::-1], 2]
+
+
+def written(given: Iterable[Sides]) -> Pairs:
+    documents = ((f"p{i}", build_document(each[0], side)) for i, each in enumerate(given) for side in each[1:])
+    return Pairs(Corpus.from_documents(documents))
 
 
 def test_pairs_come_back_as_they_went_in() -> None:
     wanted = [*pairs(20, 5)]
-    found = Pairs(iter(wanted))
-    assert [*found] == wanted and found[-3:] == wanted[-3:]
-    assert found.digests().to_pylist() == [pair.digest for pair in wanted]
-    assert [*found.documents] == [document for pair in wanted for document in pair.documents()]
-    others = Mismatched(found)
+    documents = [[build_document(prompt, side) for side in sides] for prompt, *sides in wanted]
+    found = written(wanted)
+    assert [*found] == documents and found[-3:] == documents[-3:]
+    assert found.ids.to_pylist() == [f"p{i}" for i in range(20)]
+    others = Mismatched(found.documents)
     assert len(others) == 40
-    assert others[0] == build_document(wanted[0].prompt, wanted[-1].chosen)
-    assert others[3:5] == [
-        build_document(wanted[1].prompt, wanted[0].rejected),
-        build_document(wanted[2].prompt, wanted[1].chosen),
-    ]
+    assert others[0] == build_document(wanted[0][0], wanted[-1][1])
+    assert others[3:5] == [build_document(wanted[1][0], wanted[0][2]), build_document(wanted[2][0], wanted[1][1])]
+
+
+def test_digests_of_pairs_tell_tokens_apart() -> None:
+    found = written(pairs(20, 5)).digests()
+    assert found.equals(written(pairs(20, 5)).digests()) and len({*found.to_pylist()}) == 20
+    moved = [([*prompt, chosen[0]], chosen[1:], rejected) for prompt, chosen, rejected in pairs(20, 5)]
+    assert not {*written(moved).digests().to_pylist()} & {*found.to_pylist()}
 
 
 def test_memory_does_not_grow_with_the_tokens_of_pairs() -> None:
     tracemalloc.start()
     try:
-        found = Pairs(pairs(200, 1000))
+        found = written(pairs(200, 1000))
         assert found.documents.tokens > 400_000
         assert len(found.digests()) == 200
         assert tracemalloc.get_traced_memory()[1] < 500_000

@@ -38,6 +38,7 @@ OPTIONS = {
     "plain": (),
     "stages": ("loop.iterations_per_pod=0",),
     "nodes": ("nodes=2",),
+    "tokenize": ("tokenize=true",),
     "pods": ("loop.iterations_per_pod=10", "loop.evaluate_every=5"),
     "asynchronous": ("loop.asynchronous=true",),
     "turns": ("cluster.share.group=g",),
@@ -113,7 +114,7 @@ def check_workflow(pipeline: str, engine: str, option: str, *sets: str) -> None:
     assert all(each["resources"]["requests"] for each in [*argo["containers"], *argo["initContainers"]])
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", OPTIONS.keys() - {"tokenize"})
 @pytest.mark.parametrize("engine", [*ENGINES, *REPLICAS])
 @pytest.mark.parametrize("pipeline", LOOPS)
 def test_accelerators_are_where_the_work_is_on_argo(pipeline: str, engine: str, option: str) -> None:
@@ -150,7 +151,7 @@ def test_a_server_on_as_many_gpus_as_it_computes_on() -> None:
     assert find_pipeline("grpo").configure(sets=sets).engine.replicas == 1
 
 
-@pytest.mark.parametrize("option", ["plain", "nodes", "turns", "claim"])
+@pytest.mark.parametrize("option", ["plain", "nodes", "tokenize", "turns", "claim"])
 @pytest.mark.parametrize("pipeline", OTHERS)
 def test_accelerators_are_where_the_work_is_without_a_loop(pipeline: str, option: str) -> None:
     if (pipeline, option) != ("dpo", "nodes"):  # it has no such key
@@ -161,7 +162,7 @@ KFP = [
     *((pipeline, engine, sets) for pipeline in LOOPS for engine in ENGINES for sets in ((), ("kfp.unroll=60",))),
     *(("sft_then_grpo", engine, ("kfp.unroll=60", "nodes=2")) for engine in ("vllm", "fleet")),
     *(("sft", "transformers", sets) for sets in ((), ("nodes=2",))),
-    ("dpo", "transformers", ()),
+    *(("dpo", "transformers", sets) for sets in ((), ("tokenize=true",))),
 ]
 
 

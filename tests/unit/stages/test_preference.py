@@ -91,10 +91,10 @@ def test_layouts_give_the_same_steps(policy, prompts, logprobs, tmp_path, algori
 def test_a_step_that_hears_sigterm_ends_in_a_resume_point(policy, prompts, logprobs, tmp_path, monkeypatch):
     step = Learner.step
 
-    def told(self: Learner, chosen: list[int]) -> Any:
+    def told(self: Learner, prepared: Any) -> Any:
         if self.trainer.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, chosen)
+        return step(self, prepared)
 
     monkeypatch.setattr(Learner, "step", told)
     with pytest.raises(Interrupted):

@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.making import checkpoint_artifact, commit, demonstrations, prompts_artifact, sigterm_while_training
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
-from tuneloop.stages.sft import read_demonstrations, sft
+from tuneloop.stages.sft import sft
+from tuneloop.training import epochs
+from tuneloop.training.corpora import read_corpus
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
@@ -78,7 +80,7 @@ def test_every_demonstration_is_seen_once_an_epoch(policy, prompts, tmp_path):
     found = [
         row["targets"] for row in rows(run(tmp_path / "o", policy, prompts, max_steps=8, per_device_train_batch_size=6))
     ]
-    documents = read_demonstrations(prompts, policy.path / "model", 64)
+    documents = read_corpus(prompts, policy, "sft")
     assert sum(found[:4]) == sum(found[4:]) == sum(d.target_count for d in documents)
     assert found[:4] != found[4:]
 
@@ -86,6 +88,13 @@ def test_every_demonstration_is_seen_once_an_epoch(policy, prompts, tmp_path):
 def test_same_inputs_same_bytes_other_seed_other_bytes(policy, prompts, tmp_path):
     one, two, other = (run(tmp_path / n, policy, prompts, seed=s).manifest for n, s in (("a", 1), ("b", 1), ("c", 2)))
     assert one.digest == two.digest != other.digest
+
+
+@pytest.mark.parametrize("packing", ["padded", "packed"])
+def test_batches_that_are_prepared_ahead_are_those_prepared_in_turn(policy, prompts, tmp_path, monkeypatch, packing):
+    ahead = run(tmp_path / "ahead", policy, prompts, packing=packing)
+    monkeypatch.setattr(epochs, "map_ahead", map)
+    assert run(tmp_path / "turn", policy, prompts, packing=packing).manifest.digest == ahead.manifest.digest
 
 
 @pytest.mark.parametrize("options", [{"save-steps": 0}, {"save-steps": 4, "lora": '{"r": 2, "lora_dropout": 0.1}'}])
@@ -120,11 +129,13 @@ def test_bad_demonstrations(tmp_path):
     good = demonstrations(4)
     bad("holds no demonstrations", out, policy, prompts_artifact(tmp_path / "none", []))
     long = [*good, {"id": "sft-9999", "prompt": "x" * 70, "chat": False, "completion": " y"}]
-    bad("prompt of sft-9999.*over max_length 64", out, policy, prompts_artifact(tmp_path / "a", long), max_length=64)
+    bad(
+        "prompt of sft-9999.*over the max_length 64", out, policy, prompts_artifact(tmp_path / "a", long), max_length=64
+    )
     bad("prompt of sft-9999.*context of 64", out, policy, prompts_artifact(tmp_path / "b", long))
     wordy = [*good, {"id": "sft-9998", "prompt": "x", "chat": False, "completion": "y" * 50}]
     bad(
-        "completion of sft-9998.*over max_length 32",
+        "completion of sft-9998.*over the max_length 32",
         out,
         policy,
         prompts_artifact(tmp_path / "c", wordy),

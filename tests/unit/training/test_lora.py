@@ -112,15 +112,14 @@ def test_saved_and_loaded_goes_on_the_same(model, documents, tmp_path):
 def test_a_reward_model_trains_its_head_and_adapters(model, documents, tmp_path):
     torch.manual_seed(0)
     trainer = ScoreTrainer(model, Ranks("cpu"), ADAM, lora=LORA)
-    sequences = [d.ids for d in documents]
     for _ in range(3):
-        (trainer.scores(sequences) - torch.arange(4.0)).square().mean().backward()
+        (trainer.scores(documents) - torch.arange(4.0)).square().mean().backward()
         trainer.update()
     with trainer.frozen():
-        found = trainer.scores(sequences)
+        found = trainer.scores(documents)
     trainer.export(model, tmp_path / "out", "float32")
     opened = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    for ids, score in zip(sequences, found):
+    for ids, score in zip([d.ids for d in documents], found):
         theirs = opened.score(opened.model(input_ids=torch.tensor([list(ids)])).last_hidden_state)[0, -1, 0]
         torch.testing.assert_close(theirs, score, rtol=1e-4, atol=1e-4)
     assert found.abs().max() > 0.05

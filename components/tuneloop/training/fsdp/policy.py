@@ -5,7 +5,7 @@ import functools
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import checkpoint
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.threads import map_ahead
 from tuneloop.formats.token_files import Document
 from tuneloop.training import distributed_checkpoint, lora
 from tuneloop.training.batching import Batch, collate_documents, plan_micro_batches
@@ -147,14 +148,14 @@ class Policy:
         """Plan this rank's micro-batches, at most `limit` examples in each, as indices; see `plan_micro_batches`."""
         return plan_micro_batches(lengths, limit, self.ranks.world, self.packed)[self.ranks.rank]
 
-    def logprobs(self, documents: Sequence[Document], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Compute the log-probabilities of targets in one forward pass.
+    def logprobs(self, documents: Sequence[Document] | Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Compute the log-probabilities of targets in one forward pass; `documents` may be collated already.
 
         Returns:
             Float32 ``[targets]`` each, document by document: the log-probability of each target under
             ``softmax(logits / temperature)``, with gradient; and that distribution's entropy in nats, without.
         """
-        batch = self.collate(documents)
+        batch = (documents if isinstance(documents, Batch) else self.collate(documents)).to(self.ranks.device)
         if self._scaled:  # something follows the output layer
             return compute_logprobs(self._logits(batch), batch.labels, temperature)
         self._predict = batch.labels, temperature
@@ -187,8 +188,12 @@ class Policy:
         return chunked
 
     def collate(self, documents: Sequence[Document]) -> Batch:
-        """Lay out documents as this policy takes them."""
+        """Lay out documents on the host as this policy takes them."""
         return collate_documents(documents, self.ranks.device, self.max_length if self.packed else None)
+
+    def collate_ahead(self, documents: Sequence[Document], plan: Iterable[list[int]]) -> Iterator[Batch]:
+        """Yield each micro-batch of a plan, laid out on another thread while the caller has the one before in hand."""
+        return map_ahead(lambda micro: self.collate([documents[i] for i in micro]), plan)
 
     def _logits(self, batch: Batch) -> Tensor:
         single = self.ranks.mesh is None

@@ -7,7 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -24,6 +24,7 @@ from tuneloop.training.fsdp.policy import Policy
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.options import Optimization
 
+Item = TypeVar("Item")
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 """Dense bfloat16 operations a second, from the vendor's data sheets."""
 
@@ -62,7 +63,7 @@ class Trainer(Policy):
     def chosen(self) -> dict[str, Any]:
         return super().chosen() | ({"trainable_parameters": self.count()} if self.lora else {})
 
-    def accumulate(self, micro_batches: Sequence[list[int]]) -> Iterator[list[int]]:
+    def accumulate(self, micro_batches: Sequence[Item]) -> Iterator[Item]:
         """Yield `micro_batches` in order; gradients cross between ranks in the last one's backward pass alone."""
         for number, micro in enumerate(micro_batches, start=1):
             if self.ranks.mesh is not None:

@@ -1,0 +1,36 @@
+"""Token ids of demonstrations and pairs, made once for all that train on them."""
+
+from tuneloop.core.artifacts import digest_of
+from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.core.errors import UserError
+from tuneloop.formats.token_files import Corpus, write_corpus
+from tuneloop.training.corpora import SIDES, find_tokenizer_files, tokenize_split
+
+
+@component("tokens", image="trainer", results={"documents": int})
+def tokenize_data(stage: Stage, policy: Input, prompts: Input) -> Results:
+    """Tokenize demonstrations and pairs as `policy` does, for stages that take the result in place of `prompts`.
+
+    A stage that trains on fixed rows maps these into memory; given rows, each of its processes tokenizes all of them,
+    at every start. The files are a function of the rows and the tokenizer with its chat template (``facts.tokenizer``).
+
+    Raises:
+        UserError: nothing to tokenize, a row or a tokenizer that does not fit.
+        Interrupted: on SIGTERM. Nothing is kept: a retry begins anew.
+    """
+    made: dict[str, Corpus] = {}
+    with stage.timed("tokenize"):
+        for split in (each for each in SIDES if f"{each}.parquet" in prompts.manifest.files):
+            file = str(stage.out / f"{split}.arrow")
+            write_corpus(file, tokenize_split(prompts, policy, split, stage.check_stop))
+            made[split] = Corpus(file)
+    if not any(map(len, made.values())):
+        raise UserError("--prompts", prompts.url, "holds no rows to tokenize; set data_prep's sft or preference")
+    tokens = {split: corpus.tokens for split, corpus in made.items()}
+    stage.facts.update(tokens=tokens, tokenizer=digest_of(find_tokenizer_files(policy)))
+    stage.log(", ".join(f"{split} {count} tokens" for split, count in tokens.items()))
+    return {"documents": sum(map(len, made.values()))}
+
+
+if __name__ == "__main__":
+    tokenize_data.main()
