@@ -233,7 +233,7 @@ def compare_iterations_per_pod(
         yield name, f"{compute_overhead(pod, len(loop)):.3g} s", told if pod and idle else "0 s", mark
     name, added = "auto", f"{BEARABLE:.0%} at most"
     if work := sum((seconds or {}).get(stage, 0.0) for stage in loop):
-        count = min(part, count_iterations(REQUEUE, work))
+        count = min(part, max(2, count_iterations(REQUEUE, work)))
         name, added = f"auto: {count} a pod", f"{compute_overhead(count, len(loop)):.3g} s"
     yield name, added, told if idle else "0 s", "this plan" if chosen == "auto" else ""
 

@@ -35,8 +35,7 @@ def delete_old_checkpoints(stage: Stage, manifest: Manifest) -> None:
     Those that training on from these needs stay, too, and manifests and histories of all: a run resumes and reports as
     before. What is at work reads one of the newest two. Done again, it finds done what was done.
     """
-    keep: int | None = getattr(stage.params, "save_total_limit", None)
-    if keep is None:
+    if (keep := getattr(stage.params, "save_total_limit", None)) is None:
         return
     chain = _walk_back(stage.out_url, manifest)
     kept = [made for _, made in itertools.islice(chain, keep)]

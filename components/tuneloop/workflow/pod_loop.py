@@ -10,13 +10,13 @@ PROGRAM = "tuneloop.local.iterations"
 PerPod = int | Literal["auto"]
 """Iterations that a pod runs; 0: each stage has a pod of its own; auto: the pod decides (`count_iterations`)."""
 BEARABLE = 0.1
-"""Share of a loop's time that may go by between pods."""
+"""Share of a loop's time that may go by between pods and while they start."""
 
 
-def count_iterations(between_s: float, iteration_s: float) -> int:
-    """Count the iterations that a pod has to run, at least one, for the seconds between two pods to be at most the
-    share `BEARABLE` of the time from one pod to the next: n ≥ between · (1 / BEARABLE - 1) / iteration."""
-    return max(1, math.ceil(between_s * (1 / BEARABLE - 1) / iteration_s))
+def count_iterations(lost_s: float, iteration_s: float) -> int:
+    """Count the iterations that a pod has to run, at least one, for the seconds that a new pod costs to be at most the
+    share `BEARABLE` of the time from one pod to the next: n ≥ lost · (1 / BEARABLE - 1) / iteration."""
+    return max(1, math.ceil(lost_s * (1 / BEARABLE - 1) / iteration_s))
 
 
 class StageCall(BaseModel, frozen=True, extra="forbid"):

@@ -179,7 +179,7 @@ def test_a_plan_says_what_a_pod_would_decide() -> None:
         return [*plan.compare_iterations_per_pod(chosen, 60, loop, ["reward"], seconds)]
 
     assert told(3.0)[-1] == ("auto: 30 a pod", "0.333 s", "0.0 s", "this plan")
-    assert told(1.0)[-1][0] == "auto: 60 a pod" and told(1000.0)[-1][0] == "auto: 1 a pod"
+    assert told(1.0)[-1][0] == "auto: 60 a pod" and told(1000.0)[-1][0] == "auto: 2 a pod"
     assert [*plan.compare_iterations_per_pod("auto", 60, loop, [], None)][-1] == (
         "auto",
         "10% at most",
