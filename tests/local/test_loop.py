@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.local.loops import command, digests, finish
+from tests.local.loops import SMALL, command, digests, finish
 from tests.waiting import LIMIT_S, free_port, until
 from tuneloop import weights
 from tuneloop.core.artifacts import Artifact
@@ -48,6 +48,17 @@ def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
     assert update.provenance["world_size"] == 2
     assert (one.provenance["world_size"], two.provenance["world_size"]) == (1, 2)
     assert two.results["loss"] == pytest.approx(one.results["loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_tokens_that_a_stage_made_train_the_same(tmp_path: Path) -> None:
+    settings = {name: None for name in SMALL if name.split(".")[0] in ("engine", "rollout", "loop")}
+    settings |= {"data.sft": 32, "data.train": 8, "data.preference": 16, "data.preference_eval": 4}
+    settings |= {"sft.max_steps": 3, "preference.max_steps": 3}
+    for run, tokenize in (("rows", False), ("tokens", True)):
+        finish(command("run", "dpo", "--run", run, store=tmp_path, **settings, tokenize=tokenize))
+    rows, tokens = (digests(tmp_path, run) for run in ("rows", "tokens"))
+    assert tokens.pop("tokenize-data") and tokens == rows
 
 
 @pytest.mark.slow
