@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.gateway.sessions import Session, Settings, Wanted
@@ -58,9 +57,15 @@ class Processes:
             command += ["--artifacts", artifacts, "--device", self.device, "--fd", str(listener.fileno())]
             command += ["--idle", str(self.settings.worker.idle)]
             command += wanted.flags(artifacts.rpartition("/sessions/")[0])  # where `tuneloop run` has them, too
-            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
-            about: Any = {"env": {**os.environ, KEY: key}, "pass_fds": [listener.fileno()], "start_new_session": True}
-            process = subprocess.Popen(command, **streams, **about)
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, KEY: key},
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             address = "127.0.0.1:%d" % listener.getsockname()[1]
         self.children[name] = Child(replace(session, address=address), process, log)
 

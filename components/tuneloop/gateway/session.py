@@ -258,7 +258,7 @@ class Session:
 
     def _model(self, model: str) -> Resident:
         if model not in self.models:
-            remedy = "was not created, or lost as load_state or optim_step has said; create one from a checkpoint"
+            remedy = "was not created, or load_state or optim_step lost it, saying why; create one from a checkpoint"
             raise UserError("model_id", model, remedy)
         return self.models[model]
 

@@ -227,7 +227,7 @@ def test_what_can_not_be_loaded_is_found_out_before_the_model_goes(driver: Drive
     driver.session.models[MODEL].ranks = None  # the device fails, once the old model is gone
     with pytest.raises(AttributeError):
         driver.load(path)
-    with pytest.raises(UserError, match="lost by a load_state"):
+    with pytest.raises(UserError, match="load_state or optim_step lost it"):
         driver.step()
     driver.session.sleep()  # which wants nothing of that model any more
 
@@ -355,7 +355,7 @@ def test_a_model_whose_step_failed_half_way_is_used_no_more(driver: Driver) -> N
         lambda: driver.load(path),
         lambda: driver.result(driver.session.save_weights_for_sampler(SaveWeights(model_id=MODEL))),
     ):
-        with pytest.raises(UserError, match="lost by a load_state or optim_step, which says why"):
+        with pytest.raises(UserError, match="load_state or optim_step lost it, saying why"):
             use()
     again = LoadWeights(session_id=ID, model_seq_id=1, path=path, optimizer=True)
     driver.result(driver.session.load_weights(again))

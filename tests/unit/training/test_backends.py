@@ -217,7 +217,7 @@ def test_data_prep_as_a_rayjob() -> None:
     given = {"source_args": {"digits": 3}, "train": 9, "prompts": "s3://b/p"}
     spec = prepare_rayjob(given, "rows", EIGHT, nodes=3)["spec"]
     assert spec["entrypoint"].startswith(
-        "python -m tuneloop.stages.data_prep --source-args '{\"digits\": 3}' --train 9 "
+        "python -m tuneloop.stages.data_prep --source-args '{\"digits\":3}' --train 9 "
     )
     assert spec["entrypoint"].endswith("--prompts s3://b/p --preparation ray")
     (workers,) = spec["rayClusterSpec"]["workerGroupSpecs"]
