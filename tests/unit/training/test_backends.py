@@ -10,7 +10,8 @@ import pytest
 
 from tuneloop.argo.trainjob import as_job, as_jobset, as_rayjob, as_trainjob, prepare_rayjob, run_here
 from tuneloop.core.errors import UserError
-from tuneloop.training.backends import LLMBackend, _word, list_backends, load_backend, register_backend
+from tuneloop.core.program import encode_value
+from tuneloop.training.backends import LLMBackend, list_backends, load_backend, register_backend
 from tuneloop.training.backends.native import Native
 from tuneloop.training.backends.torchtune import LORA, MANAGED, QUANTIZED, Torchtune
 from tuneloop.training.backends.trl import Trl, score
@@ -140,7 +141,7 @@ def test_torchtune_chooses_the_recipe_that_the_trainer_chooses(
     assert made.to_command() == ["tune", "run"]
     assert made.to_args()[:3] == [recipe, "--config", config]
     # The Trainer reads of these no more than their names.
-    assert made.to_runtime_args() == made.to_args()[3:] == [f"{name}={_word(of)}" for name, of in on.items()]
+    assert made.to_runtime_args() == made.to_args()[3:] == [f"{name}={encode_value(of)}" for name, of in on.items()]
 
 
 @pytest.mark.parametrize(
