@@ -195,7 +195,8 @@ def corpus(rows: int, work: Path) -> None:
     source = {"train": str(work / "rows.jsonl"), "columns": columns, "shuffle": False}
     about: dict[str, Any] = {"source": "jsonl", "source_args": source}
     data_prep(out=f"{work}/data", train=1, eval=0, sft=rows, **about)
-    base_model(out=f"{work}/base", model="tiny-qwen3", prompts=f"{work}/data")
+    data_prep(out=f"{work}/few", train=1, eval=0, sft=2000, **about)  # a tokenizer is trained on all it is given
+    base_model(out=f"{work}/base", model="tiny-qwen3", prompts=f"{work}/few")
 
     def measure(what: str, work: Callable[[], Any]) -> Any:
         begin, spent = time.perf_counter(), time.process_time()

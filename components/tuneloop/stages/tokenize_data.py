@@ -28,7 +28,7 @@ def tokenize_data(stage: Stage, policy: Input, prompts: Input) -> Results:
         raise UserError("--prompts", prompts.url, "holds no rows to tokenize; set data_prep's sft or preference")
     tokens = {split: corpus.tokens for split, corpus in made.items()}
     stage.facts.update(tokens=tokens, tokenizer=digest_of(find_tokenizer_files(policy)))
-    stage.log(", ".join(f"{split} {count} tokens" for split, count in tokens.items()))
+    stage.log(f"tokens: {tokens}")
     return {"documents": sum(map(len, made.values()))}
 
 

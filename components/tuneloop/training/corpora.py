@@ -44,8 +44,7 @@ def tokenize_split(
     table = pq.ParquetFile(prompts.part(f"{split}.parquet"))
     for column in (columns := ["id", "prompt", "chat", *SIDES[split]]):
         if column not in table.schema_arrow.names:
-            where = f"{prompts.url}/{split}.parquet"
-            raise UserError("--prompts", column, f"is not a column of {where}; make the data again")
+            raise UserError("--prompts", column, f"is not a column of {split}.parquet; make the data again")
     for name in find_tokenizer_files(policy):
         policy.part(name)
     tokenizer = load_tokenizer(policy.part(CONFIG).parent)
@@ -69,8 +68,7 @@ def find_tokenizer_files(policy: Artifact) -> dict[str, File]:
     Raises:
         UserError: `policy` is not a checkpoint.
     """
-    files = policy.manifest.files
-    if CONFIG not in files:
+    if CONFIG not in (files := policy.manifest.files):
         raise UserError("checkpoint", policy.url, f"holds no {CONFIG}; give it a checkpoint")
     others = re.compile(r"model/(config\.json|generation_config\.json|.*\.(safetensors|bin).*)")
     return {name: file for name, file in files.items() if name.startswith("model/") and not others.fullmatch(name)}

@@ -132,12 +132,10 @@ class Prepared:
     targets: int
 
 
-Read = Callable[[int], Sequence[Document]]
-"""Returns the documents of an example."""
-
-
-def prepare_step(trainer: Any, read: Read, indices: Sequence[int], limit: int) -> Prepared:
-    """Lay out the examples of these indices, at most `limit` of them in a micro-batch."""
+def prepare_step(
+    trainer: Any, read: Callable[[int], Sequence[Document]], indices: Sequence[int], limit: int
+) -> Prepared:
+    """Lay out the examples of these indices, at most `limit` of them in a micro-batch; `read` gives their documents."""
     picked = [read(i) for i in indices]
     lengths = [sum(len(document.ids) for document in each) for each in picked]
     plan = trainer.plan(lengths, limit)
@@ -150,7 +148,7 @@ def train_epochs(
     trainer: Any,
     count: int,
     options: TrainerOptions,
-    read: Read,
+    read: Callable[[int], Sequence[Document]],
     step: Callable[[Prepared], dict[str, float]],
 ) -> float:
     """Train up to ``options.max_steps``, from where an earlier attempt stopped, and return the last loss.
