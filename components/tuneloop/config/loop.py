@@ -109,7 +109,7 @@ class LoopPipelineConfig(PipelineConfig):
     @model_validator(mode="after")
     def _check_overlap(self) -> "LoopPipelineConfig":
         if self.engine.colocate and self.loop.asynchronous:
-            remedy = "gives the GPU to one process after the other: leave loop.asynchronous out"
+            remedy = "gives the GPU to one process at a time: leave loop.asynchronous out"
             raise UserError("engine.colocate", True, remedy)
         if self.loop.asynchronous and (self.engine.pull or self.engine.fleet):
             remedy = (
