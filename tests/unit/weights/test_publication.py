@@ -118,7 +118,8 @@ def test_the_stages_publish() -> None:
     from tuneloop.stages.sft import sft
 
     for stage in (base_model, sft, policy_update):
-        assert stage.after.__qualname__.startswith("checkpoint_stage") and "weights" in stage.Params.model_fields
+        assert stage.after.__qualname__ in ("publish_checkpoint", "checkpoint_stage.<locals>.finish")
+        assert "weights" in stage.Params.model_fields
 
 
 def test_an_update_at_the_rate_of_rl_sends_a_tenth_of_the_model_at_most(tmp_path: Path) -> None:
