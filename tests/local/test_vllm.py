@@ -275,11 +275,11 @@ def test_requests_wait_while_the_engine_sleeps(versions: list[Artifact]) -> None
         with ThreadPoolExecutor(2) as pool:
             assert running.ask("POST", "/sleep", {"level": 2}) == (200, {"status": "asleep"})
             named = pool.submit(running.ask, "POST", "/generate", {**body, "version": 1})
-            scored = pool.submit(running.ask, "POST", "/score", {"ids": SHORT[0]})
+            scored = pool.submit(running.ask, "POST", "/generate", {**body, "prompt_logprobs": True})
             assert asleep(named) and running.ask("POST", "/wake_up")[0] == 200 and asleep(scored)
             Client(running.url, LIMIT_S).load(versions[1])
             assert named.result(LIMIT_S)[1]["completions"][0]["start_version"] == 1
-            assert scored.result(LIMIT_S)[1]["version"] == 1
+            assert scored.result(LIMIT_S)[1]["completions"][0]["start_version"] == 1
             assert running.ask("POST", "/sleep", {"level": 1})[0] == 200
             again = pool.submit(running.ask, "POST", "/generate", body)
             assert asleep(again) and running.ask("POST", "/wake_up")[0] == 200

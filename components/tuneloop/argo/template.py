@@ -20,7 +20,7 @@ from tuneloop.argo.tasks import input_tag
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
 from tuneloop.core.program import encode_flags, encode_value, to_kebab_case
-from tuneloop.workflow.settings import SHARE, Cluster
+from tuneloop.workflow.settings import DELETE_DELAY, SHARE, Cluster
 
 
 def define_workflow(name: str, parameters: Mapping[str, Any] = {}, *, cluster: Cluster | None = None) -> Workflow:
@@ -58,7 +58,7 @@ def define_workflow(name: str, parameters: Mapping[str, Any] = {}, *, cluster: C
         # Argo's own containers carry no security context by default; a restricted namespace refuses them without.
         pod_spec_patch=json.dumps(patch, separators=(",", ":")),
         security_context=models.PodSecurityContext.model_validate(pod_fields.NOBODY),
-        pod_gc=models.PodGC(strategy="OnPodSuccess", delete_delay_duration="600s"),
+        pod_gc=models.PodGC(strategy="OnPodSuccess", delete_delay_duration=DELETE_DELAY),
         ttl_strategy=models.TTLStrategy(seconds_after_success=86400, seconds_after_failure=604800),
     )
 
@@ -113,8 +113,9 @@ def stage_template(
     )
     if nodes > 1:
         return jobset_steps(component, made, role, processes, nodes, cluster, numbered="iteration" in dynamic)
+    # A client takes no turns: it calls the run's own server, which does.
     if component.accelerator and pod_fields.read_engine(component, given) != pod_fields.ELSEWHERE:
-        take_turns(made, cluster, claims.role_of(component.image))  # no client, which drives the run's own server
+        take_turns(made, cluster, claims.role_of(component.image))
     return made
 
 

@@ -96,10 +96,10 @@ def submit_run(
         return argo.create_workflow(there, made, run)
 
     name = bring_up(there, graph, create, tell=typer.echo) if graph else create()
-    argo.delete_forgotten_pods(there)
     options = f" --namespace {namespace}" if namespace != "tuneloop" else ""
     options += f" --context {context}" if context else ""
     typer.echo(f"{run}: submitted as workflow {name}; see `tuneloop cluster status {run}{options}`")
+    argo.delete_forgotten_pods(there)
     if not wait:
         return 0
     said = _print_logs(there, run, None, follow=True, since=name)

@@ -111,7 +111,7 @@ def list_schedules(cluster: Connection) -> list[dict[str, Any]]:
     for each in cluster.list(*CRON, selector=LABEL):
         name, spec, status = each["metadata"]["name"], each["spec"], each.get("status", {})
         when = " ".join(filter(None, [*spec["schedules"], spec.get("timezone")]))
-        wrong = [condition["message"] for condition in status.get("conditions") or ()]
+        wrong = [condition.get("message", condition["type"]) for condition in status.get("conditions") or ()]
         told = {"message": "; ".join(["suspended"] * spec.get("suspend", False) + wrong)}
         mine = [_read_look(look) for look in looks if labels_of(look)[LABEL] == name]
         found.append({"name": name, "cron": when, "last": status.get("lastScheduledTime"), **told, "looks": mine})

@@ -28,13 +28,13 @@ from tuneloop.cluster.run_workflows import (
     started_like,
 )
 from tuneloop.cluster.watch import read_nodes
-from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
+from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError, print_diagnostic
 from tuneloop.kube.connection import WORKFLOWS, ApiRefusal, Connection, retry_until_available
 from tuneloop.sharing.lease import release_leases
-from tuneloop.workflow.settings import RUN_LABEL
+from tuneloop.workflow.settings import DELETE_DELAY, RUN_LABEL
 
 FORGOTTEN_S = 900.0
-"""Seconds after which Argo's controller has deleted a pod that succeeded (``podGC``: 600), unless it was restarted
+"""Seconds after which Argo's controller has deleted a pod that succeeded (`DELETE_DELAY`), unless it was restarted
 after its workflow's end: its queue of deletions is in memory, and ended workflows are not looked at again."""
 WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
 
@@ -130,17 +130,29 @@ def _leave_seats(cluster: Connection) -> None:
 
 
 def delete_forgotten_pods(cluster: Connection) -> None:
-    """Delete the pods that succeeded and that Argo's controller has forgotten; their Kueue Workloads go with them. An
-    account that may not delete pods leaves them."""
+    """Delete the pods that succeeded and that Argo's controller has forgotten; their Kueue Workloads go with them.
+
+    Where that fails, or the account may not, they stay, and a line says so. Pods of a workflow with another delay than
+    ours are not touched.
+    """
+    try:
+        _delete_forgotten_pods(cluster)
+    except (UserError, Retryable) as error:
+        print_diagnostic(f"note: pods that Argo's controller has forgotten may stay: {error}", 0)
+
+
+def _delete_forgotten_pods(cluster: Connection) -> None:
     selector = f"{RUN_LABEL},workflows.argoproj.io/completed=false"  # those that it keeps are labelled
     workflows: dict[str, list[str]] = {}
     for pod in cluster.list_pods(selector, field_selector="status.phase=Succeeded", limit=500):
-        changed = max(each.last_transition_time.timestamp() for each in pod.status.conditions)
-        if time.time() - changed > FORGOTTEN_S:
+        changes = [each.last_transition_time for each in pod.status.conditions or ()]
+        changed = max(filter(None, changes), default=pod.metadata.creation_timestamp)
+        if time.time() - changed.timestamp() > FORGOTTEN_S:
             workflows.setdefault(pod.metadata.labels[WORKFLOW_LABEL], []).append(pod.metadata.name)
     for workflow, pods in workflows.items():
-        ended = get_workflow_phase(cluster.find(*WORKFLOWS, workflow) or {}) in DONE
-        for name in pods if ended else ():
+        found = cluster.find(*WORKFLOWS, workflow) or {}
+        ours = found.get("spec", {}).get("podGC", {}).get("deleteDelayDuration") == DELETE_DELAY
+        for name in pods if ours and get_workflow_phase(found) in DONE else ():
             try:
                 cluster.core.delete_namespaced_pod(name, cluster.namespace)
             except ApiRefusal as error:

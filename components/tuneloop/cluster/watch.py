@@ -137,7 +137,8 @@ def _waiting(cluster: Connection, run: str, nodes: Mapping[str, Node]) -> dict[s
     for job in held:
         about = job["metadata"]
         pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["metadata"]
-        told[pod["annotations"][NODE_NAME]] = _why_queued(about["labels"], about["name"], queued)
+        node = pod.get("annotations", {}).get(NODE_NAME, about["name"])
+        told[node] = _why_queued(about["labels"], about["name"], queued)
     return told
 
 

@@ -287,7 +287,11 @@ class Store:
             if self.root is None:
                 found = obstore.list(self._objects).collect()
                 return {str(meta["path"]): (meta["size"], meta["last_modified"].timestamp()) for meta in found}
-            files = {path: path.stat() for path in self.root.rglob("*") if path.is_file()}
+            files = {}
+            for path in self.root.rglob("*"):
+                with contextlib.suppress(FileNotFoundError):  # somebody replaced or deleted it just now
+                    if path.is_file():
+                        files[path] = path.stat()
             return {str(path.relative_to(self.root)): (s.st_size, s.st_mtime) for path, s in files.items()}
 
     def delete(self, prefix: str) -> None:

@@ -204,16 +204,27 @@ class HttpApi:
     async def _admit(self, body: GenerateBody, emit: Callable[[int, Any], None]) -> Ticket:
         how = {"prompt_logprobs": body.prompt_logprobs, "stream": body.stream}
         admitted = self.loop.generate(body.requests, body.sampling, body.version, body.min_version, emit, **how)
+        answer: asyncio.Future[Ticket] = asyncio.wrap_future(admitted)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(admitted), WAIT_S)
-        except TimeoutError as error:
-            raise Refused(503, f"waited {WAIT_S:g} s; {self.loop.trouble or 'generation is paused'}") from error
+            while not (await asyncio.wait({answer}, timeout=WAIT_S))[0]:
+                if self.loop.paused or self.loop.waking:  # else weights are being changed, which ends
+                    raise Refused(503, f"waited {WAIT_S:g} s; {self.loop.trouble or 'generation is paused'}")
+            return answer.result()
         except Refused as refused:
             if refused.status == 409 and self.follower:
                 self.follower.wake()
                 if self.follower.trouble:
                     raise Refused(409, f"{refused}; it cannot be pulled: {self.follower.trouble}") from refused
             raise
+        finally:
+            if not answer.done():  # nobody waits any more
+                answer.cancel()
+                admitted.add_done_callback(self._drop)
+
+    def _drop(self, admitted: "Future[Ticket]") -> None:
+        """Cancel what was admitted just as its caller left."""
+        if not admitted.cancelled() and not admitted.exception():
+            self.loop.cancel(admitted.result())
 
     async def _stream(
         self, ticket: Ticket, events: asyncio.Queue[tuple[int, Any]], body: GenerateBody

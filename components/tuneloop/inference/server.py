@@ -106,14 +106,23 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
 
 
 def _open_policy(ref: str) -> Artifact:
-    """Open the checkpoint to boot with, or if it was deleted as an old one the one that it came of: who samples has the
-    server load its policy first."""
-    policy = Artifact(ref)
-    before = policy.manifest.inputs.get("policy")
-    if before is None or Store(policy.url).keys(f"{policy.manifest.root}/model"):
-        return policy
-    print_diagnostic(f"serve: {policy.url} was deleted; it boots with {before}", 0)
-    return _open_policy(before)
+    """Open the checkpoint to boot with; where old ones were deleted, the nearest before it that has its model.
+
+    Which of them it is matters to nobody: a client has the server load the version that it samples from.
+    """
+    asked = policy = Artifact(ref)
+    while (before := policy.manifest.inputs.get("policy")) and not _has_model(policy):
+        policy = Artifact(before)
+    if policy is not asked:
+        print_diagnostic(f"serve: {asked.url} was deleted; it boots with {policy.url}", 0)
+    return policy
+
+
+def _has_model(policy: Artifact) -> bool:
+    """Say whether no file of the model is missing; a deletion may have been killed half-way."""
+    root = policy.manifest.root
+    wanted = {f"{root}/{name}" for name in policy.manifest.files if name.startswith("model/")}
+    return wanted <= {*Store(policy.url).keys(f"{root}/model")}
 
 
 def serve_until_signalled(server: Any, listener: socket.socket) -> None:
@@ -167,8 +176,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)")
     text = "URL of a record of the starts before this one; after too many without an answer it ends (default: none)"
     parser.add_argument("--attempts", metavar="URL", help=text)
-    an_object = TypeAdapter(dict[str, Any]).validate_json
-    parser.add_argument("--engine-args", type=an_object, default={}, help="vLLM's EngineArgs, a JSON object")
+    json_object = TypeAdapter(dict[str, Any]).validate_json
+    parser.add_argument("--engine-args", type=json_object, default={}, help="vLLM's EngineArgs, a JSON object")
     return parser.parse_args(argv)
 
 

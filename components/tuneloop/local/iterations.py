@@ -76,9 +76,11 @@ class Iterations:
                 self._seconds = {}
                 has_work = length and length.has_work(number, self._loop.steps[-1].name)
                 outputs = self._iterate({**values, **outputs, "iteration": str(number)})
-                if length and has_work and (chosen := length.choose_last(number, sum(self._seconds.values()), end)):
+                took_s = sum(self._seconds[step.name] for step in self._loop.steps)  # not an evaluation, which is rare
+                if length and has_work and (chosen := length.choose_last(number, took_s, end)):
                     length, end = None, chosen
-                _report_progress(number - first + 1, end - first + 1)
+                if not length:  # else the pod's end is not known yet
+                    _report_progress(number - first + 1, end - first + 1)
                 reward = float(outputs[output_of(self._loop.reward)])
                 self._print_iteration(number, reward)
                 if reward >= self._target or number == end:

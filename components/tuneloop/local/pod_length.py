@@ -33,7 +33,7 @@ class PodLength:
         places = (f"iterations/{first - 1}", f"iterations/{first}") if first > 1 else ("",)
         stats = [Store(f"{run}/{place}").stat().items() for place in places]
         ends = [written for each in stats for key, (_, written) in each if key.rpartition("/")[2] == MANIFEST]
-        self._gap_s = max(0.0, time.time() - max(ends)) if ends else 0.0
+        self._gap_s = max(0.0, time.time() - max(ends)) if ends else 0.0  # 0 where the store's clock is ahead: unknown
         self._begun, self._first_s = 0, 0.0
 
     def has_work(self, number: int, stage: str) -> bool:
@@ -48,7 +48,7 @@ class PodLength:
             if number < last:
                 return None
         records = json.loads(self._store.get(RECORDS) or b"[]")
-        between_s = min([self._gap_s, *(each["gap_s"] for each in records)])
+        between_s = min(filter(None, [self._gap_s, *(each["gap_s"] for each in records)]), default=0.0)
         start_s = max(0.0, self._first_s - seconds)
         count = count_iterations(between_s + start_s, seconds)
         last = min(last, max(number, self._begun + count - 1))

@@ -22,7 +22,7 @@ class SftOptions(TrainerOptions):
 
     max_steps: int = Field(250, ge=1, description="optimizer steps")
     per_device_train_batch_size: int = Field(32, ge=1, description="demonstrations in a micro-batch")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="a step: batch x accumulation x processes")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="demonstrations a step: batch x this x processes")
     learning_rate: float = Field(1e-3, gt=0)
     warmup_steps: int = Field(20, ge=0)
     adam_beta2: float = Field(0.95, ge=0, lt=1)

@@ -86,7 +86,9 @@ class TrainerOptions(Options):
     )
     save_steps: int = Field(0, ge=0, description="a resume point each so many steps; 0: on SIGTERM only")
     device: Device = Field("auto", description="auto: CUDA where there is some")
-    expected_world_size: int | None = Field(None, ge=1, description="refuse another size", json_schema_extra=UNTRACKED)
+    expected_world_size: int | None = Field(
+        None, ge=1, description="refuse to train with another number of processes", json_schema_extra=UNTRACKED
+    )
 
     @property
     def optimization(self) -> Optimization:

@@ -10,6 +10,8 @@ from pydantic import BaseModel, Field, model_validator
 RUN_LABEL = "tuneloop.dev/run"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+DELETE_DELAY = "600s"
+"""After it Argo deletes a pod that succeeded."""
 QUEUE, SAMPLER_QUEUE = "tuneloop", "tuneloop-samplers"
 """LocalQueues of ``manifests/base``. Servers have their own, so that they never hold what stages wait for."""
 GROUP_LABEL = "tuneloop.dev/share-group"
@@ -174,8 +176,8 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
     )
     queue: str = Field(
         QUEUE,
-        description=f"Kueue LocalQueue of accelerator stages, but as long as it is {QUEUE}, of samplers "
-        f"{SAMPLER_QUEUE}; empty: not queued",
+        description=f"Kueue LocalQueue of accelerator stages; samplers wait in {SAMPLER_QUEUE} unless this is set; "
+        "empty: not queued",
     )
     priority: str = Field("", description="Kueue WorkloadPriorityClass of accelerator stages; empty: priority 0")
     trainer: AcceleratorResources = Field(AcceleratorResources(), description="pods of stages that train")

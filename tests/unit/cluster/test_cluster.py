@@ -117,17 +117,23 @@ def test_pods_that_a_restarted_controller_has_forgotten_are_deleted() -> None:
 
     old, new = "2026-01-01T00:00:00Z", datetime.now(UTC).isoformat()
     with serving() as (server, cluster):
-        server.objects["workflows", "ended"] = {"metadata": {"name": "ended"}, "status": {"phase": "Failed"}}
-        server.objects["workflows", "active"] = {"metadata": {"name": "active"}, "status": {"phase": "Running"}}
+        for name, phase, delay in (
+            ("ended", "Failed", "600s"),
+            ("active", "Running", "600s"),
+            ("kept", "Failed", "2h"),
+        ):
+            spec = {"podGC": {"deleteDelayDuration": delay}}
+            server.objects["workflows", name] = {"metadata": {"name": name}, "spec": spec, "status": {"phase": phase}}
         server.pods = [
             succeeded("a", "ended", old),
             succeeded("b", "ended", new),
             succeeded("c", "active", old),
             succeeded("d", "ended", old),
+            succeeded("e", "kept", old),
         ]
         server.add_pod("failed", old, "")
         argo.delete_forgotten_pods(cluster)
-        assert [pod["metadata"]["name"] for pod in server.pods] == ["b", "c", "failed"]
+        assert [pod["metadata"]["name"] for pod in server.pods] == ["b", "c", "e", "failed"]
 
 
 def ended(phase: str, **stages: dict[str, Any]) -> dict[str, Any]:

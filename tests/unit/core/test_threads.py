@@ -34,4 +34,4 @@ def test_an_error_comes_in_its_turn_and_no_thread_is_left() -> None:
     left = map_ahead(str, range(9))
     next(left)
     left.close()  # type: ignore[attr-defined]
-    assert threading.active_count() == before
+    assert threading.active_count() <= before

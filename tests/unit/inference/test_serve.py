@@ -116,11 +116,12 @@ def test_where_an_old_checkpoint_was_deleted_a_server_boots_with_the_one_that_it
         draft = Draft(f"{tmp_path}/{number}")
         (draft.path / "model").mkdir()
         (draft.path / "model/config.json").write_text(str(number))
+        (draft.path / "model/more.json").write_text(str(number))
         draft.commit(stage="policy_update", inputs={"policy": refs[-1]} if refs else {})
         refs.append(Artifact(f"{tmp_path}/{number}").ref)
     assert _open_policy(refs[2]).ref == refs[2]
-    for number in (2, 1):
-        shutil.rmtree(Artifact(refs[number]).part("model"))
+    shutil.rmtree(Artifact(refs[2]).part("model"))
+    (Artifact(refs[1]).part("model") / "more.json").unlink()  # its deletion was killed half-way
     assert _open_policy(refs[2]).ref == refs[0]
     shutil.rmtree(Artifact(refs[0]).part("model"))
     with pytest.raises(UserError, match="is missing"):

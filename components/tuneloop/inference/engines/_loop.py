@@ -104,6 +104,8 @@ class EngineLoop(threading.Thread):
                 raise
             except Exception as error:
                 self.engine.poison()
+                self.waking = self.asleep
+                self._release()  # they are refused until a version is loaded
                 raise Refused(503, f"loading version {version} failed ({error}); load a version again") from error
             self.waking = self.asleep
             self._release()
