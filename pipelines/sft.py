@@ -1,7 +1,4 @@
-"""Supervised fine-tuning: data_prep → base_model → sft → evaluate → export.
-
-tuneloop run sft --set data.source=jsonl --set data.source_args.train=examples.jsonl --set base_model=path/to/model
-"""
+"""Supervised fine-tuning: data_prep → base_model → sft → evaluate → export. `data.source=jsonl` takes your own rows."""
 
 from typing import Any
 
@@ -26,13 +23,24 @@ Config: Any = PipelineConfig.with_sections(
 )
 
 
+def list_tuning_stages(config: Any) -> list[StageSpec]:
+    """Return `sft`, and `tokenize_data` if it is asked for: what a pipeline has that begins with fine-tuning."""
+    tuned = StageSpec(sft, config.sft, processes=config.processes, nodes=config.nodes)
+    return [StageSpec(tokenize_data), tuned] if config.tokenize else [tuned]
+
+
+def fine_tune(graph: Graph, model: Any, rows: Any) -> Any:
+    """Draw these stages, and return the checkpoint."""
+    rows = graph.stage(tokenize_data, policy=model, prompts=rows).tokens if graph.config.tokenize else rows
+    return graph.stage(sft, policy=model, prompts=rows).checkpoint
+
+
 def stages(config: Config) -> list[StageSpec]:
     """Return the stages with their parameters."""
     return [
         StageSpec(data_prep, config.data),
         StageSpec(base_model, config.model, model=config.base_model),
-        *([StageSpec(tokenize_data)] if config.tokenize else []),
-        StageSpec(sft, config.sft, processes=config.processes, nodes=config.nodes),
+        *list_tuning_stages(config),
         StageSpec(evaluate, config.evaluate, engine="transformers"),
         StageSpec(export, config.export),
     ]
@@ -42,12 +50,9 @@ def draw(graph: Graph) -> None:
     """Supervised fine-tuning, evaluated and exported."""
     data = graph.stage(data_prep)
     model = graph.stage(base_model, prompts=data.prompts)
-    rows = data.prompts
-    if graph.config.tokenize:
-        rows = graph.stage(tokenize_data, policy=model.checkpoint, prompts=rows).tokens
-    tuned = graph.stage(sft, policy=model.checkpoint, prompts=rows)
-    graph.stage(evaluate, "evaluate-after", policy=tuned.checkpoint, prompts=data.prompts)
-    graph.stage(export, policy=tuned.checkpoint)
+    tuned = fine_tune(graph, model.checkpoint, data.prompts)
+    graph.stage(evaluate, "evaluate-after", policy=tuned, prompts=data.prompts)
+    graph.stage(export, policy=tuned)
 
 
 build_argo, build_kfp = make_builders("sft", stages, draw)

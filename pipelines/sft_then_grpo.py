@@ -10,34 +10,28 @@ from typing import Any
 
 from tuneloop.cli.pipeline_file import make_builders, run_file
 from tuneloop.config.loading import load_pipeline
-from tuneloop.config.pipeline import Tokenize
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.sft import sft
-from tuneloop.stages.tokenize_data import tokenize_data
 from tuneloop.workflow.loop import Graph, StageSpec
 
-grpo = load_pipeline("grpo", beside=__file__)
+grpo, tuning = (load_pipeline(name, beside=__file__) for name in ("grpo", "sft"))
 
 Config: Any = grpo.Config.with_sections(
-    tokenize=(Tokenize, False), data=data_prep.settings(without=grpo.GIVEN), sft=sft.settings(without=grpo.GIVEN)
+    tokenize=(tuning.Tokenize, False), data=data_prep.settings(without=grpo.GIVEN), sft=sft.settings(without=grpo.GIVEN)
 )
 
 
 def stages(config: Config) -> list[StageSpec]:
     """Return the stages of `grpo` and `sft` with their parameters."""
-    tuned = StageSpec(sft, config.sft, processes=config.processes, nodes=config.nodes)
-    return [*grpo.stages(config), *([StageSpec(tokenize_data)] if config.tokenize else []), tuned]
+    return [*grpo.stages(config), *tuning.list_tuning_stages(config)]
 
 
 def draw(graph: Graph) -> None:
     """Supervised fine-tuning, then GRPO, evaluated before and after the loop, and exported."""
     data = graph.stage(data_prep)
     model = graph.stage(base_model, prompts=data.prompts)
-    rows = data.prompts
-    if graph.config.tokenize:
-        rows = graph.stage(tokenize_data, policy=model.checkpoint, prompts=rows).tokens
-    start = graph.stage(sft, policy=model.checkpoint, prompts=rows).checkpoint
+    start = tuning.fine_tune(graph, model.checkpoint, data.prompts)
     # The server boots with the base model while SFT trains, and loads `start` then.
     graph.loop(serve=model.checkpoint, policy=start, reference=start, prompts=data.prompts)
 

@@ -76,6 +76,8 @@ def run_demo(
         engine, why = demo_engine()
         typer.echo(f"{name}: engine {engine}, {why}")
         settings = [f"engine.name={engine}", *settings]
+    if not any(each.startswith("loop") for each in settings):
+        settings = ["loop.iterations_per_pod=20", *settings]  # a pod by `auto` has eight, which takes 3 s longer
     # The model is too small to share between threads: on two cores with work beside it, a step of SFT takes 60 ms with
     # one thread and 120 to 550 with two.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
