@@ -130,7 +130,7 @@ def test_a_loop_goes_on_with_the_replica_that_is_left(tmp_path: Path) -> None:
     """One of two servers is killed while both generate: the other makes the rest of that batch."""
     port = free_port()
     settings = {"engine.name": "vllm", "engine.replicas": 2, "loop.iterations": 2, "engine.port": port}
-    settings |= {"rollout.prompts_per_iteration": 16, "engine.args.max_num_seqs": 2}  # so that it takes a while
+    settings |= {"rollout.prompts_per_iteration": 48, "engine.args.max_num_seqs": 1}  # so that it takes seconds
     line = command("run", "sft_then_grpo", "--run", "v", store=tmp_path, **settings)
     child = subprocess.Popen(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     until(lambda: generates(tmp_path / "v", "1"), 10 * LIMIT_S, child)
@@ -140,7 +140,7 @@ def test_a_loop_goes_on_with_the_replica_that_is_left(tmp_path: Path) -> None:
     assert "serve-" in printed and "server died: SIGKILL" in printed
     served = [Artifact(f"{tmp_path}/v/iterations/{i}/rollout").manifest.facts["replicas"] for i in (1, 2)]
     assert {*served[0]} == {f"http://127.0.0.{host}:{port}" for host in (1, 2)}
-    assert [sum(each["requests"] for each in of.values()) for of in served] == [16, 16]
+    assert [sum(each["requests"] for each in of.values()) for of in served] == [48, 48]
     assert "lost" in served[0][f"http://127.0.0.2:{port}"] and "lost" not in served[0][f"http://127.0.0.1:{port}"]
 
 
