@@ -132,8 +132,8 @@ def _leave_seats(cluster: Connection) -> None:
 def delete_forgotten_pods(cluster: Connection) -> None:
     """Delete the pods that succeeded and that Argo's controller has forgotten; their Kueue Workloads go with them.
 
-    Where that fails, or the account may not, they stay, and a line says so. Pods of a workflow with another delay than
-    ours are not touched.
+    Where that fails they stay, and a line says so; an account that may not delete pods leaves them. Pods of a workflow
+    with another delay than ours are not touched.
     """
     try:
         _delete_forgotten_pods(cluster)
