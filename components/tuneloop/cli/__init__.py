@@ -61,6 +61,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "logs": inspect.show_logs,
     "report": inspect.report_run,
     "track": inspect.track_run,
+    "audit": inspect.audit_run,
     "gc": gc.collect_garbage,
     "turns": turns.show_device_leases,
     "gateway": gateway.serve_gateway,

@@ -161,11 +161,11 @@ def generate_completions(
             completions = play_episodes(options, engine, job.rows, requests, sampling, tokenizer, seed, done)
     stage.facts["staleness"] = measure_staleness(policy, completions, getattr(engine, "max_staleness", 0))
     if pulled := getattr(engine, "pulled", None):
-        stage.facts["pulled"] = pulled
+        stage.notes["pulled"] = pulled
     if isinstance(engine, Replicas):
-        stage.facts["replicas"] = engine.served
+        stage.notes["replicas"] = engine.served
     if refitted := getattr(engine, "refitted", None):
-        stage.facts["refitted"] = asdict(refitted)
+        stage.notes["refitted"] = asdict(refitted)
     tokens = sum(sum(get_sampled_mask(c)) for group in completions for c in group)
     stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
     given = {"temperature": options.temperature, "max_tokens": options.max_tokens}

@@ -73,9 +73,9 @@ def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
 
     ranks = Ranks(options.device, options.expected_world_size)
     stage.barrier = ranks.barrier
-    stage.facts.update(device=ranks.device.type, world_size=ranks.world)
+    stage.notes.update(device=ranks.device.type, world_size=ranks.world)
     if options.device == "auto" and ranks.device.type == "cpu":
-        stage.facts["device_fallback"] = "no CUDA device: the CPU stands in"
+        stage.notes["device_fallback"] = "no CUDA device: the CPU stands in"
         stage.log("no CUDA device here: training on the CPU")
     return ranks
 
@@ -118,13 +118,12 @@ def lora_base(policy: Artifact) -> Artifact:
     Raises:
         UserError: it is gone.
     """
-    state, url = trainer_state(policy), policy.manifest.facts["base"]
-    assert state is not None
+    base = policy.manifest.facts["base"]
     try:
-        return Artifact(f"{url}@{state['base']}")
+        return Artifact(base)
     except UserError as error:
         remedy = "the checkpoint under the adapters is gone; bring it back, or begin new ones: --reset-optimizer true"
-        raise UserError("lora", url, remedy) from error
+        raise UserError("lora", base, remedy) from error
 
 
 def write_checkpoint(
@@ -156,7 +155,7 @@ def write_checkpoint(
         state: dict[str, Any] = {"format": 1, "stage": stage.name, "step": trainer.step, "betas": betas}
         if trainer.lora:
             state |= {"lora": trainer.lora.model_dump(mode="json"), "base": trainer.base.manifest.digest}
-            stage.facts["base"] = trainer.base.url
+            stage.facts["base"] = trainer.base.ref
         if not with_state:
             stage.facts[UNWRITTEN] = {**state, "digest": trainer.compute_state_digest(), "since": trainer.since}
         else:

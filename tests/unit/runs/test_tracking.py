@@ -158,7 +158,7 @@ def test_importing_tracking_does_not_import_mlflow() -> None:
 def test_what_a_version_took_are_metrics(client: Any, tmp_path: Path) -> None:
     """Over versions, which the x of no other curve is."""
     policy = chain(tmp_path / "w", 2, weights=f"{tmp_path}/w/weights")[1]
-    rollout(out=f"{tmp_path}/w/iterations/1/rollout", policy=policy.ref, facts={"pulled": pulled(1, 0.0)})
+    rollout(out=f"{tmp_path}/w/iterations/1/rollout", policy=policy.ref, notes={"pulled": pulled(1, 0.0)})
     run = Run.open("w", str(tmp_path))
     tracking.mirror_run(run)
     metrics = mirrored(client, run, "tuneloop").data.metrics

@@ -78,8 +78,8 @@ def test_lost_state_is_replayed_to_the_same_bytes(base: Artifact, tmp_path: Path
         assert [each.manifest.facts["state"] for each in made] == written
         held = [any(name.startswith("trainer/") for name in each.manifest.files) for each in made]
         assert held == [False, False, True, False, False]
-    assert [each.manifest.facts.get("replayed") for each in kept] == [None] * 5
-    assert [each.manifest.facts.get("replayed") for each in lost] == [
+    assert [each.manifest.notes.get("replayed") for each in kept] == [None] * 5
+    assert [each.manifest.notes.get("replayed") for each in lost] == [
         *(None, {"from_version": 0, "updates": 1}, {"from_version": 0, "updates": 2}),
         *(None, {"from_version": 3, "updates": 1}),
     ]

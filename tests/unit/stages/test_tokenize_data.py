@@ -93,7 +93,7 @@ def test_stopped_and_resumed_on_tokens_ends_with_the_same_bytes(
     with pytest.raises(Interrupted):
         run(sft, tmp_path / "stopped", policy, tokens, **TRAIN)
     stopped, whole = (run(sft, tmp_path / name, policy, tokens, **TRAIN).manifest for name in ("stopped", "whole"))
-    assert 0 < stopped.facts["resumed_from"] < 5
+    assert 0 < stopped.notes["resumed_from"] < 5
     assert stopped.digest == whole.digest
 
 
