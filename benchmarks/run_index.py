@@ -70,9 +70,7 @@ def _commit(
 ) -> str:
     rows = {"step": 1, "loss": at / 7, "kl": 0.01, "entropy": 1 / (1 + at), "grad_norm": 0.5, "tokens": 756, "used": 1}
     metrics = json.dumps(rows).encode()
-    listed = {
-        name: _describe(key.encode()) for name in files
-    }
+    listed = {name: _describe(key.encode()) for name in files}
     listed["metrics.jsonl"] = _describe(metrics)
     reward = {"mean_reward": 1 - 1 / (1 + at)} if stage in ("reward", "evaluate") else {}
     root = f"data-{xxhash.xxh3_64_hexdigest(key.encode())}"

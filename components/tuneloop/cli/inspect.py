@@ -109,38 +109,6 @@ def track_run(
     typer.echo(mirror_run(Run.open(name, store), follow=follow))
 
 
-def audit_run(
-    name: RUN,
-    root: Annotated[
-        str | None, typer.Option("--root", metavar="sha256:…", help="As somebody you trust has told you; any other fails.")
-    ] = None,
-    store: STORE = "runs",
-) -> int:
-    """Prove by SHA-256 all that a run has committed, and print its root. Exit code 2 where something does not fit."""
-    from tuneloop.runs import audit
-    from tuneloop.runs.run_record import Run
-    from tuneloop.runs.summary import format_facts
-
-    run, proofs = Run.open(name, store), []
-    for proof in audit.audit_run(run):
-        proofs.append(proof)
-        for problem in proof.problems:
-            typer.echo(f"error: {proof.key}: {problem}", err=True)
-    own = [proof for proof in proofs if proof.files is not None]
-    facts = {
-        "artifacts": f"{sum(not proof.problems for proof in own)} of {len(own)} as committed",
-        "files": f"{sum(proof.files or 0 for proof in own)} as committed, by SHA-256",
-    }
-    if deleted := sum(proof.deleted for proof in own):
-        facts["deleted"] = f"the files of {deleted} old checkpoints; their manifests are as committed"
-    if outside := len(proofs) - len(own):
-        facts["from outside"] = f"{outside} inputs: their manifests were read, their files were not"
-    typer.echo(format_facts({**facts, "root": (found := audit.compute_root(run))}))
-    if root not in (None, found):
-        raise UserError("--root", root, f"the run's root is {found}: it is not, or no longer, what you were told of")
-    return 2 if any(proof.problems for proof in proofs) else 0
-
-
 def print_json(told: Mapping[str, Any]) -> None:
     """Print what a ``status --json`` tells; docs/commands.md has its keys."""
     typer.echo(json.dumps({"format": 1, **told}, indent=1))

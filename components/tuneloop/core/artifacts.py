@@ -11,9 +11,9 @@ manifest states (`STATED`): these files, the stage, its parameters, results and 
 So equal statements have equal digests wherever they lie, and what a run has made is a hash tree: the digest of an
 exported model covers everything that it was made from, back to the data. Times, places and notes are not covered.
 
-A *reference* is ``<url>@<digest>``: what stages hand to one another. A reader computes the digest again, and checks every
-byte it opens against the manifest by xxh3-128, which is no proof against an attacker but twenty times as fast; `audit`
-checks SHA-256. Nothing without a manifest is read.
+A *reference* is ``<url>@<digest>``: what stages hand to one another. A reader computes the digest again, and checks
+every byte it opens against the manifest by xxh3-128, which is no proof against an attacker but twenty times as fast;
+`tuneloop.runs.audit` checks SHA-256. Nothing without a manifest is read.
 """
 
 import hashlib
@@ -91,7 +91,8 @@ class Manifest(BaseModel, frozen=True):
     def compute_digest(self) -> str:
         """Compute the digest of what the manifest states; references count by their digests, not by their places."""
         stated = json.loads(self.model_dump_json(include={*STATED}))  # as a reader of the JSON would have it
-        return f"{DIGEST}:{hashlib.sha256(_PLACE.sub('"', dump_canonical_json(stated)).encode()).hexdigest()}"
+        text = _PLACE.sub('"', dump_canonical_json(stated))
+        return f"{DIGEST}:{hashlib.sha256(text.encode()).hexdigest()}"
 
     @property
     def scalars(self) -> dict[str, float]:

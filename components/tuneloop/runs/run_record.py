@@ -186,7 +186,9 @@ class Run:
         if gone or present != {key: mark for key, (mark, _) in self._known.items()}:
             proved = {key for key, mark in indexed.items() if present.get(key) == mark}
             data = self._index.read(present, gone, save=every)
-            self._known = {key: (present[key], self._parse(key, present[key], data[key], key in proved)) for key in data}
+            self._known = {
+                key: (present[key], self._parse(key, present[key], data[key], key in proved)) for key in data
+            }
             self.entries = sorted((entry for _, entry in self._known.values()), key=lambda e: (e.started, e.key))
             self._by_digest = {e.manifest.digest: e for e in reversed(self.entries)}
 

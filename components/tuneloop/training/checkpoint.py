@@ -164,8 +164,9 @@ def write_checkpoint(
                 (stage.out / "trainer" / "state.json").write_text(dump_canonical_json(state))
     if stage.leader:
         with stage.timed("canary"):
-            ids = _canary_ids(policy, trainer.vocab_size)
-            about = {"ids": ids, "logprobs": canary_logprobs(written, ids)}
+            before = _read_canary(policy)
+            ids = before.get("ids") or canary_ids(trainer.vocab_size)
+            about = {"ids": ids, "logprobs": canary_logprobs(written, ids), "before": before.get("logprobs")}
             (stage.out / "canary.json").write_text(json.dumps(about))
     stage.facts.update(version=version, step=trainer.step, save_dtype=save_dtype)
     kept = ("model", "architecture", "parameters", "vocab_size")
@@ -173,9 +174,9 @@ def write_checkpoint(
     return version
 
 
-def _canary_ids(policy: Artifact, vocab_size: int) -> list[int]:
-    """Return the ids of the input's canary, which keep to tokens that its tokenizer knows."""
+def _read_canary(policy: Artifact) -> dict[str, Any]:
+    """Read the input's canary, whose ids keep to tokens that its tokenizer knows; empty where it has none."""
     if "canary.json" not in policy.manifest.files:
-        return canary_ids(vocab_size)
-    ids: list[int] = json.loads(policy.part("canary.json").read_text())["ids"]
-    return ids
+        return {}
+    canary: dict[str, Any] = json.loads(policy.part("canary.json").read_text())
+    return canary
