@@ -57,6 +57,9 @@ def test_killed_in_two_stages_and_resumed_is_the_undisturbed_run(tmp_path: Path)
     finish(line)
     assert Artifact(str(killed / "sft")).manifest.notes["resumed_from"] >= 10
     assert digests(tmp_path, "killed") == digests(tmp_path, "calm")
+    assert finish(command("audit", "killed", store=tmp_path)) == finish(command("audit", "calm", store=tmp_path))
+    assert finish(command("bisect", "killed", "--against", "calm", store=tmp_path)) == "equal as far as both go\n"
+    assert finish(command("replay", "killed", "2", store=tmp_path)).count(": equal, sha256:") == 3
 
 
 @pytest.mark.slow

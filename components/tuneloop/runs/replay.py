@@ -43,7 +43,7 @@ def replay_iteration(run: Run, iteration: int, stage: str | None = None) -> Iter
     chosen = [e for e in run.entries if (e.iteration or 0) == iteration and stage in (None, e.stage)]
     if not chosen:
         known = ", ".join(sorted({e.stage for e in run.entries if (e.iteration or 0) == iteration})) or "none"
-        raise UserError("iteration", iteration, f"holds no artifact {stage or ''} of {run.name}; there: {known}")
+        raise UserError("iteration", iteration, f"holds no {stage or 'artifact'} of {run.name}; there: {known}")
     for entry in chosen:
         yield _replay(run, entry)
 

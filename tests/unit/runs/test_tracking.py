@@ -68,7 +68,7 @@ def test_a_run_its_iterations_and_every_point_once(client: Any, uri: str, tmp_pa
     mirror = mirrored(client, run)
     assert mirror.data.params == {"seed": "0", "loop.iterations": "2", "loop.none": "None"}
 
-    toy.make(f"{tmp_path}/a", 3)  # the run goes on, as a resume would: what stands is found, iteration 3 is new
+    toy.make(f"{tmp_path}/a", 3, whole=False)  # the run goes on, as a resume would: what stands is found, iteration 3 is new
     tracking.mirror_run(run)
     tracking.mirror_run(Run.open("a", str(tmp_path)))
 
@@ -92,7 +92,7 @@ def test_a_mirror_that_follows_sends_what_is_new_once(client: Any, tmp_path: Pat
     made._log = lambda points: (sent.extend(point.key for point in points), log(points))[1]  # type: ignore[method-assign]
     made.sync(whole=False)
     assert not sent
-    toy.make(f"{tmp_path}/new", 4)
+    toy.make(f"{tmp_path}/new", 4, whole=False)
     made.sync(whole=False)
     assert sorted(key for key in sent if key.startswith("policy_update/")) == sorted(
         f"policy_update/{name}" for name in ("entropy", "entropy", "kl", "kl", "loss", "loss", "version")

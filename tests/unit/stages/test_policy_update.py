@@ -246,7 +246,7 @@ def test_a_committed_update_stands_whoever_trains_now(policy, tmp_path):
 
 
 def test_rollouts_of_another_policy_are_refused(policy, tmp_path):
-    other = "xxh3-128:" + "0" * 32
+    other = "sha256:" + "0" * 32
     foreign = rewards_artifact(tmp_path / "foreign", policy, digest=other)
     with pytest.raises(UserError, match=r"sampled by version 0 .*--policy is version 0"):
         run(tmp_path / "out", policy, foreign)
