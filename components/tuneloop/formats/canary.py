@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tuneloop.core.processor import check_processor
 from tuneloop.core.seeds import derive_seed
@@ -59,9 +59,7 @@ def canary_logprobs(model: Any, ids: list[int]) -> list[float]:
     return [float(value) for value in chosen[:, 0].cpu()]
 
 
-def tell_versions_apart(
-    answers: Sequence[float], now: Sequence[float], before: Sequence[float]
-) -> dict[Literal["separation", "log_likelihood_ratio"], float]:
+def tell_versions_apart(answers: Sequence[float], now: Sequence[float], before: Sequence[float]) -> dict[str, float]:
     """Measure which of two versions an engine's log-probabilities belong to.
 
     The engine's noise is taken as Gaussian and equal at all positions. Its standard deviation is that of the answers
