@@ -11,6 +11,7 @@ second one the same run again.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import resource
@@ -24,7 +25,7 @@ from typing import Any
 
 import xxhash
 
-from tuneloop.core.artifacts import File, Manifest, digest_of
+from tuneloop.core.artifacts import File, Manifest
 from tuneloop.core.store import Store, local_path
 from tuneloop.local.journal import Journal, Node, Workflow
 from tuneloop.runs.records import Record
@@ -69,21 +70,19 @@ def _commit(
 ) -> str:
     rows = {"step": 1, "loss": at / 7, "kl": 0.01, "entropy": 1 / (1 + at), "grad_norm": 0.5, "tokens": 756, "used": 1}
     metrics = json.dumps(rows).encode()
-    listed = {
-        name: File(size=len(data), digest=xxhash.xxh3_128_hexdigest(data))
-        for name, data in ((name, key.encode()) for name in files)
-    }
-    listed["metrics.jsonl"] = File(size=len(metrics), digest=xxhash.xxh3_128_hexdigest(metrics))
+    listed = {name: _describe(key.encode()) for name in files}
+    listed["metrics.jsonl"] = _describe(metrics)
     reward = {"mean_reward": 1 - 1 / (1 + at)} if stage in ("reward", "evaluate") else {}
     root = f"data-{xxhash.xxh3_64_hexdigest(key.encode())}"
     manifest = Manifest(
-        stage=stage, role=role, root=root, files=listed, digest=digest_of(listed), inputs=inputs, facts=facts,
+        stage=stage, role=role, root=root, files=listed, inputs=inputs, facts=facts,
         kind="checkpoint" if role == "trainer" else stage,
         params={"temperature": 1.0, **{f"parameter_{i}": i for i in range(15)}},
         results={"loss": 0.5, **reward}, timings={"load": 0.1, "tokens_per_s": 3466.4, "total": 2.5},
         provenance={"started": BEGUN + at, "device": "cpu (x86_64)", "code": "bd9f6b858cf8d516", "python": "3.11.7",
                     "packages": {"torch": "2.13.0", "transformers": "5.19.0", "datasets": "5.2.0"}, "host": "vm"},
     )  # fmt: skip
+    manifest = manifest.model_copy(update={"digest": manifest.compute_digest()})
     put = _put_file if (local := local_path(url)) else Store(url).put
     for name in listed:
         put(f"{local}/{key}/{root}/{name}" if local else f"{key}/{root}/{name}", metrics if "metrics" in name else b"")
@@ -91,6 +90,11 @@ def _commit(
         f"{local}/{key}/manifest.json" if local else f"{key}/manifest.json", manifest.model_dump_json(indent=1).encode()
     )
     return f"{url}/{key}@{manifest.digest}"
+
+
+def _describe(data: bytes) -> File:
+    digests = {"digest": xxhash.xxh3_128_hexdigest(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return File(size=len(data), **digests)
 
 
 def _put_file(path: str, data: bytes) -> None:

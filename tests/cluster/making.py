@@ -62,7 +62,7 @@ def toy(run: str, iterations: int = 1, **seconds: float) -> dict[str, Any]:
 def digests(nodes: Iterable[Node], run: str) -> dict[str, str | None]:
     """Place below the run → digest, of every artifact that pods made."""
     said = (value for node in nodes if node.type == "Pod" for value in node.outputs.values())
-    split = map(split_ref, filter(re.compile(r"\S+@xxh3-128:[0-9a-f]{32}").fullmatch, said))  # not JSON that names one
+    split = map(split_ref, filter(re.compile(r"\S+@sha256:[0-9a-f]{64}").fullmatch, said))  # not JSON that names one
     return {url.rpartition(f"/{run}/")[2]: digest for url, digest in split}
 
 

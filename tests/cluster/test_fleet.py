@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 REFIT = """
 from tuneloop.inference.fleet import open_fleet
 from tuneloop.inference.fleet.refit import Target, refit_fleet
-wanted = Target("7@xxh3-128:0123", "/store/v7/model")
+wanted = Target("7@sha256:0123", "/store/v7/model")
 first = refit_fleet(open_fleet("dynamo://GRAPH.NAMESPACE"), wanted).workers
 again = refit_fleet(open_fleet("dns://GRAPH-worker.NAMESPACE:8081"), wanted).workers
 print("found", sum(paused > 0 for paused in first.values()), list(again.values()))

@@ -86,12 +86,13 @@ def test_loop_with_real_vllm(tmp_path: Path, model: str, pull: bool) -> None:
     settings["engine.pull"] = pull
     printed = finish(command("run", "sft_then_grpo", "--run", "v", store=tmp_path, **settings))
     for iteration in (1, 2):
-        facts = Artifact(f"{tmp_path}/v/iterations/{iteration}/rollout").manifest.facts
+        made = Artifact(f"{tmp_path}/v/iterations/{iteration}/rollout").manifest
+        facts = made.facts
         assert facts["engine"].startswith("vllm")
         assert facts["version"] == iteration, "version 0 is the base model, 1 is SFT's"
         assert facts["canary"]["mean_abs_diff"] < facts["canary"]["tolerance"]
         if pull:
-            pulled = facts["pulled"]
+            pulled = made.notes["pulled"]
             assert (pulled["version"], pulled["identical"]) == (iteration, pulled["tensors"])
     assert [v.version for v in weights.list_versions(f"{tmp_path}/v/weights")] == ([0, 1, 2, 3] if pull else [])
     assert ("Weight versions" in (tmp_path / "v" / "report.html").read_text()) == pull
@@ -138,7 +139,7 @@ def test_a_loop_goes_on_with_the_replica_that_is_left(tmp_path: Path) -> None:
     printed, _ = child.communicate(timeout=10 * LIMIT_S)
     assert child.returncode == 0, printed[-4000:]
     assert "serve-" in printed and "server died: SIGKILL" in printed
-    served = [Artifact(f"{tmp_path}/v/iterations/{i}/rollout").manifest.facts["replicas"] for i in (1, 2)]
+    served = [Artifact(f"{tmp_path}/v/iterations/{i}/rollout").manifest.notes["replicas"] for i in (1, 2)]
     assert {*served[0]} == {f"http://127.0.0.{host}:{port}" for host in (1, 2)}
     assert [sum(each["requests"] for each in of.values()) for of in served] == [48, 48]
     assert "lost" in served[0][f"http://127.0.0.2:{port}"] and "lost" not in served[0][f"http://127.0.0.1:{port}"]

@@ -55,8 +55,11 @@ def test_killed_in_two_stages_and_resumed_is_the_undisturbed_run(tmp_path: Path)
         assert kill_when(line, killed, pod, happened) == "Running"
         line = command("resume", "killed", store=tmp_path)
     finish(line)
-    assert Artifact(str(killed / "sft")).manifest.facts["resumed_from"] >= 10
+    assert Artifact(str(killed / "sft")).manifest.notes["resumed_from"] >= 10
     assert digests(tmp_path, "killed") == digests(tmp_path, "calm")
+    assert finish(command("audit", "killed", store=tmp_path)) == finish(command("audit", "calm", store=tmp_path))
+    assert finish(command("bisect", "killed", "--against", "calm", store=tmp_path)) == "equal as far as both go\n"
+    assert finish(command("replay", "killed", "2", store=tmp_path)).count(": equal, sha256:") == 3
 
 
 @pytest.mark.slow
@@ -77,7 +80,7 @@ def test_killed_without_the_trainers_state_it_replays_what_followed_it(tmp_path:
     assert digests(tmp_path, "killed") == digests(tmp_path, "calm")
     made = {i: Artifact(str(killed / f"iterations/{i}/policy-update")).manifest for i in range(1, 6)}
     assert [i for i in made if "trainer/state.json" in made[i].files] == [3]
-    assert made[5].facts["replayed"] == {"from_version": 4, "updates": 1}, "version 1 is that of sft"
+    assert made[5].notes["replayed"] == {"from_version": 4, "updates": 1}, "version 1 is that of sft"
     assert made[4].facts["updates"] == 1, "without a step the replay proves nothing"
 
 

@@ -54,8 +54,8 @@ def rows(artifact: Artifact) -> list[dict[str, float]]:
 
 
 def assert_same_training(one: Artifact, two: Artifact) -> None:
-    assert one.manifest.facts["world_size"] == 1
-    assert two.manifest.facts["world_size"] == 2
+    assert one.manifest.notes["world_size"] == 1
+    assert two.manifest.notes["world_size"] == 2
     assert len(rows(one)) == len(rows(two)) > 0
     for a, b in zip(rows(one), rows(two)):
         assert b == pytest.approx(a, rel=2e-3, abs=1e-5)
@@ -83,9 +83,9 @@ def test_two_processes_fine_tune_as_one(tmp_path, lora):
     one, two = (Artifact(str(tmp_path / name)) for name in ("one", "two"))
     assert_same_training(one, two)
     torch.testing.assert_close(moments(two), moments(one), rtol=1e-2, atol=2e-4)
-    spent = two.manifest.facts["efficiency"]
+    spent = two.manifest.notes["efficiency"]
     assert 0 < spent["communication_s"] < spent["step_s"]
-    assert "communication_s" not in one.manifest.facts["efficiency"]
+    assert "communication_s" not in one.manifest.notes["efficiency"]
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_two_processes_update_as_one(tmp_path, lora):
     about |= {"iteration": 1, "algorithm_args": terms, "lora": lora}
     policy_update(out=str(tmp_path / "one"), per_device_train_batch_size=16, **about)
     assert_same_training(Artifact(str(tmp_path / "one")), Artifact(str(tmp_path / "two")))
-    spent = Artifact(str(tmp_path / "two")).manifest.facts["efficiency"]
+    spent = Artifact(str(tmp_path / "two")).manifest.notes["efficiency"]
     assert 0 < spent["communication_s"] < spent["step_s"]
 
 
@@ -158,7 +158,7 @@ def test_two_processes_replay_what_two_processes_did(tmp_path):
                     policy_update(out=str(tmp_path / "alone"), **inputs, **about)
             finish(launch(policy_update, tmp_path / f"{every}-{i}", 2, **inputs, **about))
             policy = made[every, i] = Artifact(str(tmp_path / f"{every}-{i}"))
-    assert made[9, 3].manifest.facts["replayed"] == {"from_version": 0, "updates": 2}
+    assert made[9, 3].manifest.notes["replayed"] == {"from_version": 0, "updates": 2}
     for i in (1, 2, 3):
         one, nine = (made[every, i].manifest.files["model/model.safetensors"] for every in (1, 9))
         assert one == nine
@@ -182,7 +182,7 @@ def test_two_processes_stopped_and_resumed_end_with_the_same_bytes(tmp_path):
     assert stopped.manifest.digest == whole.manifest.digest
     sft(out=str(tmp_path / "alone"), **about)  # by one process, in steps of two processes' size
     alone = Artifact(str(tmp_path / "alone"))
-    assert alone.manifest.facts["resumed_world_size"] == 2
+    assert alone.manifest.notes["resumed_world_size"] == 2
     assert_same_training(alone, whole)
 
 
@@ -199,6 +199,6 @@ def test_one_process_stopped_and_resumed_by_two_trains_the_same(tmp_path):
     finish(launch(sft, tmp_path / "two", 2, **{**about, "lora": json.dumps(about["lora"])}))
     sft(out=str(tmp_path / "one"), **about)
     one, two = (Artifact(str(tmp_path / name)) for name in ("one", "two"))
-    assert two.manifest.facts["resumed_world_size"] == 1
-    assert 0 < two.manifest.facts["resumed_from"] < 12
+    assert two.manifest.notes["resumed_world_size"] == 1
+    assert 0 < two.manifest.notes["resumed_from"] < 12
     assert_same_training(one, two)

@@ -422,8 +422,8 @@ def test_a_worker_of_a_fleet_is_refitted(
         asked = {"policy": versions[version].ref, "prompts": prompts.ref, "prompts_per_iteration": 2, "n": 2}
         made = rollout(out=f"{tmp_path}/{version}{done}", **asked, engine="endpoint", engine_args={"fleet": server.url})
         assert made.facts["version"] == version
-        assert (made.facts["refitted"]["workers"][server.url] == 0) is done
-        assert (server.url in made.facts["refitted"]["updates"]) is not done
+        assert (made.notes["refitted"]["workers"][server.url] == 0) is done
+        assert (server.url in made.notes["refitted"]["updates"]) is not done
 
     assert server.ask("POST", "/engine/pause_generation", {"mode": "keep"})[1] == {"status": "ok"}
     with ThreadPoolExecutor(1) as pool:

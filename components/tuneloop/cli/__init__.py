@@ -11,7 +11,21 @@ from gc import set_threshold
 import typer
 
 import tuneloop
-from tuneloop.cli import author, cluster, doctor, endpoint, execute, fleet, gateway, gc, inspect, kfp, turns, weights
+from tuneloop.cli import (
+    author,
+    cluster,
+    doctor,
+    endpoint,
+    execute,
+    fleet,
+    gateway,
+    gc,
+    inspect,
+    kfp,
+    prove,
+    turns,
+    weights,
+)
 from tuneloop.cli.exits import run_command
 from tuneloop.core.threads import end_process
 
@@ -61,6 +75,9 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "logs": inspect.show_logs,
     "report": inspect.report_run,
     "track": inspect.track_run,
+    "audit": prove.audit_run,
+    "replay": prove.replay_run,
+    "bisect": prove.bisect_runs,
     "gc": gc.collect_garbage,
     "turns": turns.show_device_leases,
     "gateway": gateway.serve_gateway,

@@ -209,7 +209,7 @@ def show_weights(run: Run) -> None:
             (
                 f"{entry.manifest.facts['version']}{mark}",
                 entry.key,
-                entry.manifest.digest.removeprefix("xxh3-128:")[:12],
+                entry.manifest.digest.removeprefix("sha256:")[:12],
                 format_size(sum(f.size for n, f in files.items() if n.startswith("model/"))),
                 format_size(sum(f.size for f in files.values())),
                 format_duration(time.time() - entry.finished) if entry.started else "",

@@ -182,6 +182,6 @@ def _verify_checkpoints(run: "Run", version: int | None) -> int:
         at = f"version {entry.manifest.facts['version']}  {entry.key}"
         typer.echo(f"{at}: {len(checked) - len(wrong)}/{len(checked)} files as committed")
         for c in wrong:
-            what = f"holds {c.found}, not {c.want.digest}" if c.found else "is missing"
+            what = f"holds SHA-256 {c.found.sha256}, not {c.want.sha256}" if c.found else "is missing"
             typer.echo(f"error: {run.url}/{c.key}: {what}; restore it, or delete {entry.key} and resume", err=True)
     return 2 if bad else 0

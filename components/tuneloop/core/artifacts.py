@@ -6,16 +6,24 @@ An artifact is a URL. Below it lie ``manifest.json`` and one data directory that
     <url>/<attempt>/<files …>      written by one attempt; a duplicate attempt writes elsewhere
     <url>/resume/<name>/…          artifacts of their own: what an interrupted stage left for its retry
 
-The manifest lists every file with size and xxh3-128, and the artifact's digest is the digest of that list, so
-equal bytes have equal digests wherever they lie. A *reference* is ``<url>@<digest>``: what stages hand to one
-another. A reader checks every byte it opens against the manifest; nothing without a manifest is read.
+The manifest lists every file with size, SHA-256 and xxh3-128. The artifact's digest is the SHA-256 of all that the
+manifest states (`STATED`): these files, the stage, its parameters, results and facts, and of its inputs their digests.
+So equal statements have equal digests wherever they lie, and what a run has made is a hash tree: the digest of an
+exported model covers everything that it was made from, back to the data. Times, places and notes are not covered.
+
+A *reference* is ``<url>@<digest>``: what stages hand to one another. A reader computes the digest again, and checks
+every byte it opens against the manifest by xxh3-128, which is no proof against an attacker but twenty times as fast;
+`tuneloop.runs.audit` checks SHA-256. Nothing without a manifest is read.
 """
 
+import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -36,20 +44,24 @@ from tuneloop.core.store import (
 
 MANIFEST = "manifest.json"
 PARTS = ".parts"
-DIGEST = "xxh3-128"
+DIGEST = "sha256"
+STATED = ("format", "stage", "role", "kind", "params", "inputs", "results", "facts", "files")
+"""The fields of a manifest that its digest covers."""
+_PLACE = re.compile(rf'"[^"]*@(?={DIGEST}:)')
 Role = Literal["sampler", "scorer", "trainer", "evaluator"]
 """What a stage is in a loop: it makes completions, judges them, learns from them, or measures the policy."""
 
 
 class File(BaseModel, frozen=True):
-    """Size in bytes and digest of one file."""
+    """Size in bytes of one file, its xxh3-128 and its SHA-256, in hexadecimal."""
 
     size: int
     digest: str
+    sha256: str
 
 
 class Manifest(BaseModel, frozen=True):
-    """What is known of a committed artifact. `digest` covers the files alone, never times or places."""
+    """What is known of a committed artifact. `digest` covers the fields in `STATED`, never times or places."""
 
     format: int = 1
     stage: str
@@ -59,9 +71,10 @@ class Manifest(BaseModel, frozen=True):
     inputs: dict[str, str] = Field(default_factory=dict, description="input name → reference")
     root: str = Field(description="the data directory below the artifact's URL")
     files: dict[str, File]
-    digest: str = Field(pattern=rf"^({DIGEST}:[0-9a-f]{{32}})?$")
+    digest: str = Field("", pattern=rf"^({DIGEST}:[0-9a-f]{{64}})?$")
     results: dict[str, Any] = Field(default_factory=dict, description="scalars that the workflow reads")
     facts: dict[str, Any] = Field(default_factory=dict, description="what the stage says of its output")
+    notes: dict[str, Any] = Field(default_factory=dict, description="how this attempt went: another may differ")
     timings: dict[str, float] = Field(default_factory=dict, description="seconds, and rates where the name says so")
     provenance: dict[str, Any] = Field(default_factory=dict)
 
@@ -74,6 +87,12 @@ class Manifest(BaseModel, frozen=True):
             wrong = next(name for name in several if not is_contained_path(name))
             raise ValueError(f"{wrong!r} is not a name for a file of an artifact")
         return names
+
+    def compute_digest(self) -> str:
+        """Compute the digest of what the manifest states; references count by their digests, not by their places."""
+        stated = json.loads(self.model_dump_json(include={*STATED}))  # as a reader of the JSON would have it
+        text = _PLACE.sub('"', dump_canonical_json(stated))
+        return f"{DIGEST}:{hashlib.sha256(text.encode()).hexdigest()}"
 
     @property
     def scalars(self) -> dict[str, float]:
@@ -90,18 +109,22 @@ def file_digest(path: Path) -> str:
     return state.hexdigest()
 
 
-def digest_of(files: Mapping[str, File]) -> str:
-    """Compute the digest of a list of files: over name, size and digest, in the order of names."""
-    state = xxhash.xxh3_128()
-    for name in sorted(files):
-        state.update(f"{name}\0{files[name].size}\0{files[name].digest}\n".encode())
-    return f"{DIGEST}:{state.hexdigest()}"
+def hash_file(path: Path) -> File:
+    """Compute size and both digests of a file, in one pass."""
+    fast, strong, size = xxhash.xxh3_128(), hashlib.sha256(), 0
+    with open_for_reading(path) as file:
+        while block := file.read(1 << 22):
+            fast.update(block)
+            strong.update(block)
+            size += len(block)
+    return File(size=size, digest=fast.hexdigest(), sha256=strong.hexdigest())
 
 
 def hash_files(directory: Path) -> dict[str, File]:
-    """Compute size and digest of every file below `directory`."""
+    """Compute size and digests of every file below `directory`, of several at a time."""
     paths = sorted(p for p in directory.rglob("*") if p.is_file())
-    return {str(p.relative_to(directory)): File(size=p.stat().st_size, digest=file_digest(p)) for p in paths}
+    with ThreadPoolExecutor() as pool:
+        return {str(path.relative_to(directory)): file for path, file in zip(paths, pool.map(hash_file, paths))}
 
 
 def split_ref(ref: str) -> tuple[str, str | None]:
@@ -127,10 +150,8 @@ class Artifact:
         if manifest is None:
             raise UserError("artifact", self.url, f"has no {MANIFEST}; run the stage that makes it, or correct the URL")
         self.manifest = manifest
-        listed = digest_of(manifest.files)  # what a proof of a part rests on
-        for asked in (wanted, manifest.digest):
-            if asked not in (None, listed):
-                raise Corrupt("artifact", self.url, f"holds {listed}, but {asked} was asked for")
+        if wanted not in (None, manifest.digest):
+            raise Corrupt("artifact", self.url, f"holds {manifest.digest}, but {wanted} was asked for")
         self._proved: dict[str, object] = {}  # name → what keeps the file in the cache
 
     @property
@@ -192,17 +213,24 @@ def find_manifest(url: str) -> Manifest | None:
     return None if data is None else parse_manifest(url, data)
 
 
-def parse_manifest(url: str, data: bytes) -> Manifest:
-    """Parse a manifest from the bytes read below `url`.
+def parse_manifest(url: str, data: bytes, *, proved: bool = False) -> Manifest:
+    """Parse a manifest from the bytes read below `url`, and prove it.
+
+    Args:
+        proved: these very bytes have been proved before.
 
     Raises:
-        Corrupt: they are none, or it names files outside its artifact.
+        Corrupt: they are none, it names files outside its artifact, or it states something else than was committed.
     """
+    where = f"{normalize_url(url)}/{MANIFEST}"
     try:
-        return Manifest.model_validate_json(data)
+        manifest = Manifest.model_validate_json(data)
     except ValidationError as error:
         why = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise Corrupt("artifact", f"{normalize_url(url)}/{MANIFEST}", f"is not a manifest ({why}); {_MEND}") from error
+        raise Corrupt("artifact", where, f"is not a manifest ({why}); {_MEND}") from error
+    if not proved and (digest := manifest.compute_digest()) != manifest.digest:
+        raise Corrupt("artifact", where, f"was changed: it states {digest}, {manifest.digest} was committed; {_MEND}")
+    return manifest
 
 
 class Draft:
@@ -271,7 +299,8 @@ class Draft:
             files = hash_files(self.path)
             for name in files:
                 fsync_path(self.path / name)
-        manifest = Manifest(root=self.attempt, files=files, digest=digest_of(files), **about)
+        manifest = Manifest(root=self.attempt, files=files, **about)
+        manifest = manifest.model_copy(update={"digest": manifest.compute_digest()})
         fencing.check_lease()
         try:
             store.create(MANIFEST, manifest.model_dump_json(indent=1).encode())

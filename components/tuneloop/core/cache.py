@@ -25,7 +25,7 @@ from tuneloop.core.errors import UserError
 
 DIRECTORY, LIMIT = "TUNELOOP_CACHE", "TUNELOOP_CACHE_BYTES"
 """Variables: where the cache is, and the most bytes that it keeps (default: half of what would be free without it)."""
-PREFIX = "xxh3-128-"
+PREFIX = "sha256-"
 """Of directories of artifacts. Nothing else below `DIRECTORY` is ours to delete."""
 
 

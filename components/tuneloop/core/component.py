@@ -262,6 +262,7 @@ class Component:
             kind=self.kind,
             results=results,
             facts=stage.facts,
+            notes=stage.notes,
             timings=stage.timings,
             provenance=collect_provenance(start, stage.world_size),
             **stage._identity(),

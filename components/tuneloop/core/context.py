@@ -48,7 +48,8 @@ class Stage:
             the store is a volume that they share.
         out_url: where it will be committed.
         rank, local_rank, world_size: as torchrun sets them.
-        facts: what the manifest will say of the output (JSON).
+        facts: what the manifest will say of the output (JSON); equal work has equal facts, wherever it is done.
+        notes: what it will say of this attempt: device, number of processes, what was resumed.
         timings: seconds, and rates whose name ends in ``_per_s``.
         barrier: waits for all ranks; the trainer replaces it once a process group exists.
     """
@@ -62,6 +63,7 @@ class Stage:
     local_rank: int = 0
     world_size: int = 1
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
     barrier: Callable[[], None] = lambda: None
     stopping: bool = False

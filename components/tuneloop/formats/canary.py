@@ -2,9 +2,14 @@
 
 Whoever writes weights computes it (`canary_logprobs`); whoever serves them must answer with the same numbers within
 a tolerance before a batch counts. The ids are derived from the vocabulary size alone, so both sides can name them.
+
+A training step moves these numbers by less than the tolerance, so a checkpoint's canary also has those of the version
+before: an engine must be nearer to its own version than to that one (`tell_versions_apart`).
 """
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,10 @@ from tuneloop.core.processor import check_processor
 from tuneloop.core.seeds import derive_seed
 
 LENGTH = 24
+SEPARATED = 8.0
+"""Standard deviations of an engine's noise between two versions that its answers tell apart: four on either side."""
+RESOLUTION = 1e-6
+"""Nats: no engine's noise is taken for less, as log-probabilities of float32 differ so from kernel to kernel."""
 
 
 def canary_ids(vocab_size: int, length: int = LENGTH) -> list[int]:
@@ -48,6 +57,30 @@ def canary_logprobs(model: Any, ids: list[int]) -> list[float]:
     finally:
         model.train(training)
     return [float(value) for value in chosen[:, 0].cpu()]
+
+
+def tell_versions_apart(answers: Sequence[float], now: Sequence[float], before: Sequence[float]) -> dict[str, float]:
+    """Measure which of two versions an engine's log-probabilities belong to.
+
+    The engine's noise is taken as Gaussian and equal at all positions. Its standard deviation is that of the answers
+    across the line from the one version's numbers to the other's, and only what lies along the line counts: the
+    discriminant of R. A. Fisher, "The use of multiple measurements in taxonomic problems" (1936).
+
+    Args:
+        answers: of the engine; `now`, `before`: of the trainer, for the version that is claimed and the one before.
+
+    Returns:
+        ``separation`` of the versions in standard deviations of the noise, 0 where they are the same; and
+        ``log_likelihood_ratio`` (nats) of `now` against `before`: positive where `now` is nearer.
+    """
+    step = [a - b for a, b in zip(now, before, strict=True)]
+    if not (length := math.hypot(*step)):
+        return {"separation": 0.0, "log_likelihood_ratio": 0.0}
+    moved = [a - b for a, b in zip(answers, before, strict=True)]
+    position = sum(m * s for m, s in zip(moved, step)) / length**2  # 0: the version before, 1: the one that is claimed
+    across = math.hypot(*(m - position * s for m, s in zip(moved, step)))
+    separation = length / max(across / math.sqrt(len(step) - 1), RESOLUTION)
+    return {"separation": separation, "log_likelihood_ratio": (position - 0.5) * separation**2}
 
 
 def write_canary(model: Any, path: Path, vocab_size: int | None = None) -> None:

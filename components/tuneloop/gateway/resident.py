@@ -171,7 +171,8 @@ class Resident:
         began, clock, base = time.time(), time.perf_counter(), self.trainer.base
         draft = Draft(url)
         stage = Stage(STAGE, Params(), draft.path, draft.url, draft.attempt)
-        stage.facts.update(device=self.ranks.device.type, **facts)
+        stage.facts.update(facts)
+        stage.notes.update(device=self.ranks.device.type)
         try:
             dtype = base.manifest.facts.get("save_dtype", "float32")
             checkpoint.write_checkpoint(stage, self.trainer, base, dtype, self.version)
@@ -180,7 +181,7 @@ class Resident:
             raise
         stage.timings["total"] = time.perf_counter() - clock
         provenance = collect_provenance(began, self.ranks.world)
-        record = {"facts": stage.facts, "timings": stage.timings, "provenance": provenance}
+        record = {"facts": stage.facts, "notes": stage.notes, "timings": stage.timings, "provenance": provenance}
         manifest = draft.commit(stage=STAGE, inputs={"policy": base.ref}, **record)
         if manifest.root != draft.attempt:
             raise UserError("save_state", url, "is taken; choose another name")

@@ -16,6 +16,7 @@ from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact, Role
 from tuneloop.core.component import UNTRACKED, Component, Results, Stage, component
 from tuneloop.core.errors import UserError
+from tuneloop.formats.canary import SEPARATED, tell_versions_apart
 from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, request_id
 from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
 from tuneloop.inference.engines import Engine, Remote, Sampling
@@ -161,11 +162,11 @@ def generate_completions(
             completions = play_episodes(options, engine, job.rows, requests, sampling, tokenizer, seed, done)
     stage.facts["staleness"] = measure_staleness(policy, completions, getattr(engine, "max_staleness", 0))
     if pulled := getattr(engine, "pulled", None):
-        stage.facts["pulled"] = pulled
+        stage.notes["pulled"] = pulled
     if isinstance(engine, Replicas):
-        stage.facts["replicas"] = engine.served
+        stage.notes["replicas"] = engine.served
     if refitted := getattr(engine, "refitted", None):
-        stage.facts["refitted"] = asdict(refitted)
+        stage.notes["refitted"] = asdict(refitted)
     tokens = sum(sum(get_sampled_mask(c)) for group in completions for c in group)
     stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
     given = {"temperature": options.temperature, "max_tokens": options.max_tokens}
@@ -193,7 +194,9 @@ def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[st
     """Prove that `engine` serves `policy`, by its echo and the canary's log-probabilities; one reload is tried.
 
     Returns:
-        ``mean_abs_diff`` and ``max_abs_diff`` between engine and trainer (nats), and the `tolerance` of the mean.
+        ``mean_abs_diff`` and ``max_abs_diff`` between engine and trainer (nats), the `tolerance` of the mean, and
+        where the canary has the version before what `tell_versions_apart` does. Below a separation of `SEPARATED` the
+        numbers do not tell the two apart: that it is not the one before is the engine's word then.
 
     Raises:
         StaleWeights: they differ still.
@@ -224,7 +227,15 @@ def _compare_with_canary(engine: Engine, policy: Artifact, tolerance: float) -> 
             f"engine {engine.name} says it serves version {want[0]}, but its log-probabilities of the canary differ "
             f"from the trainer's by {mean:.4f} in the mean (tolerance {tolerance}): its weights are stale or wrong"
         )
-    return {"mean_abs_diff": mean, "max_abs_diff": most, "tolerance": tolerance}
+    proof = {"mean_abs_diff": mean, "max_abs_diff": most, "tolerance": tolerance}
+    if before := canary.get("before"):
+        proof |= (found := tell_versions_apart(answers, canary["logprobs"], before))
+        if found["separation"] >= SEPARATED and found["log_likelihood_ratio"] < 0:
+            return (
+                f"engine {engine.name} says it serves version {want[0]}, but its log-probabilities of the canary are "
+                f"those of the version before (log-likelihood ratio {found['log_likelihood_ratio']:.1f})"
+            )
+    return proof
 
 
 def read_canary(policy: Artifact) -> dict[str, Any]:

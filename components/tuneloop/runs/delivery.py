@@ -78,16 +78,16 @@ def find_delivery(run: Run, entry: Entry) -> Delivery | None:
 
 def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] | None]) -> Delivery | None:
     """Do the work of `find_delivery`; `recorded` finds the publisher's record of a version."""
-    facts, took = entry.manifest.facts, entry.manifest.timings
+    facts, notes, took = entry.manifest.facts, entry.manifest.notes, entry.manifest.timings
     if "staleness" not in facts:
         return None
-    version, refitted = int(facts["version"]), facts.get("refitted")
+    version, refitted = int(facts["version"]), notes.get("refitted")
     seen = {"waited_s": took.get("load", 0.0) + took.get("canary", 0.0), "behind": facts["staleness"]["mean"]}
     if refitted:
         return Delivery(version, "refitted", **_model_bytes(run.policy_of(entry)), **_refitted(refitted), **seen)
     if (about := recorded(version)) is None:
         return None
-    pulls = _pulls(run.weights_url, version, entry, facts.get("pulled"))
+    pulls = _pulls(run.weights_url, version, entry, notes.get("pulled"))
     return Delivery(version, "pulled", **_sent(about), **_served(pulls, about["at"]), **seen)
 
 

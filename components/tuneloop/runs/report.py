@@ -134,11 +134,11 @@ def _efficiency(run: Run) -> str:
     """Show how well the stages that train used their devices: over all runs of a stage, medians and the most memory."""
     by_stage: dict[str, list[Entry]] = {}
     for entry in run.entries:
-        if "efficiency" in entry.manifest.facts and "tokens_per_s" in entry.manifest.timings:
+        if "efficiency" in entry.manifest.notes and "tokens_per_s" in entry.manifest.timings:
             by_stage.setdefault(entry.manifest.stage, []).append(entry)
     rows = []
     for stage, entries in by_stage.items():
-        figures = [entry.manifest.facts["efficiency"] for entry in entries]
+        figures = [entry.manifest.notes["efficiency"] for entry in entries]
         speed = median(entry.manifest.timings["tokens_per_s"] for entry in entries)
         mfu = [each["mfu"] for each in figures if each["mfu"] is not None]
         waits = [each["communication_s"] / each["step_s"] for each in figures if "step_s" in each]

@@ -23,10 +23,10 @@ from typing import Any
 
 import xxhash
 
-from tuneloop.core.artifacts import DIGEST, MANIFEST, Manifest, Role, parse_manifest, split_ref
+from tuneloop.core.artifacts import MANIFEST, Manifest, Role, parse_manifest, split_ref
 from tuneloop.core.attempts import FAILURE
 from tuneloop.core.errors import Corrupt, UserError
-from tuneloop.core.index import Index, map_requests
+from tuneloop.core.index import DIGEST, Index, map_requests
 from tuneloop.core.store import Store, normalize_url
 from tuneloop.local import journal
 from tuneloop.runs import records
@@ -184,8 +184,11 @@ class Run:
         present = {key: mark for key, mark in found.items() if PLACE.match(key)}
         gone = indexed.keys() - found.keys()
         if gone or present != {key: mark for key, (mark, _) in self._known.items()}:
+            proved = {key for key, mark in indexed.items() if present.get(key) == mark}
             data = self._index.read(present, gone, save=every)
-            self._known = {key: (present[key], self._parse(key, present[key], data[key])) for key in data}
+            self._known = {
+                key: (present[key], self._parse(key, present[key], data[key], key in proved)) for key in data
+            }
             self.entries = sorted((entry for _, entry in self._known.values()), key=lambda e: (e.started, e.key))
             self._by_digest = {e.manifest.digest: e for e in reversed(self.entries)}
 
@@ -206,14 +209,14 @@ class Run:
             found |= marks
         return found
 
-    def _parse(self, key: str, mark: str, data: bytes) -> Entry:
+    def _parse(self, key: str, mark: str, data: bytes, proved: bool) -> Entry:
         """Return the artifact of a manifest; the one that is known, if that was read under the same mark."""
         if key in self._known and self._known[key][0] == mark:
             return self._known[key][1]
         place, match = key.removesuffix(f"/{MANIFEST}"), PLACE.match(key)
         assert match
         iteration = int(match["iteration"]) if match["iteration"] else None
-        return Entry(place, match["stage"], iteration, parse_manifest(f"{self.url}/{place}", data))
+        return Entry(place, match["stage"], iteration, parse_manifest(f"{self.url}/{place}", data, proved=proved))
 
     def read_failures(self) -> dict[str, str]:
         """Return task → why it failed, of those that have not gone on since; only runs on KFP leave that."""
@@ -262,7 +265,7 @@ class Run:
     def read_rows(self, entries: Sequence[Entry]) -> Iterator[list[dict[str, float]]]:
         """Yield the rows of each artifact's ``metrics.jsonl``, all read at once; none where it has no such file."""
         keys = {e.key: f"{e.key}/{e.manifest.root}/{METRICS}" for e in entries if METRICS in e.manifest.files}
-        wanted = {keys[e.key]: f"{DIGEST}:{e.manifest.files[METRICS].digest}" for e in entries if e.key in keys}
+        wanted = {keys[e.key]: f"{DIGEST}{e.manifest.files[METRICS].digest}" for e in entries if e.key in keys}
         found = self._index.read(wanted)
         for entry in entries:
             data = found.get(keys.get(entry.key, "")) or self.read(entry, METRICS) or b""

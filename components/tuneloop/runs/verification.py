@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuneloop.core.artifacts import File, file_digest
+from tuneloop.core.artifacts import File, hash_file
 from tuneloop.core.store import Store
 from tuneloop.runs.run_record import Entry, Run
 
@@ -15,16 +15,16 @@ class Checked:
     """A file of a checkpoint, hashed again.
 
     Attributes:
-        found: digest of the bytes that are there; empty if the file is missing.
+        found: size and digests of the bytes that are there; None if the file is missing.
     """
 
     key: str
     want: File
-    found: str
+    found: File | None
 
     @property
     def good(self) -> bool:
-        return self.found == self.want.digest
+        return self.found == self.want
 
 
 def verify_artifact(run: Run, entry: Entry) -> Iterator[Checked]:
@@ -34,10 +34,10 @@ def verify_artifact(run: Run, entry: Entry) -> Iterator[Checked]:
     for name, want in sorted(entry.manifest.files.items()):
         key = f"{entry.key}/{entry.manifest.root}/{name}"
         if key not in there:
-            yield Checked(key, want, "")
+            yield Checked(key, want, None)
         elif store.root is not None:
-            yield Checked(key, want, file_digest(store.root / key))
+            yield Checked(key, want, hash_file(store.root / key))
         else:
             with tempfile.TemporaryDirectory() as scratch:
                 store.download(key, Path(scratch) / "file")
-                yield Checked(key, want, file_digest(Path(scratch) / "file"))
+                yield Checked(key, want, hash_file(Path(scratch) / "file"))

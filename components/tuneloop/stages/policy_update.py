@@ -101,7 +101,7 @@ def policy_update(
 
     With `state_every` above 1 that state is written only by iterations that it divides. Between them it stays in
     memory, and a process that has not got it repeats the updates since, from the rewards that were committed
-    (`facts.replayed`). Nothing more is written at the end of a pod, or on SIGTERM: with a number as
+    (`notes.replayed`). Nothing more is written at the end of a pod, or on SIGTERM: with a number as
     `loop.iterations_per_pod` pods end after its multiples, so one for both is enough, and whatever else ends one, a
     replay covers.
 
@@ -224,7 +224,7 @@ def replay_updates(stage: Stage, policy: Artifact, ranks: Ranks) -> None:
     except UserError as error:
         remedy = f"has no trainer's state, and iteration {made.manifest.facts['iteration']} cannot be replayed: {error}"
         raise UserError("--policy", policy.url, remedy) from error
-    stage.facts["replayed"] = told
+    stage.notes["replayed"] = told
 
 
 def repeat_update(stage: Stage, made: Artifact, ranks: Ranks) -> None:
@@ -250,8 +250,8 @@ def repeat_update(stage: Stage, made: Artifact, ranks: Ranks) -> None:
 @contextmanager
 def _as_before(stage: Stage, params: Params, out: Path) -> Iterator[None]:
     """Give `stage` the parameters of another update, whose files and facts nobody keeps, while the block runs."""
-    own = {name: getattr(stage, name) for name in ("params", "out", "facts", "timings")}
-    vars(stage).update(params=params, out=out, facts={}, timings={})
+    own = {name: getattr(stage, name) for name in ("params", "out", "facts", "notes", "timings")}
+    vars(stage).update(params=params, out=out, facts={}, notes={}, timings={})
     try:
         yield
     finally:
@@ -290,7 +290,7 @@ def take_steps(
                 losses.append(learner.step(trainer, batch))
     tokens = sum(len(sample.document.ids) for sample in samples if sample.used)
     stage.timings["tokens_per_s"] = tokens / stage.timings["train"]
-    stage.facts["efficiency"] = trainer.efficiency(stage.timings["tokens_per_s"])
+    stage.notes["efficiency"] = trainer.efficiency(stage.timings["tokens_per_s"])
     return losses
 
 

@@ -1,10 +1,9 @@
 """Token ids of demonstrations and pairs, made once for all that train on them."""
 
-from tuneloop.core.artifacts import digest_of
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Corpus, write_corpus
-from tuneloop.training.corpora import SIDES, find_tokenizer_files, tokenize_split
+from tuneloop.training.corpora import SIDES, digest_tokenizer, tokenize_split
 
 
 @component("tokens", image="trainer", results={"documents": int})
@@ -27,7 +26,7 @@ def tokenize_data(stage: Stage, policy: Input, prompts: Input) -> Results:
     if not any(map(len, made.values())):
         raise UserError("--prompts", prompts.url, "holds no rows to tokenize; set data_prep's sft or preference")
     tokens = {split: corpus.tokens for split, corpus in made.items()}
-    stage.facts.update(tokens=tokens, tokenizer=digest_of(find_tokenizer_files(policy)))
+    stage.facts.update(tokens=tokens, tokenizer=digest_tokenizer(policy))
     stage.log(f"tokens: {tokens}")
     return {"documents": sum(map(len, made.values()))}
 

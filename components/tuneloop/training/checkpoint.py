@@ -73,9 +73,9 @@ def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
 
     ranks = Ranks(options.device, options.expected_world_size)
     stage.barrier = ranks.barrier
-    stage.facts.update(device=ranks.device.type, world_size=ranks.world)
+    stage.notes.update(device=ranks.device.type, world_size=ranks.world)
     if options.device == "auto" and ranks.device.type == "cpu":
-        stage.facts["device_fallback"] = "no CUDA device: the CPU stands in"
+        stage.notes["device_fallback"] = "no CUDA device: the CPU stands in"
         stage.log("no CUDA device here: training on the CPU")
     return ranks
 
@@ -118,13 +118,12 @@ def lora_base(policy: Artifact) -> Artifact:
     Raises:
         UserError: it is gone.
     """
-    state, url = trainer_state(policy), policy.manifest.facts["base"]
-    assert state is not None
+    base = policy.manifest.facts["base"]
     try:
-        return Artifact(f"{url}@{state['base']}")
+        return Artifact(base)
     except UserError as error:
         remedy = "the checkpoint under the adapters is gone; bring it back, or begin new ones: --reset-optimizer true"
-        raise UserError("lora", url, remedy) from error
+        raise UserError("lora", base, remedy) from error
 
 
 def write_checkpoint(
@@ -156,7 +155,7 @@ def write_checkpoint(
         state: dict[str, Any] = {"format": 1, "stage": stage.name, "step": trainer.step, "betas": betas}
         if trainer.lora:
             state |= {"lora": trainer.lora.model_dump(mode="json"), "base": trainer.base.manifest.digest}
-            stage.facts["base"] = trainer.base.url
+            stage.facts["base"] = trainer.base.ref
         if not with_state:
             stage.facts[UNWRITTEN] = {**state, "digest": trainer.compute_state_digest(), "since": trainer.since}
         else:
@@ -165,8 +164,9 @@ def write_checkpoint(
                 (stage.out / "trainer" / "state.json").write_text(dump_canonical_json(state))
     if stage.leader:
         with stage.timed("canary"):
-            ids = _canary_ids(policy, trainer.vocab_size)
-            about = {"ids": ids, "logprobs": canary_logprobs(written, ids)}
+            before = _read_canary(policy)
+            ids = before.get("ids") or canary_ids(trainer.vocab_size)
+            about = {"ids": ids, "logprobs": canary_logprobs(written, ids), "before": before.get("logprobs")}
             (stage.out / "canary.json").write_text(json.dumps(about))
     stage.facts.update(version=version, step=trainer.step, save_dtype=save_dtype)
     kept = ("model", "architecture", "parameters", "vocab_size")
@@ -174,9 +174,9 @@ def write_checkpoint(
     return version
 
 
-def _canary_ids(policy: Artifact, vocab_size: int) -> list[int]:
-    """Return the ids of the input's canary, which keep to tokens that its tokenizer knows."""
+def _read_canary(policy: Artifact) -> dict[str, Any]:
+    """Read the input's canary, whose ids keep to tokens that its tokenizer knows; empty where it has none."""
     if "canary.json" not in policy.manifest.files:
-        return canary_ids(vocab_size)
-    ids: list[int] = json.loads(policy.part("canary.json").read_text())["ids"]
-    return ids
+        return {}
+    canary: dict[str, Any] = json.loads(policy.part("canary.json").read_text())
+    return canary

@@ -1,12 +1,13 @@
 """Rows of data as documents: tokenized once, by the stage `tokenize_data`, or here and now."""
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow.parquet as pq
 
-from tuneloop.core.artifacts import Artifact, File, digest_of
+from tuneloop.core.artifacts import Artifact, File, dump_canonical_json
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Corpus, Document, build_document
 from tuneloop.formats.tokens import encode_completion, encode_conversation, encode_prompt, load_tokenizer
@@ -23,7 +24,7 @@ def read_corpus(prompts: Artifact, policy: Artifact, split: str, required: bool 
         UserError: the split is missing, lacks a column, or was tokenized otherwise than `policy` does it.
     """
     if f"{split}.arrow" in prompts.manifest.files:
-        if prompts.manifest.facts["tokenizer"] != digest_of(find_tokenizer_files(policy)):
+        if prompts.manifest.facts["tokenizer"] != digest_tokenizer(policy):
             remedy = "was tokenized by another tokenizer than --policy has; run tokenize_data with that policy"
             raise UserError("--prompts", prompts.url, remedy)
         return Corpus(str(prompts.part(f"{split}.arrow")))
@@ -60,6 +61,12 @@ def _encode_row(tokenizer: Any, row: Mapping[str, Any], sides: Sequence[str]) ->
         return [Document(*encode_conversation(tokenizer, row["prompt"]))]
     prompt = encode_prompt(tokenizer, row["prompt"], row["chat"])
     return [build_document(prompt, encode_completion(tokenizer, row[side])) for side in sides]
+
+
+def digest_tokenizer(policy: Artifact) -> str:
+    """Compute the SHA-256 over names and SHA-256 of the files that `find_tokenizer_files` finds."""
+    files = {name: file.sha256 for name, file in find_tokenizer_files(policy).items()}
+    return hashlib.sha256(dump_canonical_json(files).encode()).hexdigest()
 
 
 def find_tokenizer_files(policy: Artifact) -> dict[str, File]:

@@ -194,7 +194,7 @@ def train_epochs(
                     stage.stopping = True
                     stage.check_stop()
     stage.timings["tokens_per_s"] = seen / (time.perf_counter() - began)
-    stage.facts["efficiency"] = trainer.efficiency(stage.timings["tokens_per_s"])
+    stage.notes["efficiency"] = trainer.efficiency(stage.timings["tokens_per_s"])
     return loss
 
 
@@ -231,9 +231,9 @@ def _resume(stage: Stage, trainer: Any, batch: int) -> int:
     trainer.load(point.part("trainer"), about["step"])
     if stage.leader:
         (stage.out / "metrics.jsonl").write_bytes(point.part("metrics.jsonl").read_bytes())
-    stage.facts.update(resumed_from=about["step"])
+    stage.notes.update(resumed_from=about["step"])
     if about["world_size"] != trainer.ranks.world:
-        stage.facts["resumed_world_size"] = about["world_size"]
+        stage.notes["resumed_world_size"] = about["world_size"]
     stage.log(f"resumed after step {about['step']}, {about['world_size']} → {trainer.ranks.world} processes")
     return int(about["batch"])
 

@@ -18,7 +18,6 @@ from typing import Literal
 import xxhash
 from pydantic import BaseModel, Field
 
-from tuneloop.core.artifacts import DIGEST
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
 from tuneloop.weights import pointer
@@ -207,4 +206,4 @@ def delta_place(place: str, full: Index) -> str:
 
 def get_version_reference(entry: Entry) -> str:
     """Return the pointer's reference to a version: relative, so that a root can be moved as a whole."""
-    return f"{entry.place}@{DIGEST}:{entry.digest}"
+    return f"{entry.place}@xxh3-128:{entry.digest}"

@@ -598,7 +598,7 @@ def test_the_display_prints_a_line_an_iteration_with_rate_and_time_left(
     with Display("r", {"spec": {"arguments": {"parameters": parameters}, "templates": [judge, loop]}}) as display:
         for iteration in (1, 2):
             for stage, outputs in (("rollout", {}), ("reward", {"mean-reward": f"0.{iteration}5"})):
-                earlier = f"s/r/iterations/{iteration - 1}/policy-update@xxh3-128:00"
+                earlier = f"s/r/iterations/{iteration - 1}/policy-update@sha256:00"
                 about = {"inputs": {"policy": earlier, "x": f"s/r/iterations/{iteration}/{stage}"}, "started": now}
                 name = f"{stage}-{iteration}"
                 display.node(Node(name, name, f"{stage}(0)", stage, "Pod", "Running", **about))

@@ -180,7 +180,7 @@ def test_submit_wait_says_how_the_attempt_ended_and_what_the_run_has_come_to(
             ("rollout", "Failed", {}),
         ]
 
-        after, exported = {"mean-reward": "0.75"}, {"model": "s3://b/runs/demo/export@xxh3-128:0"}
+        after, exported = {"mean-reward": "0.75"}, {"model": "s3://b/runs/demo/export@sha256:0"}
         server.becomes = ended("Succeeded", evaluate_before=before, evaluate_after=after, export=exported)
         server.add_pod("demo-2.export", "2026-01-01T00:02:00Z", "export: done\n")
         assert run_cli(submit) == 0
@@ -188,4 +188,4 @@ def test_submit_wait_says_how_the_attempt_ended_and_what_the_run_has_come_to(
         assert "export | export: done\n" in said.out and "too few" not in said.out, "of the first attempt"
         assert "\ndemo: succeeded (" in said.out and not said.err
         assert "  mean reward  0.125 (evaluate-before) → 0.750 (evaluate-after)\n" in said.out
-        assert "  model        s3://b/runs/demo/export@xxh3-128:0\n" in said.out
+        assert "  model        s3://b/runs/demo/export@sha256:0\n" in said.out

@@ -144,7 +144,7 @@ def test_a_server_that_is_away(ask: Callable[[Connection, str], Any], context: s
         (continue_run, ["--workflow", "demo", "--namespace", "tuneloop", "--entrypoint", "main"]),
         (
             schedule,
-            ["--name", "nightly", "--namespace", "tuneloop", "--store", "s3://b", "--prompts", "s3://p@xxh3-128:0"],
+            ["--name", "nightly", "--namespace", "tuneloop", "--store", "s3://b", "--prompts", "s3://p@sha256:0"],
         ),
         (
             reservations,

@@ -156,7 +156,7 @@ def test_the_last_step_of_a_look_hands_on_what_it_did(tmp_path: Path, monkeypatc
     spec = build_data_check_spec(made, "nightly")
     (output,) = spec["templates"][1]["outputs"]["parameters"]
     monkeypatch.setenv("TUNELOOP_OUTPUTS", str(tmp_path))
-    prompts = f"file:///tmp/prompts@xxh3-128:{'0' * 32}"
+    prompts = f"file:///tmp/prompts@sha256:{'0' * 32}"
     with serving() as (_, cluster):
         monkeypatch.setenv("KUBECONFIG", kubeconfig(cluster.host, tmp_path))
         arguments = ["--name", "nightly", "--namespace", "tuneloop", "--store", "s3://b/runs", "--prompts", prompts]

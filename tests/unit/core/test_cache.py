@@ -161,7 +161,7 @@ def test_a_kill_at_any_moment_leaves_nothing_that_is_wrong_or_stays(
 ) -> None:
     """In a process that evicts a file, finds a damaged one, and fetches it anew in two writes."""
     monkeypatch.setenv("TUNELOOP_CACHE_BYTES", "25")
-    one, two = (root / f"xxh3-128-{name}" for name in "12")
+    one, two = (root / f"sha256-{name}" for name in "12")
 
     def fetch(path: Path) -> None:
         for part in (b"1234", b"567890"):
@@ -182,8 +182,8 @@ def test_a_kill_at_any_moment_leaves_nothing_that_is_wrong_or_stays(
             (directory / "model").mkdir(parents=True, exist_ok=True)
             (directory / "model/x").write_bytes(data)
         os.utime(one / "model/x", (1, 1))
-        (root / "xxh3-128-3").mkdir(exist_ok=True)
-        (root / "xxh3-128-3/y").write_bytes(b"1" * 10)
+        (root / "sha256-3").mkdir(exist_ok=True)
+        (root / "sha256-3/y").write_bytes(b"1" * 10)
         if not (child := os.fork()):
             try:
                 die_at(moment)
@@ -276,7 +276,7 @@ def test_the_limit_is_half_of_what_would_be_free(root: Path) -> None:
     assert cache._read_limit(root, 10 * free) == pytest.approx(5.5 * free, rel=0.05)
 
 
-@pytest.mark.parametrize("of", ["xxh3-128-1.partial", "xxh3-128-1"])
+@pytest.mark.parametrize("of", ["sha256-1.partial", "sha256-1"])
 @pytest.mark.parametrize("there", [False, True])
 def test_a_directory_that_another_process_tidies_away_is_made_again(
     root: Path, monkeypatch: pytest.MonkeyPatch, of: str, there: bool
@@ -294,7 +294,7 @@ def test_a_directory_that_another_process_tidies_away_is_made_again(
         os.rmdir(path)
 
     monkeypatch.setattr(os, "mkdir", make_and_lose)
-    held = cache.take_file(cache.open_directory("xxh3-128:1"), "a/b", 1, lambda path: True, lambda path: None)
+    held = cache.take_file(cache.open_directory("sha256:1"), "a/b", 1, lambda path: True, lambda path: None)
     assert held and removed
     held.close()
     assert names(root) == ["b"]

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.run_index import write_run
 from tests.objects import serve_bucket
 from tests.unit import toy
+from tuneloop.core.artifacts import parse_manifest
 from tuneloop.core.errors import Corrupt
 from tuneloop.core.index import FEW, KEY, Index
 from tuneloop.core.store import Store
@@ -93,7 +94,8 @@ def test_what_was_written_again_is_read_again_and_what_is_gone_is_gone(tmp_path:
     read(tmp_path)
     first = tmp_path / "run" / "iterations" / "1"
     manifest = first / "reward" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"mean_reward": 0.', '"mean_reward": 1.'))
+    found = parse_manifest("reward", manifest.read_bytes()).model_copy(update={"results": {"mean_reward": 1.5}})
+    manifest.write_text(found.model_copy(update={"digest": found.compute_digest()}).model_dump_json())
     (first / "rollout" / "manifest.json").unlink()
     entries = {entry.key: entry for entry in Run("run", str(tmp_path)).entries}
     assert entries["iterations/1/reward"].manifest.results["mean_reward"] > 1

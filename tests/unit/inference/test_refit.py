@@ -15,7 +15,7 @@ from tuneloop.core.errors import Retryable, UserError
 from tuneloop.inference.fleet import Worker, dns, dynamo, open_fleet, urls
 from tuneloop.inference.fleet.refit import Target, make_target, refit_fleet
 
-NEW = Target("7@xxh3-128:0123", "/store/v7/model")
+NEW = Target("7@sha256:0123", "/store/v7/model")
 CHANGED = [
     *("get_weight_version", "pause_generation", "update_weights_from_disk", "flush_cache", "resume_generation"),
     "get_weight_version",

@@ -138,7 +138,7 @@ def test_a_stage_proves_each_replica_and_says_who_made_what(policy: Artifact, tm
             made = rollout(out=str(tmp_path / name), **asked, endpoint=",".join(urls))
         assert [server.calls[0].count("scores") for server in servers] == [1] * len(servers)
         digests.add(made.digest)
-        served = made.facts.get("replicas")
+        served = made.notes.get("replicas")
         assert served is None if name == "one" else list(served) == urls
         assert name != "killed" or [each["requests"] for each in served.values()] == [3, 1]
     assert len(digests) == 1

@@ -54,7 +54,7 @@ import os
 from tuneloop.inference import server
 from tuneloop.inference.engines.vllm import Vllm
 def begin(self, args):
-    self.args, self.context, self.version, self.digest = {}, 64, 0, "xxh3-128:00"
+    self.args, self.context, self.version, self.digest = {}, 64, 0, "sha256:00"
 def step(self):
     raise RuntimeError("an illegal memory access was encountered")
 Vllm.__init__, Vllm.step, Vllm.submit = begin, step, lambda *_, **how: None

@@ -20,8 +20,8 @@ from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.kfp.register import register_model
 
-HANDLE = {"ref": "s3://b/runs/r/export@xxh3-128:0123456789abcdef", "digest": "xxh3-128:0123456789abcdef"}
-HANDLE["inputs"] = {"policy": "s3://b/runs/r/iterations/3/policy-update@xxh3-128:fedc"}  # type: ignore[assignment]
+HANDLE = {"ref": "s3://b/runs/r/export@sha256:0123456789abcdef", "digest": "sha256:0123456789abcdef"}
+HANDLE["inputs"] = {"policy": "s3://b/runs/r/iterations/3/policy-update@sha256:fedc"}  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_model_is_registered_once_in_mlflow(mlflow: str) -> None:
     tags = {each["key"]: each["value"] for each in version["tags"]}
     assert (version["name"], version["source"]) == ("sft", "s3://b/runs/r/export")
     assert tags == {"digest": HANDLE["digest"], "made_of.policy": HANDLE["inputs"]["policy"]}  # type: ignore[index]
-    register_model(f"mlflow+{mlflow}", "sft", {**HANDLE, "digest": "xxh3-128:ffff"})
+    register_model(f"mlflow+{mlflow}", "sft", {**HANDLE, "digest": "sha256:ffff"})
     _, answer = send_request("GET", f"{mlflow}/api/2.0/mlflow/model-versions/search", timeout_s=60)
     assert len(json.loads(answer)["model_versions"]) == 2
 

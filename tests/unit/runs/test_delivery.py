@@ -28,10 +28,11 @@ TOOK = {"fetch_s": 0.25, "apply_s": 0.5, "drain_s": 4.0, "pause_s": 0.125, "tens
 
 
 @component("rollouts", image="rollout", role="sampler", results={})
-def rollout(stage: Stage, policy: Input, *, facts: dict[str, Any]) -> Results:
+def rollout(stage: Stage, policy: Input, *, notes: dict[str, Any]) -> Results:
     """What `tuneloop.inference.generate.generate_completions` leaves in a stage."""
     stage.timings.update(load=0.5, canary=1.0)
-    stage.facts.update(facts, version=policy.manifest.facts["version"], staleness={"max": 1, "mean": 0.25, "bound": 1})
+    stage.notes.update(notes)
+    stage.facts.update(version=policy.manifest.facts["version"], staleness={"max": 1, "mean": 0.25, "bound": 1})
     (stage.out / "rollouts").touch()
     return {}
 
@@ -47,9 +48,9 @@ def run(tmp_path: Path) -> Iterator[tuple[Run, list[Artifact]]]:
     yield Run.open("demo", str(tmp_path)), policies
 
 
-def asked(run: Run, policy: Artifact, **facts: Any) -> Delivery:
+def asked(run: Run, policy: Artifact, **notes: Any) -> Delivery:
     """What is known of a version once it was rolled out with."""
-    rollout(out=f"{run.url}/iterations/1/rollout", policy=policy.ref, facts=facts)
+    rollout(out=f"{run.url}/iterations/1/rollout", policy=policy.ref, notes=notes)
     run.refresh()
     return next(d for d in list_deliveries(run) if d.version == policy.manifest.facts["version"])
 
@@ -80,7 +81,7 @@ def test_pulled_by_an_opaque_fleet(run: tuple[Run, list[Artifact]]) -> None:
     live.record_pull(root, "b", pulled(1, at + 0.003, pause_s=0.25, identical=5))
     live.record_pull(root, "late", pulled(1, at + 0.005, full=0, fetch_s=1.0))
     live.record_pull(root, "later", pulled(1, time.time() + 3600, fetch_s=9.0))
-    rollout(out=f"{run[0].url}/iterations/2/rollout", policy=run[1][1].ref, facts={})
+    rollout(out=f"{run[0].url}/iterations/2/rollout", policy=run[1][1].ref, notes={})
     run[0].refresh()
     done = list_deliveries(run[0])[1]
     assert (done.replicas, done.materialize_s, done.pause_s, done.proved) == (3, 1.5, 0.25, "5/6")
@@ -96,7 +97,7 @@ def test_refitted(tmp_path: Path) -> None:
     run = Run.open("demo", str(tmp_path))
     for iteration in (1, 2):
         about = asdict(refit_fleet(open_fleet(",".join(map(crew.url, "ab"))), make_target(policies[1])))
-        rollout(out=f"{run.url}/iterations/{iteration}/rollout", policy=policies[1].ref, facts={"refitted": about})
+        rollout(out=f"{run.url}/iterations/{iteration}/rollout", policy=policies[1].ref, notes={"refitted": about})
     run.refresh()
     for name in "ab":
         crew.lose(name)

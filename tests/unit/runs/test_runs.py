@@ -57,9 +57,9 @@ def test_curves_have_every_point_and_its_place(store: Path) -> None:
     assert all(len(c.x) == len(c.y) == len(c.at) for c in curves.values())
 
 
-def test_equal_bytes_at_two_places_are_told_apart_by_place(tmp_path: Path) -> None:
+def test_equal_bytes_at_two_places_are_told_apart(tmp_path: Path) -> None:
     made = toy.make(f"{tmp_path}/same", 4)  # skill is full after two updates: versions 3, 4 and 5 are equal bytes
-    assert made["2/policy-update"].digest == made["4/policy-update"].digest
+    assert made["2/policy-update"].files == made["4/policy-update"].files
     run = Run.open("same", str(tmp_path))
     assert [(s.version, x) for s, x in zip(run.evaluations(), run.curves()[1].x)] == [(1, 0), (5, 4)]
     assert [run.version_of(e) for e in run.with_role("sampler")] == [1, 2, 3, 4]
@@ -115,7 +115,7 @@ def test_verify_reads_object_stores_too(store: Path, monkeypatch: pytest.MonkeyP
     entry = run.checkpoints[-1]
     assert all(c.good for c in verify_artifact(run, entry))
     (store / "demo" / entry.key / entry.manifest.root / "metrics.jsonl").unlink()
-    assert [c.found for c in verify_artifact(run, entry) if not c.good] == [""]
+    assert [c.found for c in verify_artifact(run, entry) if not c.good] == [None]
 
 
 def record(store: Path, **config: object) -> Record:

@@ -68,7 +68,7 @@ def test_a_run_its_iterations_and_every_point_once(client: Any, uri: str, tmp_pa
     mirror = mirrored(client, run)
     assert mirror.data.params == {"seed": "0", "loop.iterations": "2", "loop.none": "None"}
 
-    toy.make(f"{tmp_path}/a", 3)  # the run goes on, as a resume would: what stands is found, iteration 3 is new
+    toy.make(f"{tmp_path}/a", 3, whole=False)  # the run goes on, as a resume would: what stands is found, iteration 3 is new
     tracking.mirror_run(run)
     tracking.mirror_run(Run.open("a", str(tmp_path)))
 
@@ -92,7 +92,7 @@ def test_a_mirror_that_follows_sends_what_is_new_once(client: Any, tmp_path: Pat
     made._log = lambda points: (sent.extend(point.key for point in points), log(points))[1]  # type: ignore[method-assign]
     made.sync(whole=False)
     assert not sent
-    toy.make(f"{tmp_path}/new", 4)
+    toy.make(f"{tmp_path}/new", 4, whole=False)
     made.sync(whole=False)
     assert sorted(key for key in sent if key.startswith("policy_update/")) == sorted(
         f"policy_update/{name}" for name in ("entropy", "entropy", "kl", "kl", "loss", "loss", "version")
@@ -158,7 +158,7 @@ def test_importing_tracking_does_not_import_mlflow() -> None:
 def test_what_a_version_took_are_metrics(client: Any, tmp_path: Path) -> None:
     """Over versions, which the x of no other curve is."""
     policy = chain(tmp_path / "w", 2, weights=f"{tmp_path}/w/weights")[1]
-    rollout(out=f"{tmp_path}/w/iterations/1/rollout", policy=policy.ref, facts={"pulled": pulled(1, 0.0)})
+    rollout(out=f"{tmp_path}/w/iterations/1/rollout", policy=policy.ref, notes={"pulled": pulled(1, 0.0)})
     run = Run.open("w", str(tmp_path))
     tracking.mirror_run(run)
     metrics = mirrored(client, run, "tuneloop").data.metrics

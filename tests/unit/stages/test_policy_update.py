@@ -194,7 +194,7 @@ def test_adapters_go_on_over_the_base_of_the_first_update(tmp_path):
         )
         assert kept.manifest.digest == read.manifest.digest
         policy = read
-        assert policy.manifest.facts["base"] == base.url
+        assert policy.manifest.facts["base"] == base.ref
     assert policy.manifest.facts["optimizer"] == "carried on from step 4"
     assert rows(policy)[0]["kl"] > 0
     whole = run(tmp_path / "whole", policy, rewards_artifact(tmp_path / "r", policy), iteration=3)
@@ -202,7 +202,7 @@ def test_adapters_go_on_over_the_base_of_the_first_update(tmp_path):
     reset = run(
         tmp_path / "reset", policy, rewards_artifact(tmp_path / "s", policy), lora={"r": 2}, reset_optimizer=True
     )
-    assert reset.manifest.facts["base"] == policy.url
+    assert reset.manifest.facts["base"] == policy.ref
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(UserError, match="checkpoint under the adapters is gone"):
         run(tmp_path / "gone", policy, rewards_artifact(tmp_path / "t", policy), lora={"r": 2})
@@ -246,7 +246,7 @@ def test_a_committed_update_stands_whoever_trains_now(policy, tmp_path):
 
 
 def test_rollouts_of_another_policy_are_refused(policy, tmp_path):
-    other = "xxh3-128:" + "0" * 32
+    other = "sha256:" + "0" * 32
     foreign = rewards_artifact(tmp_path / "foreign", policy, digest=other)
     with pytest.raises(UserError, match=r"sampled by version 0 .*--policy is version 0"):
         run(tmp_path / "out", policy, foreign)

@@ -13,11 +13,12 @@ import pytest
 
 from tests.making import checkpoint_artifact, prompts_artifact, rewards_artifact
 from tuneloop.algorithms import grpo
-from tuneloop.core.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact, Manifest
 from tuneloop.core.errors import Interrupted, UserError
 from tuneloop.stages.export import export
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.sft import sft
+from tuneloop.training.old_checkpoints import UNWRITTEN
 from tuneloop.training.resident import RESIDENT
 from tuneloop.weights.versions import Chain
 
@@ -54,12 +55,14 @@ def models(made: list[Artifact]) -> list[str]:
     return [each.manifest.files["model/model.safetensors"].digest for each in made]
 
 
-def rewrite(made: Artifact, section: str, **values: Any) -> None:
-    """Change what a manifest says beside its files, which no digest covers."""
+def rewrite(made: Artifact, section: str, **values: Any) -> Artifact:
+    """Change what a manifest says, and its digest where that covers it."""
     path = Path(made.url.removeprefix("file://")) / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest[section] |= values
-    path.write_text(json.dumps(manifest))
+    told = json.loads(path.read_text())
+    told[section] |= values
+    manifest = Manifest.model_validate(told)
+    path.write_text(manifest.model_copy(update={"digest": manifest.compute_digest()}).model_dump_json())
+    return Artifact(made.url)
 
 
 @pytest.mark.parametrize("more", [{}, {"lora": {"r": 2}}])
@@ -72,14 +75,14 @@ def test_lost_state_is_replayed_to_the_same_bytes(base: Artifact, tmp_path: Path
     assert [*Chain(weights).versions] == [1, 2, 3, 4, 5]
     assert models(kept) == models(whole)
     assert [each.manifest.digest for each in lost] == [each.manifest.digest for each in kept]
-    assert lost[2].manifest.digest == whole[2].manifest.digest
+    assert lost[2].manifest.files == whole[2].manifest.files
     written = ["not written", "not written", "written", "not written", "not written"]
     for made in (kept, lost):
         assert [each.manifest.facts["state"] for each in made] == written
         held = [any(name.startswith("trainer/") for name in each.manifest.files) for each in made]
         assert held == [False, False, True, False, False]
-    assert [each.manifest.facts.get("replayed") for each in kept] == [None] * 5
-    assert [each.manifest.facts.get("replayed") for each in lost] == [
+    assert [each.manifest.notes.get("replayed") for each in kept] == [None] * 5
+    assert [each.manifest.notes.get("replayed") for each in lost] == [
         *(None, {"from_version": 0, "updates": 1}, {"from_version": 0, "updates": 2}),
         *(None, {"from_version": 3, "updates": 1}),
     ]
@@ -106,9 +109,10 @@ def test_what_cannot_be_replayed_is_refused(base: Artifact, tmp_path: Path) -> N
         r"and iteration 1 cannot .*: 1: the update was made by 2 processes, .* other bits \(world_size 2 then, 1 now",
     )
     rewrite(first, "provenance", world_size=1)
-    rewrite(first, "params", learning_rate=2e-2)
-    refused("rate", r"and iteration 1 cannot be replayed: trainer's state: '\w+': \w+ was committed .*torch .* then")
-    rewrite(first, "params", learning_rate=1e-2)
+    state = policy.manifest.facts[UNWRITTEN]
+    policy = rewrite(policy, "facts", **{UNWRITTEN: {**state, "digest": "0"}})
+    refused("state", r"and iteration 2 cannot be replayed: trainer's state: '\w+': 0 was committed .*torch .* then")
+    policy = rewrite(policy, "facts", **{UNWRITTEN: state})
     scored = Artifact(str(tmp_path / "run/rewards2")).part("rewards.parquet")
     good = scored.read_bytes()
     scored.write_bytes(good[:-1] + b"\xff")

@@ -56,7 +56,7 @@ def test_it_learns_and_says_so(policy, prompts, tmp_path):
     losses = [row["loss"] for row in rows(found)]
     assert losses[-1] < 0.6 * losses[0]
     assert found.manifest.results == {"loss": losses[-1], "version": 1}
-    assert found.manifest.facts["device"] == "cpu"
+    assert found.manifest.notes["device"] == "cpu"
     assert found.manifest.facts["packing"] == "padded"
     assert found.manifest.timings["tokens_per_s"] > 0
 
@@ -112,8 +112,8 @@ def test_stopped_in_mid_epoch_and_resumed_ends_with_the_same_bytes(policy, promp
     assert not list((tmp_path / "stopped").glob("data-*"))  # nothing half-written
     assert program(tmp_path / "stopped") == program(tmp_path / "whole") == 0
     stopped, whole = Artifact(str(tmp_path / "stopped")), Artifact(str(tmp_path / "whole"))
-    assert 0 < stopped.manifest.facts["resumed_from"] < 12
-    assert "resumed_from" not in whole.manifest.facts
+    assert 0 < stopped.manifest.notes["resumed_from"] < 12
+    assert "resumed_from" not in whole.manifest.notes
     assert stopped.manifest.digest == whole.manifest.digest
     assert not (tmp_path / "stopped" / "resume").exists()
 

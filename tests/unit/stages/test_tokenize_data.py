@@ -69,7 +69,7 @@ def test_they_are_a_function_of_rows_and_tokenizer(
     trained = run(sft, tmp_path / "sft", policy, prompts, **TRAIN)
     for name, model in (("again", policy), ("trained", trained)):
         found = run(tokenize_data, tmp_path / name, model, prompts).manifest
-        assert (found.digest, found.facts) == (tokens.manifest.digest, tokens.manifest.facts)
+        assert (found.files, found.facts) == (tokens.manifest.files, tokens.manifest.facts)
 
 
 @pytest.mark.parametrize("stage", [sft, preference, reward_model])
@@ -83,7 +83,7 @@ def test_training_on_tokens_is_training_on_their_rows(
             scored = run(reference_logprobs, tmp_path / f"{name}-l", policy, data, device="cpu", max_length=64)
             given["logprobs"] = scored.ref
         made.append(run(stage, tmp_path / name, policy, data, **given).manifest)
-    assert made[0].digest == made[1].digest and made[0].results == made[1].results
+    assert made[0].files == made[1].files and made[0].results == made[1].results
 
 
 def test_stopped_and_resumed_on_tokens_ends_with_the_same_bytes(
@@ -93,7 +93,7 @@ def test_stopped_and_resumed_on_tokens_ends_with_the_same_bytes(
     with pytest.raises(Interrupted):
         run(sft, tmp_path / "stopped", policy, tokens, **TRAIN)
     stopped, whole = (run(sft, tmp_path / name, policy, tokens, **TRAIN).manifest for name in ("stopped", "whole"))
-    assert 0 < stopped.facts["resumed_from"] < 5
+    assert 0 < stopped.notes["resumed_from"] < 5
     assert stopped.digest == whole.digest
 
 

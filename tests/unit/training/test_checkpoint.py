@@ -1,3 +1,5 @@
+import contextlib
+import itertools
 import json
 
 import pytest
@@ -7,7 +9,9 @@ from transformers import AutoModelForCausalLM
 from tests.making import checkpoint_artifact, commit, prompts_artifact
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
-from tuneloop.formats.canary import canary_logprobs
+from tuneloop.formats.canary import SEPARATED, canary_logprobs
+from tuneloop.inference.engines.transformers import open_engine
+from tuneloop.inference.generate import StaleWeights, prove_weights
 from tuneloop.stages.sft import sft
 from tuneloop.training import checkpoint
 
@@ -39,6 +43,26 @@ def test_canary_is_of_the_weights_as_saved(trained):
     model = AutoModelForCausalLM.from_pretrained(after.path / "model", dtype="auto")
     assert about["logprobs"] == canary_logprobs(model, about["ids"])
     assert about["ids"] == json.loads((base.path / "canary.json").read_text())["ids"]
+
+
+def test_every_version_that_is_served_as_its_neighbour_is_caught(tmp_path):
+    """Steps of a millionth move the log-probabilities by far less than the tolerance of their mean."""
+    versions = [checkpoint_artifact(tmp_path / "0", dtype=torch.float32)]
+    prompts = prompts_artifact(tmp_path / "prompts")
+    for number in range(1, 4):
+        given = {"max_steps": 1, "learning_rate": 1e-6, "warmup_steps": 0, "device": "cpu", "seed": number}
+        sft(out=str(tmp_path / str(number)), policy=versions[-1].ref, prompts=prompts.ref, **given)
+        versions.append(Artifact(str(tmp_path / str(number))))
+    for old, new in itertools.pairwise(versions):
+        with contextlib.closing(open_engine("", {}, 60.0)) as engine:
+            engine.load(new)
+            proof = prove_weights(engine, new, 0.05)
+            assert proof["separation"] >= SEPARATED and proof["log_likelihood_ratio"] > 0
+            engine.load(old, force=True)
+            engine.version, engine.digest = new.manifest.facts["version"], new.manifest.digest
+            engine.load = lambda policy, force=False: None
+            with pytest.raises(StaleWeights, match="are those of the version before"):
+                prove_weights(engine, new, 0.05)
 
 
 def test_version_and_trainer_state(trained):

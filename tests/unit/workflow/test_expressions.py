@@ -7,7 +7,7 @@ from tuneloop.workflow.expressions import evaluate_expression, evaluate_when, su
 
 SCOPE = {
     "inputs.parameters.iteration": "3",
-    "inputs.parameters.new-policy": "p@xxh3-128:1",
+    "inputs.parameters.new-policy": "p@sha256:1",
     "workflow.parameters.iterations": "10",
     "tasks.next.status": "Skipped",
     "tasks.reward.outputs.parameters.mean-reward": "0.25",
@@ -22,7 +22,7 @@ SCOPE = {
     [
         ("asInt(inputs.parameters.iteration) + 1 < asInt(workflow.parameters.iterations)", True),
         ("asFloat(tasks.reward.outputs.parameters['mean-reward']) >= 0.25", True),
-        ("inputs.parameters['new-policy']", "p@xxh3-128:1"),
+        ("inputs.parameters['new-policy']", "p@sha256:1"),
         ("tasks.next.status == 'Succeeded' ? tasks.next.outputs.x : 'kept'", "kept"),
         ("true || unknown", True),
         ("item.a", "1"),

@@ -1,0 +1,121 @@
+"""Replay: compute an artifact of a run once more, from the inputs and parameters that its manifest names.
+
+A stage is a function of these, so what comes out must have the same digest; where it does not, the first difference is
+named. Nothing is written to the run.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from tuneloop.core.artifacts import STATED, Artifact, Manifest, split_ref
+from tuneloop.core.component import Component, find_component
+from tuneloop.core.errors import UserError
+from tuneloop.runs.run_record import Entry, Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """What came of an artifact when it was computed again.
+
+    Attributes:
+        difference: the first one to what was committed, in words; None where the digests are equal.
+    """
+
+    entry: Entry
+    manifest: Manifest
+    difference: str | None
+
+
+def replay_iteration(run: Run, iteration: int, stage: str | None = None) -> Iterator[Replayed]:
+    """Compute the artifacts of an iteration again, in this process and in their order.
+
+    Args:
+        iteration: 0: what is outside the loop.
+        stage: the last part of an artifact's key, ``policy-update``; None: all.
+
+    Raises:
+        UserError: there is none; it is not of a stage of tuneloop's, or of one process; an input is gone.
+    """
+    chosen = [e for e in run.entries if (e.iteration or 0) == iteration and stage in (None, e.stage)]
+    if not chosen:
+        known = ", ".join(sorted({e.stage for e in run.entries if (e.iteration or 0) == iteration})) or "none"
+        raise UserError("iteration", iteration, f"holds no {stage or 'artifact'} of {run.name}; there: {known}")
+    for entry in chosen:
+        yield _replay(run, entry)
+
+
+def find_departure(one: Run, two: Run) -> str | None:
+    """Find the first artifact in which two runs differ, and how; None where those that both have are equal."""
+    others = {entry.key: entry for entry in two.entries}
+    for entry in sorted(one.entries, key=lambda entry: (entry.iteration or 0, entry.started)):
+        other = others.get(entry.key)
+        if other and other.manifest.digest != entry.manifest.digest:
+            ours, theirs = (Artifact(f"{run.url}/{entry.key}") for run in (one, two))
+            return f"{entry.key}: {_find_difference(ours, theirs)}"
+    return None
+
+
+def _replay(run: Run, entry: Entry) -> Replayed:
+    made = entry.manifest
+    component = find_component(f"tuneloop.stages.{made.stage}")
+    if component is None:
+        raise UserError("stage", made.stage, "is not one of tuneloop's own: only these can be replayed")
+    if (processes := made.notes.get("world_size", 1)) != 1:
+        remedy = f"was made by {processes} processes, and another number gives other bits: run the stage under torchrun"
+        raise UserError("artifact", f"{run.url}/{entry.key}", remedy)
+    with tempfile.TemporaryDirectory(prefix="tuneloop-replay-") as scratch:
+        again = _run_again(component, made, scratch)
+        if again.digest == made.digest:
+            return Replayed(entry, again, None)
+        return Replayed(entry, again, _find_difference(Artifact(f"{run.url}/{entry.key}"), Artifact(scratch)))
+
+
+def _run_again(component: Component, made: Manifest, out: str) -> Manifest:
+    known = component.Params.model_fields.keys()
+    return component(out=out, **made.inputs, **{name: value for name, value in made.params.items() if name in known})
+
+
+def _find_difference(committed: Artifact, again: Artifact) -> str:
+    """Find the first difference of two artifacts: in what they were made from, in files, in what is said of them."""
+    one, two = (_state(artifact.manifest) for artifact in (committed, again))
+    for field in (*STATED[:6], "files", *STATED[6:8]):
+        for name in sorted({*one[field], *two[field]}):
+            ours, theirs = (stated[field].get(name) for stated in (one, two))
+            if ours != theirs and field == "files" and ours and theirs:
+                return f"file {name}: {_compare_files(committed.part(name), again.part(name))}"
+            if ours != theirs:
+                return f"{field} {name}".rstrip() + f": {ours!r}, {theirs!r}"
+    return "the manifests"
+
+
+def _state(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    """Return what a manifest states: field → name → value; of one without names the name is empty."""
+    told = manifest.model_dump(mode="json", include={*STATED})
+    told["inputs"] = {name: split_ref(ref)[1] for name, ref in manifest.inputs.items()}
+    return {field: value if isinstance(value, dict) else {"": value} for field, value in told.items()}
+
+
+def _compare_files(one: Path, two: Path) -> str:
+    """Say where two files differ first: tensor and element, or line."""
+    if one.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        with safe_open(one, "pt") as left, safe_open(two, "pt") as right:
+            for name in sorted({*left.keys(), *right.keys()}):
+                if name not in left.keys() or name not in right.keys():  # noqa: SIM118 (these are no mappings)
+                    return f"tensor {name}: only in one of the two"
+                ours, theirs = left.get_tensor(name), right.get_tensor(name)
+                if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+                    return f"tensor {name}: {ours.dtype} {tuple(ours.shape)}, {theirs.dtype} {tuple(theirs.shape)}"
+                if (places := (ours != theirs).nonzero()).numel():
+                    at = tuple(places[0].tolist())
+                    return f"tensor {name}, element {list(at)}: {ours[at]:g}, {theirs[at]:g} ({len(places)} differ)"
+    lines = enumerate(zip_longest(one.read_bytes().splitlines(), two.read_bytes().splitlines()), start=1)
+    number, (left_line, right_line) = next((n, pair) for n, pair in lines if pair[0] != pair[1])
+    if one.suffix in (".json", ".jsonl"):
+        return f"line {number}: {(left_line or b'').decode()[:200]}, {(right_line or b'').decode()[:200]}"
+    return "the bytes differ"
