@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -90,14 +90,17 @@ class Manifest(BaseModel, frozen=True):
 
     def compute_digest(self) -> str:
         """Compute the digest of what the manifest states; references count by their digests, not by their places."""
-        stated = json.loads(self.model_dump_json(include={*STATED}))  # as a reader of the JSON would have it
-        text = _PLACE.sub('"', dump_canonical_json(stated))
-        return f"{DIGEST}:{hashlib.sha256(text.encode()).hexdigest()}"
+        return _compute_digest(json.loads(self.model_dump_json()))  # as a reader of the JSON would have it
 
     @property
     def scalars(self) -> dict[str, float]:
         """The results that can be drawn."""
         return {name: value for name, value in self.results.items() if isinstance(value, int | float)}
+
+
+def _compute_digest(manifest: Mapping[str, Any]) -> str:
+    text = _PLACE.sub('"', dump_canonical_json({field: manifest.get(field) for field in STATED}))
+    return f"{DIGEST}:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def file_digest(path: Path) -> str:
@@ -228,7 +231,7 @@ def parse_manifest(url: str, data: bytes, *, proved: bool = False) -> Manifest:
     except ValidationError as error:
         why = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise Corrupt("artifact", where, f"is not a manifest ({why}); {_MEND}") from error
-    if not proved and (digest := manifest.compute_digest()) != manifest.digest:
+    if not proved and (digest := _compute_digest(json.loads(data))) != manifest.digest:
         raise Corrupt("artifact", where, f"was changed: it states {digest}, {manifest.digest} was committed; {_MEND}")
     return manifest
 

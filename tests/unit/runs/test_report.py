@@ -121,13 +121,14 @@ def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     assert re.search(r"<title>[^<]*: 1 → 1</title>", text) and "nan " not in text
 
 
-
 def test_what_stages_that_train_made_of_their_devices(tmp_path: Path) -> None:
     measured = {"flops_per_s": 2e12, "mfu": None, "peak_memory_bytes": 3e9}
     for i, (speed, more) in enumerate([(100.0, {"communication_s": 0.5, "step_s": 2.0}), (300.0, {}), (200.0, {})]):
         draft = Draft(f"{tmp_path}/r/iterations/{i + 1}/policy-update")
         notes = {"efficiency": {**measured, "peak_memory_bytes": (i + 1) * 1e9, **more}}
-        draft.commit(stage="policy_update", facts={"version": i}, notes=notes, timings={"tokens_per_s": speed, "train": 1.0})
+        draft.commit(
+            stage="policy_update", facts={"version": i}, notes=notes, timings={"tokens_per_s": speed, "train": 1.0}
+        )
     cells = Page(report.render_page(Run.open("r", str(tmp_path)))).cells
     at = cells.index("policy_update, 3 times")
     unknown = "the device's peak is not known"

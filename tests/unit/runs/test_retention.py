@@ -66,7 +66,11 @@ def test_old_checkpoints_keep_their_manifest_and_history(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("options", "needed"),
-    [({"state_every": 3}, {3, 4}), ({"state_every": 9}, {1, 2, 3, 4}), ({"state_every": 3, "lora": {"r": 2}}, {1, 3, 4})],
+    [
+        ({"state_every": 3}, {3, 4}),
+        ({"state_every": 9}, {1, 2, 3, 4}),
+        ({"state_every": 3, "lora": {"r": 2}}, {1, 3, 4}),
+    ],
 )
 def test_what_a_replay_or_adapters_need_stays(tmp_path: Path, options: dict[str, object], needed: set[int]) -> None:
     """Of five iterations the newest alone is kept, and what the sixth needs, which has the bytes that it would have."""

@@ -68,7 +68,9 @@ def test_a_run_its_iterations_and_every_point_once(client: Any, uri: str, tmp_pa
     mirror = mirrored(client, run)
     assert mirror.data.params == {"seed": "0", "loop.iterations": "2", "loop.none": "None"}
 
-    toy.make(f"{tmp_path}/a", 3, whole=False)  # the run goes on, as a resume would: what stands is found, iteration 3 is new
+    toy.make(
+        f"{tmp_path}/a", 3, whole=False
+    )  # the run goes on, as a resume would: what stands is found, iteration 3 is new
     tracking.mirror_run(run)
     tracking.mirror_run(Run.open("a", str(tmp_path)))
 
