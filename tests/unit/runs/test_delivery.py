@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.unit.inference.crew import Crew
-from tests.unit.weights.test_publication import chain
 from tests.unit.runs.test_report import Page
+from tests.unit.weights.test_publication import chain
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.store import Store

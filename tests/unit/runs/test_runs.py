@@ -6,11 +6,11 @@ import pytest
 
 from tests.unit import toy
 from tuneloop.core.errors import Corrupt, UserError
-from tuneloop.runs.verification import verify_artifact
 from tuneloop.runs import records, run_record
 from tuneloop.runs.records import Record
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.summary import list_devices
+from tuneloop.runs.verification import verify_artifact
 
 
 @pytest.fixture(scope="module")
