@@ -24,6 +24,7 @@ from tuneloop.cli import (
     kfp,
     prove,
     turns,
+    ui,
     weights,
 )
 from tuneloop.cli.exits import run_command
@@ -81,6 +82,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "gc": gc.collect_garbage,
     "turns": turns.show_device_leases,
     "gateway": gateway.serve_gateway,
+    "ui": ui.serve_ui,
 }
 for name, command in COMMANDS.items():
     about = f"With --to kfp: `tuneloop kfp {name} --help`." if name in kfp.list_commands() else None

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from tuneloop.runs import summary
+from tuneloop.runs.alarms import find_alarms
 from tuneloop.runs.charts import STYLE, Series, render_chart
 from tuneloop.runs.delivery import list_deliveries
 from tuneloop.runs.run_record import Curve, Entry, Run
@@ -23,8 +24,20 @@ FIRST = ("mean_reward", "kl", "entropy", "loss", "mean_length")
 
 def render_page(run: Run) -> str:
     """Return the report of `run` as a self-contained HTML page."""
-    body = [
+    return fill_page(run.name, render_body(run))
+
+
+def fill_page(title: str, body: str, head: str = "") -> str:
+    """Return a whole page; `title` is text, `body` and `head` are HTML."""
+    template = string.Template((Path(__file__).parent / "report.html").read_text("utf-8"))
+    return template.substitute(title=_text(title), style=STYLE, body=body, head=head)
+
+
+def render_body(run: Run) -> str:
+    """Return what the report of `run` shows, as HTML."""
+    parts = [
         f"<h1>{_text(run.name)}</h1>",
+        "".join(f'<p class="alarm" role="alert">{_text(alarm)}</p>' for alarm in find_alarms(run)),
         _facts(run),
         f'<div class="figures">{"".join([*_draw_curves(run.curves()), _draw_phases(run)])}</div>',
         _samples(run),
@@ -34,8 +47,7 @@ def render_page(run: Run) -> str:
         _packages(run),
         _config(run),
     ]
-    template = string.Template((Path(__file__).parent / "report.html").read_text("utf-8"))
-    return template.substitute(title=_text(run.name), style=STYLE, body="\n".join(part for part in body if part))
+    return "\n".join(part for part in parts if part)
 
 
 def _facts(run: Run) -> str:

@@ -1,0 +1,82 @@
+"""What goes wrong silently in reinforcement learning, said in words: looked for in the curves of a run."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+
+from tuneloop.runs.run_record import Curve, Run
+
+Points = Sequence[tuple[float, float]]
+WINDOW = 5
+"""Iterations whose median stands for the beginning of a curve, and for where it is now."""
+
+
+def find_alarms(run: Run) -> list[str]:
+    """Return a sentence for each alarm that a run's curves give, with its iteration and its number."""
+    inside = {curve.name: [*zip(curve.x, curve.y)] for curve in _of_loop(run)}
+    return [alarm for check in CHECKS if (alarm := check(inside))]
+
+
+def _of_loop(run: Run) -> Iterator[Curve]:
+    return (curve for curve in run.curves() if curve.axis == "iteration" and curve.role != "evaluator")
+
+
+def _check_gap(curves: Mapping[str, Points]) -> str | None:
+    """Engine and trainer compute the same probabilities; a gap that grows says that they no longer do."""
+    points = curves.get("logprob_gap", ())
+    if len(points) <= WINDOW or not (usual := median(y for _, y in points[:WINDOW])):
+        return None
+    wrong = next(((x, y) for x, y in points[WINDOW:] if y > 10 * usual), None)
+    if wrong is None:
+        return None
+    rose = f"at iteration {wrong[0]:g} ({usual:.2g} → {wrong[1]:.2g} nats)"
+    return f"the log-probability gap rose tenfold {rose}: engine and trainer disagree"
+
+
+def _check_groups(curves: Mapping[str, Points]) -> str | None:
+    """A group whose rewards are all equal has no advantage, and teaches nothing."""
+    points, rewards = curves.get("zero_variance", ()), curves.get("mean_reward", ())
+    share = median(y for _, y in points[-WINDOW:]) if points else 0.0
+    solved = bool(rewards) and median(y for _, y in rewards[-WINDOW:]) > 0.95
+    if share < 0.8 or solved:
+        return None
+    return f"all rewards are equal in {share:.0%} of groups: prompts are too easy or too hard, and little is learnt"
+
+
+def _check_length(curves: Mapping[str, Points]) -> str | None:
+    """Completions that grow while the reward does not are padded, or run into the limit."""
+    lengths, rewards = curves.get("mean_length", ()), curves.get("mean_reward", ())
+    if min(len(lengths), len(rewards)) < 2 * WINDOW:
+        return None
+    (before, now), (worse, better) = map(_ends, (lengths, rewards))
+    if now < 1.5 * before or better > worse:
+        return None
+    return (
+        f"completions grew from {before:.0f} to {now:.0f} tokens, and the reward did not ({worse:.3f} → {better:.3f})"
+    )
+
+
+def _check_entropy(curves: Mapping[str, Points]) -> str | None:
+    """A policy that has become certain explores no more."""
+    points, rewards = curves.get("entropy", ()), curves.get("mean_reward", ())
+    if min(len(points), len(rewards)) < 2 * WINDOW:
+        return None
+    before, now = _ends(points)
+    if now > 0.05 * before or _ends(rewards)[1] > 0.95:
+        return None
+    return f"the entropy fell from {before:.3g} to {now:.2g} nats: the policy samples nearly one answer only"
+
+
+def _check_clipping(curves: Mapping[str, Points]) -> str | None:
+    """Where most tokens are clipped, a step is too large or the rollouts are too old."""
+    points = curves.get("clip_fraction", ())
+    share = median(y for _, y in points[-WINDOW:]) if points else 0.0
+    return f"{share:.0%} of tokens are clipped: lower the learning rate, or updates_per_batch" if share > 0.5 else None
+
+
+def _ends(points: Points) -> tuple[float, float]:
+    return median(y for _, y in points[:WINDOW]), median(y for _, y in points[-WINDOW:])
+
+
+CHECKS: tuple[Callable[[Mapping[str, Points]], str | None], ...] = (
+    _check_gap, _check_groups, _check_length, _check_entropy, _check_clipping,
+)  # fmt: skip
