@@ -29,7 +29,7 @@ from tuneloop.argo.claims import DEVICES, GIVE, TAKE
 from tuneloop.cluster import run_workflows
 from tuneloop.core.errors import Retryable, UserError, report_errors
 from tuneloop.core.program import write_outputs
-from tuneloop.kube.connection import OWNER, WORKFLOWS, ApiRefusal, Connection, connect_to_cluster
+from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, connect_to_cluster, ignore_refusals
 from tuneloop.workflow.settings import GROUP_LABEL, LOCAL, ROLE_LABEL, RUN_LABEL, Share
 
 API = ("resource.k8s.io", "v1")
@@ -148,13 +148,10 @@ def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Act
 
 def _first(change: Callable[[], Any]) -> bool:
     """Return whether a change was made, and not refused because another one came before it."""
-    try:
+    with ignore_refusals(404, 409):
         change()
-    except ApiRefusal as error:
-        if error.status not in (404, 409):
-            raise
-        return False
-    return True
+        return True
+    return False
 
 
 def _new(name: str, share: Share, role: str) -> Object:

@@ -78,6 +78,16 @@ def retry_until_available(look: Callable[[], T], *, patience: float = PATIENCE, 
             pause = min(2 * pause, 30.0)
 
 
+@contextmanager
+def ignore_refusals(*statuses: int) -> Iterator[None]:
+    """End the block where the API server refuses a call in it with one of these statuses, and go on behind it."""
+    try:
+        yield
+    except ApiRefusal as error:
+        if error.status not in statuses:
+            raise
+
+
 def read_api_message(error: Any) -> str:
     """Read the API server's own words of an ApiException."""
     try:
@@ -111,12 +121,9 @@ class Connection:
 
     def find(self, group: str, version: str, plural: str, name: str) -> dict[str, Any] | None:
         """Return a custom object of the namespace; None where there is none."""
-        try:
+        with ignore_refusals(404):
             return self.get(group, version, plural, name)
-        except ApiRefusal as error:
-            if error.status != 404:
-                raise
-            return None
+        return None
 
     def create(self, group: str, version: str, plural: str, body: Mapping[str, Any]) -> None:
         """Create a custom object in the namespace."""
@@ -124,13 +131,10 @@ class Connection:
 
     def delete(self, group: str, version: str, plural: str, name: str, **options: Any) -> bool:
         """Delete a custom object of the namespace, and return whether there was one."""
-        try:
+        with ignore_refusals(404):
             self.custom.delete_namespaced_custom_object(group, version, self.namespace, plural, name, **options)
-        except ApiRefusal as error:
-            if error.status != 404:
-                raise
-            return False
-        return True
+            return True
+        return False
 
     def list(self, group: str, version: str, plural: str, selector: str = "") -> "list[dict[str, Any]]":
         """List the custom objects of the namespace, oldest first."""
