@@ -43,13 +43,6 @@ def find_queue_problems(cluster: Connection, workflow: Mapping[str, Any]) -> Ite
             yield Problem("priority", priority, found, APPLY, " (or yours)")
 
 
-def _inactive(name: str, queue: Mapping[str, Any]) -> Iterator[UserError]:
-    for condition in queue.get("status", {}).get("conditions", ()):
-        if condition["type"] == "Active" and condition["status"] != "True":
-            command = f"kubectl get clusterqueue {queue['spec']['clusterQueue']} -o yaml"
-            yield Problem("queue", name, f"admits nothing: {condition['message']}", command, " says why")
-
-
 def _cluster_queue(
     cluster: Connection, workflow: Mapping[str, Any], name: str, queues: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[UserError]:
@@ -59,7 +52,10 @@ def _cluster_queue(
         yield Problem("queue", ", ".join(queues), said, APPLY, " (or yours)")
         return
     for queue, local in queues.items():
-        yield from _inactive(queue, local)
+        for condition in local.get("status", {}).get("conditions", ()):
+            if condition["type"] == "Active" and condition["status"] != "True":
+                command = f"kubectl get clusterqueue {name} -o yaml"
+                yield Problem("queue", queue, f"admits nothing: {condition['message']}", command, " says why")
     if found is not UNSEEN:
         yield from _admitted(cluster, found["spec"].get("namespaceSelector"), name)
         yield from find_quota_problems(workflow, found["spec"], queues, name)

@@ -58,6 +58,7 @@ def read_status(cluster: Connection, run: str) -> Status:
     found = find_workflows(cluster, run)
     merged = {key: node for workflow in found for key, node in read_nodes(workflow).items()}
     last = found[-1]
+    spent = [item for w in found for item in w.get("status", {}).get("resourcesDuration", {}).items()]
     return Status(
         run=run,
         phase=get_workflow_phase(last),
@@ -65,7 +66,7 @@ def read_status(cluster: Connection, run: str) -> Status:
         workflows=[str(w["metadata"]["name"]) for w in found],
         nodes=merged,
         waiting=_waiting(cluster, run, merged),
-        accelerator_seconds=sum(_accelerator_seconds(w) for w in found),
+        accelerator_seconds=float(sum(seconds for name, seconds in spent if name.endswith("/gpu"))),
         claims=_claims(cluster, run) if any(node.template == TAKE for node in merged.values()) else {},
     )
 
@@ -112,11 +113,6 @@ def _values(io: Mapping[str, Any]) -> dict[str, str]:
 
 def _seconds(stamp: str | None) -> float:
     return datetime.fromisoformat(stamp).timestamp() if stamp else 0.0
-
-
-def _accelerator_seconds(workflow: Mapping[str, Any]) -> float:
-    spent = workflow.get("status", {}).get("resourcesDuration", {})
-    return float(sum(seconds for name, seconds in spent.items() if name.endswith("/gpu")))
 
 
 def find_job_stage(pod: Node, nodes: Mapping[str, Node]) -> Node | None:

@@ -235,13 +235,12 @@ def _pods(client: Any, run_id: str) -> list[tuple[str, str]]:
     listed = status.get("nodes") or {}
     if packed := status.get("compressedNodes"):  # Argo's form of a status that is too large
         listed = json.loads(gzip.decompress(base64.b64decode(packed)))
-    nodes = [node for node in listed.values() if _runs_a_stage(node)]
-    ordered = sorted(nodes, key=lambda node: str(node.get("startedAt")))
-    return [(_task_of(node), _pod_of(workflow["metadata"]["name"], node)) for node in ordered]
-
-
-def _runs_a_stage(node: Mapping[str, Any]) -> bool:
-    return node.get("type") == "Pod" and not ATTEMPT.sub("", node.get("displayName", "")).endswith("driver")
+    pods = [node for node in listed.values() if node.get("type") == "Pod"]
+    pods = [node for node in pods if not ATTEMPT.sub("", node.get("displayName", "")).endswith("driver")]
+    ordered = sorted(pods, key=lambda node: str(node.get("startedAt")))
+    # Argo's rule for the name of a node's pod (its pod-name format v2).
+    names = [f"{node['templateName']}-{str(node['id']).rpartition('-')[2]}" for node in ordered]
+    return [(_task_of(node), f"{workflow['metadata']['name']}-{name}") for node, name in zip(ordered, names)]
 
 
 def _task_of(node: Mapping[str, Any]) -> str:
@@ -254,11 +253,6 @@ def _attempt_of(name: str | None) -> float:
     """Return the attempt that a node is, infinity for the node of all."""
     match = ATTEMPT.search(name or "")
     return int(match[1]) if match else math.inf
-
-
-def _pod_of(workflow: str, node: Mapping[str, Any]) -> str:
-    """Argo's rule for the name of a node's pod (its pod-name format v2)."""
-    return f"{workflow}-{node['templateName']}-{str(node['id']).rpartition('-')[2]}"
 
 
 def _get(client: Any, path: str) -> str | None:

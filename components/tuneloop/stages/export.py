@@ -17,10 +17,8 @@ from tuneloop.core.errors import UserError
 
 
 def _copy_out(stage: Stage, manifest: Manifest) -> None:
-    directory = getattr(stage.params, "directory", None)
-    if directory is not None:
-        made = Artifact(stage.out_url)
-        copy_out(made.path, Path(directory).expanduser().absolute())
+    if (directory := getattr(stage.params, "directory", None)) is not None:
+        copy_out(Artifact(stage.out_url).path, Path(directory).expanduser().absolute())
         stage.log(f"copied to {directory}")
 
 
