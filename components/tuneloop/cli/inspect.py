@@ -50,12 +50,7 @@ def show_status(
     show_stages(list_stages(run))
 
 
-def show_logs(
-    name: RUN,
-    stage: STAGE = None,
-    follow: FOLLOW = False,
-    store: STORE = "runs",
-) -> None:
+def show_logs(name: RUN, stage: STAGE = None, follow: FOLLOW = False, store: STORE = "runs") -> None:
     """Print what the stages wrote. Each line behind the stage and iteration that wrote it."""
     from tuneloop.cli.live import get_stage_name
     from tuneloop.runs.run_record import Run
@@ -67,17 +62,13 @@ def show_logs(
     while True:
         running = run.phase == "running"  # before reading: what is written until the end is then read once more
         pods = [node for node in run.state.nodes.values() if node.type == "Pod" and node.log]
-        if (
-            stage
-            and not (follow and running)
-            and not any(stage in (get_stage_name(n), n.display_name, n.id) for n in pods)
-        ):
+        chosen = [n for n in pods if stage is None or stage in (get_stage_name(n), n.display_name, n.id)]
+        if not chosen and stage and not (follow and running):
             known = ", ".join(dict.fromkeys(get_stage_name(node) for node in pods))
             inside = "; the loop's stages run in `iterations` here" if "iterations" in known else ""
             raise UserError("stage", stage, f"has no log of its own; those that have: {known}{inside}")
-        for node in pods:
-            if stage is None or stage in (get_stage_name(node), node.display_name, node.id):
-                _print_log(run, node, seen, prefix=stage is None or len(pods) > 1)
+        for node in chosen:
+            _print_log(run, node, seen, prefix=stage is None or len(pods) > 1)
         if not (follow and running):
             return
         time.sleep(0.2)
@@ -97,11 +88,7 @@ def report_run(
     typer.echo(write_report(Run.open(name, store), output))
 
 
-def track_run(
-    name: RUN,
-    store: STORE = "runs",
-    follow: FOLLOW = False,
-) -> None:
+def track_run(name: RUN, store: STORE = "runs", follow: FOLLOW = False) -> None:
     """Mirror a run into MLflow. To MLFLOW_TRACKING_URI, default sqlite:///mlflow.db; again brings it up to date."""
     from tuneloop.runs.run_record import Run
     from tuneloop.runs.tracking import mirror_run
@@ -199,11 +186,7 @@ def _row(name: str, store: str) -> dict[str, Any]:
         return {}
     run = Run(name, record.store, record)
     latest = run.latest_reward()
-    return {
-        **_progress(run),
-        "mean_reward": latest.value if latest else None,
-        "how": latest.how if latest else None,
-    }
+    return {**_progress(run), "mean_reward": latest.value if latest else None, "how": latest.how if latest else None}
 
 
 def _print_log(run: "Run", node: "Node", seen: dict[str, int], prefix: bool) -> None:

@@ -71,20 +71,13 @@ def find_queue_warnings(cluster: Connection, workflow: Mapping[str, Any]) -> Ite
         (held if name in servers else waited).add(labels[QUEUE_LABEL])
         if (count := servers.get(name, 1)) > 1:
             found = "are admitted one by one: several runs can each get some of theirs, and wait for the others"
-            yield Problem(
-                "engine.replicas",
-                count,
-                found,
-                "kubectl get clusterqueues",
-                " shows the quota: have enough for all (docs/cluster.md, The queue)",
-            )
+            otherwise = " shows the quota: have enough for all (docs/cluster.md, The queue)"
+            yield Problem("engine.replicas", count, found, "kubectl get clusterqueues", otherwise)
     for server in sorted(held):
         own = _list_quotas(cluster, server, "borrowingLimit")
         if any(own & _list_quotas(cluster, stage, "lendingLimit") for stage in waited):
-            found = (
-                "gives rollout servers, for as long as their runs, quota that stages wait for: those of several runs "
-            )
-            found += "can hold all of it, and no run goes on"
+            found = "gives rollout servers, for as long as their runs, quota that stages wait for: "
+            found += "those of several runs can hold all of it, and no run goes on"
             command = f"tuneloop … --set cluster.sampler.queue={SAMPLER_QUEUE}"
             yield Problem("queue", server, found, command, " (docs/cluster.md, The queue)")
 

@@ -1,8 +1,5 @@
 """A run on a cluster as it goes: its nodes as the local executor names them, why pods wait, and what they say."""
 
-import base64
-import gzip
-import json
 import queue
 import re
 import threading
@@ -18,6 +15,7 @@ from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_ph
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import Connection, retry_until_available
 from tuneloop.local.journal import Node
+from tuneloop.workflow.manifest import list_status_nodes
 from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
 
 NODE_NAME = "workflows.argoproj.io/node-name"
@@ -72,12 +70,8 @@ def read_status(cluster: Connection, run: str) -> Status:
 
 
 def read_nodes(workflow: Mapping[str, Any]) -> dict[str, Node]:
-    """Read the nodes of a workflow's status, which may be compressed, in the order they started."""
-    told = workflow.get("status", {})
-    raw = told.get("nodes") or {}
-    if packed := told.get("compressedNodes"):
-        raw = json.loads(gzip.decompress(base64.b64decode(packed)))
-    made = [_node(item) for item in raw.values()]
+    """Read the nodes of a workflow's status in the order they started."""
+    made = [_node(item) for item in list_status_nodes(workflow)]
     if get_workflow_phase(workflow) in DONE:  # of a stopped workflow the controller leaves nodes as they were
         for node in made:
             if node.phase in ("Running", "Pending"):

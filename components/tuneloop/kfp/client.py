@@ -7,8 +7,6 @@ A run is known by its name: submitting the name again resumes it, for what it ha
 wrong is one line (`UserError`, `Retryable`), whatever the client library raised.
 """
 
-import base64
-import gzip
 import io
 import json
 import math
@@ -23,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.kfp.api import DONE
+from tuneloop.kfp.api import DONE, match_name
 
 EXPERIMENT = "tuneloop"
 FOUND = "address taken from the kubeconfig"
@@ -228,14 +226,12 @@ def read_logs(client: Any, run: str, task: str | None = None) -> Iterator[tuple[
 
 def _pods(client: Any, run_id: str) -> list[tuple[str, str]]:
     """(task, pod) by start. Only API v1 says which pod a task had: it gives the Argo workflow."""
+    from tuneloop.workflow.manifest import list_status_nodes
+
     detail = _get(client, f"/apis/v1beta1/runs/{run_id}")
     manifest = json.loads(detail or "{}").get("pipeline_runtime", {}).get("workflow_manifest") or "{}"
     workflow = json.loads(manifest)
-    status = workflow.get("status", {})
-    listed = status.get("nodes") or {}
-    if packed := status.get("compressedNodes"):  # Argo's form of a status that is too large
-        listed = json.loads(gzip.decompress(base64.b64decode(packed)))
-    pods = [node for node in listed.values() if node.get("type") == "Pod"]
+    pods = [node for node in list_status_nodes(workflow) if node.get("type") == "Pod"]
     pods = [node for node in pods if not ATTEMPT.sub("", node.get("displayName", "")).endswith("driver")]
     ordered = sorted(pods, key=lambda node: str(node.get("startedAt")))
     # Argo's rule for the name of a node's pod (its pod-name format v2).
@@ -276,11 +272,6 @@ def _named(client: Any, run: str) -> list[Any]:
     with translate_api_errors(run):
         listed = client.list_runs(page_size=100, sort_by="created_at desc", filter=match_name(run))
     return list(listed.runs or [])
-
-
-def match_name(name: str) -> str:
-    """Return the API's filter for a name."""
-    return json.dumps({"predicates": [{"operation": "EQUALS", "key": "display_name", "stringValue": name}]})
 
 
 def _is_inner(name: str, task: Any) -> bool:
