@@ -13,9 +13,8 @@ from tuneloop.argo.claims import TAKE
 from tuneloop.cluster import reservations
 from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_phase
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.kube.connection import Connection, retry_until_available
+from tuneloop.kube.connection import Connection, list_status_nodes, retry_until_available
 from tuneloop.local.journal import Node
-from tuneloop.workflow.manifest import list_status_nodes
 from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
 
 NODE_NAME = "workflows.argoproj.io/node-name"

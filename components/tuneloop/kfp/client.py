@@ -22,6 +22,7 @@ from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kfp.api import DONE, match_name
+from tuneloop.kube.connection import list_status_nodes, read_api_message
 
 EXPERIMENT = "tuneloop"
 FOUND = "address taken from the kubeconfig"
@@ -68,7 +69,7 @@ def connect_to_kfp(endpoint: str | None = None) -> Any:
         except ApiException as error:
             if error.status != 404:
                 raise
-            remedy = f"has no Kubeflow Pipelines ({_told(error)}); {ADDRESS}"
+            remedy = f"has no Kubeflow Pipelines ({read_api_message(error)}); {ADDRESS}"
             raise UserError("kfp", endpoint or FOUND, remedy) from error
     return client
 
@@ -92,7 +93,7 @@ def translate_api_errors(endpoint: str | None) -> Iterator[None]:
     try:
         yield
     except ApiException as error:
-        message = _told(error)
+        message = read_api_message(error)
         if error.status in (429, 502, 503, 504):
             raise Retryable(f"kfp: {message}") from error
         raise UserError("kfp", endpoint or FOUND, f"refused ({error.status}): {message}") from error
@@ -226,8 +227,6 @@ def read_logs(client: Any, run: str, task: str | None = None) -> Iterator[tuple[
 
 def _pods(client: Any, run_id: str) -> list[tuple[str, str]]:
     """(task, pod) by start. Only API v1 says which pod a task had: it gives the Argo workflow."""
-    from tuneloop.workflow.manifest import list_status_nodes
-
     detail = _get(client, f"/apis/v1beta1/runs/{run_id}")
     manifest = json.loads(detail or "{}").get("pipeline_runtime", {}).get("workflow_manifest") or "{}"
     workflow = json.loads(manifest)
@@ -287,15 +286,6 @@ def _names(run: Any) -> dict[str, str]:
     graphs = [spec.get("root", {}), *spec.get("components", {}).values()]
     tasks = [item for graph in graphs for item in graph.get("dag", {}).get("tasks", {}).items()]
     return {name: task["taskInfo"]["name"] for name, task in tasks}
-
-
-def _told(error: Any) -> str:
-    """The API's own words of an ApiException."""
-    try:
-        said = json.loads(error.body)
-        return " ".join(str(said.get("error_message") or said.get("message") or said.get("error")).split())
-    except (TypeError, ValueError, AttributeError):
-        return str(error.reason)
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 workflows = connect_to_cluster("tuneloop").list(*WORKFLOWS)
 """
 
+import base64
+import gzip
 import json
 import os
 import time
@@ -88,11 +90,20 @@ def ignore_refusals(*statuses: int) -> Iterator[None]:
             raise
 
 
+def list_status_nodes(workflow: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """List the nodes of a workflow's status, which the controller compresses if it is too large for an object."""
+    status = workflow.get("status", {})
+    if packed := status.get("compressedNodes"):
+        return [*json.loads(gzip.decompress(base64.b64decode(packed))).values()]
+    return [*(status.get("nodes") or {}).values()]
+
+
 def read_api_message(error: Any) -> str:
-    """Read the API server's own words of an ApiException."""
+    """Read an API server's own words of an ApiException, of Kubernetes' client or of KFP's."""
     try:
-        return " ".join(str(json.loads(error.body)["message"]).split())
-    except (TypeError, ValueError, KeyError):
+        said = json.loads(error.body)
+        return " ".join(str(said.get("error_message") or said.get("message") or said["error"]).split())
+    except (TypeError, ValueError, AttributeError, KeyError):
         return str(error.reason)
 
 

@@ -1,7 +1,5 @@
 """What the local executor understands of a Workflow: everything else is refused by name before anything runs."""
 
-import base64
-import gzip
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -140,14 +138,6 @@ def list_calls(template: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def effective_spec(workflow: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the controller runs: the workflow's own spec over that of the WorkflowTemplate it was made from."""
     return {**(workflow.get("status", {}).get("storedWorkflowTemplateSpec") or {}), **workflow["spec"]}
-
-
-def list_status_nodes(workflow: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """List the nodes of a workflow's status, which the controller compresses if it is too large for an object."""
-    status = workflow.get("status", {})
-    if packed := status.get("compressedNodes"):
-        return [*json.loads(gzip.decompress(base64.b64decode(packed))).values()]
-    return [*(status.get("nodes") or {}).values()]
 
 
 def parse_applied_object(template: Mapping[str, Any]) -> dict[str, Any]:
