@@ -11,7 +11,7 @@ What goes wrong is one line (`UserError`, `Retryable`), whatever the client libr
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tuneloop.cluster.launch import KINDS
@@ -29,7 +29,7 @@ from tuneloop.cluster.run_workflows import (
 )
 from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError, print_diagnostic
-from tuneloop.kube.connection import WORKFLOWS, Connection, ignore_refusals, retry_until_available
+from tuneloop.kube.connection import WORKFLOWS, Connection, ignore_refusals, retry_until_available, wait_until
 from tuneloop.sharing.lease import release_leases
 from tuneloop.workflow.settings import DELETE_DELAY, RUN_LABEL
 
@@ -108,9 +108,9 @@ def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
             stopped.add(name)
         return not active
 
-    _until(ended, timeout, f"{run}: workflow did not end")
+    wait_until(ended, timeout, f"{run}: workflow did not end")
     _delete_jobs(cluster, run)
-    _until(lambda: not _has_pods(cluster, run), timeout, f"{run}: pods did not end")
+    wait_until(lambda: not _has_pods(cluster, run), timeout, f"{run}: pods did not end")
     with ignore_refusals(403, 404):  # no claims here, or not this account's to end
         release_ended_runs(cluster)  # one that was terminated had no exit handler
     release_leases(cluster, run)
@@ -160,14 +160,6 @@ def _delete_jobs(cluster: Connection, run: str) -> None:
 
 def _has_pods(cluster: Connection, run: str) -> bool:
     return any(pod.status.phase in ("Pending", "Running") for pod in cluster.list_pods(f"{RUN_LABEL}={run}"))
-
-
-def _until(done: Callable[[], bool], timeout: float, what: str) -> None:
-    deadline = time.monotonic() + timeout
-    while not done():
-        if time.monotonic() > deadline:
-            raise Retryable(f"{what} after {timeout:g} s")
-        time.sleep(1.0)
 
 
 def wait_for_run(cluster: Connection, run: str) -> int:

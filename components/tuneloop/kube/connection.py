@@ -80,6 +80,15 @@ def retry_until_available(look: Callable[[], T], *, patience: float = PATIENCE, 
             pause = min(2 * pause, 30.0)
 
 
+def wait_until(done: Callable[[], bool], timeout: float, what: str) -> None:
+    """Look every second until it is `done`; after `timeout` seconds raise Retryable, which says `what` is not."""
+    deadline = time.monotonic() + timeout
+    while not done():
+        if time.monotonic() > deadline:
+            raise Retryable(f"{what} after {timeout:g} s")
+        time.sleep(1.0)
+
+
 @contextmanager
 def ignore_refusals(*statuses: int) -> Iterator[None]:
     """End the block where the API server refuses a call in it with one of these statuses, and go on behind it."""
