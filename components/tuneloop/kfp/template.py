@@ -113,9 +113,14 @@ def define_uncached_step(
     """Return a program of ours as a step whose task never comes from KFP's cache: it reads what is there by now."""
     image = cluster.images.format(image="base")
     made = define_container_component(name, summary, signature, about, image, ["python3", "-m", f"tuneloop.kfp.{name}"])
+    return make_step(lambda **arguments: made(**arguments).set_caching_options(False), image, cluster, kfp)
+
+
+def make_step(made: Callable[..., dsl.PipelineTask], image: str, cluster: Cluster, kfp: Kfp) -> Step:
+    """Return a container component as a step, whose pod has no accelerator."""
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
-        task = made(**arguments).set_display_name(name).set_caching_options(False)
+        task = made(**arguments).set_display_name(name)
         configure_task_pod(task, image, cluster, kfp)
         return task
 
