@@ -12,7 +12,7 @@ from hera.workflows import DAG, Container
 from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import RUN, digests, submit_workflow
 from tests.cluster.test_queue import until
-from tuneloop.argo.continuation import proceed_template
+from tuneloop.argo.loop import proceed_template
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cluster import reservations

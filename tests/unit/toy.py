@@ -142,7 +142,7 @@ def build_argo(config: Config) -> Any:
     from hera.workflows import DAG, Parameter
     from hera.workflows.models import ValueFrom
 
-    from tuneloop.argo.continuation import proceed_template
+    from tuneloop.argo.loop import proceed_template
     from tuneloop.argo.template import define_workflow, stage_template
     from tuneloop.workflow.settings import Cluster
 

@@ -16,13 +16,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hera.expr import C, P, g
-from hera.workflows import DAG, Parameter
+from hera.workflows import DAG, Container, Parameter
+from hera.workflows.models import ValueFrom
 
-from tuneloop.argo.continuation import proceed_template
+from tuneloop.argo.pod_fields import OUTPUTS, step_fields
 from tuneloop.argo.tasks import ITERATION, RUN, Output, build_term, input_tag, output_parameter, output_term, task_tag
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Loop, Step, output_of, step_of
+from tuneloop.workflow.settings import NEXT, Cluster
 
 Templates = Mapping[str, Any]
 """Name of a template → the template, which makes a task where it is called in a graph."""
@@ -38,16 +40,16 @@ def build_input_tags(names: Sequence[str]) -> dict[str, str]:
     return {name: input_tag(name) for name in names}
 
 
-def goes_on(iteration: Any, reward: Any) -> Any:
+def build_loop_condition(iteration: Any, reward: Any) -> Any:
     """Return the condition that an iteration follows the one with this number and this mean reward."""
     limits = g.workflow.parameters
     return (iteration.as_int() < limits.iterations.as_int()) & (reward.as_float() < limits["target-reward"].as_float())
 
 
-def goes_on_here(iteration: Any, reward: Any) -> Any:
+def build_same_workflow_condition(iteration: Any, reward: Any) -> Any:
     """Return the condition that an iteration follows in the same workflow."""
     here: Any = iteration.as_int() % g.workflow.parameters["per-workflow"].as_int() != 0
-    return here & goes_on(iteration, reward)
+    return here & build_loop_condition(iteration, reward)
 
 
 def last_outputs(own: Mapping[str, Any]) -> list[Parameter]:
@@ -55,12 +57,6 @@ def last_outputs(own: Mapping[str, Any]) -> list[Parameter]:
     following: Any = g.tasks.next  # only a task that ran has outputs; Argo says so by its status
     ran = following.status == "Succeeded"
     return [output_parameter(k, expression=ran.check(following.outputs.parameters[k], own[k])) for k in own]
-
-
-def ahead_output(name: str) -> str:
-    """Return an output of the task `ahead`, if that ran."""
-    ahead: Any = g.tasks.ahead
-    return f"{(ahead.status == 'Succeeded').check(ahead.outputs.parameters[name], C('')):=}"
 
 
 def call_step(step: Step, templates: Templates, values: Mapping[str, str], **about: Any) -> Any:
@@ -124,7 +120,7 @@ def build_iteration(loop: Loop, templates: Templates, evaluate_every: int, batch
     """
     number, reward = g.inputs.parameters.iteration, output_of(loop.reward)
     rewarded = build_term(g.inputs.parameters, reward) if batch else output_term(step_of(loop.reward), reward)
-    more, after = f"{goes_on_here(number, rewarded):=}", f"{number.as_int() + 1:=}"
+    more, after = f"{build_same_workflow_condition(number, rewarded):=}", f"{number.as_int() + 1:=}"
     batched = [output_of(wire) for wire in loop.batch_wires] if batch else []
     # Outputs see tasks, but no inputs; a tag is replaced before.
     own = {name: output_term(*wire.split(".")) for name, wire in loop.carry.items()}
@@ -144,7 +140,10 @@ def build_iteration(loop: Loop, templates: Templates, evaluate_every: int, batch
             sampled = {**build_input_tags(loop.values_of(loop.batch)), "iteration": after}
             done.append(batch(name="ahead", arguments=sampled, when=more))
         given = {"iteration": after, **trained, **build_input_tags((*loop.constants, "endpoint"))}
-        following = made(name="next", arguments={**given, **{k: ahead_output(k) for k in batched}}, when=more)
+        ahead: Any = g.tasks.ahead  # it has outputs if it ran
+        ran = ahead.status == "Succeeded"
+        given |= {k: f"{ran.check(ahead.outputs.parameters[k], C('')):=}" for k in batched}
+        following = made(name="next", arguments=given, when=more)
         if evaluate_every:
             when: Any = number.as_int() % evaluate_every == 0
             check = call_step(loop.check, templates, {**values, **trained}, when=f"{when:=}")
@@ -161,16 +160,36 @@ def build_pods(loop: Loop, pod: Any) -> Any:
     with build_dag("loop", loop.inputs, last_outputs({name: ended[name] for name in loop.pod_outputs})) as made:
         work = pod(name="iterations", arguments=build_input_tags(loop.inputs))
         following = {"iteration": f"{ended.iteration.as_int() + 1:=}", **{k: Output(work, k) for k in loop.carry}}
-        more = goes_on_here(ended.iteration, build_term(ended, output_of(loop.reward)))
+        more = build_same_workflow_condition(ended.iteration, build_term(ended, output_of(loop.reward)))
         work >> made(name="next", arguments={**build_input_tags(loop.inputs), **following}, when=f"{more:=}")
     return made
+
+
+def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster) -> Container:
+    """Build a step ``continue`` that starts the run's next workflow at the template `entrypoint`: what it runs is
+    `tuneloop.cluster.continue_run`.
+
+    Args:
+        arguments: the inputs of that template, and of this one.
+        cluster: whose base image it uses.
+    """
+    passed = [f"{name}={input_tag(name)}" for name in arguments]
+    own = ["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}", "--entrypoint", entrypoint]
+    return Container(
+        name="continue",
+        inputs=[Parameter(name=name) for name in arguments],
+        outputs=[Parameter(name=NEXT, global_name=NEXT, value_from=ValueFrom(path=f"{OUTPUTS}/{NEXT}"))],
+        command=["python", "-m", "tuneloop.cluster.continue_run"],
+        args=[*own, *passed],
+        **step_fields("tuneloop-continue", cluster),
+    )
 
 
 def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> Any:
     """Make the template `part`: one workflow's part of the loop; then the next workflow, or the end of the run."""
     proceed = proceed_template("continued", loop.passed, config.cluster)
     ended = g.tasks.loop.outputs.parameters
-    more = goes_on(ended.iteration, build_term(ended, output_of(loop.reward)))
+    more = build_loop_condition(ended.iteration, build_term(ended, output_of(loop.reward)))
     with build_dag("part", loop.inputs) as part:
         repeat = templates["loop"](name="loop", arguments=build_input_tags(loop.inputs))
         trained = {name: Output(repeat, name) for name in loop.carry}

@@ -10,8 +10,7 @@ from tuneloop.argo.claims import role_of
 from tuneloop.argo.lease_sidecar import take_turns
 from tuneloop.argo.pod_fields import OUTPUTS, find_role, retried_pod_fields
 from tuneloop.argo.tasks import RUN, input_tag
-from tuneloop.argo.template import constant_flags
-from tuneloop.core.program import to_kebab_case
+from tuneloop.core.program import encode_flags, to_kebab_case
 from tuneloop.workflow.loop import Loop, StageSpec, Step
 from tuneloop.workflow.pod_loop import PROGRAM, PerPod, PodLoop, StageCall
 from tuneloop.workflow.settings import Cluster, ResourceRole
@@ -31,15 +30,15 @@ def describe_loop(
     known = {spec.component: spec for spec in specs}
 
     def describe(step: Step) -> StageCall:
-        spec, names = known[step.component], list(wired)
-        wires = {**step.wires, **{name: name for name in spec.accepted(names)}}
-        given = {**spec.parameters, **{name: shared[name] for name in spec.accepted(list(shared))}}
+        stage, spec = step.component, known[step.component].with_shared(shared)
+        wires = {**step.wires, **{name: name for name in spec.accepted(list(wired))}}
+        constants = stage.resolve_constants(spec.parameters, wires.keys() - stage.inputs.keys())
         return StageCall(
             name=step.name,
-            command=spec.component.command(spec.processes),
-            flags=constant_flags(spec.component, given, [name for name in wires if name not in spec.component.inputs]),
+            command=stage.command(spec.processes),
+            flags=encode_flags(constants),
             wires={to_kebab_case(name): wire for name, wire in wires.items()},
-            output=to_kebab_case(spec.component.output),
+            output=to_kebab_case(stage.output),
         )
 
     check = describe(loop.check) if evaluate_every else None

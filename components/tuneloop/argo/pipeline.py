@@ -7,13 +7,13 @@ from hera.workflows import DAG, Workflow
 
 from tuneloop.argo.loop import Templates, build_loop, build_part, build_pods, call_loop
 from tuneloop.argo.multi_stage_pod import describe_loop, list_roles, pod_template
-from tuneloop.argo.tasks import RUN, Output, Outputs
+from tuneloop.argo.tasks import RUN, Output
 from tuneloop.argo.template import define_workflow, server_template, stage_template
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.component import Component
 from tuneloop.core.program import to_kebab_case
-from tuneloop.workflow.loop import Graph, Loop, StageSpec
+from tuneloop.workflow.loop import Graph, Loop, Outputs, StageSpec
 
 LIMITS = {"iterations", "per_workflow", "target_reward"}
 """Settings of a loop that are parameters of its workflow."""
@@ -71,17 +71,17 @@ def iterations_template(loop: Loop, specs: Sequence[StageSpec], config: LoopPipe
     published, settings = config.published(RUN), config.loop
     described = describe_loop(loop, specs, {"seed": config.seed}, published, settings.evaluate_every)
     role, cluster = config.cluster.merge_roles(list_roles(loop, specs, settings.evaluate_every))
-    about: Any = {"per_pod": config.iterations_per_pod, "role": role, "cluster": cluster}
-    return pod_template(described, loop.inputs, loop.pod_outputs, published, **about)
+    per_pod, outputs = config.iterations_per_pod, loop.pod_outputs
+    return pod_template(described, loop.inputs, outputs, published, per_pod=per_pod, role=role, cluster=cluster)
 
 
 def template_of(spec: StageSpec, config: PipelineConfig, loop: Loop | None) -> Any:
     """Make the template of a stage: the run's seed and its URL of weights are literals of it."""
     shared: dict[str, Any] = {"seed": config.seed, **config.published(RUN)}
-    given = {**spec.parameters, **{name: shared[name] for name in spec.accepted(list(shared))}}
+    spec, cluster = spec.with_shared(shared), config.cluster
     dynamic = spec.accepted(["iteration", "endpoint"]) if loop else []
-    about: Any = {"processes": spec.processes, "nodes": spec.nodes, "cluster": config.cluster}
-    return stage_template(spec.component, given, dynamic=dynamic, **about)
+    ranks = {"processes": spec.processes, "nodes": spec.nodes}
+    return stage_template(spec.component, spec.parameters, dynamic=dynamic, cluster=cluster, **ranks)
 
 
 def server_templates(config: Any) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Tasks:
             if parent not in implied:
                 parents[parent] >> task
         self._before[name] = {*parents, *implied}
-        return Outputs(task)
+        return Outputs(lambda output: Output(task, to_kebab_case(output)))
 
     def loop(self, serve: Output, **values: Output) -> None:
         assert self._loop, "the pipeline is built with its loop"

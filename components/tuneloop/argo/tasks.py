@@ -6,8 +6,6 @@ from hera.expr import g
 from hera.workflows import Parameter, Task
 from hera.workflows.models import ValueFrom
 
-from tuneloop.core.program import to_kebab_case
-
 RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
 """URL of the run."""
 ITERATION = f"{RUN}/iterations/{{{{inputs.parameters.iteration}}}}"
@@ -23,16 +21,6 @@ class Output(str):
         self = super().__new__(cls, task_tag(str(task.name), name))
         self.task = task
         return self
-
-
-class Outputs:
-    """The output parameters of a task, each an attribute: ``data.prompts``."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-
-    def __getattr__(self, name: str) -> Output:
-        return Output(self._task, to_kebab_case(name))
 
 
 def task_tag(task: str, name: str) -> str:

@@ -96,7 +96,8 @@ def stage_template(
     role = pod_fields.find_role(component, given, dynamic)
     optional = {name for name, required in component.inputs.items() if not required}
     optional |= {name for name in dynamic if not component.Params.model_fields[name].is_required()}
-    flags = constant_flags(component, given, dynamic) + encode_flags({k: input_tag(to_kebab_case(k)) for k in passed})
+    flags = encode_flags(component.resolve_constants(given, dynamic))
+    flags += encode_flags({k: input_tag(to_kebab_case(k)) for k in passed})
     outputs = map(to_kebab_case, (component.output, *component.results))
     made = Container(
         name=component.template,
@@ -152,15 +153,3 @@ def server_template(
         readiness_probe=models.Probe(http_get=health, period_seconds=1, failure_threshold=600),
         **pod_fields.retried_pod_fields("rollout", "sampler", cluster, RETRY_SERVER, [address]),
     )
-
-
-def constant_flags(component: Component, given: Mapping[str, Any], dynamic: Sequence[str]) -> list[str]:
-    """Return the flags of the stage's parameters, resolved here, but for those that the graph passes.
-
-    Raises:
-        UserError: a parameter that the stage refuses.
-    """
-    fields = component.Params.model_fields
-    needed = {name: "0" for name in dynamic if fields[name].is_required()}  # stand-ins, to validate the others
-    resolved = component.validate({k: v for k, v in given.items() if k not in dynamic} | needed)
-    return encode_flags({k: v for k, v in resolved.model_dump(mode="json").items() if k not in dynamic})

@@ -1,4 +1,4 @@
-"""A trainer backend as a TrainJob, a JobSet, a Job of one pod, a process here, and as a step that launches one of them.
+"""A trainer backend as a TrainJob, a JobSet, a RayJob, a Job of one pod, and as processes here.
 
 backend = Trl(trainer="sft", nodes=2, args={"model_name_or_path": "/workspace/model", …})
 manifest = as_trainjob(backend, "tune", cluster, dataset="s3://…#sft.parquet", model="s3://…#model")
@@ -10,18 +10,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tuneloop.argo.jobset import RENDEZVOUS, build_jobset, dump_manifest, pod_spec, ranks_env
-from tuneloop.argo.pod_fields import step_fields
+from tuneloop.argo.jobset import RENDEZVOUS, build_jobset, pod_spec, ranks_env
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import encode_flags
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends import LLMBackend
 from tuneloop.workflow.settings import RUN_LABEL, Cluster, ResourceRole
-
-if TYPE_CHECKING:
-    from hera.workflows import Container
 
 RAY_START = {"num-cpus": "1", "object-store-memory": str(100 << 20)}
 """One rank group a node; tensors pass by torch's own ways, nothing by Ray's."""
@@ -190,21 +186,6 @@ def run_here(backend: LLMBackend) -> int:
     program, *rest = backend.to_command()
     program = sys.executable if program == "python" else program
     return subprocess.run([program, *rest, *backend.to_args()], env={**os.environ, **own}).returncode
-
-
-def launch_template(name: str, job: Mapping[str, Any], cluster: Cluster) -> "Container":
-    """Build a step that launches `job` and ends as it does, for a pipeline: see `tuneloop.cluster.launch`.
-
-    It waits for no quota itself: the job does.
-    """
-    from hera.workflows import Container
-
-    return Container(
-        name=name,
-        command=["python", "-m", "tuneloop.cluster.launch"],
-        args=["--namespace", "{{workflow.namespace}}", "--manifest", dump_manifest(dict(job))],
-        **step_fields("tuneloop-launcher", cluster),
-    )
 
 
 def _pod(backend: LLMBackend, name: str, cluster: Cluster) -> dict[str, Any]:

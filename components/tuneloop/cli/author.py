@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tuneloop.cli.arguments import CONFIG, OUTPUT, PIPELINE, SETS
+from tuneloop.cli.inspect import open_run
 from tuneloop.core.errors import UserError
 
 
@@ -35,7 +36,6 @@ def plan_pipeline(
 
     from tuneloop.config.loading import find_pipeline
     from tuneloop.planning.plan import render_plan
-    from tuneloop.runs.run_record import Run
 
     found = find_pipeline(pipeline)
     configured = found.configure(config, sets or ())
@@ -47,7 +47,7 @@ def plan_pipeline(
         return
     if chosen or swap or len(runs) > 1:
         raise UserError("--share", False, "--plan, --swap and several of --measured go with it")
-    seconds = Run.open(runs[0], store).seconds_an_iteration() if runs else None
+    seconds = open_run(runs[0], store).seconds_an_iteration() if runs else None
     width = None if sys.stdout.isatty() else 200
     Console(highlight=False, soft_wrap=True, width=width).print(render_plan(found.name, built, seconds))
 

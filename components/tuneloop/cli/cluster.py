@@ -3,7 +3,7 @@
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -24,14 +24,11 @@ from tuneloop.cli.arguments import (
     SUBMITTED,
 )
 from tuneloop.cli.exits import run_command
+from tuneloop.cli.fleet import read_yaml_documents
 from tuneloop.cli.inspect import print_json
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
-from tuneloop.kube.connection import connect_to_cluster, retry_until_available
-
-if TYPE_CHECKING:
-    from tuneloop.kube.connection import Connection
-
+from tuneloop.kube.connection import Connection, connect_to_cluster, retry_until_available
 
 app = typer.Typer(no_args_is_help=True, help="The runs on a cluster.")
 
@@ -110,7 +107,6 @@ def submit_run(
 
 def _graph(manifest: Path, run: str, namespace: str) -> dict[str, Any]:
     """Read the Dynamo graph of a manifest, labelled as the run's."""
-    from tuneloop.cli.fleet import read_yaml_documents
     from tuneloop.inference.fleet.graph import render_graph
     from tuneloop.workflow.settings import RUN_LABEL
 
@@ -287,7 +283,7 @@ def show_claims(namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> N
 
 
 def _print_logs(
-    there: "Connection", run: str, stage: str | None, follow: bool, since: str | None = None
+    there: Connection, run: str, stage: str | None, follow: bool, since: str | None = None
 ) -> dict[str, str]:
     """Print what the pods write; the last words of each stage."""
     from tuneloop.cluster.watch import read_logs

@@ -11,10 +11,10 @@ from tuneloop.cli.arguments import CONFIG, CONTEXT, JSON, NAMESPACE, PRIORITY, S
 from tuneloop.cli.inspect import print_json
 from tuneloop.core.errors import UserError
 from tuneloop.kfp.client import check_kfp_is_installed
+from tuneloop.kube.connection import Connection, connect_to_cluster
 
 if TYPE_CHECKING:
     from tuneloop.cluster.doctor import Check
-    from tuneloop.kube.connection import Connection
 
 PIPELINE = Annotated[str | None, typer.Argument(help="A pipeline's name or file; without it: what all pipelines need.")]
 
@@ -36,7 +36,6 @@ def diagnose_argo(
     from tuneloop.cluster.doctor import check_argo, describe_queued_stage
     from tuneloop.cluster.run_workflows import prepare_workflow
     from tuneloop.config.loading import find_pipeline
-    from tuneloop.kube.connection import connect_to_cluster
 
     _check_settings(pipeline, config, sets)
     found = find_pipeline(pipeline) if pipeline else None
@@ -63,7 +62,6 @@ def diagnose_kfp(
     """
     check_kfp_is_installed()
     from tuneloop.kfp.doctor import check_kfp
-    from tuneloop.kube.connection import connect_to_cluster
 
     _check_settings(pipeline, config, sets)
     built, settings = kfp.build_kfp_pipeline(pipeline, config, sets) if pipeline else (None, None)
@@ -76,7 +74,7 @@ def _check_settings(pipeline: str | None, config: Path | None, sets: list[str] |
         raise UserError("--set" if sets else "--config", sets or str(config), "is of a pipeline: name one")
 
 
-def _show(target: str, there: "Connection", checks: "list[Check]", as_json: bool) -> int:
+def _show(target: str, there: Connection, checks: "list[Check]", as_json: bool) -> int:
     """Print the checks, a line each, with the remedy on the next; return the exit code."""
     from tuneloop.cluster.doctor import NOT_CHECKED, REFUSED, WARNING
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tuneloop.cli.arguments import CONFIG, PIPELINE, RUN, SETS, STORE
+from tuneloop.cli.inspect import open_run
 from tuneloop.core.errors import Retryable, UserError
 
 if TYPE_CHECKING:
@@ -88,9 +89,7 @@ def resume_run(
     name: RUN, store: STORE = "runs", parallelism: PARALLELISM = None, track: TRACK = True, warm: WARM = True
 ) -> int:
     """Go on with a run that ended early. The first stage without a commit runs next."""
-    from tuneloop.runs.run_record import Run
-
-    found = Run.open(name, store)
+    found = open_run(name, store)
     if found.record is None:
         raise UserError("run", name, f"was not started here: no record in {found.directory}; use `tuneloop run`")
     return _continue(found, parallelism, track, warm)
@@ -103,10 +102,9 @@ def stop_run(
 ) -> int:
     """Stop a run. Its stages commit what a resume needs and end; of one that was killed, its turns are given back."""
     from tuneloop.cli.show import format_store_option
-    from tuneloop.runs.run_record import Run
     from tuneloop.sharing.opening import STORED, release_leases
 
-    found = Run.open(name, store)
+    found = open_run(name, store)
     state = found.state
     if found.phase != "running" or state is None:
         if state is not None:  # it ran here: no process of it is left

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from tuneloop.cli.arguments import DELETE, RUN, STORE
+from tuneloop.cli.inspect import open_run
 
 
 def collect_garbage(
@@ -17,10 +18,9 @@ def collect_garbage(
 ) -> None:
     """Delete what a run no longer needs. Data of dead attempts, stale resume points, with --keep old checkpoints."""
     from tuneloop.runs.retention import delete_leftovers, find_leftovers
-    from tuneloop.runs.run_record import Run
     from tuneloop.runs.summary import format_size
 
-    run = Run.open(name, store)
+    run = open_run(name, store)
     found = find_leftovers(run, keep=keep, idle=idle * 3600)
     for item in found:
         typer.echo(f"{item.key}  {format_size(item.size)}  {item.why}")

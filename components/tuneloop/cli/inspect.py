@@ -29,13 +29,12 @@ def show_status(
 ) -> None:
     """Show the stages of a run, or all runs. With its iteration and its reward so far."""
     from tuneloop.cli.show import format_store_option, list_stages, show_stages
-    from tuneloop.runs.run_record import Run
     from tuneloop.runs.summary import format_facts, iterations_line, reward_line
 
     if name is None:
         _list_runs(store, as_json)
         return
-    run = Run.open(name, store)
+    run = open_run(name, store)
     if as_json:
         print_json(_told(run))
         return
@@ -50,34 +49,24 @@ def show_status(
     show_stages(list_stages(run))
 
 
-def show_logs(
-    name: RUN,
-    stage: STAGE = None,
-    follow: FOLLOW = False,
-    store: STORE = "runs",
-) -> None:
+def show_logs(name: RUN, stage: STAGE = None, follow: FOLLOW = False, store: STORE = "runs") -> None:
     """Print what the stages wrote. Each line behind the stage and iteration that wrote it."""
     from tuneloop.cli.live import get_stage_name
-    from tuneloop.runs.run_record import Run
 
-    run = Run.open(name, store)
+    run = open_run(name, store)
     if run.state is None:
         raise UserError("run", name, "has no logs here: no stage was run on this machine")
     seen: dict[str, int] = {}
     while True:
         running = run.phase == "running"  # before reading: what is written until the end is then read once more
         pods = [node for node in run.state.nodes.values() if node.type == "Pod" and node.log]
-        if (
-            stage
-            and not (follow and running)
-            and not any(stage in (get_stage_name(n), n.display_name, n.id) for n in pods)
-        ):
+        chosen = [n for n in pods if stage is None or stage in (get_stage_name(n), n.display_name, n.id)]
+        if not chosen and stage and not (follow and running):
             known = ", ".join(dict.fromkeys(get_stage_name(node) for node in pods))
             inside = "; the loop's stages run in `iterations` here" if "iterations" in known else ""
             raise UserError("stage", stage, f"has no log of its own; those that have: {known}{inside}")
-        for node in pods:
-            if stage is None or stage in (get_stage_name(node), node.display_name, node.id):
-                _print_log(run, node, seen, prefix=stage is None or len(pods) > 1)
+        for node in chosen:
+            _print_log(run, node, seen, prefix=stage is None or len(pods) > 1)
         if not (follow and running):
             return
         time.sleep(0.2)
@@ -92,21 +81,22 @@ def report_run(
 ) -> None:
     """Write one HTML page, readable offline. Curves, samples before and after, the origin of every version."""
     from tuneloop.cli.show import write_report
-    from tuneloop.runs.run_record import Run
 
-    typer.echo(write_report(Run.open(name, store), output))
+    typer.echo(write_report(open_run(name, store), output))
 
 
-def track_run(
-    name: RUN,
-    store: STORE = "runs",
-    follow: FOLLOW = False,
-) -> None:
+def track_run(name: RUN, store: STORE = "runs", follow: FOLLOW = False) -> None:
     """Mirror a run into MLflow. To MLFLOW_TRACKING_URI, default sqlite:///mlflow.db; again brings it up to date."""
-    from tuneloop.runs.run_record import Run
     from tuneloop.runs.tracking import mirror_run
 
-    typer.echo(mirror_run(Run.open(name, store), follow=follow))
+    typer.echo(mirror_run(open_run(name, store), follow=follow))
+
+
+def open_run(name: str, store: str) -> "Run":
+    """Open the run that a command names."""
+    from tuneloop.runs.run_record import Run
+
+    return Run.open(name, store)
 
 
 def print_json(told: Mapping[str, Any]) -> None:
@@ -199,11 +189,7 @@ def _row(name: str, store: str) -> dict[str, Any]:
         return {}
     run = Run(name, record.store, record)
     latest = run.latest_reward()
-    return {
-        **_progress(run),
-        "mean_reward": latest.value if latest else None,
-        "how": latest.how if latest else None,
-    }
+    return {**_progress(run), "mean_reward": latest.value if latest else None, "how": latest.how if latest else None}
 
 
 def _print_log(run: "Run", node: "Node", seen: dict[str, int], prefix: bool) -> None:

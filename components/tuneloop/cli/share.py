@@ -50,7 +50,10 @@ def plan_shared(
     asked = asked or (f"shared-{given.policy}" if given else None)
     if asked and asked not in plans.PLANS:
         raise UserError("--plan", asked, f"use one of {', '.join(plans.PLANS)}")
-    runs = [_open(each, store) for each in measured] or [_newest(name, store)]
+    measured = measured or [record.run for record in read_records(store) if record.pipeline == name][-1:]
+    if not measured:
+        raise UserError("--measured", None, f"no run of {name} is recorded below {store}: name one, or run it")
+    runs = [_open(each, store) for each in measured]
     if given and len(runs) > share.runs_per_claim:
         raise UserError("--measured", len(runs), f"runs: cluster.share.runs_per_claim is {share.runs_per_claim}")
     together = share.roles == "together"
@@ -96,13 +99,6 @@ def _open(run: str, store: str) -> Run:
     """Open the run of a name, or of a URL that ends in one."""
     above, _, name = run.rstrip("/").rpartition("/")
     return Run.open(name, above or store)
-
-
-def _newest(pipeline: str, store: str) -> Run:
-    of_it = [record.run for record in read_records(store) if record.pipeline == pipeline]
-    if not of_it:
-        raise UserError("--measured", None, f"no run of {pipeline} is recorded below {store}: name one, or run it")
-    return Run.open(of_it[-1], store)
 
 
 def _source(run: Run) -> str:

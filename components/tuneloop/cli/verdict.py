@@ -36,7 +36,9 @@ def print_verdict(
     why = f": {message}" if message else ""
     ended = f"{run_workflows.get_workflow_phase(last).lower()}{why}, exit code {code}" if code else "succeeded"
     model = next((pod.outputs["model"] for pod in reversed(pods) if "model" in pod.outputs), "")
-    facts = format_facts({"mean reward": _reward(pods, _evaluators(workflows)), "model": model})
+    stages = [read_stage(template) for each in workflows for template in effective_spec(each).get("templates", ())]
+    evaluators = {stage.name for stage in stages if stage.role == "evaluator"}
+    facts = format_facts({"mean reward": _reward(pods, evaluators), "model": model})
     typer.echo("\n".join(filter(None, (f"\n{run}: {ended} ({seconds:.1f} s)", facts))))
     if code:
         failed = find_failed_pod(read_nodes(last).values())
@@ -49,12 +51,6 @@ def print_verdict(
             told = format_stage_error(failed, said.get(get_stage_name(failed)) or failed.message, look, then)
         typer.echo(told, err=True)
     return code
-
-
-def _evaluators(workflows: Sequence[Mapping[str, Any]]) -> set[str]:
-    """List the templates of the stages that measure the policy."""
-    stages = [read_stage(template) for each in workflows for template in effective_spec(each).get("templates", ())]
-    return {stage.name for stage in stages if stage.role == "evaluator"}
 
 
 def _reward(pods: Sequence[Node], evaluators: Container[str]) -> str:

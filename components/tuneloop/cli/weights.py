@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tuneloop.cli.arguments import DELETE, STORE
+from tuneloop.cli.inspect import open_run
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
 
@@ -25,12 +26,11 @@ VERSION = Annotated[int | None, typer.Argument(min=0, help="One version; default
 def show_versions(name: NAME, store: STORE = "runs") -> None:
     """List the policy versions of a run, or the published versions below a URL."""
     from tuneloop.cli.show import show_weights
-    from tuneloop.runs.run_record import Run
 
     if "/" in name:
         _show_published(name)
         return
-    run = Run.open(name, store)
+    run = open_run(name, store)
     show_weights(run)
     if root := published_root(run):
         _show_published(root)
@@ -43,11 +43,9 @@ def verify_weights(
     store: STORE = "runs",
 ) -> int:
     """Hash every file of a run's checkpoints again, and assemble its published versions. Exit code 2 if one differs."""
-    from tuneloop.runs.run_record import Run
-
     if "/" in name:
         return _verify_published(name, version)
-    run = Run.open(name, store)
+    run = open_run(name, store)
     bad = _verify_checkpoints(run, version)
     root = published_root(run)
     return max(bad, _verify_published(root, version)) if root else bad
@@ -112,11 +110,9 @@ def published_root(run: "Run") -> str | None:
 
 
 def _root(name: str, store: str) -> str:
-    from tuneloop.runs.run_record import Run
-
     if "/" in name:
         return name
-    root = published_root(Run.open(name, store))
+    root = published_root(open_run(name, store))
     if root is None:
         raise UserError("run", name, "published no versions (engine.pull); give the URL of a weights root")
     return root

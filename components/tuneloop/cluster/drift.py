@@ -25,24 +25,21 @@ def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) 
         raise UserError("template", name, remedy)
     if LABEL not in live["metadata"].get("labels", {}):
         return _difference(live["spec"], run_workflows.as_template(workflow, name)["spec"], name)
-    made = run_workflows.prepare_workflow(
-        workflow, run=name, store=_parameter(live, "store"), namespace=cluster.namespace
-    )
-    return _difference(live["spec"], template_spec(made, name), name)
+    return _difference(live["spec"], template_spec(_prepare_as(live, workflow, name), name), name)
 
 
 def run_drift(cluster: Connection, workflow: Mapping[str, Any], run: str) -> str:
     """Compare the newest workflow of a run with `workflow`, as submitted to that run; see `template_drift`."""
     live = run_workflows.find_workflows(cluster, run)[-1]
-    made = run_workflows.prepare_workflow(
-        workflow, run=run, store=_parameter(live, "store"), namespace=cluster.namespace
-    )
+    made = run_workflows.started_like(_prepare_as(live, workflow, run), live)
     spec = {k: v for k, v in live["spec"].items() if k != "shutdown"}
-    return _difference(spec, run_workflows.started_like(made, live)["spec"], live["metadata"]["name"])
+    return _difference(spec, made["spec"], live["metadata"]["name"])
 
 
-def _parameter(live: Mapping[str, Any], name: str) -> str:
-    return str(next(p["value"] for p in live["spec"]["arguments"]["parameters"] if p["name"] == name))
+def _prepare_as(live: Mapping[str, Any], workflow: Mapping[str, Any], run: str) -> dict[str, Any]:
+    """Prepare `workflow` for the store and the namespace of the one that is live."""
+    store = next(str(p["value"]) for p in live["spec"]["arguments"]["parameters"] if p["name"] == "store")
+    return run_workflows.prepare_workflow(workflow, run=run, store=store, namespace=live["metadata"]["namespace"])
 
 
 def _difference(live: Mapping[str, Any], rendered: Mapping[str, Any], name: str) -> str:

@@ -43,13 +43,6 @@ def find_queue_problems(cluster: Connection, workflow: Mapping[str, Any]) -> Ite
             yield Problem("priority", priority, found, APPLY, " (or yours)")
 
 
-def _inactive(name: str, queue: Mapping[str, Any]) -> Iterator[UserError]:
-    for condition in queue.get("status", {}).get("conditions", ()):
-        if condition["type"] == "Active" and condition["status"] != "True":
-            command = f"kubectl get clusterqueue {queue['spec']['clusterQueue']} -o yaml"
-            yield Problem("queue", name, f"admits nothing: {condition['message']}", command, " says why")
-
-
 def _cluster_queue(
     cluster: Connection, workflow: Mapping[str, Any], name: str, queues: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[UserError]:
@@ -59,7 +52,10 @@ def _cluster_queue(
         yield Problem("queue", ", ".join(queues), said, APPLY, " (or yours)")
         return
     for queue, local in queues.items():
-        yield from _inactive(queue, local)
+        for condition in local.get("status", {}).get("conditions", ()):
+            if condition["type"] == "Active" and condition["status"] != "True":
+                command = f"kubectl get clusterqueue {name} -o yaml"
+                yield Problem("queue", queue, f"admits nothing: {condition['message']}", command, " says why")
     if found is not UNSEEN:
         yield from _admitted(cluster, found["spec"].get("namespaceSelector"), name)
         yield from find_quota_problems(workflow, found["spec"], queues, name)
@@ -75,20 +71,13 @@ def find_queue_warnings(cluster: Connection, workflow: Mapping[str, Any]) -> Ite
         (held if name in servers else waited).add(labels[QUEUE_LABEL])
         if (count := servers.get(name, 1)) > 1:
             found = "are admitted one by one: several runs can each get some of theirs, and wait for the others"
-            yield Problem(
-                "engine.replicas",
-                count,
-                found,
-                "kubectl get clusterqueues",
-                " shows the quota: have enough for all (docs/cluster.md, The queue)",
-            )
+            otherwise = " shows the quota: have enough for all (docs/cluster.md, The queue)"
+            yield Problem("engine.replicas", count, found, "kubectl get clusterqueues", otherwise)
     for server in sorted(held):
         own = _list_quotas(cluster, server, "borrowingLimit")
         if any(own & _list_quotas(cluster, stage, "lendingLimit") for stage in waited):
-            found = (
-                "gives rollout servers, for as long as their runs, quota that stages wait for: those of several runs "
-            )
-            found += "can hold all of it, and no run goes on"
+            found = "gives rollout servers, for as long as their runs, quota that stages wait for: "
+            found += "those of several runs can hold all of it, and no run goes on"
             command = f"tuneloop … --set cluster.sampler.queue={SAMPLER_QUEUE}"
             yield Problem("queue", server, found, command, " (docs/cluster.md, The queue)")
 

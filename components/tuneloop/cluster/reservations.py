@@ -22,14 +22,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tuneloop.argo.claims import DEVICES, GIVE, TAKE
 from tuneloop.cluster import run_workflows
 from tuneloop.core.errors import Retryable, UserError, report_errors
 from tuneloop.core.program import write_outputs
-from tuneloop.kube.connection import OWNER, WORKFLOWS, ApiRefusal, Connection, connect_to_cluster
+from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, connect_to_cluster, ignore_refusals
 from tuneloop.workflow.settings import GROUP_LABEL, LOCAL, ROLE_LABEL, RUN_LABEL, Share
 
 API = ("resource.k8s.io", "v1")
@@ -70,10 +69,7 @@ def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = 
         standing = {_name(claim): claim for claim in there if not is_claim_terminating(claim)}
         for claim in standing.values():
             _check_alike(claim, share)
-        seats = [
-            Claim(name, tuple(filter_active_runs(list_claim_runs(claim), active)[0]))
-            for name, claim in standing.items()
-        ]
+        seats = {name: filter_active_runs(list_claim_runs(claim), active)[0] for name, claim in standing.items()}
         name = choose_claim(seats, run, sys.maxsize if share.alone else share.runs_per_claim)
         stem = f"{share.group}-{role}" if role else share.group
         claim = standing[name] if name else _new(find_free_name(stem, map(_name, there)), share, role)
@@ -148,13 +144,10 @@ def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Act
 
 def _first(change: Callable[[], Any]) -> bool:
     """Return whether a change was made, and not refused because another one came before it."""
-    try:
+    with ignore_refusals(404, 409):
         change()
-    except ApiRefusal as error:
-        if error.status not in (404, 409):
-            raise
-        return False
-    return True
+        return True
+    return False
 
 
 def _new(name: str, share: Share, role: str) -> Object:
@@ -212,25 +205,17 @@ def _do(given: argparse.Namespace) -> dict[str, str]:
     return {seat: reserve_claim(cluster, given.workflow, given.share, role) for seat, role in roles.items()}
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A claim, as far as seats go: the seats that stand in it, and the active workflows, say all there is to know.
-
-    Attributes:
-        runs: that sit on it, in the order in which they came.
-    """
-
-    name: str
-    runs: tuple[str, ...]
-
-
-def choose_claim(claims: Sequence[Claim], run: str, limit: int) -> str | None:
+def choose_claim(claims: Mapping[str, Sequence[str]], run: str, limit: int) -> str | None:
     """Choose the claim on which `run` gets its seat: where it sits already, else the fullest that has room, the first
-    by name among equals; None where another one is needed."""
-    if seated := [claim.name for claim in claims if run in claim.runs]:
+    by name among equals; None where another one is needed.
+
+    Args:
+        claims: name → the runs that sit on it.
+    """
+    if seated := [name for name, runs in claims.items() if run in runs]:
         return min(seated)
-    room = [claim for claim in claims if len(claim.runs) < limit]
-    return min(room, key=lambda claim: (-len(claim.runs), claim.name)).name if room else None
+    room = [name for name, runs in claims.items() if len(runs) < limit]
+    return min(room, key=lambda name: (-len(claims[name]), name), default=None)
 
 
 def find_free_name(stem: str, taken: Iterable[str]) -> str:

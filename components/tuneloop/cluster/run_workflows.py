@@ -19,12 +19,7 @@ CONTINUES = "tuneloop.dev/continues"
 
 
 def prepare_workflow(
-    workflow: Mapping[str, Any],
-    *,
-    run: str,
-    store: str,
-    namespace: str = NAMESPACE,
-    priority: str | None = None,
+    workflow: Mapping[str, Any], *, run: str, store: str, namespace: str = NAMESPACE, priority: str | None = None
 ) -> dict[str, Any]:
     """Prepare `workflow` as the object that `submit_run` creates: named and labelled by its run, its pods too.
 

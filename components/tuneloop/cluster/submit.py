@@ -11,7 +11,7 @@ What goes wrong is one line (`UserError`, `Retryable`), whatever the client libr
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tuneloop.cluster.launch import KINDS
@@ -29,7 +29,7 @@ from tuneloop.cluster.run_workflows import (
 )
 from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError, print_diagnostic
-from tuneloop.kube.connection import WORKFLOWS, ApiRefusal, Connection, retry_until_available
+from tuneloop.kube.connection import WORKFLOWS, Connection, ignore_refusals, retry_until_available, wait_until
 from tuneloop.sharing.lease import release_leases
 from tuneloop.workflow.settings import DELETE_DELAY, RUN_LABEL
 
@@ -71,11 +71,8 @@ def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: 
     """Create ``<run>-<at>``, or with the next number that is free; what follows the same workflow is there already."""
     while True:
         name = f"{run}-{at}"
-        try:
+        with ignore_refusals(409):
             return _create(cluster, made, name)
-        except ApiRefusal as error:
-            if error.status != 409:
-                raise
         found = annotations_of(cluster.get(*WORKFLOWS, name))
         follows = annotations_of(made).get(CONTINUES)
         if follows and found.get(CONTINUES) == follows:
@@ -111,22 +108,14 @@ def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
             stopped.add(name)
         return not active
 
-    _until(ended, timeout, f"{run}: workflow did not end")
+    wait_until(ended, timeout, f"{run}: workflow did not end")
     _delete_jobs(cluster, run)
-    _until(lambda: not _has_pods(cluster, run), timeout, f"{run}: pods did not end")
-    _leave_seats(cluster)
+    wait_until(lambda: not _has_pods(cluster, run), timeout, f"{run}: pods did not end")
+    with ignore_refusals(403, 404):  # no claims here, or not this account's to end
+        release_ended_runs(cluster)  # one that was terminated had no exit handler
     release_leases(cluster, run)
     delete_forgotten_pods(cluster)
     return len(stopped)
-
-
-def _leave_seats(cluster: Connection) -> None:
-    """Release the claims of ended runs: one that was terminated had no exit handler."""
-    try:
-        release_ended_runs(cluster)
-    except ApiRefusal as error:
-        if error.status not in (403, 404):  # no claims here, or not this account's to end
-            raise
 
 
 def delete_forgotten_pods(cluster: Connection) -> None:
@@ -153,38 +142,24 @@ def _delete_forgotten_pods(cluster: Connection) -> None:
         found = cluster.find(*WORKFLOWS, workflow) or {}
         ours = found.get("spec", {}).get("podGC", {}).get("deleteDelayDuration") == DELETE_DELAY
         for name in pods if ours and get_workflow_phase(found) in DONE else ():
-            try:
+            with ignore_refusals(403, 404):  # not this account's to delete, or somebody was faster
                 cluster.core.delete_namespaced_pod(name, cluster.namespace)
-            except ApiRefusal as error:
-                if error.status not in (403, 404):  # not this account's to delete, or somebody was faster
-                    raise
 
 
 def _delete_jobs(cluster: Connection, run: str) -> None:
     """End the jobs of a run by name: those of several pods outlive the step that started them."""
     for kind in KINDS.values():
         group, version, plural = kind.api
-        try:
+        with ignore_refusals(403, 404):  # not installed here, or never ours to start
             cluster.custom.delete_collection_namespaced_custom_object(
                 *(group, version, cluster.namespace, plural),
                 label_selector=f"{RUN_LABEL}={run}",
                 propagation_policy="Background",  # a Job would leave its pods
             )
-        except ApiRefusal as error:
-            if error.status not in (403, 404):  # not installed here, or never ours to start
-                raise
 
 
 def _has_pods(cluster: Connection, run: str) -> bool:
     return any(pod.status.phase in ("Pending", "Running") for pod in cluster.list_pods(f"{RUN_LABEL}={run}"))
-
-
-def _until(done: Callable[[], bool], timeout: float, what: str) -> None:
-    deadline = time.monotonic() + timeout
-    while not done():
-        if time.monotonic() > deadline:
-            raise Retryable(f"{what} after {timeout:g} s")
-        time.sleep(1.0)
 
 
 def wait_for_run(cluster: Connection, run: str) -> int:

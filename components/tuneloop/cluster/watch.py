@@ -1,8 +1,5 @@
 """A run on a cluster as it goes: its nodes as the local executor names them, why pods wait, and what they say."""
 
-import base64
-import gzip
-import json
 import queue
 import re
 import threading
@@ -16,7 +13,7 @@ from tuneloop.argo.claims import TAKE
 from tuneloop.cluster import reservations
 from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_phase
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.kube.connection import Connection, retry_until_available
+from tuneloop.kube.connection import Connection, list_status_nodes, retry_until_available
 from tuneloop.local.journal import Node
 from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
 
@@ -58,6 +55,7 @@ def read_status(cluster: Connection, run: str) -> Status:
     found = find_workflows(cluster, run)
     merged = {key: node for workflow in found for key, node in read_nodes(workflow).items()}
     last = found[-1]
+    spent = [item for w in found for item in w.get("status", {}).get("resourcesDuration", {}).items()]
     return Status(
         run=run,
         phase=get_workflow_phase(last),
@@ -65,18 +63,14 @@ def read_status(cluster: Connection, run: str) -> Status:
         workflows=[str(w["metadata"]["name"]) for w in found],
         nodes=merged,
         waiting=_waiting(cluster, run, merged),
-        accelerator_seconds=sum(_accelerator_seconds(w) for w in found),
+        accelerator_seconds=float(sum(seconds for name, seconds in spent if name.endswith("/gpu"))),
         claims=_claims(cluster, run) if any(node.template == TAKE for node in merged.values()) else {},
     )
 
 
 def read_nodes(workflow: Mapping[str, Any]) -> dict[str, Node]:
-    """Read the nodes of a workflow's status, which may be compressed, in the order they started."""
-    told = workflow.get("status", {})
-    raw = told.get("nodes") or {}
-    if packed := told.get("compressedNodes"):
-        raw = json.loads(gzip.decompress(base64.b64decode(packed)))
-    made = [_node(item) for item in raw.values()]
+    """Read the nodes of a workflow's status in the order they started."""
+    made = [_node(item) for item in list_status_nodes(workflow)]
     if get_workflow_phase(workflow) in DONE:  # of a stopped workflow the controller leaves nodes as they were
         for node in made:
             if node.phase in ("Running", "Pending"):
@@ -112,11 +106,6 @@ def _values(io: Mapping[str, Any]) -> dict[str, str]:
 
 def _seconds(stamp: str | None) -> float:
     return datetime.fromisoformat(stamp).timestamp() if stamp else 0.0
-
-
-def _accelerator_seconds(workflow: Mapping[str, Any]) -> float:
-    spent = workflow.get("status", {}).get("resourcesDuration", {})
-    return float(sum(seconds for name, seconds in spent.items() if name.endswith("/gpu")))
 
 
 def find_job_stage(pod: Node, nodes: Mapping[str, Node]) -> Node | None:

@@ -24,7 +24,7 @@ import os
 import sys
 import time
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -178,6 +178,16 @@ class Component:
             return self.Params(**values)
         except ValidationError as error:
             raise from_validation(error, prefix=f"{self.name}.") from None
+
+    def resolve_constants(self, given: Mapping[str, Any], dynamic: Collection[str] = ()) -> dict[str, Any]:
+        """Return the parameters as JSON values, validated, but for the `dynamic` ones, which a graph passes.
+
+        Raises:
+            UserError: as `validate`.
+        """
+        needed = {name: "0" for name in dynamic if self.Params.model_fields[name].is_required()}  # stand-ins
+        resolved = self.validate({k: v for k, v in given.items() if k not in set(dynamic)} | needed)
+        return resolved.model_dump(mode="json", exclude=set(dynamic))
 
     def build_arguments(self, params: Params, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
         """Build what the function is given beside the `Stage`: its inputs, parameters, and models of options."""

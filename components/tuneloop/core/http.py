@@ -109,7 +109,7 @@ async def _send(events: queue.SimpleQueue[Any], timeout_s: float, **request: Any
     import httpx2
 
     try:
-        verify = _certificates() if request["url"].startswith("https:") else False
+        verify = _read_certificates() if request["url"].startswith("https:") else False
         timeout = httpx2.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
         async with httpx2.AsyncClient(trust_env=False, verify=verify, timeout=timeout) as client:
             response = await client.send(client.build_request(**request), stream=True)
@@ -141,6 +141,4 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 os.register_at_fork(after_in_child=_event_loop.cache_clear)  # a fork has the loop, but not its thread
 
 
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    return ssl.create_default_context()
+_read_certificates = functools.cache(ssl.create_default_context)

@@ -153,13 +153,8 @@ def limit_libraries(why: str) -> None:
         os.environ[name] = LIMIT
     os.environ[VARIABLE] = "bad"
     for question in ("_is_amx_tile_supported", "_is_amx_fp16_supported", "_init_amx"):
-        setattr(torch.cpu, question, deny_amx)
+        setattr(torch.cpu, question, lambda: False)
     _limited.update({"amx": "not used", "why": why, name: os.environ[name]})
-
-
-def deny_amx() -> bool:
-    """Answer for `torch.cpu` whoever asks for AMX."""
-    return False
 
 
 def _file() -> Path:

@@ -3,6 +3,7 @@
 `n` is how many examples will be asked for in all splits together, `seed` decides their order; what follows are the
 source's own typed arguments, given to `data_prep` as ``source_args``. A source that reads files also has
 ``digest_source(source_args) -> str | None``: equal for equal bytes, so that a run never goes on with data that changed.
+How rows are split and their answers checked belongs to the stage `data_prep`.
 """
 
 import random

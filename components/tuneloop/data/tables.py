@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.rewards.scoring import Outcome, full_marks, parse_spec, score_all
+from tuneloop.rewards.scoring import full_marks, parse_spec, score_all
 
 Examine = Callable[..., pa.Table]
 Preparation = Literal["here", "ray"]
@@ -54,15 +54,11 @@ def examine_answers(
         golden = [{**rows[i], "completion": rows[i]["solution"], "reward_spec": text} for i in asked]
         for i, outcome in zip(asked, score_all(golden, timeout_s=timeout_s, punish=False, progress=progress)):
             if outcome.score is None or not math.isclose(outcome.score, best):
-                found[i] = _describe(rows[i], outcome)
+                row, got = rows[i], outcome.score if outcome.outcome == "score" else outcome.outcome
+                found[i] = f"{row['id']}: answer {row['answer'][:60]!r} scored {got} {outcome.breakdown}"
     hosts = [socket.gethostname()] * len(rows)
     added = {"trouble": pa.array(found, pa.string()), "host": pa.array(hosts, pa.string())}
     return pa.table({**{name: table[name] for name in SCHEMA.names}, **added}, schema=EXAMINED)
-
-
-def _describe(row: Mapping[str, Any], outcome: Outcome) -> str:
-    got = outcome.score if outcome.outcome == "score" else outcome.outcome
-    return f"{row['id']}: answer {row['answer'][:60]!r} scored {got} {outcome.breakdown}"
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 A variant is a module with ``create_environment(row, **args) -> Environment``: one environment an episode, from the row
 of prompts that it begins with (``prompt``, ``answer``, ``metadata`` as JSON, …) and the typed arguments of its own that
 are given as ``environment_args``. It is asked in the stage's own process, so what a policy says must not be run there:
-`python` runs it in `tuneloop.rewards.sandbox`.
+`python` runs it in `tuneloop.rewards.sandbox`. How an episode is put together belongs to `inference.multi_turn`.
 """
 
 import json

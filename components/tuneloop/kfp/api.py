@@ -54,11 +54,8 @@ class RunApi:
         Args:
             part: also those whose name contains it; else the newest hundred are enough.
         """
-        predicate = {"operation": "IS_SUBSTRING" if part else "EQUALS", "key": "display_name", "stringValue": name}
-        query = {
-            **{"experiment_id": experiment_id, "filter": json.dumps({"predicates": [predicate]})},
-            **{"sort_by": "created_at desc", "page_size": "100"},
-        }
+        query = {"experiment_id": experiment_id, "filter": match_name(name, part=part)}
+        query |= {"sort_by": "created_at desc", "page_size": "100"}
         listed: list[dict[str, Any]] = []
         while True:
             page = _call("GET", f"{self._runs}?{urlencode(query)}")
@@ -93,6 +90,12 @@ class RunApi:
             return newer
         refuse_stopped_run(own)
         return self.start_run({name: own[name] for name in KEPT if name in own})
+
+
+def match_name(name: str, *, part: bool = False) -> str:
+    """Return the API's filter for a name, or for names that contain it."""
+    predicate = {"operation": "IS_SUBSTRING" if part else "EQUALS", "key": "display_name", "stringValue": name}
+    return json.dumps({"predicates": [predicate]})
 
 
 def refuse_stopped_run(run: Mapping[str, Any]) -> None:

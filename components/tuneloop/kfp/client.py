@@ -7,8 +7,6 @@ A run is known by its name: submitting the name again resumes it, for what it ha
 wrong is one line (`UserError`, `Retryable`), whatever the client library raised.
 """
 
-import base64
-import gzip
 import io
 import json
 import math
@@ -23,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.kfp.api import DONE
+from tuneloop.kfp.api import DONE, match_name
+from tuneloop.kube.connection import list_status_nodes, read_api_message
 
 EXPERIMENT = "tuneloop"
 FOUND = "address taken from the kubeconfig"
@@ -70,7 +69,7 @@ def connect_to_kfp(endpoint: str | None = None) -> Any:
         except ApiException as error:
             if error.status != 404:
                 raise
-            remedy = f"has no Kubeflow Pipelines ({_told(error)}); {ADDRESS}"
+            remedy = f"has no Kubeflow Pipelines ({read_api_message(error)}); {ADDRESS}"
             raise UserError("kfp", endpoint or FOUND, remedy) from error
     return client
 
@@ -94,7 +93,7 @@ def translate_api_errors(endpoint: str | None) -> Iterator[None]:
     try:
         yield
     except ApiException as error:
-        message = _told(error)
+        message = read_api_message(error)
         if error.status in (429, 502, 503, 504):
             raise Retryable(f"kfp: {message}") from error
         raise UserError("kfp", endpoint or FOUND, f"refused ({error.status}): {message}") from error
@@ -231,17 +230,12 @@ def _pods(client: Any, run_id: str) -> list[tuple[str, str]]:
     detail = _get(client, f"/apis/v1beta1/runs/{run_id}")
     manifest = json.loads(detail or "{}").get("pipeline_runtime", {}).get("workflow_manifest") or "{}"
     workflow = json.loads(manifest)
-    status = workflow.get("status", {})
-    listed = status.get("nodes") or {}
-    if packed := status.get("compressedNodes"):  # Argo's form of a status that is too large
-        listed = json.loads(gzip.decompress(base64.b64decode(packed)))
-    nodes = [node for node in listed.values() if _runs_a_stage(node)]
-    ordered = sorted(nodes, key=lambda node: str(node.get("startedAt")))
-    return [(_task_of(node), _pod_of(workflow["metadata"]["name"], node)) for node in ordered]
-
-
-def _runs_a_stage(node: Mapping[str, Any]) -> bool:
-    return node.get("type") == "Pod" and not ATTEMPT.sub("", node.get("displayName", "")).endswith("driver")
+    pods = [node for node in list_status_nodes(workflow) if node.get("type") == "Pod"]
+    pods = [node for node in pods if not ATTEMPT.sub("", node.get("displayName", "")).endswith("driver")]
+    ordered = sorted(pods, key=lambda node: str(node.get("startedAt")))
+    # Argo's rule for the name of a node's pod (its pod-name format v2).
+    names = [f"{node['templateName']}-{str(node['id']).rpartition('-')[2]}" for node in ordered]
+    return [(_task_of(node), f"{workflow['metadata']['name']}-{name}") for node, name in zip(ordered, names)]
 
 
 def _task_of(node: Mapping[str, Any]) -> str:
@@ -254,11 +248,6 @@ def _attempt_of(name: str | None) -> float:
     """Return the attempt that a node is, infinity for the node of all."""
     match = ATTEMPT.search(name or "")
     return int(match[1]) if match else math.inf
-
-
-def _pod_of(workflow: str, node: Mapping[str, Any]) -> str:
-    """Argo's rule for the name of a node's pod (its pod-name format v2)."""
-    return f"{workflow}-{node['templateName']}-{str(node['id']).rpartition('-')[2]}"
 
 
 def _get(client: Any, path: str) -> str | None:
@@ -284,11 +273,6 @@ def _named(client: Any, run: str) -> list[Any]:
     return list(listed.runs or [])
 
 
-def match_name(name: str) -> str:
-    """Return the API's filter for a name."""
-    return json.dumps({"predicates": [{"operation": "EQUALS", "key": "display_name", "stringValue": name}]})
-
-
 def _is_inner(name: str, task: Any) -> bool:
     """Whether KFP made the node; the one of the whole workflow has its name, with which its pods' names begin."""
     pods = [child.pod_name or "" for child in task.child_tasks or ()]
@@ -302,15 +286,6 @@ def _names(run: Any) -> dict[str, str]:
     graphs = [spec.get("root", {}), *spec.get("components", {}).values()]
     tasks = [item for graph in graphs for item in graph.get("dag", {}).get("tasks", {}).items()]
     return {name: task["taskInfo"]["name"] for name, task in tasks}
-
-
-def _told(error: Any) -> str:
-    """The API's own words of an ApiException."""
-    try:
-        said = json.loads(error.body)
-        return " ".join(str(said.get("error_message") or said.get("message") or said.get("error")).split())
-    except (TypeError, ValueError, AttributeError):
-        return str(error.reason)
 
 
 @contextmanager

@@ -69,7 +69,10 @@ def check_kfp(
         UserError: the cluster does not answer.
         Retryable: the API server is in trouble.
     """
-    documents = compile_documents(built) if built else []
+    documents: list[dict[str, Any]] = []
+    if built:
+        with compiled_package(built) as package:  # its specification, and its platform's if it has one
+            documents = list(yaml.load_all(Path(package).read_text(), yaml.CSafeLoader))
     workflow = convert_to_workflow(documents) if documents else describe_queued_stage()
     queues = ", ".join(list_queues(workflow))
     admitted = queues and f"LocalQueue {queues} admits what accelerator tasks ask for"
@@ -85,12 +88,6 @@ def check_kfp(
     if documents:
         checks.append(check_size(predict_workflow_size(documents[0]), count_tasks(documents[0])))
     return [*checks, check_endpoint(cluster, endpoint)]
-
-
-def compile_documents(built: Any) -> list[dict[str, Any]]:
-    """Compile a pipeline; return its specification, and its platform's if it has one."""
-    with compiled_package(built) as package:
-        return list(yaml.load_all(Path(package).read_text(), yaml.CSafeLoader))
 
 
 def convert_to_workflow(documents: list[dict[str, Any]]) -> dict[str, Any]:

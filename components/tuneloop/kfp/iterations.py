@@ -26,7 +26,7 @@ from tuneloop.kfp.api import RunApi
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.position import Position, find_position, read_iteration, read_reward
 from tuneloop.kfp.retry import retry_in_process
-from tuneloop.kfp.stage import GOES_ON, TARGET, encode_parameter
+from tuneloop.kfp.stage import CONTINUED, TARGET, encode_parameter
 from tuneloop.local.iterations import Iterations
 from tuneloop.workflow.loop import output_of, step_of
 from tuneloop.workflow.pod_loop import PodLoop
@@ -176,7 +176,7 @@ def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
     reward = output_of(loop.reward).replace("-", "_")
     task.results = {"last_iteration": last, reward: read_reward(loop, made[-1])}
     for name, carried in position.carried.items():
-        handle = {**carried, **({} if position.ended else {GOES_ON: last})}
+        handle = {**carried, **({} if position.ended else {CONTINUED: last})}
         task.describe(get_output_name(name), handle)
         task.write(get_output_name(name), f"{json.dumps(handle, indent=1)}\n")
     task.describe("results", rows[-1])

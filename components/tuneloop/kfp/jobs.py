@@ -19,7 +19,7 @@ from kfp.dsl import Dataset, Input
 from tuneloop.argo.pod_fields import SMALL
 from tuneloop.config.kfp import Kfp
 from tuneloop.core.errors import UserError
-from tuneloop.kfp.template import REQUIRED, TYPES, Step, configure_task_pod, define_container_component
+from tuneloop.kfp.template import REQUIRED, TYPES, Step, define_container_component, make_step
 from tuneloop.workflow.settings import Cluster
 
 ABOUT = {"job_name": "of the job: the same again follows the one that stands, or replaces it if it has failed"}
@@ -66,13 +66,7 @@ def launch_step(
     extra = ["--namespace", kfp.jobs, "--manifest", _as_text(job)]
     kind, summary = str(job["kind"]).lower(), f"Launch a {job['kind']} and follow it."
     made = define_container_component(kind, summary, signature, ABOUT, image, command, extra)
-
-    def step(name: str, **arguments: Any) -> dsl.PipelineTask:
-        task = made(**arguments).set_display_name(name)
-        configure_task_pod(task, image, cluster, kfp)
-        return task
-
-    return step
+    return make_step(made, image, cluster, kfp)
 
 
 def _as_text(manifest: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from tuneloop.kfp.loop import LoopTasks, Steps, is_written_out
 from tuneloop.kfp.multi_stage_pod import iterations_step
 from tuneloop.kfp.stage import TARGET
 from tuneloop.kfp.template import register_step, report_step, stage_step
-from tuneloop.workflow.loop import Graph, Loop, StageSpec
+from tuneloop.workflow.loop import Graph, Loop, Outputs, StageSpec
 
 ABOUT = {
     "store": "URL of the store, as pods reach it: s3://bucket/prefix",
@@ -55,8 +55,7 @@ def build_pipeline(
 
 def build_steps(pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> dict[str, Any]:
     """Return each stage as a function that makes its task, by name."""
-    pods: Any = {"cluster": config.cluster, "kfp": config.kfp}
-    engine = {}
+    cluster, kfp, engine = config.cluster, config.kfp, dict[str, Any]()
     if loop:
         loop.check_specs(specs)
         refused = {"loop.asynchronous": config.loop.asynchronous, "engine.colocate": config.engine.colocate}
@@ -66,11 +65,10 @@ def build_steps(pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Lo
                 raise UserError(name, chosen, "is built for Argo and for one machine: leave it out here")
         engine = {"endpoint": config.engine.rollout_endpoint_url}
     passed = ["seed", *(["iteration"] if loop else []), *config.published("")]
-    steps: dict[str, Any] = {"report": report_step(**pods)}
+    steps: dict[str, Any] = {"report": report_step(cluster=cluster, kfp=kfp)}
     for spec in specs:
-        given = {**spec.parameters, **{name: engine[name] for name in spec.accepted(list(engine))}}
-        about: Any = {"processes": spec.processes, "nodes": spec.nodes, **pods}
-        steps[spec.component.template] = stage_step(spec.component, given, dynamic=spec.accepted(passed), **about)
+        given = spec.with_shared(engine)
+        steps[spec.component.template] = stage_step(given, dynamic=spec.accepted(passed), cluster=cluster, kfp=kfp)
     if loop and not is_written_out(config):
         steps["iterations"] = iterations_step(loop, specs, config)
     if config.kfp.model_registry:
@@ -96,16 +94,6 @@ def _register_exports(steps: dict[str, Any], pipeline: str, specs: Sequence[Stag
             steps[component.template] = follow(steps[component.template], component.output)
 
 
-class Outputs:
-    """The outputs of a task, each an attribute: ``data.prompts``."""
-
-    def __init__(self, task: dsl.PipelineTask) -> None:
-        self._task = task
-
-    def __getattr__(self, name: str) -> Any:
-        return self._task.outputs[name]
-
-
 class Tasks:
     """Draws the stages of a pipeline as tasks of the enclosing KFP pipeline."""
 
@@ -116,7 +104,8 @@ class Tasks:
     def stage(self, component: Component, name: str = "", **inputs: Any) -> Outputs:
         name = name or component.template
         shared = {k: value for k, value in self._shared.items() if k in component.Params.model_fields}
-        return Outputs(self._steps[component.template](name, url=f"{self._url}/{name}", **inputs, **shared))
+        task = self._steps[component.template](name, url=f"{self._url}/{name}", **inputs, **shared)
+        return Outputs(lambda output: task.outputs[output])
 
     def loop(self, serve: Any, **values: Any) -> None:
         assert self._loop, "the pipeline is built with its loop"

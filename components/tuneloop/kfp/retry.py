@@ -62,14 +62,10 @@ def retry_in_process(
     if line:
         write_termination_message(line)
     if code and url:
-        _record_failure(url, line or f"exit code {code}")
+        failure = {"message": line or f"exit code {code}", "time": time.time()}
+        with contextlib.suppress(UserError, Retryable):  # for the report, KFP does not tell it; the store may be away
+            Store(url).put(FAILURE, json.dumps(failure).encode())
     return code
-
-
-def _record_failure(url: str, message: str) -> None:
-    """Leave below `url` why a task failed, for the report of its run: KFP tells that no more than that one did."""
-    with contextlib.suppress(UserError, Retryable):  # the store may be what failed
-        Store(url).put(FAILURE, json.dumps({"message": message, "time": time.time()}).encode())
 
 
 def _run_and_read_line(run: Callable[[], int]) -> tuple[int, str]:

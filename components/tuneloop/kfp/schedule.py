@@ -17,7 +17,8 @@ from kfp import dsl
 
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.errors import UserError
-from tuneloop.kfp.client import EXPERIMENT, compiled_package, match_name, translate_api_errors
+from tuneloop.kfp.api import match_name
+from tuneloop.kfp.client import EXPERIMENT, compiled_package, translate_api_errors
 from tuneloop.kfp.template import REQUIRED, define_uncached_step
 from tuneloop.runs.records import check_schedule_name
 
@@ -109,8 +110,7 @@ def build_data_check(config: PipelineConfig, given: Mapping[str, Any]) -> Any:
     Args:
         given: all parameters of its task but the tick's own.
     """
-    kinds: dict[str, Any] = {"data": dict}
-    signature: dict[str, tuple[Any, Any]] = {k: (kinds.get(k, str), REQUIRED) for k in ABOUT}
+    signature: dict[str, tuple[Any, Any]] = {k: (dict if k == "data" else str, REQUIRED) for k in ABOUT}
     signature["done"] = (dsl.OutputPath(str), REQUIRED)
     summary = "Start a run where the data is new."
     step = define_uncached_step("check_data", summary, signature, ABOUT, config.cluster, config.kfp)

@@ -9,9 +9,9 @@ A stage of several nodes is a JobSet, which this program launches and follows in
 
 **The end of a loop.** A graph of KFP cannot leave a loop, so the stages of written-out iterations after the last one
 run as empty tasks: the `policy_update` of the iteration whose rewards reach ``target_reward`` marks its handle
-``stopped``, a stage of a later iteration that is given such a handle does nothing and gives none on, and
+``target_reached_at``, a stage of a later iteration that is given such a handle does nothing and gives none on, and
 `policy_update` passes the policy. So do the stages after a loop that goes on in another run: they are given a handle
-marked ``goes_on``.
+marked ``continued_after``.
 """
 
 import argparse
@@ -39,8 +39,8 @@ from tuneloop.workflow.settings import Cluster
 
 URL, TARGET = "url", "target_reward"
 """Parameters of the adapter's own: where the output is committed; the mean reward that ends a loop."""
-GOES_ON = "goes_on"
-"""Mark of a handle: the loop goes on in another run after this iteration."""
+REACHED, CONTINUED = "target_reached_at", "continued_after"
+"""Marks of a handle, each with an iteration: it ended the loop; after it the loop continues in another run."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,11 +101,11 @@ def build_stage_args(stage: Component, task: Task) -> list[str]:
 def find_reason_to_skip(task: Task) -> str:
     """Return why this task has nothing to do, or nothing: the loop ended before it, or has not ended in this run."""
     for handle in task.inputs.values():
-        stopped = handle.get("stopped")
-        if stopped is not None and ("ref" not in handle or stopped < task.parameters.get("iteration", 0)):
-            return f"the loop ended with iteration {stopped:.0f}"
-        if GOES_ON in handle:
-            return f"after iteration {handle[GOES_ON]:.0f} the loop goes on in the next run"
+        last = handle.get(REACHED)
+        if last is not None and ("ref" not in handle or last < task.parameters.get("iteration", 0)):
+            return f"the loop ended with iteration {last:.0f}"
+        if CONTINUED in handle:
+            return f"after iteration {handle[CONTINUED]:.0f} the loop goes on in the next run"
     return ""
 
 
@@ -113,7 +113,7 @@ def report_skipped_stage(task: Task, output: str, results: Mapping[str, type], r
     """Tell KFP that nothing was done: no reference goes on, but for a policy, which stays what it was."""
     said = f"nothing was done here: {reason}"
     print(said, file=sys.stderr)
-    marks = {k: v for handle in task.inputs.values() for k, v in handle.items() if k in ("stopped", GOES_ON)}
+    marks = {k: v for handle in task.inputs.values() for k, v in handle.items() if k in (REACHED, CONTINUED)}
     policy = task.inputs.get("policy", {}) if output.startswith("checkpoint") else {}
     task.describe(output, {**policy, **marks})
     for name in task.outputs:
@@ -127,8 +127,8 @@ def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
     url = split_ref(task.parameters[URL])[0]
     reward = task.inputs.get("rewards", {}).get("mean_reward")
     ended = reward is not None and reward >= task.parameters.get(TARGET, math.inf)
-    stopped = {"stopped": int(task.parameters["iteration"])} if ended else {}
-    task.describe(stage.output, {**build_handle(url, manifest), **stopped})
+    mark = {REACHED: int(task.parameters["iteration"])} if ended else {}
+    task.describe(stage.output, {**build_handle(url, manifest), **mark})
     task.write(stage.output, manifest.model_dump_json(indent=1))
     if "results" in task.outputs:
         task.describe("results", manifest.scalars)

@@ -23,6 +23,7 @@ from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
 from tuneloop.kfp.io import SAME
 from tuneloop.kfp.stage import TARGET, URL, get_result_name
+from tuneloop.workflow.loop import StageSpec
 from tuneloop.workflow.settings import AUTO, Cluster, ResourceRole
 
 TYPES = {"checkpoint": Model, "policy": Model, "reference": Model, "model": Model, "metrics": Metrics}
@@ -32,40 +33,24 @@ REQUIRED = inspect.Parameter.empty
 Step = Callable[..., dsl.PipelineTask]
 
 
-def stage_step(
-    component: Component,
-    params: BaseModel | Mapping[str, Any],
-    *,
-    dynamic: Iterable[str] = (),
-    processes: int = 1,
-    nodes: int = 1,
-    cluster: Cluster | None = None,
-    kfp: Kfp | None = None,
-) -> Step:
+def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp: Kfp) -> Step:
     """The stage as a function to be called in a pipeline: ``step("sft", url=…, policy=…) -> task``.
 
     Its first argument is the task's name in the UI; the others are the stage's input artifacts, ``url`` (where its
     output is committed) and the `dynamic` parameters.
 
     Args:
-        component: the stage.
-        params: its parameters; they are resolved here, once, and each of them is an argument of the task.
+        spec: its parameters are resolved here, once, and each of them is an argument of the task. Of several nodes it
+            is a JobSet, which the task's own pod launches in the namespace ``kfp.jobs``.
         dynamic: parameters that the graph passes.
-        processes: ranks of torchrun in a pod.
-        nodes: pods; several are a JobSet, which the task's own pod launches in the namespace ``kfp.jobs``.
         cluster, kfp: what the pods ask for.
 
     Raises:
         UserError: a parameter that the stage refuses.
     """
-    cluster, kfp = cluster or Cluster(), kfp or Kfp()
-    given = params.model_dump() if isinstance(params, BaseModel) else dict(params)
-    if nodes > 1:
-        given["expected_world_size"] = nodes * processes
-    needed = {name: "0" for name in dynamic if component.Params.model_fields[name].is_required()}
-    resolved = component.validate({k: v for k, v in given.items() if k not in dynamic} | needed)
-    fixed = {k: v for k, v in resolved.model_dump(mode="json").items() if k not in dynamic and v is not None}
-    spread = nodes > 1
+    component, processes, nodes, given = spec.component, spec.processes, spec.nodes, spec.parameters
+    spread = {"expected_world_size": nodes * processes} if nodes > 1 else {}
+    fixed = {k: v for k, v in component.resolve_constants({**given, **spread}, dynamic).items() if v is not None}
     image = cluster.images.format(image="base" if spread else component.image)
     settings = cluster.model_dump(mode="json", exclude_defaults=True)
     job = {"nodes": nodes, "processes": processes, "cluster": settings, "namespace": kfp.jobs}
@@ -128,9 +113,14 @@ def define_uncached_step(
     """Return a program of ours as a step whose task never comes from KFP's cache: it reads what is there by now."""
     image = cluster.images.format(image="base")
     made = define_container_component(name, summary, signature, about, image, ["python3", "-m", f"tuneloop.kfp.{name}"])
+    return make_step(lambda **arguments: made(**arguments).set_caching_options(False), image, cluster, kfp)
+
+
+def make_step(made: Callable[..., dsl.PipelineTask], image: str, cluster: Cluster, kfp: Kfp) -> Step:
+    """Return a container component as a step, whose pod has no accelerator."""
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
-        task = made(**arguments).set_display_name(name).set_caching_options(False)
+        task = made(**arguments).set_display_name(name)
         configure_task_pod(task, image, cluster, kfp)
         return task
 

@@ -3,6 +3,8 @@
 workflows = connect_to_cluster("tuneloop").list(*WORKFLOWS)
 """
 
+import base64
+import gzip
 import json
 import os
 import time
@@ -78,11 +80,39 @@ def retry_until_available(look: Callable[[], T], *, patience: float = PATIENCE, 
             pause = min(2 * pause, 30.0)
 
 
-def read_api_message(error: Any) -> str:
-    """Read the API server's own words of an ApiException."""
+def wait_until(done: Callable[[], bool], timeout: float, what: str) -> None:
+    """Look every second until it is `done`; after `timeout` seconds raise Retryable, which says `what` is not."""
+    deadline = time.monotonic() + timeout
+    while not done():
+        if time.monotonic() > deadline:
+            raise Retryable(f"{what} after {timeout:g} s")
+        time.sleep(1.0)
+
+
+@contextmanager
+def ignore_refusals(*statuses: int) -> Iterator[None]:
+    """End the block where the API server refuses a call in it with one of these statuses, and go on behind it."""
     try:
-        return " ".join(str(json.loads(error.body)["message"]).split())
-    except (TypeError, ValueError, KeyError):
+        yield
+    except ApiRefusal as error:
+        if error.status not in statuses:
+            raise
+
+
+def list_status_nodes(workflow: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """List the nodes of a workflow's status, which the controller compresses if it is too large for an object."""
+    status = workflow.get("status", {})
+    if packed := status.get("compressedNodes"):
+        return [*json.loads(gzip.decompress(base64.b64decode(packed))).values()]
+    return [*(status.get("nodes") or {}).values()]
+
+
+def read_api_message(error: Any) -> str:
+    """Read an API server's own words of an ApiException, of Kubernetes' client or of KFP's."""
+    try:
+        said = json.loads(error.body)
+        return " ".join(str(said.get("error_message") or said.get("message") or said["error"]).split())
+    except (TypeError, ValueError, AttributeError, KeyError):
         return str(error.reason)
 
 
@@ -111,12 +141,9 @@ class Connection:
 
     def find(self, group: str, version: str, plural: str, name: str) -> dict[str, Any] | None:
         """Return a custom object of the namespace; None where there is none."""
-        try:
+        with ignore_refusals(404):
             return self.get(group, version, plural, name)
-        except ApiRefusal as error:
-            if error.status != 404:
-                raise
-            return None
+        return None
 
     def create(self, group: str, version: str, plural: str, body: Mapping[str, Any]) -> None:
         """Create a custom object in the namespace."""
@@ -124,13 +151,10 @@ class Connection:
 
     def delete(self, group: str, version: str, plural: str, name: str, **options: Any) -> bool:
         """Delete a custom object of the namespace, and return whether there was one."""
-        try:
+        with ignore_refusals(404):
             self.custom.delete_namespaced_custom_object(group, version, self.namespace, plural, name, **options)
-        except ApiRefusal as error:
-            if error.status != 404:
-                raise
-            return False
-        return True
+            return True
+        return False
 
     def list(self, group: str, version: str, plural: str, selector: str = "") -> "list[dict[str, Any]]":
         """List the custom objects of the namespace, oldest first."""

@@ -36,6 +36,7 @@ class Execution:
         stopping: set when the run is to end; nothing starts any more.
         stopped_by: the signal that stopped the run.
         published: global outputs by their tags; replaced, never changed, because threads read it.
+        slots: places of the pods that may run at a time; daemons take none.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Execution:
         self._tags = _workflow_tags(workflow, self.name, workdir, parameters)
         self._env, self._on_node, self._on_log = env, on_node, on_log
         limit = parallelism or int(spec.get("parallelism") or max(4, os.cpu_count() or 1))
-        self._slots = threading.BoundedSemaphore(limit)
+        self.slots = threading.BoundedSemaphore(limit)
         self._lock = threading.RLock()
         self._running: dict[str, tuple[Node, Process, float]] = {}
         self._log_offsets: dict[str, int] = {}
@@ -79,7 +80,8 @@ class Execution:
 
     def create_node(self, call: Call, kind: str) -> Node:
         """Create a node; its id is the same in every execution of the same graph."""
-        display = _display(call.name)
+        base = call.name.removesuffix(".onExit")  # the exit handler has the workflow's name before it
+        display = base.rpartition(".")[2] + call.name[len(base) :]
         slug = re.sub(r"[^a-z0-9]+", "-", display.lower()).strip("-")[:40]
         identity = f"{slug}-{hashlib.sha256(call.name.encode()).hexdigest()[:10]}"
         node = Node(identity, call.name, display, call.template, kind, parent=call.parent)
@@ -165,10 +167,6 @@ class Execution:
         with self._lock:
             task = node.name.rpartition("(")[0] or node.name  # the same for all attempts
             return f"127.0.0.{1 + self._servers.setdefault(task, len(self._servers))}"
-
-    def pod_slot(self, daemon: bool) -> contextlib.AbstractContextManager[object]:
-        """Return a place among the pods that may run at a time, to be waited for; daemons take none."""
-        return contextlib.nullcontext() if daemon else self._slots
 
     @contextlib.contextmanager
     def watch_pod(self, node: Node, process: Process, grace: float) -> Iterator[None]:
@@ -275,9 +273,3 @@ def _workflow_tags(
         **{f"workflow.parameters.{key}": value for key, value in parameters.items()},
         **{f"{kind}.{key}": format_value(value) for kind, values in own.items() for key, value in values.items()},
     }
-
-
-def _display(path: str) -> str:
-    """Return a node's own part of its path; the exit handler has the workflow's name before it."""
-    base = path.removesuffix(".onExit")
-    return base.rpartition(".")[2] + path[len(base) :]

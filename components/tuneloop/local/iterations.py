@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tuneloop.core.component import find_component
 from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, Retryable, UserError, print_diagnostic, report_error
@@ -79,8 +79,8 @@ class Iterations:
                 took_s = sum(self._seconds[step.name] for step in self._loop.steps)  # not an evaluation, which is rare
                 if length and has_work and (chosen := length.choose_last(number, took_s, end)):
                     length, end = None, chosen
-                if not length:  # else the pod's end is not known yet
-                    _report_progress(number - first + 1, end - first + 1)
+                if not length and (file := os.environ.get("ARGO_PROGRESS_FILE")):  # else the end is not known yet
+                    Path(file).write_text(f"{number - first + 1}/{end - first + 1}")
                 reward = float(outputs[output_of(self._loop.reward)])
                 self._print_iteration(number, reward)
                 if reward >= self._target or number == end:
@@ -165,12 +165,6 @@ def _fresh_state(**environment: str) -> Iterator[None]:
             torch.manual_seed(DEFAULT_SEED)
 
 
-def _report_progress(done: int, total: int) -> None:
-    """Tell Argo how many iterations are done."""
-    if file := os.environ.get("ARGO_PROGRESS_FILE"):
-        Path(file).write_text(f"{done}/{total}")
-
-
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run as a program; never returns."""
     parser = argparse.ArgumentParser(prog="python -m tuneloop.local.iterations", description=__doc__)
@@ -182,9 +176,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--target-reward", required=True, type=float, help="mean reward that ends the loop")
     parser.add_argument("--value", action="append", default=[], metavar="NAME=VALUE", help="of the first iteration")
     given = parser.parse_args(argv)
-    limits: Any = {"last": given.iterations, "per_pod": given.per_pod, "auto": given.auto}
+    last, per_pod, target = given.iterations, given.per_pod, given.target_reward
     try:
-        pod = Iterations(PodLoop.model_validate_json(given.loop), run=given.run, target=given.target_reward, **limits)
+        loop = PodLoop.model_validate_json(given.loop)
+        pod = Iterations(loop, run=given.run, last=last, per_pod=per_pod, target=target, auto=given.auto)
         with pod.handle_signals():
             code, outputs = pod.run(dict(value.partition("=")[::2] for value in given.value))
     except (UserError, Retryable) as error:

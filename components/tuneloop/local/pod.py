@@ -73,7 +73,9 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
     words.touch()
     env[TERMINATION_LOG] = str(words)
     grace = _grace(template, execution.grace)
-    with execution.pod_slot(bool(template.get("daemon"))), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        if not template.get("daemon"):
+            stack.enter_context(execution.slots)
         try:
             stack.enter_context(_hold_device_lease(execution, template, node, files))
         except (UserError, Retryable) as error:
@@ -173,8 +175,8 @@ def _hold_device_lease(
     wanted = parse_arguments(container["args"])
     store = execution.parameters["store"]
     root = store if "://" in store else str(execution.cwd / store)
-    options: Any = {"who": wanted.run, "policy": wanted.policy, "patience": wanted.patience}
-    turns = open_turns(f"{root}/{STORED}/{wanted.group}", **options)
+    url = f"{root}/{STORED}/{wanted.group}"
+    turns = open_turns(url, who=wanted.run, policy=wanted.policy, patience=wanted.patience)
     if turns.read().holder:
         execution.set_message(node, f"waits for its turn in group {wanted.group}")
     file = files.local_path(wanted.file)

@@ -109,8 +109,9 @@ class ProcessServer:
 
     def _run(self, command: list[str], theirs: socket.socket) -> None:
         with theirs:
-            about: Any = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "start_new_session": True}
-            self._server = subprocess.Popen([*command, str(theirs.fileno())], env=self.env, **about)
+            line, passed = [*command, str(theirs.fileno())], [theirs.fileno()]
+            stdin = subprocess.DEVNULL
+            self._server = subprocess.Popen(line, env=self.env, pass_fds=passed, stdin=stdin, start_new_session=True)
         self._listen()
 
     def _listen(self) -> None:

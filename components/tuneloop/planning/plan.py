@@ -76,7 +76,8 @@ def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, fl
             sums[-1] += f"; with its programs {format_size(memory_estimate.compute_memory_request([stage], parts))}"
     told = f"{model.name}: {model.parameters:,} parameters ({model.how})" if isinstance(model, Model) else model
     work = [f"  {stage}: {text}" for stage, text in estimate_work(stages, pods)]
-    written = [f"  {stage.name}: {describe_checkpoint(stage, model)}" for stage in stages if writes_checkpoint(stage)]
+    training = [s for s in stages if s.role == "trainer" and s.component and s.component.kind == "checkpoint"]
+    written = [f"  {stage.name}: {describe_checkpoint(stage, model)}" for stage in training]
     lines = ["work at most", *work, *(["a checkpoint", *written] if written else []), f"memory of {told}", *sums]
     lines += colocation.describe_colocation(workflow, model.parameters if isinstance(model, Model) else None)
     overlapped = any(call["name"] == "ahead" for template in templates.values() for call in list_calls(template))
@@ -88,17 +89,13 @@ def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, fl
     for heading in headings:
         grains.add_column(heading, no_wrap=True)
     part = _parameter(workflow, "per-workflow")
-    for row in compare_iterations_per_pod(grain, part, loop, _list_idle(stages, loop), seconds):
+    looped = ((stage, stage.component) for stage in stages if stage.name in loop)  # who only calls a server idles, too
+    idle = [stage.name for stage, made in looped if made and find_role(made, stage.flags, ["endpoint"]) == "cpu"]
+    for row in compare_iterations_per_pod(grain, part, loop, idle, seconds):
         grains.add_row(*row)
     told = "as measured in the run given" if seconds else "--measured RUN says what auto is by the seconds of a run"
     note = f"overhead: Argo's {REQUEUE:g} s between two pods; work: {told}\n{LOST}"
     return Group(tree, table, Text("\n".join(lines)), grains, Text(note))
-
-
-def _list_idle(stages: list[Stage], loop: Mapping[str, Role]) -> list[str]:
-    """List the stages of the loop that compute on no accelerator, those among them that only call a server."""
-    known = ((stage, stage.component) for stage in stages if stage.name in loop)
-    return [stage.name for stage, made in known if made and find_role(made, stage.flags, ["endpoint"]) == "cpu"]
 
 
 def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:
@@ -134,11 +131,6 @@ def estimate_work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tupl
             yield stage.name, f"{times * steps:,.0f} optimizer steps × {batch:g} examples{tokens}"
         elif stage.role == "evaluator" and (limit := value("limit")):
             yield stage.name, f"{times} × at most {limit:g} completions"
-
-
-def writes_checkpoint(stage: Stage) -> bool:
-    """Say whether a stage trains a policy, and so writes a checkpoint."""
-    return stage.component is not None and stage.role == "trainer" and stage.component.kind == "checkpoint"
 
 
 def describe_checkpoint(stage: Stage, model: Model | str) -> str:

@@ -120,26 +120,22 @@ def _samples(run: Run) -> str:
 
 def _provenance(run: Run) -> str:
     """Show which rollouts made which version, on what device, by which code."""
-    if not run.checkpoints:
-        return ""
-    rows = []
-    for entry in run.checkpoints:
-        provenance = entry.manifest.provenance
-        rows.append(
-            [
-                f"{entry.manifest.facts['version']}",
-                entry.key,
-                _short(entry.manifest.digest),
-                "; ".join(_origin(run, name, ref) for name, ref in sorted(entry.manifest.inputs.items())),
-                str(provenance.get("device", "not stated")),
-                str(provenance.get("world_size", "")),
-                str(provenance.get("code", "")),
-                summary.format_size(sum(f.size for f in entry.manifest.files.values())),
-                f"{entry.seconds:.1f}",
-            ]
-        )
+    rows = [
+        [
+            f"{entry.manifest.facts['version']}",
+            entry.key,
+            _short(entry.manifest.digest),
+            "; ".join(_origin(run, name, ref) for name, ref in sorted(entry.manifest.inputs.items())),
+            str(entry.manifest.provenance.get("device", "not stated")),
+            str(entry.manifest.provenance.get("world_size", "")),
+            str(entry.manifest.provenance.get("code", "")),
+            summary.format_size(sum(f.size for f in entry.manifest.files.values())),
+            f"{entry.seconds:.1f}",
+        ]
+        for entry in run.checkpoints
+    ]
     head = ("version", "made by", "digest", "from", "device", "ranks", "code", "bytes", "seconds")
-    return "<h2>Where every version came from</h2>" + _table(head, rows, kind="provenance")
+    return _section("Where every version came from", head, rows)
 
 
 def _efficiency(run: Run) -> str:
@@ -165,7 +161,7 @@ def _efficiency(run: Run) -> str:
             ]
         )
     head = ("stage", "tokens/s", "TFLOP/s", "MFU", "peak memory of a rank", "in collectives")
-    return "<h2>Efficiency</h2>" + _table(head, rows, kind="provenance") if rows else ""
+    return _section("Efficiency", head, rows)
 
 
 def _weights(run: Run) -> str:
@@ -188,7 +184,7 @@ def _weights(run: Run) -> str:
         *("version", "way", "sent", "elements changed", "encode ms", "publish ms", "materialize ms", "pause ms"),
         *("converged ms", "waited for ms", "versions behind, mean", "read back"),
     ]
-    return "<h2>Weight versions</h2>" + _table(head, rows, kind="provenance") if rows else ""
+    return _section("Weight versions", head, rows)
 
 
 def _ms(seconds: float | None) -> str:
@@ -211,9 +207,7 @@ def _packages(run: Run) -> str:
         own = {name: provenance.get(name) for name in ("tuneloop", "python", "image")}
         for name, version in {**own, **provenance.get("packages", {})}.items():
             versions.setdefault(name, set()).add(str(version))
-    if not versions:
-        return ""
-    return "<h2>Packages</h2>" + _table((), ([k, ", ".join(sorted(v))] for k, v in versions.items()), kind="facts")
+    return _section("Packages", (), [[k, ", ".join(sorted(v))] for k, v in versions.items()], kind="facts")
 
 
 def _config(run: Run) -> str:
@@ -221,6 +215,10 @@ def _config(run: Run) -> str:
         return ""
     text = yaml.safe_dump(run.record.config, sort_keys=False)
     return f"<details><summary>Configuration</summary><pre>{_text(text)}</pre></details>"
+
+
+def _section(title: str, head: Iterable[str], rows: list[list[str]], kind: str = "provenance") -> str:
+    return f"<h2>{title}</h2>{_table(head, rows, kind)}" if rows else ""
 
 
 def _table(head: Iterable[str], rows: Iterable[list[str]], kind: str) -> str:

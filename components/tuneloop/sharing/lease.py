@@ -19,7 +19,7 @@ from typing import Any
 
 from tuneloop.core.errors import Corrupt, Unavailable
 from tuneloop.core.store import Conflict
-from tuneloop.kube.connection import OWNER, ApiRefusal, Connection, Unreachable
+from tuneloop.kube.connection import OWNER, ApiRefusal, Connection, Unreachable, ignore_refusals
 from tuneloop.sharing.document import Document
 from tuneloop.sharing.turns import Turns
 
@@ -83,12 +83,9 @@ def read_groups(cluster: Connection) -> dict[str, Document]:
 
 def release_leases(cluster: Connection, run: str) -> None:
     """Release the leases and requests of a run that is known to have ended, so that nobody waits for them to expire."""
-    try:
+    known: dict[str, Document] = {}
+    with ignore_refusals(403):  # not this account's to end: others wait for `patience`
         known = read_groups(cluster)
-    except ApiRefusal as error:
-        if error.status == 403:  # not this account's to end: others wait for `patience`
-            return
-        raise
     for group, about in known.items():
         if about.leave(run) != about:
             Turns(Lease(cluster, group), group, who=run).leave()

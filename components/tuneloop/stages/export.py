@@ -1,9 +1,7 @@
 """Take a policy out: a plain Hugging Face directory that transformers and vLLM load."""
 
-import json
 import os
 import shutil
-import struct
 import tempfile
 from math import prod
 from pathlib import Path
@@ -14,13 +12,12 @@ from pydantic import Field
 from tuneloop.core.artifacts import Artifact, Manifest, hash_files
 from tuneloop.core.component import UNTRACKED, Input, Results, Stage, component
 from tuneloop.core.errors import UserError
+from tuneloop.weights.layout import read_header
 
 
 def _copy_out(stage: Stage, manifest: Manifest) -> None:
-    directory = getattr(stage.params, "directory", None)
-    if directory is not None:
-        made = Artifact(stage.out_url)
-        copy_out(made.path, Path(directory).expanduser().absolute())
+    if (directory := getattr(stage.params, "directory", None)) is not None:
+        copy_out(Artifact(stage.out_url).path, Path(directory).expanduser().absolute())
         stage.log(f"copied to {directory}")
 
 
@@ -47,9 +44,7 @@ def export(
 
 def count_parameters(path: Path) -> int:
     """Count the elements in a safetensors file, from its header alone."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-    return sum(prod(about["shape"]) for name, about in header.items() if name != "__metadata__")
+    return sum(prod(tensor.shape) for tensor in read_header(path).tensors.values())
 
 
 def copy_out(model: Path, target: Path) -> None:

@@ -1,7 +1,7 @@
 """Score rollouts with a reward model, in place of `reward` or on top of what that found."""
 
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +13,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document
 from tuneloop.training import checkpoint
 from tuneloop.training.options import ScoringOptions
+from tuneloop.training.pairs import score_documents
 
 
 @component("rewards", image="trainer", accelerator=True, role="scorer", results={"mean_reward": float})
@@ -45,7 +46,8 @@ def model_reward(
     if max(max(ids) for ids in sequences) >= model.vocab_size:
         raise UserError("--scorer", scorer.url, "has a smaller vocabulary; train it from a model with this tokenizer")
     with stage.timed("score"):
-        found = _score(stage, model, sequences, per_device_eval_batch_size)
+        documents = [Document(ids, [False] * len(ids)) for ids in sequences]
+        found = score_documents(stage, model, documents, per_device_eval_batch_size, Scorer.scores).tolist()
     table = with_scores(table, found, weight)
     scores = [score for score in table["score"].to_pylist() if score is not None]
     mean = sum(scores) / len(scores) if scores else 0.0
@@ -86,17 +88,6 @@ def with_scores(table: pa.Table, found: list[float], weight: float) -> pa.Table:
         .append_column("score", pa.array(sums, pa.float32()))
         .append_column("breakdown", pa.array(parts, pa.string()))
     )
-
-
-def _score(stage: Stage, model: Any, sequences: list[list[int]], limit: int) -> list[float]:
-    documents = [Document(ids, [False] * len(ids)) for ids in sequences]
-    found: dict[int, list[float]] = {}
-    with model.frozen():
-        for micro in model.plan([len(ids) for ids in sequences], limit):
-            checkpoint.check_stop(stage, model)
-            found |= {i: [v] for i, v in zip(micro, model.scores([documents[i] for i in micro]).tolist())}
-    merged = model.ranks.merge(found)
-    return [merged[i][0] for i in range(len(sequences))]
 
 
 if __name__ == "__main__":

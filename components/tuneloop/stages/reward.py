@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import fsum
 from pathlib import Path
@@ -68,8 +68,9 @@ def reward(
         bar.update(done)
 
     with stage.timed("score"):
-        limits: Any = {"timeout_s": timeout_s, "memory": memory_mb << 20, "punish": punish}
-        outcomes = score_all(rows, **limits, workers=workers, progress=advance)
+        outcomes = score_all(
+            rows, timeout_s=timeout_s, memory=memory_mb << 20, punish=punish, workers=workers, progress=advance
+        )
     if escape_score is not None:
         outcomes = [replace(o, score=escape_score) if o.outcome == "escape" else o for o in outcomes]
     _check_budget(outcomes, error_budget)
@@ -118,14 +119,10 @@ def summarize_rewards(rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome
         "std": pstdev(scores),
         "solved": fmean(solved),
         "outcomes": {kind: counts[kind] for kind in KINDS},
-        "breakdown": {name: fsum(values) / count_judged(name, parts) for name, values in sorted(parts.items())},
+        # A mean of NAME.part is over the rows that the reward NAME judged.
+        "breakdown": {k: fsum(v) / len(parts.get(k.rpartition(".")[0]) or v) for k, v in sorted(parts.items())},
         "zero_variance": fmean(max(g) == min(g) for g in groups.values()),
     }
-
-
-def count_judged(name: str, parts: Mapping[str, Sequence[float]]) -> int:
-    """Count the rows that a mean is over: of ``NAME.part``, those that the reward NAME judged."""
-    return len(parts.get(name.rpartition(".")[0]) or parts[name])
 
 
 def _check_budget(outcomes: Sequence[Outcome], budget: float) -> None:

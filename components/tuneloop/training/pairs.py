@@ -1,8 +1,8 @@
 """Pairs of completions, tokenized, and the log-probability of each under some policy."""
 
 from array import array
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 import xxhash
@@ -80,8 +80,14 @@ def sum_logprobs(policy: "Policy", documents: "Sequence[Document] | Batch") -> "
     return torch.zeros(len(batch.counts), device=values.device).index_add(0, owner, values)
 
 
-def score_documents(stage: Stage | None, policy: "Policy", documents: Sequence[Document], limit: int) -> "array[float]":
-    """Compute `sum_logprobs` of any number of documents, at most `limit` at once, on every rank.
+def score_documents(
+    stage: Stage | None,
+    policy: Any,
+    documents: Sequence[Document],
+    limit: int,
+    score: "Callable[[Any, Batch], Tensor]" = sum_logprobs,
+) -> "array[float]":
+    """Compute `score` of any number of documents, at most `limit` at once, on every rank.
 
     Args:
         stage: left on SIGTERM; None: in an optimizer step, which ends first, so that a resume point can follow.
@@ -95,7 +101,7 @@ def score_documents(stage: Stage | None, policy: "Policy", documents: Sequence[D
             for micro, batch in zip(plan, policy.collate_ahead(part, plan)):
                 if stage is not None:
                     checkpoint.check_stop(stage, policy)
-                found |= {i: [v] for i, v in zip(micro, sum_logprobs(policy, batch).tolist())}
+                found |= {i: [v] for i, v in zip(micro, score(policy, batch).tolist())}
         merged = policy.ranks.merge(found)
         scores.extend(merged[i][0] for i in range(len(part)))
     return scores

@@ -4,7 +4,8 @@
 There are no branches and no loops in loops: a pipeline that needs them writes its graph for the engine itself.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +30,12 @@ class StageSpec:
     ) -> None:
         self.component, self.processes, self.nodes = component, processes, nodes
         self.parameters = {**(settings.model_dump() if settings else {}), **parameters}
+
+    def with_shared(self, values: Mapping[str, Any]) -> "StageSpec":
+        """Return the stage with those of `values` besides that are parameters of it."""
+        made = copy.copy(self)
+        made.parameters = {**self.parameters, **{name: values[name] for name in self.accepted(list(values))}}
+        return made
 
     def accepted(self, names: Sequence[str]) -> list[str]:
         """Return those of `names` that are parameters of the stage."""
@@ -148,13 +155,23 @@ def output_of(wire: str) -> str:
     return wire.partition(".")[2]
 
 
+class Outputs:
+    """The outputs of a task, each an attribute: ``data.prompts``; `read` gives the one of a name."""
+
+    def __init__(self, read: Callable[[str], Any]) -> None:
+        self._read = read
+
+    def __getattr__(self, name: str) -> Any:
+        return self._read(name)
+
+
 class Graph(Protocol):
     """What an engine gives a pipeline to draw itself with, and its configuration."""
 
     config: Any
 
-    def stage(self, component: Component, name: str = "", **inputs: Any) -> Any:
-        """Call a stage, and return its outputs, each an attribute.
+    def stage(self, component: Component, name: str = "", **inputs: Any) -> Outputs:
+        """Call a stage, and return its outputs.
 
         Args:
             name: of the task, and where its output is committed in the run; without one the stage's own.

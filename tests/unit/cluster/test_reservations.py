@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuneloop.cluster.reservations import Claim, choose_claim, filter_active_runs, find_free_name
+from tuneloop.cluster.reservations import choose_claim, filter_active_runs, find_free_name
 
 
 @given(st.lists(st.sampled_from("abcdefg"), max_size=30), st.integers(1, 3))
@@ -11,8 +11,7 @@ def test_runs_that_come_fill_claims_in_order(comers: list[str], limit: int) -> N
     """Each run has one seat, whoever comes twice the same; there is no claim more than needed, none over its limit."""
     claims: dict[str, list[str]] = {}
     for run in comers:
-        standing = [Claim(name, tuple(runs)) for name, runs in claims.items()]
-        name = choose_claim(standing, run, limit) or find_free_name("g", claims)
+        name = choose_claim(claims, run, limit) or find_free_name("g", claims)
         if run not in claims.setdefault(name, []):
             claims[name].append(run)
     assert sorted(run for runs in claims.values() for run in runs) == sorted(set(comers))
@@ -21,7 +20,7 @@ def test_runs_that_come_fill_claims_in_order(comers: list[str], limit: int) -> N
 
 
 def test_a_seat_is_taken_on_the_fullest_claim_so_that_others_empty() -> None:
-    claims = [Claim("g-1", ("a",)), Claim("g-2", ("b", "c")), Claim("g-3", ("d", "e", "f"))]
+    claims = {"g-1": ["a"], "g-2": ["b", "c"], "g-3": ["d", "e", "f"]}
     assert choose_claim(claims, "x", 3) == "g-2"
     assert choose_claim(claims, "a", 1) == "g-1", "a run that sits stays, whatever the limit is now"
     assert choose_claim(claims, "x", 1) is None

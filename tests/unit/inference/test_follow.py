@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tests.making import checkpoint_artifact
 from tests.waiting import LIMIT_S, until
 from tuneloop import weights
-from tuneloop.inference.engines._follow import Follower, prove_weights
+from tuneloop.inference.engines._follow import Follower, prove_tensors
 from tuneloop.inference.engines._loop import EngineLoop
 from tuneloop.inference.engines.vllm import Vllm
 
@@ -57,12 +57,12 @@ def test_what_can_not_be_read_back_is_not_served(tmp_path: Path) -> None:
     engine = SimpleNamespace(engine=SimpleNamespace(collective_rpc=lambda work, args: [work(worker, *args)]))
     path = tmp_path / "model.safetensors"
     save_file(files, path)
-    assert prove_weights(engine, tmp_path).identical == 2  # type: ignore[arg-type]
+    assert prove_tensors(engine, tmp_path).identical == 2  # type: ignore[arg-type]
     files["wrong.weight"][1, 2] += 1
     save_file(files, path)
     with pytest.raises(RuntimeError, match=r"1 of 2 tensors differ, wrong\.weight among them"):
-        prove_weights(engine, tmp_path)  # type: ignore[arg-type]
+        prove_tensors(engine, tmp_path)  # type: ignore[arg-type]
     files["wrong.weight"][1, 2] -= 1
     save_file({"right.weight": files["right.weight"], "experts.weight": files["wrong.weight"]}, path)
     with pytest.raises(RuntimeError, match=r"1 of 2 tensors cannot be read back from this engine, experts\.weight"):
-        prove_weights(engine, tmp_path)  # type: ignore[arg-type]
+        prove_tensors(engine, tmp_path)  # type: ignore[arg-type]

@@ -99,8 +99,8 @@ def test_the_loop_ends_at_its_target(launcher: Launcher) -> None:
     launcher.start("sft", "sft", skill=1)
     policy = launcher.handle("sft", "checkpoint")
     made = [policy := launcher.iteration(i, policy, target=0.75) for i in (1, 2, 3, 4)]
-    assert ["stopped" in each for each in made] == [False, True, True, True]
-    assert [each.get("stopped") for each in made[1:]] == [2, 2, 2]
+    assert [stage.REACHED in each for each in made] == [False, True, True, True]
+    assert [each.get(stage.REACHED) for each in made[1:]] == [2, 2, 2]
     assert {each["ref"] for each in made[1:]} == {Artifact(f"{launcher.run}/iterations/2/policy-update").ref}
     assert find_manifest(f"{launcher.run}/iterations/3/rollout") is None
     assert "ref" not in launcher.handle("iterations/3/rollout", "rollouts")
@@ -110,10 +110,10 @@ def test_the_loop_ends_at_its_target(launcher: Launcher) -> None:
 
 def test_nothing_follows_a_loop_that_goes_on_in_the_next_run(launcher: Launcher, tmp_path: Path) -> None:
     assert launcher.start("sft", "sft", skill=1) == 0
-    policy = {**launcher.handle("sft", "checkpoint"), stage.GOES_ON: 60.0}
+    policy = {**launcher.handle("sft", "checkpoint"), stage.CONTINUED: 60.0}
     assert launcher.start("evaluate", "evaluate-after", {"policy": policy}) == 0
     assert find_manifest(f"{launcher.run}/evaluate-after") is None
-    assert launcher.handle("evaluate-after", "metrics") == {stage.GOES_ON: 60.0}
+    assert launcher.handle("evaluate-after", "metrics") == {stage.CONTINUED: 60.0}
     assert (tmp_path / "kfp/evaluate-after" / io.LOGS).read_text() == "of the launcher", "it is not ours to write"
 
 

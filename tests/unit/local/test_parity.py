@@ -1,7 +1,7 @@
 """The local executor beside the real controller: ``parity/`` has workflows, and the nodes Argo 3.7.6 made of them.
 
-Recorded on a cluster from the workflows as they are here, with an image, a security context, and longer sleeps; that
-of `values.json` also had loops over items, which the local executor refuses.
+``TUNELOOP_RECORD=1 pytest tests/cluster/test_parity.py`` records them on a cluster; without the variable it says
+whether they are so still.
 """
 
 import json

@@ -235,11 +235,10 @@ class Client:
     @contextmanager
     def _open(self, method: str, path: str, body: Any = None) -> Iterator[Response]:
         """Yield an answer with status 200; ask again while the server is loading (409)."""
-        deadline = time.monotonic() + self.timeout_s
-        options: Any = {"timeout_s": self.timeout_s, "body": body, "check": self.check}
+        url, deadline = self.endpoint + path, time.monotonic() + self.timeout_s
         while True:
             try:
-                with open_response(method, self.endpoint + path, **options) as response:
+                with open_response(method, url, timeout_s=self.timeout_s, body=body, check=self.check) as response:
                     self._met = True
                     if response.status == 200:
                         yield response

@@ -141,7 +141,7 @@ class Follower(threading.Thread):
                 version,
                 digest,
                 self.mode,
-                lambda e: comparisons.append(prove_weights(e, self.directory)),
+                lambda e: comparisons.append(prove_tensors(e, self.directory)),
             )
             try:
                 took = change.result()
@@ -158,7 +158,7 @@ class Follower(threading.Thread):
         return None if record is None else max(0.0, self.pulled["served_at"] - json.loads(record)["at"])
 
 
-def prove_weights(engine: Vllm, model: Path) -> Readback:
+def prove_tensors(engine: Vllm, model: Path) -> Readback:
     """Prove that the engine holds what lies in `model`: every tensor of it, or nothing is served.
 
     Raises:

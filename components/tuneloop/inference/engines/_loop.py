@@ -95,6 +95,7 @@ class EngineLoop(threading.Thread):
             if self.broken:
                 raise Refused(503, self.trouble)
             drained = time.perf_counter()
+            failure: Exception | None = None
             try:
                 self.engine.change(model, version, digest)
                 changed = time.perf_counter()
@@ -104,11 +105,11 @@ class EngineLoop(threading.Thread):
                 raise
             except Exception as error:
                 self.engine.poison()
-                self.waking = self.asleep
-                self._release()  # they are refused until a version is loaded
-                raise Refused(503, f"loading version {version} failed ({error}); load a version again") from error
+                failure = error
             self.waking = self.asleep
-            self._release()
+            self._release()  # after a failure they are refused, until a version is loaded
+            if failure:
+                raise Refused(503, f"loading version {version} failed ({failure}); load a version again") from failure
             return {"drain": drained - begun, "change": changed - drained, "check": time.perf_counter() - changed}
 
         return self._command(work)

@@ -180,17 +180,13 @@ class Endpoint:
 
     def _complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         """Complete one prompt, over as many attempts as it takes."""
-        body = {"sampling": asdict(sampling), **self._demand()}
+        oldest = self.version - self.max_staleness
+        body = {"sampling": asdict(sampling), "min_version" if self.max_staleness else "version": oldest}
         if not self.options.partial_rollout:
             return self._retry(lambda url: self._whole(url, request, body, sampling))
         parts = [Partial(seed) for seed in request.seeds]
         self._retry(lambda url: self._go_on(url, request, body, sampling, parts))
         return [part.done for part in parts if part.done]
-
-    def _demand(self) -> dict[str, int]:
-        if self.max_staleness == 0:
-            return {"version": self.version}
-        return {"min_version": self.version - self.max_staleness}
 
     def _retry(self, attempt: Callable[[str], Result]) -> Result:
         """Return what `attempt` of a URL does. Each goes to the next URL; the wait doubles once all had their turn."""

@@ -19,7 +19,7 @@ import yaml
 from tuneloop.core.errors import Retryable, Unavailable, UserError
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
-from tuneloop.kube.connection import IN_CLUSTER, OWNER, WORKFLOWS, ApiRefusal, Connection, read_api_message
+from tuneloop.kube.connection import IN_CLUSTER, OWNER, WORKFLOWS, ApiRefusal, Connection, read_api_message, wait_until
 from tuneloop.workflow.settings import RUN_LABEL
 
 GROUP, KIND, PLURAL = "nvidia.com", "DynamoGraphDeployment", "dynamographdeployments"
@@ -179,16 +179,13 @@ def _ensure(cluster: Connection, graph: Object, recreate: bool, tell: Callable[[
     name, (group, _, version) = str(graph["metadata"]["name"]), str(graph["apiVersion"]).partition("/")
     find_api_version(cluster)
     live = find_graph(cluster, name, version)
-    if live is not None and live["metadata"].get("deletionTimestamp"):
-        _gone(cluster, name)
-        live = None
-    if live is not None:
+    if live is not None and not live["metadata"].get("deletionTimestamp"):
         changed = find_drift(graph.get("spec", {}), live.get("spec", {}), "spec")
         if not (changed and recreate):
             tell(f"{name}: stands already" + (f", and differs: {', '.join(changed)}" if changed else ""))
             return False
         delete_graph(cluster, name)
-        _gone(cluster, name)
+    wait_until(lambda: find_graph(cluster, name) is None, 120.0, f"{name}: is still being deleted")
     cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, PLURAL, graph)
     tell(f"{name}: created")
     return True
@@ -323,11 +320,3 @@ def _refer(cluster: Connection, metadata: Object, reference: Object) -> bool:
 def delete_graph(cluster: Connection, name: str) -> bool:
     """Delete a graph, and with it what its operator made; return whether there was one."""
     return cluster.delete(GROUP, find_api_version(cluster), PLURAL, name, propagation_policy="Background")
-
-
-def _gone(cluster: Connection, name: str, timeout: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout
-    while find_graph(cluster, name) is not None:
-        if time.monotonic() > deadline:
-            raise Retryable(f"{name}: is still being deleted after {timeout:g} s")
-        time.sleep(0.5)

@@ -8,24 +8,22 @@ lays the files out, with all headers and no data; every rank then fills in what 
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.weights import layout
-
-if TYPE_CHECKING:
-    from tuneloop.training.fsdp.ranks import Ranks
 
 FILE_SIZE = "50GB"
 """At most so much in a file: the default of `save_pretrained`."""
 
 
 def write_sharded_model(
-    model: Any, state: Iterable[tuple[str, Tensor]], dtype: torch.dtype, target: Path, ranks: "Ranks"
+    model: Any, state: Iterable[tuple[str, Tensor]], dtype: torch.dtype, target: Path, ranks: Ranks
 ) -> bool:
     """Write `model` with floating parameters in `dtype`; called by all ranks.
 
@@ -55,7 +53,7 @@ def write_sharded_model(
     return True
 
 
-def _own_rows(value: Tensor, ranks: "Ranks") -> tuple[Tensor, int]:
+def _own_rows(value: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
     """Return this rank's rows, and which of all is the first; all rows of what is not sharded."""
     if not isinstance(value, DTensor):
         return value, 0
