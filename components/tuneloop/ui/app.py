@@ -66,7 +66,7 @@ def build_app(store: str) -> Starlette:
         run, number = runs.open(request.path_params["name"]), request.path_params["iteration"]
         page = request.query_params.get("page", "1")
         shown = samples.read_page(run, number, int(page) if page.isdecimal() else 1)
-        return _page(f"{run.name}, iteration {number}", samples.render(run, shown))
+        return _page(f"{run.name}, iteration {number}", samples.render_samples(run, shown))
 
     def tell_mark(request: Request) -> Response:
         run = runs.open(request.path_params["name"])

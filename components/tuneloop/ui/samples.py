@@ -81,7 +81,7 @@ def _read_pieces(policy: str) -> dict[int, str]:
     return {number: words.decode([number], skip_special_tokens=False) for number in words.get_vocab().values()}
 
 
-def render(run: Run, page: Page) -> str:
+def render_samples(run: Run, page: Page) -> str:
     """Render a page of completions: text escaped, tokens as marks whose shade is their probability."""
     name, number, iteration = html.escape(run.name), page.number, page.iteration
     places = {f"page {n}": f"{iteration}?page={n}" for n in (number - 1, number + 1) if 1 <= n <= page.last}
