@@ -5,6 +5,7 @@ An artifact is a URL. Below it lie ``manifest.json`` and one data directory that
     <url>/manifest.json            created if absent, last: its existence means the artifact is whole
     <url>/<attempt>/<files …>      written by one attempt; a duplicate attempt writes elsewhere
     <url>/resume/<name>/…          artifacts of their own: what an interrupted stage left for its retry
+    <url>/<name>/…                 an artifact of its own, committed later (`tuneloop.core.context`)
 
 The manifest lists every file with size and xxh3-128, and the artifact's digest is the digest of that list, so
 equal bytes have equal digests wherever they lie. A *reference* is ``<url>@<digest>``: what stages hand to one
@@ -216,9 +217,11 @@ class Draft:
     def __init__(self, url: str, attempt: str | None = None) -> None:
         self.url = normalize_url(url)
         self.attempt = attempt or f"data-{os.urandom(6).hex()}"
-        local = local_path(self.url)
-        if local is not None:
-            self.path = local / self.attempt  # written in place: no reader looks there before the manifest exists
+        self._store = Store(self.url)  # here: where a draft is committed on another thread, the environment may change
+        if self._store.root is not None:
+            self.path = (
+                self._store.root / self.attempt
+            )  # written in place: no reader looks there before the manifest exists
         else:
             # One attempt writes several artifacts: its output, and resume points meanwhile.
             place = xxhash.xxh3_64_hexdigest(self.url.encode())
@@ -234,7 +237,7 @@ class Draft:
         Args:
             part: a number that no other machine of the attempt has.
         """
-        store = Store(self.url)
+        store = self._store
         if store.root is None:
             files = self._upload(store)
             listing = {name: file.model_dump() for name, file in files.items()}
@@ -264,7 +267,7 @@ class Draft:
             Retryable: the process has lost its turn (`tuneloop.core.fencing`), asked right before the manifest is
             created.
         """
-        store = Store(self.url)
+        store = self._store
         if store.root is None:
             files = self._parts(store) | self._upload(store)
         else:
