@@ -82,10 +82,9 @@ def main() -> None:
                 path.unlink()
             each = [round(b - a, 2) for a, b in pairwise(starts)][1:]
             stages = ", ".join(f"{name} {took[name] / flags.iterations:.2f}" for name in ("rollout", "policy_update"))
-            when = "beside the next rollout" if beside else "before the next rollout"
-            print(
-                f"{when}: median {statistics.median(each):.2f} s an iteration {each}, mean of {stages}; {sum(steps)} steps"
-            )
+            when, median = "beside" if beside else "before", statistics.median(each)
+            print(f"{when} the next rollout: median {median:.2f} s {each}; ", end="")
+            print(f"mean of {stages}; {sum(steps)} steps", flush=True)
 
 
 if __name__ == "__main__":
