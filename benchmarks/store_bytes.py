@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -47,13 +49,16 @@ class CountingS3(ThreadingHTTPServer):
 
     Attributes:
         log: the requests, in the order in which they were answered.
+        bytes_per_s: of the line that all requests share, in each direction.
     """
 
     daemon_threads = True
+    bytes_per_s = math.inf
 
     def __init__(self, directory: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.directory, self.log, self.lock = directory, list[Request](), threading.Lock()
+        self.lines = {"GET": threading.Lock(), "PUT": threading.Lock()}
         directory.mkdir(parents=True, exist_ok=True)
 
     def path(self, key: str) -> Path:
@@ -90,6 +95,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _note(self, key: str, size: int) -> None:
         with self.server.lock:
             self.server.log.append((self.command, key, size))
+        with self.server.lines[self.command] if size else contextlib.nullcontext():
+            time.sleep(size / self.server.bytes_per_s)
 
     def do_HEAD(self) -> None:
         key, _ = self._asked()

@@ -81,9 +81,9 @@ def list_keys(url: str) -> list[str]:
 
 
 def read_digests(url: str) -> dict[str, str]:
-    """Artifact → digest, of all that is committed below `url`."""
+    """Artifact → digest, of all that is committed below `url` but trainers' states, which a kill may leave out."""
     names = [key.removesuffix("/manifest.json") for key in list_keys(url) if key.endswith("/manifest.json")]
-    return {name: Artifact(f"{url}/{name}").manifest.digest for name in names}
+    return {n: Artifact(f"{url}/{n}").manifest.digest for n in names if not n.endswith("/state")}
 
 
 def compute_digests(pipeline: str, directory: Path) -> dict[str, str]:

@@ -72,6 +72,6 @@ def phase(workdir: Path, node: str, child: "subprocess.Popen[bytes]") -> str | N
 
 
 def digests(store: Path, run: str) -> dict[str, str]:
-    """Artifact → digest, of everything the run committed."""
-    manifests = sorted((store / run).rglob("manifest.json"))
+    """Artifact → digest, of all that the run committed but trainers' states, which a kill may leave out."""
+    manifests = sorted(m for m in (store / run).rglob("manifest.json") if m.parent.name != "state")
     return {str(m.parent.relative_to(store / run)): Artifact(str(m.parent)).manifest.digest for m in manifests}

@@ -28,6 +28,7 @@ from tuneloop.core.errors import Interrupted, UserError
 from tuneloop.formats.token_files import Document
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.sft import sft
+from tuneloop.training.checkpoint import find_state, trainer_state
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.fsdp.trainer import Trainer
 from tuneloop.training.lora import Lora
@@ -66,10 +67,12 @@ def assert_same_training(one: Artifact, two: Artifact) -> None:
 
 def moments(checkpoint: Artifact) -> dict[str, torch.Tensor]:
     """Everything in ``trainer/``, read by one process."""
+    held, state = find_state(checkpoint), trainer_state(checkpoint)
+    assert held and state
     adam = Optimization(1e-3, "constant", 0, 0, 0.0, 0.9, 0.95, 1.0)
-    adapters = json.loads((checkpoint.path / "trainer" / "state.json").read_text()).get("lora")
+    adapters = state.get("lora")
     trainer = Trainer(checkpoint.path / "model", Ranks("cpu"), adam, lora=adapters and Lora(**adapters))
-    trainer.load(checkpoint.path / "trainer", 1)
+    trainer.load(held.part("trainer"), 1)
     return trainer._state()
 
 

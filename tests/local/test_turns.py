@@ -31,8 +31,8 @@ def test_two_runs_take_turns(tmp_path: Path) -> None:
     assert [each.wait(10 * LIMIT_S) for each in together] == [0, 0]
     assert digests(tmp_path / "shared", "a") == digests(tmp_path / "alone", "a")
     made = [find_manifest(str(path.parent)) for path in sorted((tmp_path / "shared").rglob("manifest.json"))]
-    abouts = [manifest.provenance | {"total": manifest.timings["total"]} for manifest in made if manifest]
-    turns = sorted((a for a in abouts if "turn" in a), key=lambda a: a["turn"]["number"])
+    took = [each.provenance | each.timings for each in made if each and "turn" in each.provenance]
+    turns = sorted(took, key=lambda a: a["turn"]["number"])
     assert [a["turn"]["number"] for a in turns] == list(range(2, 12))  # of each: sft, rollout, update, two evaluations
     whose = [a["turn"]["ticket"].partition(".")[0] for a in turns]
     assert len(list(itertools.groupby(whose))) > 2, "neither waited for all of the other"

@@ -5,6 +5,7 @@ An artifact is a URL. Below it lie ``manifest.json`` and one data directory that
     <url>/manifest.json            created if absent, last: its existence means the artifact is whole
     <url>/<attempt>/<files …>      written by one attempt; a duplicate attempt writes elsewhere
     <url>/resume/<name>/…          artifacts of their own: what an interrupted stage left for its retry
+    <url>/<name>/…                 an artifact of its own, committed later (`tuneloop.core.context`)
 
 The manifest lists every file with size, SHA-256 and xxh3-128. The artifact's digest is the SHA-256 of all that the
 manifest states (`STATED`): these files, the stage, its parameters, results and facts, and of its inputs their digests.
@@ -247,9 +248,11 @@ class Draft:
     def __init__(self, url: str, attempt: str | None = None) -> None:
         self.url = normalize_url(url)
         self.attempt = attempt or f"data-{os.urandom(6).hex()}"
-        local = local_path(self.url)
-        if local is not None:
-            self.path = local / self.attempt  # written in place: no reader looks there before the manifest exists
+        self._store = Store(self.url)  # here: where a draft is committed on another thread, the environment may change
+        if self._store.root is not None:
+            self.path = (
+                self._store.root / self.attempt
+            )  # written in place: no reader looks there before the manifest exists
         else:
             # One attempt writes several artifacts: its output, and resume points meanwhile.
             place = xxhash.xxh3_64_hexdigest(self.url.encode())
@@ -265,7 +268,7 @@ class Draft:
         Args:
             part: a number that no other machine of the attempt has.
         """
-        store = Store(self.url)
+        store = self._store
         if store.root is None:
             files = self._upload(store)
             listing = {name: file.model_dump() for name, file in files.items()}
@@ -295,7 +298,7 @@ class Draft:
             Retryable: the process has lost its turn (`tuneloop.core.fencing`), asked right before the manifest is
             created.
         """
-        store = Store(self.url)
+        store = self._store
         if store.root is None:
             files = self._parts(store) | self._upload(store)
         else:

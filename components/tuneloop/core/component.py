@@ -25,6 +25,7 @@ import sys
 import time
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,6 +45,7 @@ from tuneloop.core.artifacts import (
     split_ref,
 )
 from tuneloop.core.attempts import admit_attempt
+from tuneloop.core.background import BACKGROUND
 from tuneloop.core.context import Options, Params, Stage, handle_signals
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import to_kebab_case
@@ -149,6 +151,8 @@ class Component:
                 standing = self._run(stage, inputs)
         if self.after and stage.leader:
             self.after(stage, standing)
+        if stage.later and stage.leader:
+            BACKGROUND.begin(partial(stage.later, standing))
         return standing
 
     def settings(self, *, without: Iterable[str] = (), **defaults: Any) -> type[Params]:

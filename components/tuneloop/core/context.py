@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
-from tuneloop.core.artifacts import MANIFEST, Artifact, Draft, dump_canonical_json
+from tuneloop.core.artifacts import MANIFEST, Artifact, Draft, Manifest, dump_canonical_json
 from tuneloop.core.errors import Interrupted
 from tuneloop.core.progress import Progress
 from tuneloop.core.seeds import derive_seed
@@ -52,6 +52,7 @@ class Stage:
         notes: what it will say of this attempt: device, number of processes, what was resumed.
         timings: seconds, and rates whose name ends in ``_per_s``.
         barrier: waits for all ranks; the trainer replaces it once a process group exists.
+        later: what `commit_later` leaves to be done, given the manifest that stands at `out_url`.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Stage:
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
     barrier: Callable[[], None] = lambda: None
     stopping: bool = False
+    later: Callable[[Manifest], None] | None = None
 
     @property
     def leader(self) -> bool:
@@ -129,6 +131,35 @@ class Stage:
             for name in self.resume_points()[:-1]:
                 store.delete(f"resume/{name}")
         self.barrier()
+
+    def commit_later(self, name: str, write: Callable[[Path], None], **about: Any) -> None:
+        """Have an artifact committed at `name` below the output once that stands; called by all ranks.
+
+        A single process writes it then, beside the stages that follow (`tuneloop.core.background`): what `write` reads
+        must stay as it is until that is waited for. Several processes end with their stage, and write it here.
+
+        Args:
+            write: is given a directory, as in `save_resume`.
+            about: further fields of its manifest.
+        """
+        draft = Draft(f"{self.out_url}/{name}", attempt=self.attempt)
+        if self.world_size > 1:
+            write(draft.path)
+            self._bring(draft)
+
+        def commit(standing: Manifest) -> None:
+            try:
+                if self.world_size == 1:
+                    write(draft.path)
+                if standing.root == self.attempt:
+                    draft.commit(stage=self.name, inputs={standing.kind: f"{self.out_url}@{standing.digest}"}, **about)
+                else:  # that of a duplicate, which commits its own
+                    draft.discard()
+            except BaseException:
+                draft.discard()
+                raise
+
+        self.later = commit
 
     def latest_resume(self) -> Artifact | None:
         """Find the newest resume point that an earlier attempt of this very stage committed."""

@@ -204,12 +204,12 @@ class Resident:
 
         from tuneloop.training.fsdp.trainer import Trainer
 
-        state = checkpoint.trainer_state(policy)
-        if optimizer and state is None:
+        state, written = checkpoint.trainer_state(policy), checkpoint.find_state(policy) if optimizer else None
+        if optimizer and written is None:
             raise UserError("load_state", policy.url, "has no optimizer state; load its weights alone")
         base = checkpoint.lora_base(policy) if optimizer and self.lora else policy
         directory = checkpoint.model_dir(base)
-        saved = policy.part("trainer") if optimizer else None
+        saved = written.part("trainer") if written else None
         version = int(policy.manifest.facts["version"])
         self.__dict__.pop("trainer", None)  # two at once may not fit; all that is needed is here and looks right
         torch.manual_seed(self.seed)

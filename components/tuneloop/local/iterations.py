@@ -18,9 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from tuneloop.core.background import BACKGROUND
 from tuneloop.core.component import find_component
 from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, Retryable, UserError, print_diagnostic, report_error
-from tuneloop.core.program import write_outputs
+from tuneloop.core.program import run_component, write_outputs
 from tuneloop.core.threads import forward_signals
 from tuneloop.local.pod_length import PodLength
 from tuneloop.workflow.loop import output_of
@@ -68,7 +69,8 @@ class Iterations:
             the exit code, and the outputs: the number of the last iteration, what it hands on, and its mean reward.
         """
         outputs: dict[str, str] = {}
-        first = int(values["iteration"])
+        code, first = 0, int(values["iteration"])
+        BACKGROUND.beside = True
         end = max(first, min(self._last, first + -first % self._per_pod))
         try:
             length = PodLength(self._run, first) if self._auto else None
@@ -86,8 +88,12 @@ class Iterations:
                 if reward >= self._target or number == end:
                     break
         except StageEnded as error:
-            return error.code, {}
-        return 0, outputs
+            code = error.code
+        finally:
+            BACKGROUND.beside = False
+        if BACKGROUND.work:
+            code = run_component(BACKGROUND.wait) or code
+        return code, {} if code else outputs
 
     def _iterate(self, values: Mapping[str, str]) -> dict[str, str]:
         known, number = dict(values), int(values["iteration"])
@@ -157,8 +163,9 @@ def _fresh_state(**environment: str) -> Iterator[None]:
         yield
     finally:
         os.chdir(place)
-        os.environ.clear()
-        os.environ.update(before)
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)  # never cleared: a thread may commit meanwhile (`tuneloop.core.background`)
         if torch := sys.modules.get("torch"):
             torch.use_deterministic_algorithms(False)
             torch.utils.deterministic.fill_uninitialized_memory = True

@@ -9,12 +9,12 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tuneloop.core.artifacts import MANIFEST, Artifact, dump_canonical_json, parse_manifest, split_ref
+from tuneloop.core.artifacts import MANIFEST, Artifact, dump_canonical_json, find_manifest, parse_manifest, split_ref
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
 from tuneloop.runs.run_record import Entry, Run
 from tuneloop.runs.verification import verify_artifact
-from tuneloop.training.old_checkpoints import HISTORY
+from tuneloop.training.old_checkpoints import HISTORY, STATE
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def audit_run(run: Run) -> Iterator[Proof]:
     run.refresh(whole=True)
     store = Store(run.url)
     known = {entry.manifest.digest for entry in run.entries}
-    for entry in run.entries:
+    for entry in [*run.entries, *_list_states(run)]:
         problems = [*_check_manifest(store, entry)]
         for name, ref in entry.manifest.inputs.items():
             digest = split_ref(ref)[1]
@@ -62,6 +62,13 @@ def audit_run(run: Run) -> Iterator[Proof]:
         wrong = [one for one in checked if not one.good and not (deleted and one.found is None)]
         problems += [f"{one.key} " + ("is missing" if one.found is None else "was changed") for one in wrong]
         yield Proof(entry.key, sum(one.good for one in checked), tuple(problems), deleted)
+
+
+def _list_states(run: Run) -> Iterator[Entry]:
+    """Yield the trainer's states that checkpoints have below them; the root leaves them out, as they may be deleted."""
+    for entry in run.with_role("trainer"):
+        if made := find_manifest(f"{run.url}/{entry.key}/{STATE}"):
+            yield Entry(f"{entry.key}/{STATE}", entry.stage, entry.iteration, made)
 
 
 def _check_manifest(store: Store, entry: Entry) -> Iterator[str]:

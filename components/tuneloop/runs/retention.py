@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tuneloop.core.artifacts import MANIFEST
+from tuneloop.core.artifacts import MANIFEST, find_manifest
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 from tuneloop.runs.run_record import Run
-from tuneloop.training.old_checkpoints import HISTORY, list_needed
+from tuneloop.training.old_checkpoints import HISTORY, STATE, list_needed
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,8 @@ def _dead(key: str, roots: Mapping[str, str | None]) -> tuple[str, str] | None:
             continue
         if roots[above] is None or parts[depth] in (MANIFEST, roots[above]):
             return None
+        if f"{above}{parts[depth]}/" in roots:
+            continue  # an artifact of its own, committed later
         if parts[depth] == "resume":
             return above + "resume", "resume point of a stage that has committed"
         if depth < len(parts) - 1:
@@ -102,9 +104,11 @@ def _old(run: Run, keep: int, files: Mapping[str, tuple[int, float]]) -> Iterato
     """Yield the files of checkpoints that the loop has left behind."""
     looped = [entry for entry in run.checkpoints if entry.iteration is not None]
     known = {f"{run.url}/{entry.key}": entry.manifest for entry in run.checkpoints}
-    needed = {url for entry in looped[-keep:] for url in list_needed(entry.manifest, known.get)}
-    for entry in looped[:-keep]:
-        for name in () if f"{run.url}/{entry.key}" in needed else entry.manifest.files:
-            key = f"{entry.key}/{entry.manifest.root}/{name}"
-            if name != HISTORY and key in files:
-                yield Leftover(key, f"checkpoint of version {entry.manifest.facts['version']}", files[key][0])
+    kept = ((f"{run.url}/{entry.key}", entry.manifest) for entry in looped[-keep:])
+    needed = {each for place in kept for each in list_needed(*place, lambda url: known.get(url) or find_manifest(url))}
+    old = {entry.key: entry.manifest for entry in looped[:-keep] if f"{run.url}/{entry.key}" not in needed}
+    for key, (size, _) in files.items():
+        *place, part, name = key.split("/", 4) if key.count("/") > 3 else ("", "")
+        made = old.get("/".join(place))
+        if made and part in (made.root, STATE) and name != HISTORY:
+            yield Leftover(key, f"checkpoint of version {made.facts['version']}", size)

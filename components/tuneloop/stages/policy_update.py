@@ -14,7 +14,7 @@ from tuneloop.algorithms._objective import Completions, PolicyGradient
 from tuneloop.algorithms._terms import estimate_kl
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import UNTRACKED, Input, OptionalInput, Params, Results, Stage
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.provenance import collect_provenance
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.lora import disable_adapters
@@ -60,7 +60,7 @@ class PolicyUpdateOptions(TrainerOptions):
     state_every: int = Field(
         1,
         ge=1,
-        description="trainer/ is written at each such iteration; between them it is in memory, or replayed",
+        description="the trainer's state is written at each such iteration; else it is in memory, or replayed",
         json_schema_extra=UNTRACKED,
     )
     save_total_limit: int | None = Field(
@@ -99,7 +99,8 @@ def policy_update(
     The optimizer goes on from the checkpoint's state if `policy_update` wrote that with the same betas;
     after `sft` or `base_model` it starts fresh, and so does the warm-up.
 
-    With `state_every` above 1 that state is written only by iterations that it divides. Between them it stays in
+    That state is a commit of its own, after the checkpoint's, written while the stages that follow in the same process
+    run; the next update waits for it. With `state_every` above 1 only iterations that it divides write it. It stays in
     memory, and a process that has not got it repeats the updates since, from the rewards that were committed
     (`notes.replayed`). Nothing more is written at the end of a pod, or on SIGTERM: with a number as
     `loop.iterations_per_pod` pods end after its multiples, so one for both is enough, and whatever else ends one, a
@@ -115,9 +116,12 @@ def policy_update(
     about: dict[str, Any] = {"iteration": iteration, "reset_optimizer": reset_optimizer, "options": options}
     about |= {"algorithm": algorithm, "algorithm_args": algorithm_args}
     trainer, losses = train_policy(stage, ranks, policy, rewards, reference, **about)
+    version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype, with_state=False)
     due = iteration % options.state_every == 0
-    version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype, with_state=due)
-    stage.facts["state"] = "written" if due else "not written"
+    stage.notes["state"] = "due" if due else "not due"
+    if due:
+        about = {"kind": "trainer-state", "facts": stage.facts[checkpoint.STATE_FACT]}
+        stage.commit_later(checkpoint.STATE, lambda path: trainer.save(path / "trainer"), **about)
     RESIDENT.keep(trainer, stage.attempt, options)
     return {"loss": sum(losses) / len(losses) if losses else 0.0, "version": version}
 
@@ -179,16 +183,17 @@ def open_trainer(
 
     optimization, about = options.optimization, options.model_options
     kept, same = RESIDENT.take(policy, options)
-    unwritten = policy.manifest.facts.get(checkpoint.UNWRITTEN)
-    if unwritten and not kept and not why_fresh(unwritten, optimization, about, reset):
+    state, written = checkpoint.trainer_state(policy), checkpoint.find_state(policy)
+    (missed,) = ranks.max([float(written is None)])
+    written = None if missed else written  # the same for all ranks, also where it is committed just now
+    fresh = why_fresh(state, optimization, about, reset)
+    if not (fresh or written or kept):
         replay_updates(stage, policy, ranks)
         kept, same = RESIDENT.take(policy, options)
     if kept and same and not reset:
-        kept.since = kept.since if unwritten else policy.ref
+        kept.since = policy.ref if written else kept.since
         return kept, f"carried on from step {kept.step}"
-    state = checkpoint.trainer_state(policy)
-    fresh = why_fresh(state, optimization, about, reset)
-    kept = None if fresh or not unwritten else kept  # two at once may not fit
+    kept = None if fresh or written else kept  # two at once may not fit
     base = checkpoint.lora_base(policy) if not fresh and about["lora"] else policy
     trainer: Trainer = epochs.new_trainer(stage, Trainer, base, ranks, optimization, about)
     trainer.since = kept.since if kept else policy.ref
@@ -198,8 +203,11 @@ def open_trainer(
         return trainer, f"fresh: {fresh}"
     if kept:
         trainer.copy_state(kept)
-    else:
-        trainer.load(policy.part("trainer"), state["step"])
+    elif written:
+        trainer.load(written.part("trainer"), state["step"])
+        same = policy.manifest.notes.get("world_size") == ranks.world  # by other processes it is spread otherwise
+        if same and "digest" in state and (found := trainer.compute_state_digest()) != state["digest"]:
+            raise Corrupt("artifact", written.url, f"holds the state {found}, {state['digest']} was committed")
     return trainer, f"carried on from step {state['step']}"
 
 
@@ -214,7 +222,7 @@ def replay_updates(stage: Stage, policy: Artifact, ranks: Ranks) -> None:
     made = policy
     try:
         chain = [policy]
-        while (before := chain[0].manifest.inputs["policy"]) != policy.manifest.facts[checkpoint.UNWRITTEN]["since"]:
+        while (before := chain[0].manifest.inputs["policy"]) != policy.manifest.notes[checkpoint.SINCE]:
             chain.insert(0, Artifact(before))
         told = {"from_version": chain[0].manifest.facts["version"] - 1, "updates": len(chain)}
         stage.log(f"the trainer's state is replayed: {told}")
@@ -233,7 +241,7 @@ def repeat_update(stage: Stage, made: Artifact, ranks: Ranks) -> None:
     differ = {name: (theirs.get(name), ours[name]) for name in ("world_size", "device", "threads", "code")}
     differ["torch"] = (theirs["packages"]["torch"], ours["packages"]["torch"])
     told = ", ".join(f"{name} {then} then, {now} now" for name, (then, now) in differ.items())
-    remedy = f"({told}); go on where it was made, or begin another run at a checkpoint that has trainer/"
+    remedy = f"({told}); go on where it was made, or begin another run at a checkpoint that has its state"
     if theirs["world_size"] != ranks.world:
         found = f"the update was made by {theirs['world_size']} processes, and another number gives other bits"
         raise UserError("--expected-world-size", ranks.world, f"{found} {remedy}")
@@ -241,7 +249,7 @@ def repeat_update(stage: Stage, made: Artifact, ranks: Ranks) -> None:
     arguments = policy_update.build_arguments(params, {k: Artifact(ref) for k, ref in made.manifest.inputs.items()})
     with tempfile.TemporaryDirectory() as scratch, _as_before(stage, params, Path(scratch)):
         trainer, _ = train_policy(stage, ranks, **arguments)
-    wanted = made.manifest.facts[checkpoint.UNWRITTEN]["digest"]
+    wanted = made.manifest.facts[checkpoint.STATE_FACT]["digest"]
     if (found := trainer.compute_state_digest()) != wanted:
         raise UserError("trainer's state", found, f"{wanted} was committed {remedy}")
     RESIDENT.keep(trainer, made.manifest.root, arguments["options"])

@@ -6,9 +6,10 @@ and its betas. With LoRA ``model/`` has the adapters merged in, ``trainer/`` hol
 frozen parameters are those of a checkpoint whose digest is ``base`` in ``state.json``, whose URL is ``facts.base``, and
 which is not written again. ``canary.json`` repeats the ids of the input's. Equal tensors give equal files.
 
-A checkpoint of `policy_update` may be without ``trainer/`` (``state_every``): ``facts.unwritten_state`` is then what
-``state.json`` would say, with the digest of the tensors, and the checkpoint since which updates have to be repeated to
-have them.
+A checkpoint of `policy_update` is without ``trainer/``: ``facts.trainer_state`` is what ``state.json`` would say, with
+the digest of the tensors, and ``notes.state_since`` the checkpoint since which updates have to be repeated to have
+them. Where they were written (``state_every``), they are an artifact of their own at ``state`` below it, committed
+after it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.core.artifacts import Artifact, Manifest, dump_canonical_json
+from tuneloop.core.artifacts import Artifact, Manifest, dump_canonical_json, find_manifest, split_ref
 from tuneloop.core.component import Component, Results, Stage, component
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.formats.canary import canary_ids, canary_logprobs
-from tuneloop.training.old_checkpoints import UNWRITTEN, delete_old_checkpoints
+from tuneloop.training.old_checkpoints import SINCE, STATE, STATE_FACT, delete_old_checkpoints
 from tuneloop.training.options import TrainerOptions
 from tuneloop.weights.publication import publish_checkpoint
 
@@ -58,9 +59,26 @@ def model_dir(policy: Artifact) -> Path:
 def trainer_state(policy: Artifact) -> dict[str, Any] | None:
     """Read ``trainer/state.json``, or the facts in its place; None where nothing has been trained yet."""
     if "trainer/state.json" not in policy.manifest.files:
-        return policy.manifest.facts.get(UNWRITTEN)
+        return policy.manifest.facts.get(STATE_FACT)
     state: dict[str, Any] = json.loads(policy.part("trainer/state.json").read_text())
     return state
+
+
+def find_state(policy: Artifact) -> Artifact | None:
+    """Find the artifact that holds a checkpoint's ``trainer/``: its own, or the one below it; None where that was not
+    written.
+
+    Raises:
+        Corrupt: what lies there was written behind another checkpoint.
+    """
+    if "trainer/state.json" in policy.manifest.files:
+        return policy
+    if find_manifest(place := f"{policy.url}/{STATE}") is None:
+        return None
+    found = Artifact(place)
+    if split_ref(found.manifest.inputs["checkpoint"])[1] != policy.manifest.digest:
+        raise Corrupt("artifact", place, f"is not the state behind {policy.ref}; delete it, and it is computed again")
+    return found
 
 
 def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
@@ -102,12 +120,12 @@ def load_masters(target: Policy, policy: Artifact) -> None:
     state = trainer_state(policy)
     if state is None or "lora" in state:
         return
-    if UNWRITTEN not in policy.manifest.facts:
-        target.load_masters(policy.part("trainer"))
+    if held := find_state(policy):
+        target.load_masters(held.part("trainer"))
     elif (dtype := policy.manifest.facts["save_dtype"]) != "float32":
         remedy = (
             f"has no float32 parameters: its trainer's state was not written, and its model/ is {dtype}; take a "
-            "checkpoint that has trainer/ (--state-every), or have save_dtype=float32 from the start"
+            "checkpoint that has its state (--state-every), or have save_dtype=float32 from the start"
         )
         raise UserError("checkpoint", policy.url, remedy)
 
@@ -157,7 +175,8 @@ def write_checkpoint(
             state |= {"lora": trainer.lora.model_dump(mode="json"), "base": trainer.base.manifest.digest}
             stage.facts["base"] = trainer.base.ref
         if not with_state:
-            stage.facts[UNWRITTEN] = {**state, "digest": trainer.compute_state_digest(), "since": trainer.since}
+            stage.facts[STATE_FACT] = {**state, "digest": trainer.compute_state_digest()}
+            stage.notes[SINCE] = trainer.since
         else:
             trainer.save(stage.out / "trainer")
             if stage.leader:

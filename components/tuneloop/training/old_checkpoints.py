@@ -7,25 +7,29 @@ from tuneloop.core.artifacts import Manifest, find_manifest, split_ref
 from tuneloop.core.context import Stage
 from tuneloop.core.store import Store
 
-UNWRITTEN = "unwritten_state"
-"""The fact of a checkpoint without ``trainer/`` that stands for it (`tuneloop.training.checkpoint`)."""
+STATE = "state"
+"""Below a checkpoint of `policy_update`: the artifact with its ``trainer/``, where that was written."""
+STATE_FACT = "trainer_state"
+"""The fact of such a checkpoint that says what ``trainer/`` has to be (`tuneloop.training.checkpoint`)."""
+SINCE = "state_since"
+"""The note of the checkpoint since which updates have to be repeated to have that state."""
 HISTORY = "metrics.jsonl"
 """Of a checkpoint that is deleted this stays, beside its manifest: the curves of a run are made of it."""
 
 
-def list_needed(made: Manifest, find: Callable[[str], Manifest | None]) -> Iterator[str]:
-    """Yield the URLs of what training on from a checkpoint reads: its adapters' base, and the checkpoints since the
-    trainer's state was last written. Rewards, from which they are replayed, are never deleted.
+def list_needed(url: str, made: Manifest, find: Callable[[str], Manifest | None]) -> Iterator[str]:
+    """Yield the URLs of what training on from the checkpoint at `url` reads: its adapters' base, and the checkpoints
+    since the trainer's state was last written. Rewards, from which they are replayed, are never deleted.
 
     Args:
-        find: returns the manifest of the checkpoint at a URL.
+        find: returns the manifest of what is committed at a URL.
     """
     if base := made.facts.get("base"):
         yield split_ref(base)[0]
-    found: Manifest | None = made if UNWRITTEN in made.facts else None
+    found = made if STATE_FACT in made.facts and not find(f"{url}/{STATE}") else None
     while found:
         yield (before := split_ref(found.inputs["policy"])[0])
-        found = find(before) if before != split_ref(made.facts[UNWRITTEN]["since"])[0] else None
+        found = find(before) if before != split_ref(made.notes[SINCE])[0] else None
 
 
 def delete_old_checkpoints(stage: Stage, manifest: Manifest) -> None:
@@ -38,11 +42,12 @@ def delete_old_checkpoints(stage: Stage, manifest: Manifest) -> None:
     if (keep := getattr(stage.params, "save_total_limit", None)) is None:
         return
     chain = _walk_back(stage.out_url, manifest)
-    kept = [made for _, made in itertools.islice(chain, keep)]
-    needed = {url for made in kept for url in list_needed(made, find_manifest)}
+    kept = [*itertools.islice(chain, keep)]
+    needed = {needed for url, made in kept for needed in list_needed(url, made, find_manifest)}
     unneeded = (each for each in chain if each[0] not in needed)
     old = [*itertools.takewhile(lambda each: Store(each[0]).parts(each[1].root), unneeded)]
     for url, made in reversed(old):  # so that where one is deleted, all before it are
+        Store(url).delete(STATE)
         for part in {name.split("/")[0] for name in made.files} - {HISTORY}:
             Store(url).delete(f"{made.root}/{part}")
         stage.log(f"deleted version {made.facts['version']}: save_total_limit is {keep}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tuneloop.core.artifacts import Artifact
+from tuneloop.core.background import BACKGROUND
 
 if TYPE_CHECKING:
     from tuneloop.training.fsdp.trainer import Trainer
@@ -35,7 +36,14 @@ class ResidentTrainer:
         self.trainer, self.attempt, self.options = trainer, attempt, options
 
     def take(self, policy: Artifact, options: TrainerOptions) -> tuple[Trainer | None, bool]:
-        """Hand out the trainer behind `policy`, and say whether these are its options; any other is let go."""
+        """Hand out the trainer behind `policy`, and say whether these are its options; any other is let go.
+
+        First what is still to be written of it is waited for: who takes it changes it.
+
+        Raises:
+            Exception: what ended that writing (`tuneloop.core.background`).
+        """
+        BACKGROUND.wait()
         found, known, attempt = self.trainer, self.options, self.attempt
         self.trainer = self.options = None
         if known is None or attempt != policy.manifest.root:

@@ -58,11 +58,24 @@ STAGE = '''
 import os, time
 from pathlib import Path
 from tuneloop.core.component import Stage, component
+from tuneloop.core.errors import UserError
 
 @component("made", results={"total": int})
 def toy(stage: Stage, *, number: int = 0, wait_s: float = 0.0):
     """A toy."""
     Path(os.environ["SEEN"]).open("a").write(f"{os.getpid()} {number}\\n")
+    Path(os.environ["SEEN"] + f"-{number}").touch()
+    wanted = os.environ.get("ASIDE")
+
+    def write(place: Path) -> None:
+        if not wanted:
+            raise UserError("aside", number, "cannot be written")
+        while not os.path.exists(wanted.format(number + 1)):
+            time.sleep(0.01)
+        (place / "aside.txt").write_text(str(number))
+
+    if wanted is not None:
+        stage.commit_later("aside", write)
     os.environ["LEFT"] = "by the stage before"
     until = time.monotonic() + (float(os.environ.get("SECOND_S", wait_s)) if number == 2 else wait_s)
     go = os.environ.get("GO")
@@ -249,6 +262,46 @@ def test_a_stage_finds_its_environment_as_a_fresh_process_would(tmp_path: Path) 
     loop = PodLoop(steps=[toys().steps[0], *fails.steps], carry={}, reward="first.total")
     process = start(tmp_path, loop)
     assert process.wait(LIMIT_S) == 0, "what the stage before had set"
+
+
+def asides(tmp_path: Path) -> list[str]:
+    """What stages have committed later, in turn."""
+    return sorted(path.read_text() for path in (tmp_path / "store").rglob("aside.txt") if committed(path.parents[1]))
+
+
+def committed(place: Path) -> bool:
+    return (place / "manifest.json").is_file()
+
+
+def test_what_a_stage_commits_later_is_written_beside_the_next(tmp_path: Path) -> None:
+    """Each is written once the stage after it has begun, and the last before the pod ends."""
+    (tmp_path / "seen-5").touch()
+    process = start(tmp_path, None, "--per-pod", "2", ASIDE=str(tmp_path / "seen-{}"))
+    assert process.wait(LIMIT_S) == 0, process.stderr.read()
+    assert asides(tmp_path) == ["1", "2", "3", "4"]
+
+
+def test_a_pod_that_is_stopped_finishes_what_it_commits_later(tmp_path: Path) -> None:
+    process = start(tmp_path, SECOND_S="600", ASIDE=str(tmp_path / "go"))
+    until((tmp_path / "seen-2").exists, child=process)
+    process.send_signal(signal.SIGTERM)
+    second = tmp_path / "store/iterations/1/second"
+    until(lambda: not any(second.glob("data-*")), child=process)  # it has left the stage
+    assert asides(tmp_path) == []
+    (tmp_path / "go").touch()
+    assert process.wait(LIMIT_S) == 75 and asides(tmp_path) == ["1"]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_what_cannot_be_committed_later_fails_the_pod(tmp_path: Path, steps: int) -> None:
+    """Where the next is to be begun, or at the end."""
+    words = tmp_path / "words"
+    words.touch()
+    loop = PodLoop(steps=toys().steps[:steps], carry={}, reward="first.total")
+    process = start(tmp_path, loop, ASIDE="", TUNELOOP_TERMINATION_LOG=str(words))
+    assert process.wait(LIMIT_S) == 2 and "error: aside: 1: cannot be written" in process.stderr.read()
+    assert words.read_text() == "error: aside: 1: cannot be written"
+    assert committed(tmp_path / "store/iterations/1/first") and not (tmp_path / "outputs").exists()
 
 
 def test_a_users_mistake_is_exit_code_2(tmp_path: Path) -> None:

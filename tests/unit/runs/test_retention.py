@@ -26,6 +26,11 @@ def run(tmp_path: Path) -> Run:
         draft = Draft(f"{tmp_path}/x/{place}/resume/00000002", attempt="data-point")
         (draft.path / "state").write_bytes(b"123")
         draft.commit(stage="sft")
+    for place in ("1/policy-update/state", "3/policy-update/state"):
+        (Draft(f"{tmp_path}/x/iterations/{place}", attempt="data-dead").path / "half").write_bytes(b"1234567")
+    draft = Draft(f"{tmp_path}/x/iterations/3/policy-update/state", attempt="data-whole")
+    (draft.path / "all").write_bytes(b"12")
+    draft.commit(stage="policy_update")
     return Run("x", str(tmp_path))
 
 
@@ -34,6 +39,8 @@ def test_dead_attempts_go_and_what_a_resume_needs_stays(run: Run) -> None:
     resume = dead.pop("sft/resume")
     assert resume[0] == "resume point of a stage that has committed"
     assert dead == {
+        "iterations/1/policy-update/state": ("attempt that was not the one to commit", 7),
+        "iterations/3/policy-update/state/data-dead": ("attempt that was not the one to commit", 7),
         "iterations/2/rollout/data-dead": ("attempt that was not the one to commit", 5),
         "iterations/4/policy-update/data-dead": ("attempt of a stage that did not commit", 5),
         "iterations/4/rollout/data-dead": ("attempt of a stage that did not commit", 5),
@@ -42,6 +49,7 @@ def test_dead_attempts_go_and_what_a_resume_needs_stays(run: Run) -> None:
     delete_leftovers(run, find_leftovers(run, idle=-1))
     assert find_leftovers(run, idle=-1) == []
     assert Artifact(f"{run.url}/iterations/4/policy-update/resume/00000002").path.is_dir()
+    assert Artifact(f"{run.url}/iterations/3/policy-update/state").path.is_dir()
     assert [Artifact(f"{run.url}/{entry.key}").path.is_dir() for entry in run.entries] == [True] * 13
 
 
@@ -52,7 +60,10 @@ def test_what_was_written_lately_is_left(run: Run) -> None:
 def test_old_checkpoints_keep_their_manifest_and_history(run: Run) -> None:
     curves = run.curves()
     items = find_leftovers(run, keep=1, idle=3600)
-    assert {item.key.rpartition("/data-")[0] for item in items} == {f"iterations/{i}/policy-update" for i in (1, 2)}
+    assert {item.key.partition("/data-")[0] for item in items} == {
+        *(f"iterations/{i}/policy-update" for i in (1, 2)),
+        "iterations/1/policy-update/state",
+    }
     delete_leftovers(run, items)
     again = Run("x", run.store_url)
     assert again.curves() == curves and len(again.checkpoints) == len(run.checkpoints)
@@ -67,6 +78,7 @@ def test_old_checkpoints_keep_their_manifest_and_history(run: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "needed"),
     [
+        ({}, set()),
         ({"state_every": 3}, {3, 4}),
         ({"state_every": 9}, {1, 2, 3, 4}),
         ({"state_every": 3, "lora": {"r": 2}}, {1, 3, 4}),
@@ -94,6 +106,7 @@ def test_what_a_replay_or_adapters_need_stays(tmp_path: Path, options: dict[str,
     gone = {int(item.key.split("/")[1]) for item in items if item.key.startswith("iterations/")}
     assert gone == {1, 2, 3, 4} - needed
     delete_leftovers(run, items)
+    assert not any(any((tmp_path / f"x/iterations/{i}/policy-update/state").rglob("*.*")) for i in gone)
     assert go_on("after") == before
 
 
@@ -112,6 +125,8 @@ def test_a_loop_deletes_what_it_has_left_behind(tmp_path: Path, options: dict[st
         policy = Artifact(f"{place}/policy-update")
     whole = {i for i in range(1, 6) if any((tmp_path / f"x/iterations/{i}/policy-update").glob("data-*/model/*"))}
     assert whole == left and start.path.is_dir()
+    states = {i for i in range(1, 6) if (tmp_path / f"x/iterations/{i}/policy-update/state").is_dir()}
+    assert states == ({3} if options else left)
     run = Run("x", str(tmp_path))
     assert find_leftovers(run, keep=2) == [] and len(run.checkpoints) == 6
     kept = [len(list(Path(place).glob("data-*/metrics.jsonl"))) for place, _ in made]

@@ -2,8 +2,12 @@
 
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
+import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +15,17 @@ from typing import Any, ClassVar
 
 import pytest
 
+from benchmarks.store_bytes import CountingS3, serve_s3
 from tests.making import checkpoint_artifact, prompts_artifact, rewards_artifact
+from tests.waiting import LIMIT_S, until
 from tuneloop.algorithms import grpo
-from tuneloop.core.artifacts import Artifact, Manifest
+from tuneloop.core.artifacts import Artifact, Manifest, find_manifest
+from tuneloop.core.background import BACKGROUND
 from tuneloop.core.errors import Interrupted, UserError
 from tuneloop.stages.export import export
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.sft import sft
-from tuneloop.training.old_checkpoints import UNWRITTEN
+from tuneloop.training.old_checkpoints import STATE_FACT
 from tuneloop.training.resident import RESIDENT
 from tuneloop.weights.versions import Chain
 
@@ -31,15 +38,20 @@ def base(tmp_path: Path) -> Artifact:
     return checkpoint_artifact(tmp_path / "base")
 
 
-def update(place: Path, iteration: int, policy: Artifact, reference: Artifact, **options: Any) -> Artifact:
-    rewards = rewards_artifact(place / f"rewards{iteration}", policy)
+def update(place: Path | str, iteration: int, policy: Artifact, reference: Artifact, **options: Any) -> Artifact:
+    rewards = rewards_artifact(f"{place}/rewards{iteration}", policy)
     inputs = {"policy": policy.ref, "rewards": rewards.ref, "reference": reference.ref}
     policy_update(out=f"{place}/{iteration}", iteration=iteration, **inputs, **options)
     return Artifact(f"{place}/{iteration}")
 
 
 def loop(
-    place: Path, base: Artifact, count: int = 5, lost: bool = False, rates: Mapping[int, float] = {}, **options: Any
+    place: Path | str,
+    base: Artifact,
+    count: int = 5,
+    lost: bool = False,
+    rates: Mapping[int, float] = {},
+    **options: Any,
 ) -> list[Artifact]:
     """The checkpoints of `count` iterations, where `lost` each by a process of its own."""
     made = [base]
@@ -75,12 +87,14 @@ def test_lost_state_is_replayed_to_the_same_bytes(base: Artifact, tmp_path: Path
     assert [*Chain(weights).versions] == [1, 2, 3, 4, 5]
     assert models(kept) == models(whole)
     assert [each.manifest.digest for each in lost] == [each.manifest.digest for each in kept]
-    assert lost[2].manifest.files == whole[2].manifest.files
-    written = ["not written", "not written", "written", "not written", "not written"]
+    assert [each.manifest.digest for each in whole] == [each.manifest.digest for each in kept]
+    due = ["not due", "not due", "due", "not due", "not due"]
     for made in (kept, lost):
-        assert [each.manifest.facts["state"] for each in made] == written
-        held = [any(name.startswith("trainer/") for name in each.manifest.files) for each in made]
-        assert held == [False, False, True, False, False]
+        assert [each.manifest.notes["state"] for each in made] == due
+        states = [find_manifest(f"{each.url}/state") for each in made]
+        assert [bool(state) for state in states] == [False, False, True, False, False]
+        assert states[2] and states[2].digest == Artifact(f"{whole[2].url}/state").manifest.digest
+        assert states[2].inputs == {"checkpoint": made[2].ref}
     assert [each.manifest.notes.get("replayed") for each in kept] == [None] * 5
     assert [each.manifest.notes.get("replayed") for each in lost] == [
         *(None, {"from_version": 0, "updates": 1}, {"from_version": 0, "updates": 2}),
@@ -109,10 +123,10 @@ def test_what_cannot_be_replayed_is_refused(base: Artifact, tmp_path: Path) -> N
         r"and iteration 1 cannot .*: 1: the update was made by 2 processes, .* other bits \(world_size 2 then, 1 now",
     )
     rewrite(first, "provenance", world_size=1)
-    state = policy.manifest.facts[UNWRITTEN]
-    policy = rewrite(policy, "facts", **{UNWRITTEN: {**state, "digest": "0"}})
+    state = policy.manifest.facts[STATE_FACT]
+    policy = rewrite(policy, "facts", **{STATE_FACT: {**state, "digest": "0"}})
     refused("state", r"and iteration 2 cannot be replayed: trainer's state: '\w+': 0 was committed .*torch .* then")
-    policy = rewrite(policy, "facts", **{UNWRITTEN: state})
+    policy = rewrite(policy, "facts", **{STATE_FACT: state})
     scored = Artifact(str(tmp_path / "run/rewards2")).part("rewards.parquet")
     good = scored.read_bytes()
     scored.write_bytes(good[:-1] + b"\xff")
@@ -169,3 +183,68 @@ def test_parameters_that_were_rounded_are_not_taken_for_others(base: Artifact, t
                 found.append(Artifact(str(out)))
     _, *exact = models(found)
     assert exact[0] == exact[1]
+
+
+class Held(CountingS3):
+    """Keeps the state of an iteration waiting until somebody writes the rewards of the next, or opens its gate."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.gates: dict[int, threading.Event] = defaultdict(threading.Event)
+
+    def path(self, key: str) -> Path:
+        if found := re.search(r"/(\d)/state/data-", key):
+            assert self.gates[int(found[1])].wait(LIMIT_S), "nothing followed while the state was written"
+        elif found := re.search(r"/rewards(\d)/data-", key):
+            self.gates[int(found[1]) - 1].set()
+        return super().path(key)
+
+
+def test_state_is_written_beside_what_follows_and_before_the_next_update(
+    base: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = loop(tmp_path / "whole", base, 3, **ROUNDED)
+    monkeypatch.setenv("TUNELOOP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(BACKGROUND, "beside", True)
+    with serve_s3(tmp_path / "objects", Held) as server:
+        made = loop("s3://bucket/run", base, 3, **ROUNDED)
+        server.gates[3].set()  # type: ignore[attr-defined]
+        BACKGROUND.wait()
+        for ours, theirs in zip(made, whole):
+            assert ours.manifest.digest == theirs.manifest.digest
+            state, same = (Artifact(f"{each.url}/state") for each in (ours, theirs))
+            assert state.manifest.digest == same.manifest.digest and state.part("trainer")
+    written = [key.removeprefix("bucket/run/") for method, key, _ in server.log if method == "PUT"]
+    for i in (1, 2, 3):
+        committed = written.index(f"{i}/state/manifest.json")
+        assert written.index(f"{i}/manifest.json") < committed
+        assert not any(key.startswith(f"{i + 1}/") for key in written[:committed]), "the next update has not begun"
+
+
+def test_killed_between_a_checkpoint_and_its_state_it_replays_the_update(
+    base: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = loop(tmp_path / "whole", base, 3, **ROUNDED)
+    monkeypatch.setenv("TUNELOOP_CACHE", str(tmp_path / "cache"))
+    program = """if True:
+        import sys
+        from tests.unit.stages.test_replay import BACKGROUND, ROUNDED, Artifact, loop
+        BACKGROUND.beside = True
+        loop("s3://bucket/run", Artifact(sys.argv[1]), 2, **ROUNDED)"""
+    with serve_s3(tmp_path / "objects", Held) as server:
+        root = Path(__file__).parents[3]
+        child = subprocess.Popen([sys.executable, "-c", program, base.ref], cwd=root, stderr=subprocess.PIPE)
+        try:
+            until(server.path("bucket/run/2/manifest.json").is_file, child=child)
+        finally:
+            child.kill()
+        child.wait()
+        for i in (2, 3):
+            server.gates[i].set()  # type: ignore[attr-defined]
+        RESIDENT.options = None
+        last = update("s3://bucket/run", 3, Artifact("s3://bucket/run/2"), base, **ROUNDED)
+        assert [bool(find_manifest(f"s3://bucket/run/{i}/state")) for i in (1, 2, 3)] == [True, False, True]
+        assert last.manifest.notes["replayed"] == {"from_version": 1, "updates": 1}
+        assert last.manifest.digest == whole[2].manifest.digest
+        state, same = (Artifact(f"{each.url}/state") for each in (last, whole[2]))
+        assert state.manifest.digest == same.manifest.digest
