@@ -21,6 +21,7 @@ import pytest
 from tests.policies import commit_policy, commit_prompts, model
 from tests.waiting import LIMIT_S, until
 from tests.warm import forked, python
+from tuneloop.cluster.autoscaler import count_requests
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.formats.rollouts import Completion, Request
@@ -351,11 +352,12 @@ def test_bad_requests(server: Running, path: str, body: Any, said: str) -> None:
 
 @once
 def test_who_hangs_up_is_dropped(server: Running, versions: list[Artifact]) -> None:
-    """What a caller left behind does not run on: the server is idle soon after."""
+    """What a caller left behind does not run on: the server is idle soon after, and counts nothing as waiting."""
     client = Client(server.url, LIMIT_S)
     client.load(versions[0])
 
     def hang_up(done: int) -> None:
+        until(lambda: count_requests(server.url) > 0)
         raise KeyboardInterrupt
 
     many = [Request(f"r{i}", SHORT[0], list(range(64))) for i in range(64)]
@@ -364,6 +366,7 @@ def test_who_hangs_up_is_dropped(server: Running, versions: list[Artifact]) -> N
     before = server.cpu_seconds()
     until(server.rests)
     assert server.cpu_seconds() - before < 10, "4096 times 400 tokens take minutes"
+    assert count_requests(server.url) == 0
 
 
 @once

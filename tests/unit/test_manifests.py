@@ -59,6 +59,7 @@ def test_stages_have_an_account_without_rights() -> None:
     assert "tuneloop-stage" in named("ServiceAccount") and "tuneloop-stage" not in bound
     mounted = {name for name, account in named("ServiceAccount").items() if account["automountServiceAccountToken"]}
     talkative = {"tuneloop-claims", "tuneloop-continue", "tuneloop-launcher", "tuneloop-gateway"}
+    talkative.add("tuneloop-rollout-autoscaler")
     assert mounted <= talkative  # whose pods talk to the API server
 
 

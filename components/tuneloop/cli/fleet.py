@@ -1,12 +1,13 @@
 """``tuneloop fleet``: rollout workers that pull nothing, and the graphs of workers that Dynamo's operator runs."""
 
 import os
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tuneloop.cli.arguments import CONTEXT, DRY_RUN, NAMESPACE
+from tuneloop.cli.arguments import CONTEXT, DRY_RUN, NAMESPACE, STORE
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import connect_to_cluster
@@ -129,6 +130,36 @@ def delete_graph(
     there = graph.delete_graph(connect_to_cluster(namespace, context), name)
     typer.echo(f"{name}: {'deleted' if there else 'there was none'}")
     return 0 if there else 1
+
+
+@app.command("autoscale")
+def autoscale_fleet(
+    fleet: Annotated[str, typer.Argument(metavar="service://NAME.NAMESPACE", help="Of a Deployment of that name.")],
+    maximum: Annotated[int, typer.Option("--max", min=1, help="Replicas at most.")],
+    minimum: Annotated[int, typer.Option("--min", min=0, help="Replicas while nobody asks.")] = 0,
+    target: Annotated[float, typer.Option(min=1, help="Completions that run or wait, a replica.")] = 64,
+    window: Annotated[float, typer.Option(min=0, help="Seconds before replicas go that are too many.")] = 300,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 15,
+    run: Annotated[str | None, typer.Option(help="Bound replicas by what idles in this run's iterations.")] = None,
+    store: STORE = "runs",
+    weight: Annotated[float, typer.Option(min=0.01, help="The trainer's devices for one of a replica.")] = 1,
+) -> None:
+    """Keep a Deployment of rollout servers at the replicas that its requests need, until this is ended."""
+    from tuneloop.cluster.autoscaler import scale_fleet
+    from tuneloop.cluster.autoscaling_rule import AutoscalingRule
+    from tuneloop.inference.fleet import open_fleet
+    from tuneloop.inference.fleet.service import Service
+    from tuneloop.kube.connection import retry_until_available
+    from tuneloop.runs.run_record import Run
+
+    service, rule = open_fleet(fleet), AutoscalingRule(minimum, maximum, target, window, weight)
+    if not isinstance(service, Service):
+        raise UserError("fleet", fleet, "must be service://name.namespace, of a Deployment of that name")
+    followed = Run.open(run, store) if run else None
+    while True:
+        if said := retry_until_available(lambda: scale_fleet(service, rule, followed)):
+            typer.echo(said)
+        time.sleep(interval)
 
 
 def read_yaml_documents(manifest: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@
 ``GET /health``        200 while a version is served whole, else 503 with the reason
 ``GET /version``       ``{"version", "digest", "engine", "context"}``; version -1 while nothing is served. A server that
                        follows adds ``follows``, ``trouble`` (why it is behind), ``pulled`` (the last pull)
+``GET /metrics``       ``vllm:num_requests_running`` and ``…_waiting``, completions, as Prometheus reads them
 ``POST /load``         ``{"ref", "version", "force"}``: fetch a checkpoint, verify every byte, let what runs finish,
                        apply it in place, drop the prefix cache; answers like ``/version``. A server that follows pulls
                        the version instead: 409 until it is published
@@ -39,7 +40,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Body, FastAPI
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, Field
 
 from tuneloop.core.artifacts import Artifact, split_ref
@@ -83,7 +84,7 @@ class HttpApi:
     def app(self) -> FastAPI:
         """Make the application."""
         app = create_app(400)
-        gets: dict[str, Callable[..., Any]] = {"/health": self.health, "/version": self.version}
+        gets: dict[str, Any] = {"/health": self.health, "/version": self.version, "/metrics": self.metrics}
         posts: dict[str, Callable[..., Any]] = {
             "/load": self.load,
             "/generate": self.generate,
@@ -119,6 +120,11 @@ class HttpApi:
     async def version(self) -> dict[str, Any]:
         """Answer with the version served."""
         return self.served()
+
+    async def metrics(self) -> PlainTextResponse:
+        """Answer with what an autoscaler asks for."""
+        running, waiting = self.loop.engine.count_requests()
+        return PlainTextResponse(f"vllm:num_requests_running {running}\nvllm:num_requests_waiting {waiting}\n")
 
     def load(
         self,

@@ -176,6 +176,7 @@ def test_every_option_has_help(call: Call) -> None:
             ["plan", "grpo", "--set", "engine.pull=true", "--set", "loop.asynchronous=true"],
             "loop.asynchronous: True: samples with the version before the newest",
         ),
+        (["fleet", "autoscale", "http://a:8000", "--max", "2"], "must be service://name.namespace"),
         (["render", "grpo", "--to", "kfp", "--set", "loop.asynchronous=true"], "is built for Argo and for one machine"),
         (
             ["render", "grpo", "--set", "engine.colocate=true", "--set", "engine.pull=true"],

@@ -97,6 +97,12 @@ def test_a_request_waits_for_an_engine_that_sleeps_and_not_for_ever(monkeypatch:
     loop.join(LIMIT_S)
 
 
+def test_a_server_without_an_engine_counts_no_requests() -> None:
+    """An autoscaler reads this of a server that was just started; tests/local has real counts."""
+    with TestClient(http_api.HttpApi(EngineLoop(Vllm({}))).app()) as client:
+        assert client.get("/metrics").text == "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+
+
 def reaches(connection: http.client.HTTPConnection) -> bool:
     try:
         connection.connect()

@@ -251,6 +251,12 @@ class Vllm:
         if stream:
             self._streamed[key] = Tokens([], [], self.version)
 
+    def count_requests(self) -> tuple[int, int]:
+        """Count what runs and what is queued, from any thread."""
+        core = self.engine and self.engine.engine_core.engine_core
+        running, waiting = core.scheduler.get_request_counts() if core else (0, 0)
+        return running, waiting
+
     def step(self) -> Iterator[tuple[str, Answer]]:
         """Run one forward of all that is queued; yield names and answers of what ended, and of what is streamed."""
         for out in self.engine.step():
