@@ -76,8 +76,9 @@ class Objects(Answering):
         if url.path.endswith("/pods"):
             phase = parse_qs(url.query).get("fieldSelector", [""])[0].partition("=")[2]
             pods = [pod for pod in self.server.pods if phase in ("", pod["status"]["phase"])]
-            wanted = parse_qs(url.query).get("labelSelector", [""])[0]  # those without labels are anybody's
-            pods = [pod for pod in pods if "labels" not in pod["metadata"] or _has(pod, wanted)]
+            wanted = parse_qs(url.query).get("labelSelector", [""])[0]
+            if wanted.startswith("ray.io/"):  # else they are all of the run that is asked for
+                pods = [pod for pod in pods if _has(pod, wanted)]
             return self._answer(200, {"apiVersion": "v1", "kind": "PodList", "items": pods, "metadata": {}})
         if url.path.endswith("/log"):
             return self._answer(200, self.server.logs[url.path.split("/")[-2]])
