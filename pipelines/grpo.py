@@ -28,7 +28,7 @@ from tuneloop.stages.reward import reward
 from tuneloop.stages.rollout import rollout
 from tuneloop.workflow.loop import Graph, Loop, StageSpec, Step
 
-GIVEN = {*SET_BY_PIPELINE, "weights"}
+GIVEN = {*SET_BY_PIPELINE, "weights", "publish_weights", "weight_encoding"}
 
 Config: Any = LoopPipelineConfig.with_sections(
     data=data_prep.settings(without=GIVEN, sft=0),
@@ -59,10 +59,11 @@ LOOP = Loop(
 def stages(config: Config) -> list[StageSpec]:
     """Return the stages with their parameters; `seed` and `weights` reach those that have them by themselves."""
     engine = {"engine": config.engine.name, "engine_args": config.engine.options}
+    first = {"publish_weights": not config.engine.fleet_has_base, "weight_encoding": config.engine.encoding}
     ranks = {"processes": config.processes, "nodes": config.nodes}
     return [
         StageSpec(data_prep, config.data),
-        StageSpec(base_model, config.model, model=config.base_model),
+        StageSpec(base_model, config.model, model=config.base_model, **first),
         StageSpec(evaluate, config.evaluate, **engine),
         StageSpec(export, config.export),
         StageSpec(rollout, config.rollout, **engine),

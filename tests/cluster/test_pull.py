@@ -32,4 +32,8 @@ def test_versions_go_through_s3(root: str, tmp_path: Path) -> None:
     assert (late.full, late.deltas, late.source) == (0, [1, 2], policies[2].manifest.digest)
     with pytest.raises(weights.PointerRewind):
         publish(root, policies[1])
-    assert weights.verify_version(root).version == 2 and weights.delete_unused_versions(root) == []
+    assert (
+        weights.verify_version(root)
+        and weights.list_versions(root)[2].latest
+        and weights.delete_unused_versions(root) == []
+    )

@@ -124,6 +124,39 @@ def test_ten_updates_byte_for_byte(follower: tuple[Running, Path], chain: list[A
     assert {c.start_version for group in client.generate(REQUESTS, GREEDY, quiet) for c in group} == {10}
 
 
+def test_a_chain_that_starts_on_what_the_replica_has(chain: list[Artifact], tmp_path: Path) -> None:
+    """Version 0 is never fetched; a replica that was started with another model says so in one line, and serves not."""
+    root, models = tmp_path / "weights", [policy.path / "model" for policy in chain[:2]]
+    about = [{"source": policy.manifest.digest} for policy in chain[:2]]
+    weights.publish_version(str(root), 0, models[0], held=True, **about[0])  # type: ignore[arg-type]
+    assert not list(root.rglob("*.safetensors"))
+    line = [
+        python(),
+        "-m",
+        "tuneloop.inference.server",
+        "--weights",
+        str(root),
+        "--base",
+        str(models[1]),
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as other:
+        refused = until(lambda: next((text for text in other.stderr or () if "--base" in text), None), child=other)
+        assert "and version 0, which stores none, is" in (refused or "") and other.poll() is None
+        other.kill()
+    running = follow(root, "--base", str(models[0]))
+    try:
+        served(running, 0, chain[0].manifest.digest)
+        weights.publish_version(str(root), 1, models[1], base=models[0], **about[1])  # type: ignore[arg-type]
+        assert served(running, 1, chain[1].manifest.digest)["pulled"]["deltas"] == [1]
+        held = running.ask("POST", "/verify")[1]
+        assert held["identical"] == held["tensors"] == len(load_file(models[1] / "model.safetensors"))
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_experts_and_parts_are_read_back(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dense layer and one of experts, whole or split over two workers: each holds its part, and what differs in one

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="The checkpoints of a run, and published weight versions.")
 NAME = Annotated[str, typer.Argument(metavar="RUN|URL", help="A run's name, or the URL of a weights root (with a /).")]
+BASE = Annotated[Path | None, typer.Option(help="The model that the chain starts on, if it stores none.")]
 VERSION = Annotated[int | None, typer.Argument(min=0, help="One version; default: the latest.")]
 
 
@@ -40,15 +41,16 @@ def show_versions(name: NAME, store: STORE = "runs") -> None:
 def verify_weights(
     name: NAME,
     version: Annotated[int | None, typer.Argument(min=0, help="One version; default: all.")] = None,
+    base: BASE = None,
     store: STORE = "runs",
 ) -> int:
     """Hash every file of a run's checkpoints again, and assemble its published versions. Exit code 2 if one differs."""
     if "/" in name:
-        return _verify_published(name, version)
+        return _verify_published(name, version, base)
     run = open_run(name, store)
     bad = _verify_checkpoints(run, version)
     root = published_root(run)
-    return max(bad, _verify_published(root, version)) if root else bad
+    return max(bad, _verify_published(root, version, base)) if root else bad
 
 
 @app.command("materialize")
@@ -56,12 +58,13 @@ def materialize_weights(
     name: NAME,
     directory: Annotated[Path, typer.Argument(help="Empty, absent, or made by an earlier call.")],
     version: VERSION = None,
+    base: BASE = None,
     store: STORE = "runs",
 ) -> None:
     """Make a local model directory hold a published version, byte for byte. Only what it lacks is fetched."""
     from tuneloop.weights import materialize_version
 
-    done = materialize_version(_root(name, store), version, directory)
+    done = materialize_version(_root(name, store), version, directory, base=base)
     how = f"full version {done.full}" if done.full is not None else f"from version {done.previous}"
     deltas = f" and {len(done.deltas)} deltas" if done.deltas else ""
     took = sum(done.timings.values())
@@ -73,15 +76,18 @@ def diff_weights(
     name: NAME,
     first: Annotated[int, typer.Argument(min=0, help="A version.")],
     second: Annotated[int, typer.Argument(min=0, help="Another one.")],
+    role: Annotated[str, typer.Option(help="Only tensors of this role, as expert; no others are read.")] = "",
+    base: BASE = None,
     store: STORE = "runs",
 ) -> None:
     """Say which tensors differ between two published versions, and in how many of their elements."""
     from tuneloop.weights import diff_versions
 
-    found = diff_versions(_root(name, store), first, second)
-    rows = [(tensor, label) for label in ("removed", "added") for tensor in getattr(found, label)]
-    rows += [(name, f"{density:.2%}") for name, density in sorted(found.changed.items(), key=lambda item: -item[1])]
-    print_table(("tensor", "elements changed"), rows, right=("elements changed",))
+    found = diff_versions(_root(name, store), first, second, role=role, base=base)
+    told = [(tensor, label) for label in ("removed", "added") for tensor in getattr(found, label)]
+    told += [(name, f"{density:.2%}") for name, density in sorted(found.changed.items(), key=lambda item: -item[1])]
+    rows = [(tensor, found.roles.get(tensor, ""), text) for tensor, text in told]
+    print_table(("tensor", "role", "elements changed"), rows, right=("elements changed",))
     typer.echo(f"{found.same} tensors are the same")
 
 
@@ -135,7 +141,7 @@ def _show_published(root: str) -> None:
         (
             f"{v.version}{' latest' if v.latest else ''}",
             "" if v.base_version is None else str(v.base_version),
-            v.encoding or "full",
+            v.encoding or ("held by readers" if v.held else "full"),
             format_size(v.stored_bytes),
             f"{v.stored_bytes / v.full_bytes:.1%}",
             "" if v.density is None else f"{v.density:.2%}",
@@ -145,15 +151,15 @@ def _show_published(root: str) -> None:
     print_table(columns, rows, right=(*columns[:2], *columns[3:]))
 
 
-def _verify_published(root: str, version: int | None) -> int:
+def _verify_published(root: str, version: int | None, base: Path | None) -> int:
     """Assemble versions and compare every tensor; return 2 where one cannot be assembled, or differs."""
     from tuneloop.weights import verify_version
 
     first: dict[str, int] = {}
     for chosen in [v.version for v in _listed(root)] if version is None else [version]:
         try:
-            done = verify_version(root, chosen)
-            typer.echo(f"published version {chosen}: {done.tensors}/{done.tensors} tensors as published")
+            tensors = verify_version(root, chosen, base=base)
+            typer.echo(f"published version {chosen}: {tensors}/{tensors} tensors as published")
         except UserError as error:
             found = first.setdefault(str(error.value), chosen)
             said = error if found == chosen else f"builds on version {found}"

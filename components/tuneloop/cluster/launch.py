@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuneloop.cluster.watch import JOBSETS, follow_pod
+from tuneloop.cluster.watch import JOBSETS, RAYJOBS, follow_pod
 from tuneloop.core.errors import Interrupted, Retryable, UserError, report_errors
+from tuneloop.core.http import Unanswered, send_request
 from tuneloop.core.threads import forward_signals
 from tuneloop.kube.connection import NAMESPACE, ApiRefusal, Connection, connect_to_cluster, retry_until_available
 from tuneloop.training.torchrun import exit_code
@@ -65,16 +66,17 @@ KINDS = {
     "JobSet": Kind(JOBSETS, JOBSET_PODS, _terminal),
     "TrainJob": Kind(("trainer.kubeflow.org", "v1alpha1", "trainjobs"), JOBSET_PODS, _conditions),
     "Job": Kind(("batch", "v1", "jobs"), "batch.kubernetes.io/job-name", _conditions),
-    "RayJob": Kind(("ray.io", "v1", "rayjobs"), "batch.kubernetes.io/job-name", _ray),  # of the pod that submits
+    "RayJob": Kind(RAYJOBS, "batch.kubernetes.io/job-name", _ray),  # of the pod that submits
 }
 
 
-def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0) -> int:
+def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: float = 90.0) -> int:
     """Create `job` unless it exists and did not fail, print what its pods print, and wait for its end.
 
     Args:
         job: a manifest of one of `KINDS`.
         poll: seconds between two looks.
+        grace: seconds for KubeRay's own pod to submit a RayJob to its Ray cluster; after that it is submitted here.
 
     Returns:
         0 when it succeeded; else the exit code that explains those of its pods, 1 where they have none.
@@ -97,12 +99,18 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0) -> int:
         time.sleep(poll)
     lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     read: dict[str, threading.Thread] = {}
+    since = time.monotonic()
     while True:
         standing = retry_until_available(lambda: cluster.find(*kind.api, name))
         if standing is None:
             raise Retryable(f"{name}: the job was deleted while it was followed")
         status = _status(standing)
         done = kind.succeeded(status)
+        stalled = status.get("jobDeploymentStatus") == "Running" and not status.get("jobStatus")
+        since = since if stalled else time.monotonic()
+        if stalled and time.monotonic() - since > grace:
+            print(f"{name}: {submit_entrypoint(standing)}", flush=True)
+            since = time.monotonic()
         pods = retry_until_available(lambda: _pods(cluster, kind, name))
         for pod in pods:
             if pod.metadata.uid not in read and _begun(pod):
@@ -117,6 +125,21 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0) -> int:
         if done is not None:
             return 0 if done else _code(pods, status)
         time.sleep(poll)
+
+
+def submit_entrypoint(job: Object) -> str:
+    """Submit a RayJob's program to its Ray cluster, as its submitter has not, and return what came of it.
+
+    It is submitted under the id that KubeRay chose and asks for. Ray takes an id once: if the submitter comes after
+    all, it finds the program there and follows it (``BuildJobSubmitCommand`` of KubeRay 1.5).
+    """
+    status = _status(job)
+    body = {"entrypoint": job["spec"]["entrypoint"], "submission_id": status["jobId"]}
+    try:
+        code, answer = send_request("POST", f"http://{status['dashboardURL']}/api/jobs/", timeout_s=30, body=body)
+    except Unanswered as error:
+        return f"nobody has submitted it, and its head can not be asked to run it: {error}"
+    return f"its submitter did not start, so it was submitted here: HTTP {code}, {answer.decode(errors='replace')}"
 
 
 def _create(cluster: Connection, kind: Kind, job: Object) -> bool:

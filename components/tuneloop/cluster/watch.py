@@ -11,6 +11,7 @@ from typing import Any
 
 from tuneloop.argo.claims import TAKE
 from tuneloop.cluster import reservations
+from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
 from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_phase
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import Connection, list_status_nodes, retry_until_available
@@ -19,6 +20,7 @@ from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
 
 NODE_NAME = "workflows.argoproj.io/node-name"
 WORKLOADS = ("kueue.x-k8s.io", "v1beta2", "workloads")
+RAYJOBS = ("ray.io", "v1", "rayjobs")
 JOBSETS = ("jobset.x-k8s.io", "v1alpha2", "jobsets")
 
 
@@ -128,6 +130,22 @@ def _waiting(cluster: Connection, run: str, nodes: Mapping[str, Node]) -> dict[s
         pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["metadata"]
         node = pod.get("annotations", {}).get(NODE_NAME, about["name"])
         told[node] = _why_queued(about["labels"], about["name"], queued)
+    return told | _describe_ray_clusters(cluster, selector)
+
+
+def _describe_ray_clusters(cluster: Connection, selector: str) -> dict[str, str]:
+    """Return RayJob that does not run yet → its Ray cluster, and what each pod of that, a head or worker, waits for."""
+    found, told = find_object(cluster.list, *RAYJOBS, selector=selector), dict[str, str]()
+    for job in () if found in (ABSENT, UNSEEN) else found:
+        about, status = job["metadata"], job.get("status") or {}
+        if job["spec"].get("suspend"):
+            told[about["name"]] = _why_queued(about["labels"], about["name"], _workloads(cluster))
+        elif status.get("jobStatus", "") in ("", "PENDING") and status.get("jobDeploymentStatus") != "Failed":
+            name = status.get("rayClusterName", "")
+            pods = cluster.list_pods(f"ray.io/cluster={name}") if name else ()
+            states = [(p.metadata.labels["ray.io/node-type"], p, p.status.phase) for p in pods]
+            parts = [f"{group} {_why(p, {}) if phase == 'Pending' else phase.lower()}" for group, p, phase in states]
+            told[about["name"]] = "; ".join([f"RayCluster {name or 'is not made yet'}", *sorted(parts)])
     return told
 
 

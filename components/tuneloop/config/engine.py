@@ -10,6 +10,7 @@ from tuneloop.core import plugins
 from tuneloop.inference.engines import check_args
 from tuneloop.inference.engines.endpoint import check_urls
 from tuneloop.inference.fleet import open_fleet
+from tuneloop.weights.codec import Encoding
 
 
 class EngineConfig(BaseModel):
@@ -32,6 +33,8 @@ class EngineConfig(BaseModel):
         False, description="publish each version as a delta, for whoever serves to pull; else servers load checkpoints"
     )
     weights: str | None = Field(None, description="URL to publish versions below; default: <store>/<run>/weights")
+    encoding: Encoding = Field("gap8-xor", description="of deltas; xor and overwrite are read by slime and SGLang, too")
+    fleet_has_base: bool = Field(False, description="publish no version 0: replicas start on the base model (--base)")
     colocate: bool = Field(
         False, description="one GPU for trainer and vLLM: the server gives its memory back whenever it is not sampling"
     )
@@ -63,8 +66,10 @@ class EngineConfig(BaseModel):
             raise ValueError("colocate is of the run's own server, which loads checkpoints: set name vllm, unset pull")
         if self.replicas > 1 and (self.name != "vllm" or self.colocate):
             raise ValueError("replicas are vLLM servers with devices of their own: set name vllm, unset colocate")
-        if self.weights is not None and not self.pull:
-            raise ValueError("weights says where to publish: set pull")
+        if (self.weights is not None or self.encoding != "gap8-xor") and not self.pull:
+            raise ValueError("weights and encoding are of what is published: set pull")
+        if self.fleet_has_base and not (self.name == "endpoint" and self.pull):
+            raise ValueError("fleet_has_base is of replicas that pull, of an endpoint: set name endpoint, and pull")
         check_args(self.name, self.args or {}, "args.")
         return self
 

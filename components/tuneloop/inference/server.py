@@ -76,7 +76,8 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     loop = EngineLoop(Vllm(options.engine_args))
     follower = None
     if options.weights:
-        follower = Follower(loop, options.weights, directory, options.poll_interval, options.pause)
+        how = options.poll_interval, options.pause, options.base
+        follower = Follower(loop, options.weights, directory, *how)
     policy = _open_policy(options.policy) if options.policy else None
     if policy:
         policy.part("model")  # proved before seconds go into starting vLLM
@@ -167,6 +168,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--policy", metavar="REF", help="the checkpoint to start with")
     parser.add_argument("--weights", metavar="URL", help="follow the versions published below this URL")
     parser.add_argument("--weights-dir", metavar="DIR", help="assemble them here (default: a temporary directory)")
+    text = "the model that the versions start on, where version 0 stores none (default: none)"
+    parser.add_argument("--base", type=Path, metavar="DIR", help=text)
     text = "seconds between looks at the pointer; who asks for a version makes it look at once (default: 1)"
     parser.add_argument("--poll-interval", type=float, default=1.0, help=text)
     text = "when weights change, running requests finish first, or go on with the new ones (default: wait)"

@@ -9,9 +9,10 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.component import OptionalInput, Results, Stage, component
+from tuneloop.core.component import UNTRACKED, OptionalInput, Results, Stage, component
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.formats.canary import write_canary
+from tuneloop.weights.codec import Encoding
 from tuneloop.weights.publication import Weights, publish_checkpoint
 
 TINY = ("tiny-qwen3", "tiny-llama")
@@ -39,6 +40,10 @@ def base_model(
         Field(description="of the weights; auto: as the model has it"),
     ] = "auto",
     weights: Weights = None,
+    publish_weights: Annotated[
+        bool, Field(description="false: replicas have them", json_schema_extra=UNTRACKED)
+    ] = True,
+    weight_encoding: Annotated[Encoding, Field(description="of deltas", json_schema_extra=UNTRACKED)] = "gap8-xor",
     seed: int = 0,
 ) -> Results:
     """Write version 0 of the policy: weights, configuration, tokenizer and canary.

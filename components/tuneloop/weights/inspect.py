@@ -10,14 +10,14 @@ import numpy as np
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 from tuneloop.weights import codec, delta, live
-from tuneloop.weights.layout import Checkpoint
-from tuneloop.weights.materialize import check_directory, materialize_version
+from tuneloop.weights.layout import Bytes, Tensor
+from tuneloop.weights.materialize import check_directory, materialize_version, plan_restoration, read_tensors
 from tuneloop.weights.versions import INDEX, Chain, get_version_directory
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One version: `encoding` None is full; `density` is the share of elements that differ from `base_version`."""
+    """One version: `encoding` None is full, or `held` by readers; `density` is the share of elements that differ."""
 
     version: int
     base_version: int | None
@@ -26,6 +26,7 @@ class Listed:
     full_bytes: int
     density: float | None
     latest: bool
+    held: bool
 
 
 def list_versions(root: str | Store) -> list[Listed]:
@@ -36,20 +37,13 @@ def list_versions(root: str | Store) -> list[Listed]:
         index = chain.entry(version).index
         about, latest = index.tuneloop, chain.pointed is not None and chain.pointed.version == version
         full = sum(f.size for f in about.files.values() if f.header)
-        listed.append(Listed(version, index.base, index.encoding, about.stored_bytes, full, index.density, latest))
+        stored, held = about.stored_bytes, about.held is not None
+        listed.append(Listed(version, index.base, index.encoding, stored, full, index.density, latest, held))
     return listed
 
 
-@dataclass(frozen=True)
-class Verified:
-    """`tensors` of `tensors` were found identical (anything less raises)."""
-
-    version: int
-    tensors: int
-
-
-def verify_version(root: str | Store, version: int | None = None, held: Path | str | None = None) -> Verified:
-    """Prove that a version (None: the latest) can be assembled, or that the directory `held` is that version.
+def verify_version(root: str | Store, version: int | None = None, *, base: Path | None = None) -> int:
+    """Prove that a version (None: the latest) can be assembled, from `base` where it has to, and count its tensors.
 
     Raises:
         Corrupt: the first difference.
@@ -57,47 +51,48 @@ def verify_version(root: str | Store, version: int | None = None, held: Path | s
     """
     chain = Chain(root)
     entry = chain.entry(chain.target(version))
-    if held is not None:
-        return Verified(entry.version, check_directory(Path(held), entry, delta.thread_count()))
     with tempfile.TemporaryDirectory(prefix="tuneloop-weights-") as scratch:
-        materialize_version(chain.store, entry.version, f"{scratch}/model")
-        return Verified(entry.version, check_directory(Path(scratch) / "model", entry, delta.thread_count()))
+        materialize_version(chain.store, entry.version, f"{scratch}/model", base=base)
+        return check_directory(Path(scratch) / "model", entry, delta.thread_count())
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Tensor names by what became of them, and the share of elements that differ in those that changed."""
+    """Tensor names by what became of them, the share of elements that differ in those that changed, and `roles`."""
 
     added: list[str]
     removed: list[str]
     changed: dict[str, float]
     same: int
+    roles: dict[str, str]
 
 
-def diff_versions(root: str | Store, first: int, second: int) -> Difference:
-    """Compare two versions: names by their checksums, densities by their bytes.
+def diff_versions(root: str | Store, first: int, second: int, role: str = "", base: Path | None = None) -> Difference:
+    """Compare two versions: names by their checksums, densities by their bytes, of which only those are read.
 
-    A tensor whose dtype or shape differs counts as changed everywhere (density 1).
+    A tensor whose dtype or shape differs counts as changed everywhere (density 1). With `role` only those are compared
+    whose role (`tuneloop.weights.roles`) begins with it, as ``expert``; where none has it, that is a `UserError`.
     """
     chain = Chain(root)
-    a, b = (chain.entry(chain.target(v)).index.tuneloop.checksums for v in (first, second))
-    names, densities = [n for n in a if n in b and a[n] != b[n]], dict[str, float]()
-    with tempfile.TemporaryDirectory(prefix="tuneloop-weights-") as scratch:
-        if names:
-            for version in (first, second):
-                materialize_version(chain.store, version, f"{scratch}/{version}")
-            old, new = (Checkpoint(Path(scratch) / str(v)) for v in (first, second))
-            densities = {n: _density(old, new, n) for n in names}
+    both = [chain.entry(chain.target(version)).index.tuneloop.checksums for version in (first, second)]
+    plans = [plan_restoration(chain, version) for version in (first, second)]
+    roles = {n: r for plan in plans if plan.full for n, r in (plan.full.index.tuneloop.roles or {}).items()}
+    if not any(each.startswith(role) for each in ("", *roles.values())):
+        there = ", ".join(sorted({*roles.values()})) or "none"
+        raise UserError("--role", role, f"no tensor has it; there are: {there}")
+    a, b = ({n: d for n, d in each.items() if roles.get(n, "").startswith(role)} for each in both)
+    names = [n for n in a if n in b and a[n] != b[n]]
+    old, new = (read_tensors(chain, version, names, base=base) if names else () for version in (first, second))
+    densities = {name: _density(*one, *other) for name, one, other in zip(names, old, new)}
     added, removed = sorted(b.keys() - a.keys()), sorted(a.keys() - b.keys())
-    return Difference(added, removed, densities, sum(a[n] == b.get(n) for n in a))
+    return Difference(added, removed, densities, sum(a[n] == b.get(n) for n in a), roles)
 
 
-def _density(old: Checkpoint, new: Checkpoint, name: str) -> float:
-    a, b = old.tensors[name], new.tensors[name]
+def _density(a: Tensor, old: Bytes, b: Tensor, new: Bytes) -> float:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return 1.0
     kind = f"<u{a.width}"
-    return float(np.mean(old.view(name).view(kind) != new.view(name).view(kind)))
+    return float(np.mean(old.view(kind) != new.view(kind)))
 
 
 def delete_unused_versions(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -68,13 +68,19 @@ def read_header(path: Path, name: str = "", blame: Blame | None = None) -> Heade
     Raises:
         Corrupt: it is not a safetensors file.
     """
-    blame = blame or build_blame(path)
     with open_for_reading(path) as file:
-        size = file.read(8)
-        length = int.from_bytes(size, "little")
-        if len(size) < 8 or length > path.stat().st_size - 8:
-            raise blame("is not a safetensors file: its header is cut short")
-        raw = file.read(length)
+        return parse_header(file, name, blame or build_blame(path))
+
+
+def parse_header(file: BinaryIO, name: str, blame: Blame) -> Header:
+    """Read the header of a safetensors file that is open. Raises as `read_header`."""
+    whole = file.seek(0, 2)
+    file.seek(0)
+    size = file.read(8)
+    length = int.from_bytes(size, "little")
+    if len(size) < 8 or length > whole - 8:
+        raise blame("is not a safetensors file: its header is cut short")
+    raw = file.read(length)
     at = 8 + length
     try:
         entries = json.loads(raw)
@@ -89,8 +95,8 @@ def read_header(path: Path, name: str = "", blame: Blame | None = None) -> Heade
         if start != at or end < start:
             raise blame(f"its tensors overlap or leave holes at byte {at}")
         at = end
-    if at != path.stat().st_size:
-        raise blame(f"is {path.stat().st_size} bytes, its header says {at}")
+    if at != whole:
+        raise blame(f"is {whole} bytes, its header says {at}")
     return Header(tensors, metadata, xxhash.xxh3_128_hexdigest(size + raw))
 
 

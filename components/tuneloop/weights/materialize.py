@@ -5,18 +5,21 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
+import numpy as np
+import xxhash
 from pydantic import BaseModel
 
 from tuneloop.core.artifacts import file_digest
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
-from tuneloop.weights import delta, versions
-from tuneloop.weights.layout import Blame, Checkpoint, build_blame, visible_files
+from tuneloop.weights import codec, delta, versions
+from tuneloop.weights.layout import Blame, Bytes, Checkpoint, Tensor, build_blame, parse_header, visible_files
 from tuneloop.weights.versions import Chain, Entry
 
 _AGAIN = "materialize it again"
@@ -61,7 +64,7 @@ class Materialized:
 
 
 def materialize_version(
-    root: str | Store, version: int | None, directory: Path | str, *, threads: int | None = None
+    root: str | Store, version: int | None, directory: Path | str, *, base: Path | None = None, threads: int = 0
 ) -> Materialized:
     """Make `directory` hold `version` (None: the latest) as published below `root`, byte for byte.
 
@@ -71,9 +74,10 @@ def materialize_version(
 
     Args:
         directory: empty, absent, or made by an earlier call.
+        base: the model that the chain starts on, where it stores none; only read.
 
     Raises:
-        UserError: the version is not published, or the directory holds something else.
+        UserError: the version is not published, the directory holds something else, or `base` is not the model.
         Corrupt: what is published is damaged, out of order, or does not lead to the published state.
     """
     chain = Chain(root)
@@ -82,7 +86,7 @@ def materialize_version(
     target = chain.target(version)  # before a directory is made for it
     with lock_directory(directory):
         held = _held(directory, chain, target, threads)
-        plan = _plan(chain, target, held)
+        plan = plan_restoration(chain, target, held)
         if held == target:
             return _result(plan, {})
         clock = time.perf_counter()
@@ -92,7 +96,8 @@ def materialize_version(
         try:
             deltas = [_open_delta(chain.store, step, incoming) for step in plan.steps]
             if plan.full:
-                _fetch_full(chain.store, plan.full, incoming / "model")
+                first = check_base(plan.full, base, threads) if plan.full.index.tuneloop.held else None
+                _fetch_full(chain.store, plan.full, incoming / "model", first)
             fetched = time.perf_counter() - clock
             clock = time.perf_counter()
             _assemble(chain, plan, deltas, directory, threads)
@@ -102,7 +107,7 @@ def materialize_version(
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """`full` is None where `steps` continue what the directory holds, which is `held`."""
 
     target: Entry
@@ -111,16 +116,16 @@ class _Plan:
     steps: list[Entry]
 
 
-def _plan(chain: Chain, target: int, held: int | None) -> _Plan:
+def plan_restoration(chain: Chain, target: int, held: int | None = None) -> Plan:
     """Choose the cheaper way: deltas from what is held, or from the newest full version at or below the target."""
     steps: list[Entry] = []
-    restore: _Plan | None = None
+    restore: Plan | None = None
     for step, entry in chain.steps(target):
         if entry.version == held:
-            here = _Plan(chain.entry(target), held, None, steps[::-1])
+            here = Plan(chain.entry(target), held, None, steps[::-1])
             return min((p for p in (here, restore) if p), key=_bytes)
         if entry.index.encoding is None and restore is None:
-            restore = _Plan(chain.entry(target), held, entry, steps[::-1])
+            restore = Plan(chain.entry(target), held, entry, steps[::-1])
             if held is None or held > entry.version:
                 return restore
         if step is None:
@@ -132,11 +137,11 @@ def _plan(chain: Chain, target: int, held: int | None) -> _Plan:
     return restore
 
 
-def _bytes(plan: _Plan) -> int:
+def _bytes(plan: Plan) -> int:
     return sum(e.index.tuneloop.stored_bytes for e in (*plan.steps, *([plan.full] if plan.full else [])))
 
 
-def _result(plan: _Plan, timings: dict[str, float]) -> Materialized:
+def _result(plan: Plan, timings: dict[str, float]) -> Materialized:
     target, full = plan.target, plan.full.version if plan.full else None
     ref, source = versions.get_version_reference(target), target.index.tuneloop.source
     deltas = [step.version for step in plan.steps]
@@ -166,14 +171,25 @@ def fetch_file(store: Store, key: str, path: Path, *, copy: bool = False) -> Pat
     return store.root / key
 
 
-def _fetch_full(store: Store, full: Entry, directory: Path) -> None:
+def check_base(first: Entry, base: Path | None, threads: int) -> Store:
+    """Open `base`; raise a `UserError` if it does not hold the weights that the version `first` names."""
+    model, wanted = Checkpoint(base) if base else None, first.index.tuneloop.held
+    found = model and versions.digest_weights(model.headers, delta.compute_checksums(model, threads))
+    if base is None or found != wanted:
+        what = f"its weights are {found}, and version {first.version}, which stores none, is {wanted}"
+        raise UserError("--base", base and str(base), f"{what}; give the model that the run began with")
+    return Store(str(base))
+
+
+def _fetch_full(store: Store, full: Entry, directory: Path, base: Store | None) -> None:
     for name, file in full.index.tuneloop.files.items():
-        if file.stored is None:
+        place, key = (base, name) if base and file.header else (store, f"{full.place}/{file.stored}")
+        if place is store and file.stored is None:
             raise Corrupt("weights", f"{store.url}/{full.place}", f"is a full version that does not store {name}")
-        fetch_file(store, f"{full.place}/{file.stored}", directory / name, copy=True)
+        fetch_file(place, key, directory / name, copy=True)
 
 
-def _assemble(chain: Chain, plan: _Plan, deltas: list[delta.DeltaFile | None], directory: Path, threads: int) -> None:
+def _assemble(chain: Chain, plan: Plan, deltas: list[delta.DeltaFile | None], directory: Path, threads: int) -> None:
     """Apply the plan: to a copy beside the directory where it starts from a full version, else in place."""
     index = plan.target.index.tuneloop
     work = directory / INCOMING / "model" if plan.full else directory
@@ -205,15 +221,15 @@ def _assemble(chain: Chain, plan: _Plan, deltas: list[delta.DeltaFile | None], d
     _mark(directory, plan.target)
 
 
-def _origin(store: Store, plan: _Plan, directory: Path) -> Callable[[str], Blame]:
+def _origin(store: Store, plan: Plan, directory: Path) -> Callable[[str], Blame]:
     """Say where the plan's first state of a file comes from: the full version's stored file, or the directory's own."""
     if plan.full is None:
         return lambda name: build_blame(directory / name, _AGAIN)
     place, files = f"{store.url}/{plan.full.place}", plan.full.index.tuneloop.files
-    return lambda name: build_blame(f"{place}/{files[name].stored if name in files else name}", delta.MEND)
+    return lambda name: build_blame(f"{place}/{(files[name].stored if name in files else None) or name}", delta.MEND)
 
 
-def _fetch_others(store: Store, plan: _Plan, incoming: Path, blame: Callable[[str], Blame]) -> dict[str, Path]:
+def _fetch_others(store: Store, plan: Plan, incoming: Path, blame: Callable[[str], Blame]) -> dict[str, Path]:
     """Fetch the newest of each file that deltas carry whole (config, tokenizer), verified."""
     newest = {
         name: f"{step.place}/{file.stored}"
@@ -281,6 +297,49 @@ def _same_files(model: Checkpoint, entry: Entry) -> bool:
     """Return whether everything but the tensors' bytes is as in the version."""
     found = {**model.headers, **{n: file_digest(model.directory / n) for n in model.others}}
     return found == {n: f.header or f.digest for n, f in entry.index.tuneloop.files.items()}
+
+
+def read_tensors(
+    chain: Chain, version: int, names: Iterable[str], *, base: Path | None = None
+) -> Iterator[tuple[Tensor, Bytes]]:
+    """Read the tensors `names` of a version, proved, and no bytes of others; one is in memory at a time.
+
+    Raises:
+        UserError, Corrupt: as `materialize_version`.
+    """
+    plan = plan_restoration(chain, version)
+    assert plan.full is not None
+    about = plan.full.index.tuneloop
+    with ExitStack() as stack:
+
+        def find_tensors(store: Store, key: str) -> dict[str, tuple[BinaryIO, Tensor]]:
+            blame = build_blame(f"{store.url}/{key}", delta.MEND)
+            try:
+                file = stack.enter_context(store.open(key))
+            except FileNotFoundError:
+                raise blame("is missing although its index is there") from None
+            return {name: (file, tensor) for name, tensor in parse_header(file, "", blame).tensors.items()}
+
+        place = check_base(plan.full, base, delta.thread_count()) if about.held else chain.store
+        keys = [name if about.held else f"{plan.full.place}/{f.stored}" for name, f in about.files.items() if f.header]
+        states = {name: found for key in keys for name, found in find_tensors(place, key).items()}
+        files = [(step, name) for step in plan.steps for name in {*step.index.weight_map.values()}]
+        steps = [(step.index.encoding, find_tensors(chain.store, f"{step.place}/{name}")) for step, name in files]
+        for name in names:
+            tensor, data = states[name][1], _read_bytes(*states[name])
+            for encoding, payloads in steps:
+                if encoding is not None and name in payloads:
+                    made = np.empty_like(data)
+                    codec.apply_delta(data, made, _read_bytes(*payloads[name]), tensor.width, encoding)
+                    data = made
+            found, blame = xxhash.xxh3_128_hexdigest(data.data), build_blame(chain.store.url, delta.MEND)
+            delta.check_checksums([(name, found)], plan.target.index.tuneloop.checksums, blame)
+            yield tensor, data
+
+
+def _read_bytes(file: BinaryIO, tensor: Tensor) -> Bytes:
+    file.seek(tensor.start)
+    return np.frombuffer(file.read(tensor.end - tensor.start), np.uint8)
 
 
 @contextmanager

@@ -52,8 +52,10 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
     policy = Artifact(ref) if ref else None
     base = _find_base(policy) if policy else None
     follows = int(policy.manifest.facts["version"]) if policy and base else None
-    model = made.part("model")
-    done = publish_version(root, version, model, base=base, base_version=follows, source=manifest.digest)
+    about: dict[str, Any] = {"base": base, "base_version": follows, "source": manifest.digest}
+    about["encoding"] = getattr(stage.params, "weight_encoding", "chain")
+    about["held"] = not getattr(stage.params, "publish_weights", True)
+    done = publish_version(root, version, made.part("model"), **about)
     if version not in chain.versions:
         _record(chain.store, done, began)
         stage.log(_line(done))

@@ -4,13 +4,14 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import xxhash
 
 from tuneloop.core.artifacts import file_digest
 from tuneloop.core.errors import Corrupt
 from tuneloop.core.store import Conflict, Store
-from tuneloop.weights import codec, delta, pointer, versions
+from tuneloop.weights import codec, delta, pointer, roles, versions
 from tuneloop.weights.layout import Checkpoint
 from tuneloop.weights.materialize import materialize_version
 from tuneloop.weights.pointer import PointerConflict, PointerRewind
@@ -65,7 +66,8 @@ def publish_version(
     base: Path | str | None = None,
     base_version: int | None = None,
     source: str | None = None,
-    encoding: codec.Encoding | None = "gap8-xor",
+    held: bool = False,
+    encoding: codec.Encoding | Literal["chain"] | None = "chain",
     threads: int | None = None,
     restore_bound: float = RESTORE_BOUND,
 ) -> Published:
@@ -84,7 +86,9 @@ def publish_version(
             against the chain. None: the base is materialized from the chain, into the temporary directory.
         base_version: the version that `base` holds; where another one is the base, `base` is left aside.
         source: what the version was made from (a checkpoint's digest): replicas say that they serve it.
-        encoding: of the delta; None publishes in full.
+        held: store no weights, only what they have to be: readers hold this model and start on it. A version that
+            follows needs `base`, until one is stored in full.
+        encoding: of the delta, and of those that follow; chain: as before, gap8-xor at first; None publishes in full.
         restore_bound: how soon the next anchor comes, as `RESTORE_BOUND` says; 0 makes every version one.
 
     Raises:
@@ -100,16 +104,19 @@ def publish_version(
     with tempfile.TemporaryDirectory(prefix="tuneloop-weights-") as scratch:
         attempt = _Attempt(chain, version, Path(directory), threads, Path(scratch), source)
         if version in chain.versions:
-            attempt.describe_full()
+            attempt.describe_full(held)
             return attempt.stand_by()
         below = [v for v in chain.versions if v < version]
-        if below and encoding is not None:
+        if encoding == "chain":
+            before = chain.entry(below[-1]).index if below else None
+            encoding = (before and (before.encoding or before.tuneloop.deltas)) or "gap8-xor"
+        if below and encoding is not None and not held:
             at_hand = base if base_version in (None, below[-1]) else None
             attempt.encode(chain.entry(below[-1]), at_hand, encoding)
-        attempt.describe_full()
+        attempt.describe_full(held)
         clock = time.perf_counter()
         try:
-            attempt.commit(restore_bound)
+            attempt.commit(restore_bound, encoding)
         except Conflict:  # a duplicate was faster
             chain = attempt.chain = Chain(chain.store)
             return attempt.stand_by()
@@ -183,24 +190,25 @@ class _Attempt:
             ),
         )
 
-    def describe_full(self) -> None:
-        """Make the index of the version in full."""
+    def describe_full(self, held: bool) -> None:
+        """Make the index of the version in full; where readers hold its weights, of all files but these."""
         if self.checksums is None:
             self.checksums = delta.compute_checksums(self.new, self.threads)
-        files = self._files(self.checksums)
+        files = self._files(self.checksums, held)
         stored = {name: file.stored for name, file in files.items()}
         self.full = Index(
             metadata=Metadata(version=f"{self.version:06d}", total_size=self._total()),
-            weight_map={name: stored[t.file] or "" for name, t in self.new.tensors.items()},
+            weight_map={name: place for name, t in self.new.tensors.items() if (place := stored[t.file])},
             tuneloop=Extra(
                 files=files,
                 checksums=self.checksums,
-                stored_bytes=sum(f.size for f in files.values()),
+                stored_bytes=sum(f.size for f in files.values() if f.stored),
                 source=self.source,
+                held=versions.digest_weights(self.new.headers, self.checksums) if held else None,
             ),
         )
 
-    def _files(self, checksums: dict[str, str]) -> dict[str, File]:
+    def _files(self, checksums: dict[str, str], held: bool = False) -> dict[str, File]:
         """List the assembled directory's files as a full version stores them.
 
         Weights are named by their content: two attempts with different bytes never write to one key.
@@ -211,7 +219,7 @@ class _Attempt:
             for tensor, place in self.new.tensors.items():
                 if place.file == name:
                     content.update(checksums[tensor].encode())
-            stored = f"{name.removesuffix('.safetensors')}.{content.hexdigest()[:12]}.safetensors"
+            stored = None if held else f"{name.removesuffix('.safetensors')}.{content.hexdigest()[:12]}.safetensors"
             files[name] = File(size=(self.new.directory / name).stat().st_size, header=header, stored=stored)
         for name in self.new.others:
             path = self.new.directory / name
@@ -222,7 +230,7 @@ class _Attempt:
     def _total(self) -> int:
         return sum(t.end - t.start for t in self.new.tensors.values())
 
-    def commit(self, restore_bound: float) -> None:
+    def commit(self, restore_bound: float, encoding: codec.Encoding | None) -> None:
         """Upload files, then the index that makes the version exist.
 
         Raises:
@@ -237,6 +245,10 @@ class _Attempt:
             place = versions.delta_place(self.place, main)
             self._upload(self.delta, place)
             store.put(f"{place}/{INDEX}", self.delta.encoded())
+        if main.encoding is None:
+            found = roles.classify_tensors(self.new.directory, self.new.tensors)
+            about = main.tuneloop.model_copy(update={"roles": found, "deltas": encoding})
+            main = main.model_copy(update={"tuneloop": about})
         self._upload(main, self.place)
         store.create(f"{self.place}/{INDEX}", main.encoded())
 

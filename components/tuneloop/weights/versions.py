@@ -12,7 +12,7 @@
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import xxhash
@@ -64,6 +64,9 @@ class Extra(BaseModel, frozen=True, extra="forbid"):
     changed: int | None = Field(None, description="elements that differ from the base version")
     restore_cost: float = Field(0.0, description="of the deltas since the last full version; see publish.RESTORE_BOUND")
     source: str | None = Field(None, description="digest of the checkpoint that it was published from")
+    deltas: Encoding | None = Field(None, description="of a version without base: how those that follow are encoded")
+    roles: dict[str, str] | None = Field(None, description="of a version without base, and its deltas: see roles.py")
+    held: Hex | None = Field(None, description="of a version whose weights readers hold: what digest_weights says")
 
 
 class Index(BaseModel, frozen=True, extra="forbid"):
@@ -197,6 +200,13 @@ class Chain:
         if delta.digest != entry.index.tuneloop.delta_index or not delta.index.same_state(entry.index):
             raise Corrupt("weights", f"{self.store.url}/{delta.place}", "is not the delta of the version it lies in")
         return delta
+
+
+def digest_weights(headers: Mapping[str, Hex], checksums: Mapping[str, Hex]) -> Hex:
+    """Digest the weights of a model directory: the xxh3-128 of a line ``name digest`` for each safetensors file's
+    header, then for each tensor, both by name."""
+    lines = [f"{name} {digest}\n" for each in (headers, checksums) for name, digest in sorted(each.items())]
+    return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 
 
 def delta_place(place: str, full: Index) -> str:

@@ -1,5 +1,5 @@
-"""As much of an API server as keeps Argo's objects, JobSets and Kueue's Workloads. Nobody works on them; others are not
-for this account to see."""
+"""As much of an API server as keeps Argo's objects, RayJobs, JobSets and Kueue's Workloads. Nobody works on them;
+others are not for this account to see."""
 
 import json
 import re
@@ -14,7 +14,8 @@ from urllib.parse import parse_qs, urlsplit
 from tuneloop.cluster.watch import NODE_NAME
 from tuneloop.kube.connection import Connection, build_connection
 
-GROUPS = r"argoproj\.io/v1alpha1|jobset\.x-k8s\.io/v1alpha2|kueue\.x-k8s\.io/v1beta2(?=/namespaces/[^/]+/workloads)"
+GROUPS = r"argoproj\.io/v1alpha1|ray\.io/v1|jobset\.x-k8s\.io/v1alpha2|"
+GROUPS += r"kueue\.x-k8s\.io/v1beta2(?=/namespaces/[^/]+/workloads)"
 PLACE = re.compile(rf"/apis/({GROUPS})/namespaces/[^/]+/(?P<plural>[^/]+)(/(?P<name>[^/]+))?$")
 
 
@@ -75,6 +76,9 @@ class Objects(Answering):
         if url.path.endswith("/pods"):
             phase = parse_qs(url.query).get("fieldSelector", [""])[0].partition("=")[2]
             pods = [pod for pod in self.server.pods if phase in ("", pod["status"]["phase"])]
+            wanted = parse_qs(url.query).get("labelSelector", [""])[0]
+            if wanted.startswith("ray.io/"):  # else they are all of the run that is asked for
+                pods = [pod for pod in pods if _has(pod, wanted)]
             return self._answer(200, {"apiVersion": "v1", "kind": "PodList", "items": pods, "metadata": {}})
         if url.path.endswith("/log"):
             return self._answer(200, self.server.logs[url.path.split("/")[-2]])

@@ -55,6 +55,21 @@ def test_set_overrides_the_file_which_overrides_defaults(small: Pipeline, tmp_pa
     assert plain(small.configure())["loop"] == {"iterations": 3, "rate": 0.1}
 
 
+def test_a_run_says_how_its_chain_begins() -> None:
+    grpo, pulled = loading.find_pipeline("grpo"), ["engine.name=endpoint", "engine.rollout_endpoint_url=http://a:1"]
+    pulled += ["engine.pull=true", "loop.iterations_per_pod=0"]
+    for sets, encoding, published in (
+        ([], "gap8-xor", "true"),
+        (["engine.encoding=xor", "engine.fleet_has_base=true"], "xor", "false"),
+    ):
+        templates = grpo.build(grpo.configure(None, [*pulled, *sets]))["spec"]["templates"]
+        (flags,) = (each["container"]["args"] for each in templates if each["name"] == "base-model")
+        begins = [flags[flags.index(name) + 1] for name in ("--weight-encoding", "--publish-weights")]
+        assert begins == [encoding, published]
+    assert "set name endpoint, and pull" in str(refusal(grpo, None, "engine.pull=true", "engine.fleet_has_base=true"))
+    assert "are of what is published: set pull" in str(refusal(grpo, None, "engine.encoding=xor"))
+
+
 def test_a_dumped_configuration_reads_back_as_itself(small: Pipeline) -> None:
     made = small.configure(None, ["loop.iterations=9"])
     assert small.validate(made.model_dump(mode="json")) == made

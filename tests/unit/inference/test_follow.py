@@ -22,7 +22,7 @@ def test_whatever_goes_wrong_is_told_and_tried_again(tmp_path: Path) -> None:
     model = checkpoint_artifact(tmp_path / "policy", "qwen3").path / "model"
     weights.publish_version(str(tmp_path / "weights"), 1, model)
     (tmp_path / "taken").write_text("a file where the directory should be")
-    follower = Follower(EngineLoop(Vllm({})), str(tmp_path / "weights"), tmp_path / "taken", poll_s=0.01)
+    follower = Follower(EngineLoop(Vllm({})), str(tmp_path / "weights"), tmp_path / "taken", 0.01, "wait", None)
     follower.start()
     until(lambda: follower.trouble or not follower.is_alive())
     assert follower.is_alive() and "File exists" in follower.trouble

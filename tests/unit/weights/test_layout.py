@@ -4,11 +4,14 @@ the letter and shares no code with the package, an object store, ranks that fill
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
 from multiprocessing import Process
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,6 +112,57 @@ def test_a_foreign_reader_reads_every_encoding(tmp_path: Path, encoding: str, ti
     assert [entry.encoding for entry in list_versions(str(root))] == [None, *[encoding] * 3]
 
 
+@pytest.fixture
+def slime_reader() -> ModuleType:
+    """The module by which slime has SGLang read weights: in slime's repository it is a file that a patch adds."""
+    clone = os.environ.get("TUNELOOP_SLIME")
+    if not clone:
+        pytest.skip("set TUNELOOP_SLIME to a clone of https://github.com/THUDM/slime: its own reader is not kept here")
+    patch = "docker/patch/latest/sglang-pull_weights.patch"
+    text = subprocess.run(["git", "-C", clone, "show", f"HEAD:{patch}"], check=True, capture_output=True, text=True)
+    (added,) = (part for part in text.stdout.split("\ndiff --git ") if "weight_sync/local_checkpoint.py b/" in part)
+    made = ModuleType("local_checkpoint")
+    lines = [line[1:] for line in added.splitlines() if line.startswith("+") and not line.startswith("+++")]
+    exec("\n".join(lines), vars(made))
+    return made
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.parametrize("held", [False, True])
+def test_slimes_own_reader_reads_them(tmp_path: Path, slime_reader: Any, encoding: Any, held: bool) -> None:
+    """Each version after the one before, and the last one from nothing; across an anchor, and on the model it has."""
+    rng, root, base = np.random.default_rng(0), tmp_path / "weights", tmp_path / "export0"
+    state = {name: tensor for name, tensor in model(rng).items() if tensor[2]}  # NumPy has no bytes of an empty one
+    before, about = base, dict[str, Any](encoding=encoding, held=held)
+    for version in range(6):
+        export = save(tmp_path / f"export{version}", state, shards=2)
+        publish_version(str(root), version, export, restore_bound=0.45, **about)
+        for place in (tmp_path / "local", tmp_path / f"fresh{version}"):
+            slime_reader.pull(str(place), str(base), str(root), version)
+            read = {name: layout.Checkpoint(place).view(name).tobytes() for name in layout.Checkpoint(place).tensors}
+            assert read == {name: bytes(data) for name, (_, _, data) in state.items()}
+        state, before = update(rng, state, 0.03), export
+        about = {"base": before}
+    assert {v.encoding for v in list_versions(str(root))[1:]} == {None, encoding}, "deltas, and an anchor"
+    publish_version(str(root), 6, save(tmp_path / "export6", state, shards=2), base=before)
+    index = json.loads((root / "weight_v000006" / "model.safetensors.index.json").read_bytes())
+    damaged = layout.Checkpoint(tmp_path / "local", writable=True).view(min(index["weight_map"]))
+    damaged[-1] ^= 1
+    with pytest.raises(RuntimeError, match="checksum mismatch"):
+        slime_reader.pull(str(tmp_path / "local"), str(base), str(root), 6)
+
+
+def test_a_chain_keeps_the_encoding_that_it_began_with(tmp_path: Path) -> None:
+    rng, root = np.random.default_rng(0), str(tmp_path / "weights")
+    state = model(rng)
+    for version in range(5):
+        about: dict[str, Any] = {"restore_bound": 0.0 if version == 2 else 9.0}
+        about |= {"encoding": "overwrite"} if version == 0 else {}
+        publish_version(root, version, save(tmp_path / f"{version}", state), **about)
+        state = update(rng, state, 0.01)
+    assert [each.encoding for each in list_versions(root)] == [None, "overwrite", None, "overwrite", "overwrite"]
+
+
 def test_a_full_version_is_loadable_where_it_lies(tmp_path: Path) -> None:
     """Sharded, by the weight map alone, as transformers does it; and deltas open as safetensors."""
     rng, root = np.random.default_rng(1), tmp_path / "weights"
@@ -166,7 +220,7 @@ def test_an_object_store_takes_the_same_protocol(tmp_path: Path) -> None:
         assert content(tmp_path / "replica") == content(export)
         state = update(rng, state, 0.02)
     assert delete_unused_versions(store, keep=1) == []
-    assert verify_version(store).tensors == len(state)
+    assert verify_version(store) == len(state)
     store.delete("weight_v000002/" + next(k for k in store.keys("weight_v000002") if "model-" in k).split("/")[1])
     with pytest.raises(Corrupt, match="is missing"):
         materialize_version(store, 3, tmp_path / "late")

@@ -39,15 +39,19 @@ class Follower(threading.Thread):
         directory: where versions are assembled; emptied by nobody, so that a restart has to fetch deltas only.
         poll_s: seconds between looks at the pointer.
         mode: what becomes of running requests when weights change.
+        base: the model that the chain starts on, where it stores none.
 
     Attributes:
         trouble: why the latest version is not served; empty where all is well.
         pulled: what the last pull took: seconds, bytes, and how many tensors the engine was found to hold.
     """
 
-    def __init__(self, loop: EngineLoop, root: str, directory: Path, poll_s: float = 1.0, mode: Mode = "wait") -> None:
+    def __init__(
+        self, loop: EngineLoop, root: str, directory: Path, poll_s: float, mode: Mode, base: Path | None
+    ) -> None:
         super().__init__(name="follower", daemon=True)
-        self.loop, self.store, self.directory, self.poll_s, self.mode = loop, Store(root), directory, poll_s, mode
+        self.loop, self.store, self.directory, self.base = loop, Store(root), directory, base
+        self.poll_s, self.mode = poll_s, mode
         self.trouble = ""
         self.pulled: dict[str, Any] = {}
         self._wake = threading.Event()
@@ -130,7 +134,7 @@ class Follower(threading.Thread):
         with self._one:
             if force:
                 (self.directory / MARKER).unlink(missing_ok=True)  # from a full version, whatever is held
-            done = materialize_version(self.store, version, self.directory)
+            done = materialize_version(self.store, version, self.directory, base=self.base)
             digest = done.source or done.ref
             if (self.loop.engine.version, self.loop.engine.digest) == (version, digest) and not force:
                 return  # a step that changed nothing gives another version the same digest
