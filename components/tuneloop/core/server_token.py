@@ -10,30 +10,22 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from tuneloop.core.errors import UserError
-
 VARIABLE = "TUNELOOP_TOKEN_FILE"
 """Environment of servers and clients: the file. Where it names none that is there, no token is asked for or sent."""
 
 
 def read_tokens() -> Sequence[str]:
-    """Read the tokens that a server takes; empty: it asks for none.
-
-    Raises:
-        UserError: the file is empty.
-    """
+    """Read the tokens that a server takes; empty: it asks for none. An empty file, which is just being replaced, has a
+    token that nobody else has: requests are refused, and tried again."""
     path = os.environ.get(VARIABLE)
     try:
-        tokens = Path(path).read_text().split() if path else None
+        return Path(path).read_text().split() or [secrets.token_urlsafe(32)] if path else ()
     except FileNotFoundError:
         return ()
-    if tokens == []:
-        raise UserError(VARIABLE, path, "is empty; write a token into it")
-    return tokens or ()
 
 
 def build_token_headers() -> dict[str, str]:
-    """Return the headers of a client's request, with its token if there is one; raise as `read_tokens`."""
+    """Return the headers of a client's request, with its token if there is one."""
     return {"Authorization": f"Bearer {tokens[0]}"} if (tokens := read_tokens()) else {}
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tuneloop.core.errors import UserError
 from tuneloop.core.server_token import VARIABLE, build_token_headers, create_token_file, read_tokens
 
 
@@ -21,11 +20,12 @@ def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path, monkey
     assert read_tokens() == ["new", "old"] and build_token_headers() == {"Authorization": "Bearer new"}
 
 
-def test_no_file_is_no_token_and_an_empty_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_is_no_token_and_an_empty_one_a_token_of_nobodys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert not read_tokens() and build_token_headers() == {}
     monkeypatch.setenv(VARIABLE, str(tmp_path / "token"))
     assert not read_tokens()
     (tmp_path / "token").write_text("\n")
-    with pytest.raises(UserError, match=r"TUNELOOP_TOKEN_FILE: .* is empty; write a token into it"):
-        read_tokens()
+    assert read_tokens() and read_tokens() != read_tokens(), "it is just being replaced"
