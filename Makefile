@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 bench test-cluster: export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint test-unit test-local test-slow test-cluster test-all bench golden parity requirements images clean
+.PHONY: help install demo test lint fuzz test-unit test-local test-slow test-cluster test-all bench golden parity requirements images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ lint: $(INSTALLED) ## ruff, mypy, import rules, golden files of the requirements
 	$(BIN)/lint-imports
 
 test-all: test test-slow test-cluster ## every tier; the last needs a cluster
+
+fuzz: $(INSTALLED) ## some thousand broken bodies for each request of the servers: minutes
+	FUZZ_EXAMPLES=3000 $(PYTEST) -k test_fuzz -m "not local"
 
 test-unit: $(INSTALLED) ## what needs no engine and no whole loop
 	$(PYTEST) -m "not local"

@@ -4,16 +4,22 @@ import copy
 import functools
 import json
 import re
+import shutil
+import subprocess
 from decimal import Decimal
 from pathlib import Path
 
 import pytest
 import yaml
+from kubernetes import client
 
 from tests.unit.planning.test_plan import PUBLISHED
+from tuneloop.cli.gateway import GRACE_S
 from tuneloop.cluster.launch import KINDS, Kind
 from tuneloop.cluster.queue_problems import compute_pod_requests, parse_resource_quantity
 from tuneloop.config.loading import dump_workflow, find_pipeline, list_pipelines
+from tuneloop.gateway.jobs import Jobs
+from tuneloop.gateway.sessions import Wanted
 from tuneloop.workflow.manifest import labels_of
 from tuneloop.workflow.settings import QUEUE_LABEL
 
@@ -52,6 +58,52 @@ def test_rights_are_namespaced_and_without_wildcards() -> None:
     for role in named("Role").values():
         for rule in role["rules"]:
             assert "*" not in rule["apiGroups"] + rule["resources"] + rule["verbs"]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, which renders overlays")
+@pytest.mark.parametrize("overlay", ["local", "gpu"])
+def test_what_pods_may_reach_is_named(overlay: str) -> None:
+    """Of each rendered rule that lets something out: whom it names, and at which ports."""
+    text = subprocess.check_output(["kubectl", "kustomize", MANIFESTS / "overlays" / overlay], text=True)
+    rendered = [item for item in yaml.load_all(text, yaml.CSafeLoader) if item["kind"] == "NetworkPolicy"]
+    policies = {item["metadata"]["name"]: item["spec"] for item in rendered}
+    private = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"]
+    _, api = policies["dns-and-api"]["egress"]
+    assert {rule["port"] for rule in api["ports"]} == {443, 6443}
+    assert [to["ipBlock"]["cidr"] for to in api["to"]] == (
+        private if overlay == "local" else ["10.96.0.1/32", "192.0.2.1/32"]
+    )
+    (store,) = policies["store"]["egress"]
+    if overlay == "gpu":
+        assert {*private, "169.254.0.0/16"} < {*store["to"][0]["ipBlock"]["except"]}
+    for spec in policies.values():
+        for rule in spec.get("egress", ()):
+            assert rule.get("ports") or rule["to"] == [{"podSelector": {}}]
+            assert rule.get("to") or rule["ports"] == [{"port": 7070, "protocol": "TCP"}], "any address at 443"
+
+
+def test_the_base_names_no_address_of_an_api_server() -> None:
+    """An overlay that forgets to say where it is reaches none, in place of everything."""
+    assert named("NetworkPolicy")["dns-and-api"]["spec"]["egress"][1]["to"] == [{"ipBlock": {"cidr": "192.0.2.1/32"}}]
+
+
+def test_servers_listen_at_their_pods_address_and_have_time_to_end() -> None:
+    container = named("Deployment")["tuneloop-rollout"]["spec"]["template"]["spec"]["containers"][0]
+    assert container["args"][container["args"].index("--host") + 1] == "$(POD_IP)"
+    job = Jobs(client.ApiClient(), None)._job("session-1", Wanted(namespace="a"), "me", "s3://b/a/session-1")
+    pod = job["spec"]["template"]["spec"]
+    command = pod["containers"][0]["command"]
+    assert command[command.index("--host") + 1] == "$(POD_IP)"
+    assert command[command.index("--grace") + 1] == str(pod["terminationGracePeriodSeconds"])
+    assert (
+        named("Deployment")["tuneloop-gateway"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > GRACE_S
+    )
+
+
+def test_who_makes_tokens_of_servers_can_read_none() -> None:
+    rules = [rule for role in ("tuneloop-continue", "tuneloop-user") for rule in named("Role")[role]["rules"]]
+    of_secrets = [rule for rule in rules if "secrets" in rule["resources"]]
+    assert [rule["verbs"] for rule in of_secrets if "resourceNames" not in rule] == [["create"], ["create"]]
 
 
 def test_stages_have_an_account_without_rights() -> None:

@@ -7,6 +7,7 @@ from hera.workflows import DAG, Workflow
 
 from tuneloop.argo.loop import Templates, build_loop, build_part, build_pods, call_loop
 from tuneloop.argo.multi_stage_pod import describe_loop, list_roles, pod_template
+from tuneloop.argo.pod_fields import mount_token
 from tuneloop.argo.tasks import RUN, Output
 from tuneloop.argo.template import define_workflow, server_template, stage_template
 from tuneloop.config.loop import LoopPipelineConfig
@@ -72,7 +73,10 @@ def iterations_template(loop: Loop, specs: Sequence[StageSpec], config: LoopPipe
     described = describe_loop(loop, specs, {"seed": config.seed}, published, settings.evaluate_every)
     role, cluster = config.cluster.merge_roles(list_roles(loop, specs, settings.evaluate_every))
     per_pod, outputs = config.iterations_per_pod, loop.pod_outputs
-    return pod_template(described, loop.inputs, outputs, published, per_pod=per_pod, role=role, cluster=cluster)
+    made = pod_template(described, loop.inputs, outputs, published, per_pod=per_pod, role=role, cluster=cluster)
+    if config.engine.name == "vllm":
+        mount_token(made)
+    return made
 
 
 def template_of(spec: StageSpec, config: PipelineConfig, loop: Loop | None) -> Any:

@@ -8,12 +8,15 @@ from tuneloop.argo import claims
 from tuneloop.core.attempts import ATTEMPT, LAST_END, MORE_MEMORY
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_STAGE, RETRY_STEP
-from tuneloop.workflow.settings import AUTO, GRACE_S, Cluster, ResourceRole, Resources
+from tuneloop.core.server_token import VARIABLE
+from tuneloop.workflow.settings import AUTO, GRACE_S, TOKEN_KEY, TOKEN_SECRET, Cluster, ResourceRole, Resources
 
 SCRATCH, SHM = "/tmp", "/dev/shm"
 OUTPUTS = f"{SCRATCH}/tuneloop/outputs"
 CLAIM = "/store"
 """Where `Cluster.claim` is mounted."""
+TOKENS = "/run/tuneloop/server-token"
+"""Where the Secret `TOKEN_SECRET` is mounted."""
 STORE = "tuneloop-store"
 """ConfigMap and Secret with the store's ``AWS_*`` settings; optional, both."""
 PLAIN, SECRET = ("AWS_ENDPOINT_URL", "AWS_REGION"), ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -91,6 +94,15 @@ def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, An
         ],
         **role_fields(image, role, cluster),
     }
+
+
+def mount_token(made: Any) -> None:
+    """Give the pod of a container template the token of its workflow's servers, as a file, where `submit` made one."""
+    from hera.workflows import SecretVolume, models
+
+    token: Any = {"secret_name": TOKEN_SECRET, "optional": True, "default_mode": 0o440}
+    made.env = [*made.env, models.EnvVar(name=VARIABLE, value=f"{TOKENS}/{TOKEN_KEY}")]
+    made.volumes = [*made.volumes, SecretVolume(name="server-token", mount_path=TOKENS, **token)]
 
 
 def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, Any]:

@@ -114,6 +114,8 @@ def stage_template(
     )
     if nodes > 1:
         return jobset_steps(component, made, role, processes, nodes, cluster, numbered="iteration" in dynamic)
+    if "endpoint" in dynamic and pod_fields.read_engine(component, given) == "vllm":
+        pod_fields.mount_token(made)
     # A client takes no turns: it calls the run's own server, which does.
     if component.accelerator and pod_fields.read_engine(component, given) != pod_fields.ELSEWHERE:
         take_turns(made, cluster, claims.role_of(component.image))
@@ -134,11 +136,11 @@ def server_template(
     """
     names = [*([] if weights else ["policy"]), *(["replica"] if several else [])]
     attempts = "{{workflow.parameters.store}}/{{workflow.parameters.run}}/serve"
-    # It asks nobody for a token. `tuneloop run` reads the field as 127.0.0.1.
+    # `tuneloop run` reads the field as 127.0.0.1.
     field = models.ObjectFieldSelector(field_path="status.podIP")
     address = models.EnvVar(name="POD_IP", value_from=models.EnvVarSource(field_ref=field))
     health = models.HTTPGetAction(path="/health", port=port)
-    return Container(
+    made = Container(
         name="serve",
         daemon=True,
         inputs=[Parameter(name=name) for name in names],
@@ -153,3 +155,5 @@ def server_template(
         readiness_probe=models.Probe(http_get=health, period_seconds=1, failure_threshold=600),
         **pod_fields.retried_pod_fields("rollout", "sampler", cluster, RETRY_SERVER, [address]),
     )
+    pod_fields.mount_token(made)
+    return made

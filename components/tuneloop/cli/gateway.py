@@ -10,6 +10,9 @@ from tuneloop.cli.arguments import CONTEXT
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import connect_to_cluster
 
+GRACE_S = 60
+"""How long running requests may take after SIGTERM: one waits for a worker, and for its answer to a poll."""
+
 
 def serve_gateway(
     store: Annotated[str, typer.Option(metavar="URL", help="Where sessions keep artifacts, as workers reach it.")],
@@ -64,4 +67,5 @@ def serve_gateway(
         typer.echo(f"gateway: {url}", err=True)
         if local:
             typer.echo(f"export TINKER_BASE_URL={url} TINKER_API_KEY=$(cat {token_file})", err=True)
-        serve_until_signalled(uvicorn.Server(uvicorn.Config(build_app(made), **UVICORN)), listener)
+        server = uvicorn.Server(uvicorn.Config(build_app(made), **{**UVICORN, "timeout_graceful_shutdown": GRACE_S}))
+        serve_until_signalled(server, listener, made.close)

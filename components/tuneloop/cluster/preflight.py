@@ -96,13 +96,14 @@ def _installed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Use
 def _allowed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     from kubernetes import client
 
-    group, _, plural = WORKFLOWS
-    asked = client.V1ResourceAttributes(namespace=cluster.namespace, verb="create", group=group, resource=plural)
-    review = client.V1SelfSubjectAccessReview(spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=asked))
-    if not cluster.auth.create_self_subject_access_review(review).status.allowed:
-        command = f"kubectl -n {cluster.namespace} create rolebinding tuneloop-user --role=tuneloop-user --user=ACCOUNT"
-        found = f"may not create workflows in namespace {cluster.namespace}"
-        yield Problem("cluster", cluster.context, found, command)
+    for group, plural in ((WORKFLOWS[0], WORKFLOWS[2]), ("", "secrets")):  # of the token of rollout servers
+        asked = client.V1ResourceAttributes(namespace=cluster.namespace, verb="create", group=group, resource=plural)
+        review = client.V1SelfSubjectAccessReview(spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=asked))
+        if not cluster.auth.create_self_subject_access_review(review).status.allowed:
+            binding = "rolebinding tuneloop-user --role=tuneloop-user --user=ACCOUNT"
+            found = f"may not create {plural} in namespace {cluster.namespace}"
+            yield Problem("cluster", cluster.context, found, f"kubectl -n {cluster.namespace} create {binding}")
+            return
 
 
 def _references(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:

@@ -10,6 +10,9 @@ A run is all workflows that carry its label: the first one, those that resumed i
 What goes wrong is one line (`UserError`, `Retryable`), whatever the client library raised.
 """
 
+import contextlib
+import json
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,9 +32,16 @@ from tuneloop.cluster.run_workflows import (
 )
 from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError, print_diagnostic
-from tuneloop.kube.connection import WORKFLOWS, Connection, ignore_refusals, retry_until_available, wait_until
+from tuneloop.kube.connection import (
+    OWNER,
+    WORKFLOWS,
+    Connection,
+    ignore_refusals,
+    retry_until_available,
+    wait_until,
+)
 from tuneloop.sharing.lease import release_leases
-from tuneloop.workflow.settings import DELETE_DELAY, RUN_LABEL
+from tuneloop.workflow.settings import DELETE_DELAY, RUN_LABEL, TOKEN_KEY, TOKEN_SECRET
 
 FORGOTTEN_S = 900.0
 """Seconds after which Argo's controller has deleted a pod that succeeded (`DELETE_DELAY`), unless it was restarted
@@ -73,16 +83,35 @@ def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: 
         name = f"{run}-{at}"
         with ignore_refusals(409):
             return _create(cluster, made, name)
-        found = annotations_of(cluster.get(*WORKFLOWS, name))
+        found = cluster.get(*WORKFLOWS, name)
         follows = annotations_of(made).get(CONTINUES)
-        if follows and found.get(CONTINUES) == follows:
+        if follows and annotations_of(found).get(CONTINUES) == follows:
+            _create_token(cluster, found)
             return name
         at += 1
 
 
 def _create(cluster: Connection, made: Mapping[str, Any], name: str) -> str:
-    cluster.create(*WORKFLOWS, {**made, "metadata": {**made["metadata"], "name": name}})
+    created = cluster.create(*WORKFLOWS, {**made, "metadata": {**made["metadata"], "name": name}})
+    try:
+        _create_token(cluster, created)
+    except (UserError, Retryable):  # it would run without
+        with contextlib.suppress(UserError, Retryable):
+            cluster.delete(*WORKFLOWS, name)
+        raise
     return name
+
+
+def _create_token(cluster: Connection, workflow: Mapping[str, Any]) -> None:
+    """Make the token of a workflow's rollout servers, as a Secret that goes with it; one that is there stays."""
+    spec, name, uid = workflow["spec"], workflow["metadata"]["name"], workflow["metadata"]["uid"]
+    if TOKEN_SECRET not in json.dumps(spec) and "workflowTemplateRef" not in spec:  # whose templates are not here
+        return
+    metadata: dict[str, Any] = {"name": TOKEN_SECRET.replace("{{workflow.uid}}", uid)}
+    metadata["ownerReferences"] = [{**OWNER, "name": name, "uid": uid}]
+    with ignore_refusals(409):
+        token = {"metadata": metadata, "stringData": {TOKEN_KEY: secrets.token_urlsafe(32)}}
+        cluster.core.create_namespaced_secret(cluster.namespace, token)
 
 
 def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:

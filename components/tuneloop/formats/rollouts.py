@@ -74,16 +74,21 @@ def write_rollouts(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
             out.write_table(pa.Table.from_pylist(part, schema=SCHEMA))
 
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = list[TokenId]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""What generators of torch take."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt and as many completions as there are seeds, each with a random stream of its own."""
 
     id: str
-    prompt_ids: list[int]
-    seeds: Annotated[list[int], Field(min_length=1)]
+    prompt_ids: Ids
+    seeds: Annotated[list[Seed], Field(min_length=1, max_length=4096)]
 
 
-Ids = list[Annotated[int, Field(ge=0)]]
 FinishReason = Literal["stop", "length", "abort"]
 
 

@@ -2,8 +2,6 @@
 
 import hashlib
 import hmac
-import os
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.server_token import create_token_file
 from tuneloop.inference.refusals import Refused
 from tuneloop.kube.connection import read_api_message
 
@@ -135,9 +134,7 @@ class TokenFile:
     def __init__(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                    file.write(PREFIX + secrets.token_urlsafe(32) + "\n")
+            create_token_file(path, PREFIX)
             if path.stat().st_mode & 0o077:
                 raise UserError("--token-file", str(path), "others can read it: chmod 600, or choose another")
             self.token = path.read_text().strip()

@@ -21,7 +21,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +51,15 @@ ABOUT = ("session_id", "model_id", "sampling_session_id", "request_id")
 SMALL, LARGE = 2**20, 2**25
 """Bytes of a body at most: of what the gateway reads itself, and of what a worker gets (Tinker's client sends batches
 in pieces of 5 MB)."""
+HELD = 2**27
+"""Bytes of all bodies at a time at most; with what is made of them they fit in the memory of the gateway's pod."""
+BODY_S = 60.0
+"""Seconds within which a body is to be there."""
+TEXT = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+'
+NAMES = re.compile(
+    rb'"(?:%b)"\s*+:\s*+(%b")|%b(?:"|\\?\Z)|[\[\]{}]' % ("|".join(ABOUT).encode(), TEXT, TEXT), re.DOTALL
+)
+"""What tells where a name of `ABOUT` stands in JSON: it with its value, other strings, brackets. It never goes back."""
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
     "proto_compress_fwdbwd": False,
@@ -78,8 +87,15 @@ class Gateway:
         self.backend, self.access, self.store, self.config = backend, access, store.rstrip("/"), config
         limits = httpx2.Limits(max_connections=None)
         self.http = httpx2.AsyncClient(timeout=PATIENCE, limits=limits, trust_env=False)  # no proxy: workers are near
+        self.held, self.closing = 0, False
+        self.searching = asyncio.Semaphore(2)  # large bodies: other work needs threads, too
         self._creating = threading.Lock()
         self._found: dict[str, Session] = {}
+
+    def close(self) -> None:
+        """End what follows sessions, and the sessions that would end with this process."""
+        self.closing = True
+        self.backend.drain()
 
     def caller(self, headers: Any) -> Caller:
         """Return who sent a request.
@@ -203,7 +219,7 @@ class Gateway:
     async def watch(self, caller: Caller, id: str) -> AsyncIterator[bytes]:
         """Yield the session as server-sent events."""
         before, quiet = None, 0.0
-        while True:
+        while not self.closing:
             try:
                 now = (await asyncio.to_thread(self.get, caller, id)).public()
             except Refused:
@@ -231,16 +247,26 @@ def _known(request: Request) -> Caller:  # no coroutine: FastAPI runs it on a th
 Known = Annotated[Caller, Depends(_known)]
 
 
-def _at_most(limit: int) -> Callable[[Request, Caller], Awaitable[bytes]]:
+def _at_most(limit: int) -> Callable[[Request, Caller], AsyncIterator[bytes]]:
     """Return a dependency that reads the body of a caller who is known."""
 
-    async def read(request: Request, caller: Known) -> bytes:
-        sent = bytearray()
-        async for part in request.stream():  # what its length says is not to be relied upon
-            sent += part
-            if len(sent) > limit:
-                raise Refused(413, f"the body has more than {limit} bytes; send less at a time")
-        return bytes(sent)
+    async def read(request: Request, caller: Known) -> AsyncIterator[bytes]:
+        gateway, sent = request.app.state.gateway, bytearray()
+        try:
+            try:
+                async with asyncio.timeout(BODY_S):
+                    async for part in request.stream():  # what its length says is not to be relied upon
+                        sent += part
+                        gateway.held += len(part)
+                        if len(sent) > limit:
+                            raise Refused(413, f"the body has more than {limit} bytes; send less at a time")
+                        if gateway.held > HELD:
+                            raise Refused(503, "other requests hold all memory that bodies may have; try again")
+            except TimeoutError:
+                raise Refused(408, f"the body was not there in {BODY_S:g} s; send less at a time") from None
+            yield bytes(sent)
+        finally:
+            gateway.held -= len(sent)
 
     return read
 
@@ -316,7 +342,11 @@ def _add_tinker_routes(app: FastAPI, gateway: Gateway) -> None:
         return await passed(request, caller, sampling, b"")
 
     async def proxied(request: Request, body: Large, caller: Known) -> Response:
-        return await passed(request, caller, _named(request, body), body)
+        if len(body) < 2**16:
+            return await passed(request, caller, _find_name(request, body), body)
+        async with gateway.searching:
+            named = await asyncio.to_thread(_find_name, request, body)
+        return await passed(request, caller, named, body)
 
     async def passed(request: Request, caller: Caller, named: str, body: bytes) -> Response:
         id = named.partition(":")[0]
@@ -334,26 +364,30 @@ def _key(request: Request) -> str:
     return headers.get("idempotency-key") or headers.get("x-idempotency-key") or secrets.token_hex(16)
 
 
-def _named(request: Request, body: bytes) -> str:
-    """Find the session, model, sampling session or request that a body is about."""
+def _find_name(request: Request, body: bytes) -> str:
+    """Find the session, model, sampling session or request that a body is about; its worker parses it."""
     if request.headers.get("content-type", "").startswith(wire.PROTOBUF):
         return wire.model_of(body)
-    fields = _object(body)
-    try:
-        return next(str(fields[name]) for name in ABOUT if fields.get(name))
-    except StopIteration:
-        raise Refused(422, f"the body names no session: one of {', '.join(ABOUT)}") from None
+    depth = 0
+    for found in NAMES.finditer(body):
+        if depth == 1 and found[1] and (name := _parse_json(found[1])):
+            return str(name)
+        depth += {b"{": 1, b"[": 1, b"}": -1, b"]": -1}.get(found[0], 0)
+    raise Refused(422, f"the body names no session: a JSON object with one of {', '.join(ABOUT)}")
 
 
 def _object(body: bytes) -> dict[str, Any]:
     """Parse a body as a JSON object."""
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
+    if not isinstance(value := _parse_json(body), dict):
         raise Refused(422, "the body is not a JSON object")
     return value
+
+
+def _parse_json(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise Refused(422, "the body is not JSON") from None
 
 
 def _event(name: str, data: Any) -> bytes:

@@ -21,7 +21,6 @@ from tuneloop.workflow.settings import QUEUE_LABEL
 LABEL = "tuneloop.dev/session"
 WANTED, CREATOR, ARTIFACTS = ("tuneloop.dev/" + name for name in ("session-wanted", "session-creator", "artifacts"))
 PORT = 8000
-GRACE = 10
 TIMEOUT = {"_request_timeout": 30}
 """Of a request to the API server, in seconds."""
 KEPT = 3600
@@ -62,6 +61,9 @@ class Jobs:
             if self.get(namespace, name) is not None:
                 raise refused
 
+    def drain(self) -> None:
+        """Do nothing: Jobs live on."""
+
     def _list(self, namespace: str, selector: str) -> list[Session]:
         with translate_refusals(namespace):
             jobs = self.batch.list_namespaced_job(namespace, label_selector=selector, **TIMEOUT).items
@@ -76,15 +78,19 @@ class Jobs:
         queue = {QUEUE_LABEL: pod.queue} if pod.queue and wanted.accelerators else {}
         devices = {pod.accelerator: str(wanted.accelerators)} if wanted.accelerators else {}
         command = ["python", "-m", "tuneloop.gateway.worker", "--session", f"{wanted.namespace}.{name}"]
-        command += ["--artifacts", artifacts, "--host", "0.0.0.0", "--port", str(PORT), "--idle", str(pod.idle)]
-        command += ["--device", "cuda" if wanted.accelerators else "cpu"]
+        command += ["--artifacts", artifacts, "--host", "$(POD_IP)", "--port", str(PORT), "--idle", str(pod.idle)]
+        command += ["--grace", str(pod.grace), "--device", "cuda" if wanted.accelerators else "cpu"]
         command += wanted.flags(artifacts.rpartition("/")[0])  # a namespace's groups are its own
         container = {
             "name": "worker",
             "image": pod.image,
             "imagePullPolicy": "IfNotPresent",
             "command": command,
-            "env": [{"name": KEY, "value": secrets.token_urlsafe(32)}, {"name": "TUNELOOP_IMAGE", "value": pod.image}],
+            "env": [
+                {"name": KEY, "value": secrets.token_urlsafe(32)},
+                {"name": "TUNELOOP_IMAGE", "value": pod.image},
+                {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            ],
             "envFrom": [{kind: {"name": STORE, "optional": True}} for kind in ("configMapRef", "secretRef")],
             "ports": [{"name": "http", "containerPort": PORT}],
             "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1},
@@ -111,7 +117,7 @@ class Jobs:
                         "serviceAccountName": "tuneloop-stage",
                         "automountServiceAccountToken": False,
                         "enableServiceLinks": False,
-                        "terminationGracePeriodSeconds": GRACE,
+                        "terminationGracePeriodSeconds": pod.grace,
                         "securityContext": NOBODY,
                         "containers": [container],
                         "volumes": [{"name": "scratch", "emptyDir": {}}],

@@ -49,6 +49,7 @@ class Entry:
         batch: equal for requests that can be done together; None: alone.
         number: in its stream, once it was submitted.
         until: when its result is dropped, by `time.monotonic`.
+        fetched: somebody was given its result.
         future: of the result.
     """
 
@@ -58,6 +59,7 @@ class Entry:
     batch: Hashable | None = None
     number: int = -1
     until: float = math.inf
+    fetched: bool = False
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -82,7 +84,7 @@ class Ledger:
         self._streams: dict[str, Stream] = {}
         self._ready: deque[Entry] = deque()
         self._changed = threading.Condition()
-        self._swept = time.monotonic()
+        self._swept, self._closed = time.monotonic(), False
 
     def open(self, stream: str, first: int | None = None) -> None:
         """Take requests for `stream`: from number `first` on in their order, or in any where it is None."""
@@ -98,6 +100,7 @@ class Ledger:
         Raises:
             Gone: the stream is not open.
             Conflict: another request has that number.
+            Refused: no new one is taken.
         """
         with self._changed:
             self._sweep()
@@ -110,6 +113,8 @@ class Ledger:
                 raise Gone(f"{stream}:{number} was applied, and is kept no longer")
             if standing is not None and standing.fingerprint != entry.fingerprint:
                 raise Conflict(f"{stream}:{number} was another request; take a number that is free")
+            if standing is None and self._closed and number > known.last:
+                raise Refused(503, f"{stream}: its session ends and takes nothing new; go on from what it saves")
             if standing is None:
                 known.entries[number], entry.number, known.last = entry, number, max(known.last, number)
                 self._advance(known, entry)
@@ -128,8 +133,25 @@ class Ledger:
             if entry is None:
                 raise Gone(f"{request} is not known here, or its result is kept no longer")
             if entry.future.done():
-                entry.until = time.monotonic() + FETCHED
+                entry.until, entry.fetched = time.monotonic() + FETCHED, True
             return entry.future
+
+    def close(self) -> None:
+        """Take no new requests: only again those that are known, and those that a later one waits for."""
+        self._closed = True
+
+    def append(self, entry: Entry) -> None:
+        """Take a request of nobody's, which is in no stream."""
+        with self._changed:
+            self._ready.append(entry)
+            self._changed.notify_all()
+
+    def count_open(self) -> tuple[int, int]:
+        """Count the requests that are not done, and those that are and whose result nobody was given."""
+        with self._changed:
+            entries = [entry for stream in self._streams.values() for entry in stream.entries.values()]
+        waiting = [entry for entry in entries if not entry.future.done()]
+        return len(waiting), sum(not entry.fetched for entry in entries) - len(waiting)
 
     def take(self, timeout: float | None = None) -> list[Entry]:
         """Take what is to be done next, and what can be done together with it; nothing after `timeout` seconds."""

@@ -1,12 +1,13 @@
 """Bodies of Tinker's requests, and results as they are sent back."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, Field
 
 from tuneloop.core.errors import UserError
+from tuneloop.formats.rollouts import Ids, Seed
 from tuneloop.gateway import wire
 from tuneloop.gateway.resident import AdamParams
 from tuneloop.training.lora import Lora
@@ -15,15 +16,19 @@ ALPHA = 32.0
 """lora_alpha of adapters, as Tinker has it."""
 
 
-class Body(BaseModel, frozen=True, extra="ignore", protected_namespaces=()):
+Number = Annotated[int, Field(ge=0, lt=2**31)]
+"""Of a request, a model or a sampling session; seconds."""
+
+
+class Body(BaseModel, frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=()):
     """A request's body: what is not listed is of no account here (metadata of the client's)."""
 
 
 class LoraConfig(Body):
     """Adapters; a `rank` of 0 trains the whole model, which Tinker does not have."""
 
-    rank: int = Field(32, ge=0)
-    seed: int | None = None
+    rank: int = Field(32, ge=0, le=4096)
+    seed: Seed | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -46,44 +51,44 @@ class LoraConfig(Body):
 class CreateModel(Body):
     """A model to train, from a checkpoint."""
 
-    model_seq_id: int = Field(0, ge=0)
+    model_seq_id: Number = 0
     base_model: str
     lora_config: LoraConfig = LoraConfig(rank=0)
 
 
 class OptimStep(Body):
     model_id: str
-    seq_id: int | None = None
+    seq_id: Number | None = None
     adam_params: AdamParams = AdamParams()
 
 
 class SaveWeights(Body):
     model_id: str
-    seq_id: int | None = None
+    seq_id: Number | None = None
     path: str | None = None
     overwrite: bool = False
     kind: str = "snapshot"
-    sampling_session_seq_id: int | None = None
-    ttl_seconds: int | None = None
+    sampling_session_seq_id: Number | None = None
+    ttl_seconds: Number | None = None
 
 
 class LoadWeights(Body):
     model_id: str | None = None
-    seq_id: int | None = None
-    model_seq_id: int | None = None
+    seq_id: Number | None = None
+    model_seq_id: Number | None = None
     path: str
     optimizer: bool
 
 
 class CreateSampling(Body):
-    sampling_session_seq_id: int = Field(0, ge=0)
+    sampling_session_seq_id: Number = 0
     base_model: str | None = None
     model_path: str | None = None
 
 
 class Chunk(Body):
     type: str = "encoded_text"
-    tokens: list[int] = []
+    tokens: Ids = []
 
 
 class Prompt(Body):
@@ -97,20 +102,20 @@ class Prompt(Body):
 
 
 class SamplingParams(Body):
-    max_tokens: int | None = Field(None, ge=1)
-    seed: int | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    seed: Seed | None = None
     stop: str | list[int] | list[str] | None = None
     temperature: float = Field(1.0, ge=0)
     top_k: int = -1
     top_p: float = 1.0
 
 
-class Sample(BaseModel, frozen=True, extra="allow", protected_namespaces=()):
+class Sample(Body, extra="allow"):
     """A prompt and how many completions of it. What is not listed would change the answer, and is refused."""
 
     sampling_session_id: str
-    seq_id: int | None = None
-    num_samples: int = Field(1, ge=1)
+    seq_id: Number | None = None
+    num_samples: int = Field(1, ge=1, le=1024)
     prompt: Prompt
     sampling_params: SamplingParams = SamplingParams()
     prompt_logprobs: bool | None = None
@@ -143,7 +148,7 @@ class JsonForwardBackward(Body):
     """`wire.ForwardBackward` without protobuf, for people and small clients."""
 
     model_id: str
-    seq_id: int | None = None
+    seq_id: Number | None = None
     forward_backward_input: JsonInput
     forward_only: bool = False
 

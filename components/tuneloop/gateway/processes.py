@@ -15,6 +15,7 @@ from pathlib import Path
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.gateway.sessions import Session, Settings, Wanted
 from tuneloop.gateway.worker import KEY
+from tuneloop.inference.refusals import Refused
 
 GRACE = 10.0
 KEPT = 3600.0
@@ -44,9 +45,12 @@ class Processes:
     def __init__(self, logs: Path, settings: Settings, device: str = "auto") -> None:
         self.logs, self.settings, self.device = logs, settings, device
         self.children: dict[str, Child] = {}
+        self.closing = False
         logs.mkdir(parents=True, exist_ok=True)
 
     def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
+        if self.closing:
+            raise Refused(503, "the gateway is ending; try again")
         key, created = secrets.token_urlsafe(32), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         session = Session(name, wanted, creator, created, "starting", artifacts, key)
         log = self.logs / f"{name}.log"
@@ -55,7 +59,7 @@ class Processes:
             listener.listen(128)
             command = [sys.executable, "-m", "tuneloop.gateway.worker", "--session", session.id]
             command += ["--artifacts", artifacts, "--device", self.device, "--fd", str(listener.fileno())]
-            command += ["--idle", str(self.settings.worker.idle)]
+            command += ["--idle", str(self.settings.worker.idle), "--grace", str(self.settings.worker.grace)]
             command += wanted.flags(artifacts.rpartition("/sessions/")[0])  # where `tuneloop run` has them, too
             process = subprocess.Popen(
                 command,
@@ -86,21 +90,23 @@ class Processes:
         if (child := self.children.get(name)) is None:
             return
         child.ending = True
-        _signal(child.process, signal.SIGTERM)
-        try:
-            child.process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            _signal(child.process, signal.SIGKILL)
-            child.process.wait()
+        _signal(child.process, signal.SIGINT)
+        _wait_or_kill(child.process, GRACE)
         if self.children.get(name) is child:  # no other was made under its name meanwhile
             self.children.pop(name, None)
 
-    def close(self) -> None:
-        """End all sessions."""
-        for child in list(self.children.values()):
-            _signal(child.process, signal.SIGTERM)  # all at once, then one after the other
-        for name in list(self.children):
-            self.end("", name)
+    def close(self, number: int = signal.SIGINT, grace_s: float = GRACE) -> None:
+        """End all sessions; no new one is begun."""
+        self.closing, processes = True, [child.process for child in list(self.children.values())]
+        for process in processes:
+            _signal(process, number)  # all at once, then one after the other
+        deadline = time.monotonic() + grace_s
+        for process in processes:
+            _wait_or_kill(process, max(0.0, deadline - time.monotonic()))
+
+    def drain(self) -> None:
+        """End each session once what it accepted is done and fetched, and its models are saved."""
+        self.close(signal.SIGTERM, self.settings.worker.grace)
 
     def _look(self, child: Child) -> Session:
         code = child.process.poll()
@@ -118,6 +124,14 @@ class Processes:
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
     if process.poll() is None:
         os.killpg(process.pid, number)
+
+
+def _wait_or_kill(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        _signal(process, signal.SIGKILL)
+        process.wait()
 
 
 def _answers(address: str) -> bool:

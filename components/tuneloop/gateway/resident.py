@@ -36,7 +36,7 @@ MICRO_BATCH = 64
 """Sequences in one forward pass."""
 
 
-class AdamParams(BaseModel, frozen=True, extra="forbid"):
+class AdamParams(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """AdamW's options of one step; names and defaults are Tinker's."""
 
     learning_rate: float = Field(1e-4, ge=0)

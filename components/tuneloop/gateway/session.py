@@ -7,6 +7,7 @@ import posixpath
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tuneloop.training.fsdp.ranks import Ranks
 
 SCHEME = "tinker://"
+DRAINED = "drained"
 SNAPSHOTS = 2
 """So many versions without a name stay in memory for their sampling sessions."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -218,6 +220,21 @@ class Session:
         else:
             for entry, result in zip(entries, results):
                 self.ledger.finish(entry, result)
+
+    def save_models(self) -> Future[Any]:
+        """Queue that models which took steps are saved as ``weights/drained``; the result lists their paths."""
+
+        def work() -> list[str]:
+            saved = []
+            for name, model in self.models.items():
+                path = f"{SCHEME}{name}/weights/{DRAINED}"
+                if model.version > model.trainer.base.manifest.facts["version"] and not find_manifest(self._url(path)):
+                    model.gradients = False  # no step has used them: they are to be computed again
+                    saved.append(f"{path} ({model.save(self._url(path), session=self.id).url})")
+            return saved
+
+        self.ledger.append(entry := Entry("", lambda _: [work()]))
+        return entry.future
 
     def sleep(self) -> None:
         """Leave the device: what is trained moves to the host's memory, what is sampled from is dropped."""

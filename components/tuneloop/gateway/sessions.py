@@ -24,11 +24,11 @@ class Wanted(BaseModel, frozen=True, extra="forbid"):
     """What a session is to be. Equal keys of one caller with equal bodies are one session."""
 
     namespace: str = Field("", pattern=rf"^({LABEL})?$", description="empty: the caller's own")
-    accelerators: int = Field(0, ge=0)
+    accelerators: int = Field(0, ge=0, le=1024)
     display_name: str = Field("", max_length=200)
     turns: str = Field("", pattern=rf"^({LABEL})?$", description="a group to take turns with; empty: it takes none")
     policy: Literal["fifo", "lrs"] = Field("fifo", description="of the group's turns")
-    patience: float = Field(30.0, ge=1, description="of the group's turns, in seconds")
+    patience: float = Field(30.0, ge=1, le=86400, description="of the group's turns, in seconds")
 
     def flags(self, place: str) -> list[str]:
         """Return the flags of a worker that takes turns with the groups below `place`."""
@@ -91,6 +91,9 @@ class Backend(Protocol):
     def end(self, namespace: str, name: str) -> None:
         """End a session, and remove all that it consists of but its artifacts; nothing happens where there is none."""
 
+    def drain(self) -> None:
+        """End the sessions that end with this process, once they have done what they accepted."""
+
 
 class Quota(BaseModel, frozen=True, extra="forbid"):
     """What a namespace may have at a time."""
@@ -124,6 +127,7 @@ class WorkerPod(BaseModel, frozen=True, extra="forbid"):
     accelerator: str = Field("nvidia.com/gpu", description="the resource that accelerators are counted in")
     queue: str = Field("tuneloop", description="Kueue LocalQueue of sessions with accelerators; empty: not queued")
     idle: int = Field(3600, ge=1, description="seconds without a request after which a session ends itself")
+    grace: int = Field(120, ge=20, description="seconds that it has for what it accepted, once its pod is to end")
 
 
 class Settings(BaseModel, frozen=True, extra="forbid"):

@@ -19,6 +19,7 @@ Tensor                  1 bytes dense, 2 SparseCsr sparse_csr, 3 int32 dtype, 4 
 EncodedTextChunk        1 bytes tokens
 Chunk                   1 EncodedTextChunk encoded_text
 Datum                   1 Chunk* model_input, 2 Tensor% loss_fn_inputs
+Named                   1 string model_id
 LossConfigValue         1 double number, 2 string text
 ForwardBackwardRequest  1 string model_id, 2 int32 seq_id, 3 Datum* data, 4 string loss_fn, 6 bool forward_only, \
 7 LossConfigValue% loss_fn_config_v2
@@ -61,8 +62,8 @@ class ForwardBackward:
 
 
 def model_of(body: bytes) -> str:
-    """Read the model that a ``ForwardBackwardRequest`` is for."""
-    return str(_parse(body).model_id)
+    """Read the model that a ``ForwardBackwardRequest`` is for, and nothing else of it."""
+    return str(_parse(body, "Named").model_id)
 
 
 def number_of(body: bytes) -> int | None:
@@ -113,11 +114,11 @@ def write_samples(sequences: Sequence[Mapping[str, Any]], prompt_logprobs: Seque
     return bytes(message.SerializeToString())
 
 
-def _parse(body: bytes) -> Any:
+def _parse(body: bytes, kind: str = "ForwardBackwardRequest") -> Any:
     from google.protobuf.message import DecodeError
 
     try:
-        return _messages()["ForwardBackwardRequest"].FromString(body)
+        return _messages()[kind].FromString(body)
     except DecodeError as error:
         raise UserError("body", f"{len(body)} bytes", f"is not a ForwardBackwardRequest ({error})") from error
 

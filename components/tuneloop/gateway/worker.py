@@ -7,7 +7,8 @@
 It answers to who knows the key, the gateway: in the header ``X-Session-Key``. ``/api/v1/…`` is what Tinker's client
 library calls; every ``POST`` that computes answers ``{"request_id"}`` at once, and ``retrieve_future`` has the result.
 With ``--turns`` it computes only while it has the turn of its group (`tuneloop.sharing.turns`): for as long as requests
-follow one another. Exit codes: 0 after SIGTERM, or when nobody asked for anything in ``--idle`` seconds; 1 where
+follow one another. At SIGTERM it does what it has accepted, and saves the models (`Worker.drain`).
+Exit codes: 0 after SIGTERM, or when nobody asked for anything in ``--idle`` seconds; 1 where
 what it keeps on the device is lost; 75 where it lost its turn in the midst of one.
 """
 
@@ -41,6 +42,7 @@ from tuneloop.core.threads import repeat_in_background
 from tuneloop.gateway import messages, wire
 from tuneloop.gateway.ledger import Conflict, Gone
 from tuneloop.gateway.session import Session
+from tuneloop.inference.guard import TimedProtocol
 from tuneloop.inference.refusals import Refused, create_app
 from tuneloop.inference.server import bind_address, serve_until_signalled
 from tuneloop.sharing.opening import open_turns
@@ -61,7 +63,13 @@ LINGER = 0.5
 SHARE = 10.0
 """Seconds after which it ends however many follow, where somebody waits for it."""
 
+FETCH_S = 15.0
+"""Seconds that results are waited for to be fetched at the end; a client that lives polls all the time."""
+MARGIN_S = 5.0
+"""Of the grace that is kept for the end itself."""
+
 UVICORN: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 2, "timeout_keep_alive": 75}
+UVICORN |= {"http": TimedProtocol, "ws": "none"}
 """Connections are kept longer than clients keep them: else one is closed just as a request is sent over it."""
 
 log = logging.getLogger("tuneloop.session")
@@ -147,6 +155,24 @@ class Worker:
     async def info(self, model_id: Annotated[str, Body(embed=True)] = "") -> dict[str, Any]:
         """Describe a model."""
         return self.session.info(model_id)
+
+    def drain(self, grace_s: float) -> None:
+        """Take nothing new, do what was accepted, save the models, and wait until results are fetched: in `grace_s`."""
+        deadline, ledger = time.monotonic() + grace_s - MARGIN_S, self.session.ledger
+        ledger.close()
+        log.info("is to end: takes nothing new, and has %d requests to do", ledger.count_open()[0])
+        while ledger.count_open()[0] and time.monotonic() < deadline and self.thread.is_alive():
+            time.sleep(0.05)
+        try:
+            saved = self.session.save_models().result(max(0.0, deadline - time.monotonic()))
+            log.info("saved %s", ", ".join(saved) or "no model: none took a step")
+        except Exception as error:
+            log.error("models could not be saved (%s: %s)", type(error).__name__, error)
+        deadline = min(deadline, time.monotonic() + FETCH_S)
+        while ledger.count_open()[1] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if any(left := ledger.count_open()):
+            log.error("ends with %d requests not done, and %d results that nobody fetched", *left)
 
     def _queued(self, kind: type[BaseModel], submit: Callable[[Any], str]) -> Callable[..., Any]:
         async def answer(request: Request) -> dict[str, Any]:
@@ -299,7 +325,7 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
     threading.Thread(target=watch, daemon=True).start()
     worker.thread.start()
     print_diagnostic(f"session {options.session}: http://{options.host}:{listener.getsockname()[1]}", 0)
-    serve_until_signalled(server, listener)
+    serve_until_signalled(server, listener, functools.partial(worker.drain, options.grace))
     worker.stopping.set()
     worker.thread.join(2)
     return int(worker.failed)
@@ -309,7 +335,7 @@ def _address(body: bytes) -> tuple[str, int | None]:
     """Read model and number of a request in JSON, as far as it says."""
     with contextlib.suppress(ValueError):
         value = json.loads(body)
-        if isinstance(value, dict) and isinstance(value.get("seq_id"), int):
+        if isinstance(value, dict) and isinstance(value.get("seq_id"), int) and 0 <= value["seq_id"] < 2**31:
             return str(value.get("model_id") or ""), value["seq_id"]
     return "", None
 
@@ -330,6 +356,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--artifacts", required=True, metavar="URL", help="the session's name space of artifacts")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--idle", type=float, default=3600.0, help="seconds without a request; then it ends")
+    text = "seconds that what was accepted has after SIGTERM; after SIGINT it ends at once"
+    parser.add_argument("--grace", type=float, default=120.0, help=text)
     parser.add_argument("--turns", metavar="URL", help="lease://namespace/group, or a place in the store")
     parser.add_argument("--policy", default="fifo", choices=["fifo", "lrs"], help="of the group's turns")
     parser.add_argument("--patience", type=float, default=30.0, help="of the group's turns, in seconds")

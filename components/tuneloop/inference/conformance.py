@@ -17,6 +17,7 @@ from typing import Any
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.http import Response, Unanswered, open_response
+from tuneloop.core.server_token import build_token_headers
 from tuneloop.inference.engines.endpoint import check_url
 from tuneloop.inference.generate import read_canary
 
@@ -115,7 +116,8 @@ class Probe:
     def _send(self, body: dict[str, Any]) -> Iterator[Response]:
         """Send a request; leaving the block hangs up."""
         try:
-            with open_response("POST", f"{self.url}/generate", body=body, timeout_s=self.timeout_s) as response:
+            options: Any = {"body": body, "headers": build_token_headers(), "timeout_s": self.timeout_s}
+            with open_response("POST", f"{self.url}/generate", **options) as response:
                 yield response
         except Unanswered as error:
             raise Failed(str(error)) from error

@@ -25,10 +25,11 @@
 ``POST /wake_up``      take it again
 =====================  =================================================================================================
 
-Refusals are ``{"error": reason}``: 400 what was asked cannot be done; 409 another version is served than the
-request demands (load it, then ask again); 503 no version is served, after a load that failed half-way until one
-succeeds. While the engine sleeps requests wait, also until weights that sleep has dropped are loaded: ten minutes at
-most, then 503.
+All but ``/health`` need the run's token, where there is one (`tuneloop.core.server_token`). Refusals are
+``{"error": reason}``: 400 what was asked cannot be done; 401 no token; 409 another version is served than the request
+demands (load it, then ask again); 413 a body of more than 256 MiB; 503 no version is served, after a load that failed
+half-way until one succeeds. While the engine sleeps requests wait, also until weights that sleep has dropped are
+loaded: ten minutes at most, then 503.
 """
 
 import asyncio
@@ -52,21 +53,29 @@ from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines._follow import Follower
 from tuneloop.inference.engines._loop import EngineLoop, Mode, Ticket
 from tuneloop.inference.engines.vllm import Vllm
+from tuneloop.inference.guard import TokenGuard
 from tuneloop.inference.refusals import Refused, create_app
 
 ALWAYS = ("ids", "logprobs")
 """Fields of a completion that are sent even if they are empty."""
+OPEN = ("/health", "/metrics")
+"""Paths for whoever reaches the server: kubelets, Prometheus and autoscalers have no token."""
+MAX_BYTES = 2**28
+"""Of a body: some 40 million token ids."""
 WAIT_S = 600.0
 """Seconds that a request waits at most while the engine sleeps, wakes up or is paused."""
+
+
+Version = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class GenerateBody(BaseModel):
     """What to generate, and which version may."""
 
-    requests: list[Request] = Field(min_length=1)
+    requests: list[Request] = Field(min_length=1, max_length=2**16)
     sampling: Sampling = Sampling()
-    version: int | None = None
-    min_version: int | None = None
+    version: Version | None = None
+    min_version: Version | None = None
     prompt_logprobs: bool = False
     stream: bool = False
 
@@ -84,6 +93,7 @@ class HttpApi:
     def app(self) -> FastAPI:
         """Make the application."""
         app = create_app(400)
+        app.add_middleware(TokenGuard, open_paths=OPEN, max_bytes=MAX_BYTES)
         gets: dict[str, Any] = {"/health": self.health, "/version": self.version, "/metrics": self.metrics}
         posts: dict[str, Callable[..., Any]] = {
             "/load": self.load,
@@ -129,7 +139,7 @@ class HttpApi:
     def load(
         self,
         ref: Annotated[str, Body()],
-        version: Annotated[int | None, Body()] = None,
+        version: Annotated[Version | None, Body()] = None,
         force: Annotated[bool, Body()] = False,
     ) -> dict[str, Any]:
         """Fetch and verify beside what is running, then apply."""

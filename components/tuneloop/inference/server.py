@@ -21,8 +21,9 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,18 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.attempts import admit_attempt
 from tuneloop.core.errors import Retryable, UserError, print_diagnostic, report_errors
 from tuneloop.core.program import Parser
+from tuneloop.core.server_token import VARIABLE, read_tokens
 from tuneloop.core.store import Store
 from tuneloop.inference.engines._follow import Follower
 from tuneloop.inference.engines._loop import EngineLoop
 from tuneloop.inference.engines.vllm import Vllm
+from tuneloop.inference.guard import TimedProtocol
 from tuneloop.inference.http_api import HttpApi, change_policy
 from tuneloop.inference.refusals import Refused
 
-GRACE_S = 2
-"""How long running answers may take after SIGTERM: their clients try again, and whoever stops it waits."""
+GRACE_S = 20
+"""How long running answers may take after SIGTERM, less than the 30 s that a pod has: what is left then is cut off, and
+its clients keep what they have, and ask another server for the rest. New requests are refused."""
 
 
 @report_errors
@@ -91,8 +95,11 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
 
     attempts = Store(options.attempts) if options.attempts else None
     app = HttpApi(loop, follower, attempts).app()
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S)
+    http: Any = {"http": TimedProtocol, "ws": "none"}
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S, **http)
     host, port = listener.getsockname()[:2]
+    if not (read_tokens() or host.startswith("127.")):
+        print_diagnostic(f"serve: note: asks nobody for a token, as {VARIABLE} names no file that is there", 0)
     what = f"version {loop.engine.version}" if loop.engine.digest else "nothing yet"
     print_diagnostic(f"serve: {what} at http://{host}:{port}", 0)
     server = uvicorn.Server(config)
@@ -101,7 +108,7 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     if follower:
         follower.stop()
     loop.stop()
-    loop.join(GRACE_S)
+    loop.join(2.0)
     if loop.broken:
         raise Retryable(loop.trouble)
 
@@ -126,12 +133,26 @@ def _has_model(policy: Artifact) -> bool:
     return wanted <= {*Store(policy.url).keys(f"{root}/model")}
 
 
-def serve_until_signalled(server: Any, listener: socket.socket) -> None:
-    """Run a ``uvicorn.Server`` until SIGTERM or SIGINT."""
-    # It shuts down on these and then raises them again, for whom it found in charge: us, who return. One that comes
-    # before it is in charge counts as well.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+def serve_until_signalled(server: Any, listener: socket.socket, drain: Callable[[], None] = lambda: None) -> None:
+    """Run a ``uvicorn.Server`` until SIGINT, or SIGTERM: then it serves until `drain`, run beside it, has returned."""
+    draining = threading.Event()
+
+    def drain_and_end() -> None:
+        try:
+            drain()
+        finally:
+            server.should_exit = True
+
+    def stop(number: int, _: Any) -> None:
+        if number == signal.SIGINT:
+            server.should_exit = True
+        elif not draining.is_set():
+            draining.set()
+            threading.Thread(target=drain_and_end, name="drain", daemon=True).start()
+
+    server.handle_exit = stop  # it puts itself in charge while it runs; a signal that comes before counts as well
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, stop)
     server.run(sockets=[listener])
 
 
@@ -151,7 +172,7 @@ def bind_address(host: str, port: int) -> socket.socket:
     Raises:
         UserError: the port is taken, or the address is not this machine's.
     """
-    listener = socket.socket()
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -174,7 +195,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--poll-interval", type=float, default=1.0, help=text)
     text = "when weights change, running requests finish first, or go on with the new ones (default: wait)"
     parser.add_argument("--pause", choices=["wait", "keep"], default="wait", help=text)
-    text = "address to listen on (default: 127.0.0.1); nobody needs a token"
+    text = f"address to listen on (default: 127.0.0.1); the file that {VARIABLE} names has the token"
     parser.add_argument("--host", default="127.0.0.1", help=text)
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)")
     text = "URL of a record of the starts before this one; after too many without an answer it ends (default: none)"

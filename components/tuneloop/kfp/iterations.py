@@ -13,13 +13,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import EXIT_RETRY, Interrupted, Unavailable, report_errors
 from tuneloop.core.http import Unanswered, send_request
+from tuneloop.core.server_token import VARIABLE, create_token_file
 from tuneloop.core.store import Store
 from tuneloop.kfp import previews
 from tuneloop.kfp.api import RunApi
@@ -133,6 +136,9 @@ def run_server(server: Mapping[str, Any], run: str, values: Mapping[str, str], p
     command = [sys.executable, "-m", "tuneloop.inference.server", *source, *words, "--attempts", f"{run}/serve"]
     endpoint = f"http://127.0.0.1:{server['port']}"
     devices = {"CUDA_VISIBLE_DEVICES": server["devices"]} if "devices" in server else {}
+    directory = tempfile.TemporaryDirectory(prefix="tuneloop-", ignore_cleanup_errors=True)
+    create_token_file(Path(directory.name) / "server-token")
+    os.environ[VARIABLE] = f"{directory.name}/server-token"  # of the stages, too
     # vLLM has workers: they end with it.
     process = subprocess.Popen(command, start_new_session=True, env={**os.environ, **devices})
     try:
@@ -145,6 +151,8 @@ def run_server(server: Mapping[str, Any], run: str, values: Mapping[str, str], p
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()  # the next attempt listens at the same port
+        del os.environ[VARIABLE]
+        directory.cleanup()
 
 
 def _await_ready(process: subprocess.Popen[bytes], url: str, pod: Iterations) -> None:

@@ -145,9 +145,10 @@ class Connection:
             return self.get(group, version, plural, name)
         return None
 
-    def create(self, group: str, version: str, plural: str, body: Mapping[str, Any]) -> None:
+    def create(self, group: str, version: str, plural: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Create a custom object in the namespace."""
-        self.custom.create_namespaced_custom_object(group, version, self.namespace, plural, body)
+        made: dict[str, Any] = self.custom.create_namespaced_custom_object(group, version, self.namespace, plural, body)
+        return made
 
     def delete(self, group: str, version: str, plural: str, name: str, **options: Any) -> bool:
         """Delete a custom object of the namespace, and return whether there was one."""

@@ -13,6 +13,7 @@ from tuneloop.core import fencing
 from tuneloop.core.ends import describe_exit, name_signal
 from tuneloop.core.errors import TERMINATION_LOG, Retryable, UserError, describe_error
 from tuneloop.core.http import Unanswered, send_request
+from tuneloop.core.server_token import create_token_file
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.pod_files import PodFilesystem
@@ -20,6 +21,7 @@ from tuneloop.local.processes import Process, end_process
 from tuneloop.local.results import Result
 from tuneloop.sharing.opening import STORED, open_turns
 from tuneloop.sharing.sidecar import parse_arguments
+from tuneloop.workflow.settings import TOKEN_KEY
 
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
 """Stages that import no torch: they do not wait for the warm process."""
@@ -66,6 +68,7 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
     log = execution.workdir / node.log
     log.parent.mkdir(exist_ok=True)
     log.touch()
+    _mount_token(execution, template, files)
     env = execution.pod_environment(container, node, files)
     given = (*container.get("command", []), *container.get("args", []))
     command = [_expand(files.translate(word), env) for word in given]
@@ -97,6 +100,15 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
         last_words = words.read_text(errors="replace").strip() or _last_words(log)
         result.message = describe_exit(process.code, last_words)
     return result
+
+
+def _mount_token(execution: Execution, template: Mapping[str, Any], files: PodFilesystem) -> None:
+    """Put the token of the run's servers where a template has their Secret; it stays the same until it is replaced."""
+    mounted = {mount["name"]: mount["mountPath"] for mount in template["container"].get("volumeMounts", ())}
+    for volume in template.get("volumes", ()):
+        if "secret" in volume:
+            create_token_file(token := execution.workdir / "server-token")
+            (files.local_path(mounted[volume["name"]]) / TOKEN_KEY).symlink_to(token.absolute())
 
 
 def _collect(files: PodFilesystem, code: int) -> Result:

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from tuneloop.core.errors import UserError
+from tuneloop.workflow.settings import TOKEN_SECRET
 
 Fields = Mapping[str, Any]
 
@@ -58,7 +59,8 @@ _POD: Fields = dict.fromkeys(
     ),
     IGNORED,
 )
-_VOLUMES: Fields = {"name": ANY, "emptyDir": IGNORED, "projected": IGNORED}
+_SECRET: Fields = {**dict.fromkeys(("secretName", "optional"), ANY), "defaultMode": IGNORED}
+_VOLUMES: Fields = {"name": ANY, "emptyDir": IGNORED, "projected": IGNORED, "secret": _SECRET}
 _TEMPLATE: Fields = {
     **dict.fromkeys(("name", "daemon"), ANY),
     **_POD,
@@ -173,6 +175,9 @@ def _check_pod(template: Mapping[str, Any]) -> None:
             if not named.get("optional"):
                 told = "secrets and config maps are a cluster's; make it optional"
                 raise UserError(f"{at}.envFrom.{kind}", named.get("name"), told)
+    for volume in template.get("volumes", ()):
+        if (secret := volume.get("secret")) and secret.get("secretName") != TOKEN_SECRET:
+            raise UserError(f"{at}.volumes.{volume['name']}", secret.get("secretName"), UNSUPPORTED)
     for each in template.get("initContainers", ()):
         if each.get("command") != ["python", "-m", "tuneloop.sharing.sidecar"]:
             raise UserError(f"spec.{at}.initContainers", each.get("name"), UNSUPPORTED)

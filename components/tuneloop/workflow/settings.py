@@ -18,6 +18,8 @@ GROUP_LABEL = "tuneloop.dev/share-group"
 """Of the pods and claims of a `Share`."""
 ROLE_LABEL = "tuneloop.dev/role"
 """Of pods, claims and nodes: ``trainer`` or ``sampler``."""
+TOKEN_SECRET, TOKEN_KEY = "tuneloop-server-{{workflow.uid}}", "token"
+"""Secret of a workflow with the token of its rollout servers (`tuneloop.core.server_token`), which `submit` makes."""
 SHARE = "tuneloop.dev/share"
 """Annotation of a Workflow: its `Share`, as JSON."""
 

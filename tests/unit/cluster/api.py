@@ -40,6 +40,7 @@ class Api(ThreadingHTTPServer):
     Attributes:
         objects: (plural, name) → object, in the order they were created.
         becomes: status of a workflow that is created.
+        refuses: plurals of what nobody may create.
         pods: of the namespace.
         logs: pod → what it wrote.
     """
@@ -48,6 +49,7 @@ class Api(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Objects)
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.becomes: dict[str, Any] = {}
+        self.refuses: set[str] = set()
         self.pods: list[dict[str, Any]] = []
         self.logs: dict[str, str] = {}
 
@@ -95,9 +97,11 @@ class Objects(Answering):
     def do_POST(self) -> None:
         body = self._body()
         match = PLACE.match(self.path)
-        if match is None:
+        if match is None and not self.path.endswith("/secrets"):
             return self._answer(201, {"spec": {}, "status": {"allowed": True}})
-        place = match["plural"], body["metadata"]["name"]
+        place = match["plural"] if match else "secrets", body["metadata"]["name"]
+        if place[0] in self.server.refuses:
+            return self._answer(403, {"message": "forbidden"})
         if place in self.server.objects:
             return self._answer(409, {"message": "already exists"})
         self._answer(201, self._keep(place, {**body, "status": self.server.becomes}))
@@ -123,7 +127,12 @@ class Objects(Answering):
 
     def _keep(self, place: tuple[str, str], body: dict[str, Any]) -> dict[str, Any]:
         at = f"2026-01-01T00:0{len(self.server.objects)}:00Z"
-        body["metadata"] = {"creationTimestamp": at, **body["metadata"], "resourceVersion": "1"}
+        body["metadata"] = {
+            "creationTimestamp": at,
+            "uid": f"uid-{place[1]}",
+            **body["metadata"],
+            "resourceVersion": "1",
+        }
         self.server.objects[place] = body
         return body
 

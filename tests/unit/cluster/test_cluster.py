@@ -54,6 +54,40 @@ def test_a_run_goes_on_as_what_it_was_submitted_as() -> None:
         assert argo.create_workflow(cluster, larger, "demo") == "demo-2", "what pods ask for may change"
 
 
+def test_each_workflow_of_a_run_has_a_token_of_its_own_that_goes_with_it() -> None:
+    """Its servers' pods mount it; nothing of it stands in the workflow."""
+    with serving() as (server, cluster):
+        argo.create_workflow(cluster, prepared(), "demo")
+        server.objects["workflows", "demo"]["status"] = {"phase": "Failed"}
+        argo.create_workflow(cluster, prepared(), "demo")
+        made = {name: each for (plural, name), each in server.objects.items() if plural == "secrets"}
+        assert list(made) == ["tuneloop-server-uid-demo", "tuneloop-server-uid-demo-2"]
+        tokens = [each["stringData"]["token"] for each in made.values()]
+        assert len({*tokens}) == 2 and min(map(len, tokens)) >= 40
+        owners = [each["metadata"]["ownerReferences"][0] for each in made.values()]
+        assert [(each["kind"], each["name"], each["uid"]) for each in owners] == [
+            ("Workflow", name, f"uid-{name}") for name in ("demo", "demo-2")
+        ]
+        text = json.dumps(server.objects["workflows", "demo"])
+        assert text.count("tuneloop-server-{{workflow.uid}}") == 3 and not any(token in text for token in tokens)
+        argo._create_token(cluster, server.objects["workflows", "demo"])  # again: that of the first stays
+        assert server.objects["secrets", "tuneloop-server-uid-demo"]["stringData"]["token"] == tokens[0]
+
+
+def test_a_pipeline_without_servers_has_no_token() -> None:
+    with serving() as (server, cluster):
+        argo.create_workflow(cluster, prepared("sft"), "demo")
+        assert [plural for plural, _ in server.objects] == ["workflows"]
+
+
+def test_no_run_begins_where_its_token_may_not_be_made() -> None:
+    with serving() as (server, cluster):
+        server.refuses.add("secrets")
+        with pytest.raises(UserError, match=r"refused \(403\)"):
+            argo.create_workflow(cluster, prepared(), "demo")
+        assert not server.objects
+
+
 def test_addresses_and_processes_of_a_run_may_change() -> None:
     def of_fleet(fleet: str, *settings: str) -> dict[str, Any]:
         return prepared("grpo", "engine.name=endpoint", f"engine.fleet={fleet}", *settings)

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +22,9 @@ from kubernetes import client
 
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.errors import UserError
+from tuneloop.gateway import app, wire
 from tuneloop.gateway.access import Caller, TokenFile
-from tuneloop.gateway.app import Gateway
+from tuneloop.gateway.app import Gateway, _find_name, build_app
 from tuneloop.gateway.jobs import Jobs, _session
 from tuneloop.gateway.processes import Processes
 from tuneloop.gateway.sessions import Quota, Session, Settings, Wanted, read_settings
@@ -102,6 +104,81 @@ def test_a_body_is_read_of_those_alone_who_have_a_token_and_up_to_a_limit(gatewa
     assert post("/v1/sessions", sent(2), known) == post("/api/v1/create_session", sent(2), known) == 413
     assert post("/api/v1/optim_step", sent(64), known) == 413
     assert peak(gateway) - before < 100 * 2**20
+
+
+def test_the_name_in_a_body_is_found_and_nothing_else_is_parsed() -> None:
+    json_body = SimpleNamespace(headers={"content-type": "application/json"})
+    deep = b"[" * 2**20
+    for body, name in (
+        (b' {"a": {"model_id": "x"}, "b": ["]", "}\\"", 1e9], "model_id" : "s.1:train:0", "c": ' + deep, "s.1:train:0"),
+        (b'{"session_id": null, "request_id": "caf\\u00e9"}', "café"),
+        (b'{"data": [' + b"1," * 2**20 + b'1], "sampling_session_id":"z"}', "z"),
+    ):
+        assert _find_name(json_body, body) == name
+    unterminated = b'{"' + b'\\"' * 2**22
+    for body in (
+        deep,
+        b'[{"model_id": "x"}]',
+        unterminated,
+        b'"' * 2**20,
+        b"{}",
+        b'{"model_id": "\\x"}',
+        b'{"model_id": ""}',
+    ):
+        with pytest.raises(Refused) as caught:
+            _find_name(json_body, body)
+        assert caught.value.status == 422
+    proto = SimpleNamespace(headers={"content-type": wire.PROTOBUF})
+    message = wire._messages()["ForwardBackwardRequest"](model_id="s.1:train:0")
+    assert _find_name(proto, message.SerializeToString() + b"\x1a\x00" * 2**22) == "s.1:train:0"
+
+
+def test_large_bodies_keep_nobody_else_waiting(gateway: SimpleNamespace) -> None:
+    """Three of 29 MiB that are as deep as they are long: none is parsed, and memory is that of their bytes."""
+    known, before = {"Authorization": f"Bearer {gateway.token}"}, peak(gateway)
+    body = b"[" * (29 * 2**20)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        sent = [
+            pool.submit(httpx2.post, f"{gateway.url}/api/v1/optim_step", content=body, headers=known, timeout=LIMIT_S)
+            for _ in range(3)
+        ]
+        longest = 0.0
+        while not all(each.done() for each in sent):
+            begun = time.monotonic()
+            assert httpx2.get(f"{gateway.url}/healthz", timeout=LIMIT_S).status_code == 200
+            longest = max(longest, time.monotonic() - begun)
+    assert [each.result().status_code for each in sent] == [422] * 3
+    print(f"healthz answered within {longest:.3f} s, and {peak(gateway) - before >> 20} MiB were taken")
+    assert peak(gateway) - before < 300 * 2**20
+
+
+def test_a_body_has_its_time_and_all_together_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Gateway(Processes(tmp_path, Settings()), TokenFile(tmp_path / "token"), f"{tmp_path}")
+    headers = {"Authorization": f"Bearer {made.access.token}"}
+
+    async def send_slowly() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(LIMIT_S)
+
+    async def post(body: AsyncIterator[bytes] | bytes) -> httpx2.Response:
+        transport = httpx2.ASGITransport(build_app(made))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://gateway", headers=headers) as http:
+            return await http.post("/api/v1/optim_step", content=body)
+
+    assert asyncio.run(post(b'{"a": "more than ten bytes"}')).status_code == 422
+    monkeypatch.setattr(app, "HELD", 10)
+    refused = asyncio.run(post(b'{"a": "more than ten bytes"}'))
+    assert refused.status_code == 503 and "try again" in refused.json()["error"]
+    monkeypatch.setattr(app, "BODY_S", 0.1)
+    late = asyncio.run(post(send_slowly()))
+    assert late.status_code == 408 and "was not there in 0.1 s" in late.json()["error"]
+    assert made.held == 0
+
+
+def test_numbers_have_limits(gateway: SimpleNamespace) -> None:
+    for field, value in (("patience", 1e308), ("accelerators", 10**30), ("display_name", "x" * 201)):
+        refused = make(gateway, "n", **{field: value})
+        assert refused.status_code == 422 and refused.json()["error"].startswith(f"{field}: "), refused.json()
 
 
 def test_a_key_makes_one_session_however_often_and_at_once(gateway: SimpleNamespace) -> None:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
@@ -54,7 +55,9 @@ def test_bytes_that_do_not_fit_are_refused() -> None:
         with pytest.raises(UserError, match=r"model_input.*int32|loss_fn_inputs.weights.*do not fit"):
             wire.read_forward_backward(wrong)
     with pytest.raises(UserError, match=r"loss_fn_inputs.x.*do not fit"):
-        Array(data=[float("nan")], dtype="int64").read("x")
+        Array(data=[1e300], dtype="int64").read("x")
+    with pytest.raises(ValidationError, match="finite number"):
+        Array(data=[float("nan")])
 
 
 def test_what_the_client_reads() -> None:

@@ -1,5 +1,6 @@
 """The rollout server beside several iterations in one task."""
 
+import os
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ import pytest
 
 from tests.waiting import free_port
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Interrupted
+from tuneloop.core.server_token import VARIABLE
 from tuneloop.kfp import iterations
 from tuneloop.kfp.iterations import ServerEnded, run_server
 from tuneloop.local.iterations import Iterations
@@ -27,7 +29,7 @@ def test_the_mistake_of_a_server_ends_the_task_with_its_exit_code(tmp_path: Path
         run_server(server, str(tmp_path), {"policy": f"{tmp_path}/nowhere"}, pod),
     ):
         pytest.fail("there is no such policy")
-    assert ended.value.code == EXIT_USER
+    assert ended.value.code == EXIT_USER and VARIABLE not in os.environ, "its token went with it"
 
 
 def test_a_server_that_was_killed_is_started_again(pod: Iterations) -> None:

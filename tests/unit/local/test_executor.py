@@ -14,6 +14,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.local import journal
 from tuneloop.local.executor import execute_workflow
 from tuneloop.local.journal import Node
+from tuneloop.workflow.settings import TOKEN_SECRET
 
 ECHO = shell("echo", "printf '%s' '{{inputs.parameters.x}}' > /tmp/out/y", inputs=("x",), outputs=("y",))
 OK = shell("ok", "true")
@@ -60,6 +61,23 @@ def test_recursion_ends_where_the_controller_ends_it(tmp_path: Path, iterations:
         phase == "Succeeded"
     )
     assert ("Maximum recursion depth exceeded" in outcome.message) == (phase == "Error")
+
+
+def test_pods_that_mount_the_token_of_the_runs_servers_have_the_same_also_when_it_changes(tmp_path: Path) -> None:
+    volume = {"name": "server-token", "secret": {"secretName": TOKEN_SECRET, "optional": True, "defaultMode": 288}}
+    said = shell("ok", 'cat "$TUNELOOP_TOKEN_FILE" > /tmp/out/token', outputs=("token",), volumes=[volume])
+    said["container"] |= {
+        "env": [{"name": "TUNELOOP_TOKEN_FILE", "value": "/run/tuneloop/server-token/token"}],
+        "volumeMounts": [{"name": "server-token", "mountPath": "/run/tuneloop/server-token"}],
+    }
+    without = shell("without", 'test -z "$TUNELOOP_TOKEN_FILE"')
+    graph = dag(task("a", "ok"), task("b", "ok"), task("c", "without"))
+    nodes = named(run(tmp_path, said, without, graph))
+    token = (tmp_path / "server-token").read_text().strip()
+    assert nodes["a"].outputs["token"] == nodes["b"].outputs["token"] == token and len(token) >= 40
+    assert nodes["c"].phase == "Succeeded" and (tmp_path / "server-token").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "server-token").write_text("another\n")
+    assert named(run(tmp_path, said, without, graph))["a"].outputs["token"] == "another"
 
 
 def test_parameters_arguments_over_values_over_defaults(tmp_path: Path) -> None:

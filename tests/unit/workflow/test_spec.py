@@ -82,6 +82,7 @@ def container(**more: Any) -> dict[str, Any]:
             "fieldRef",
         ),
         ([container(envFrom=[{"secretRef": {"name": "s"}}]), MAIN], {}, "envFrom"),
+        ([{**OK, "volumes": [{"name": "v", "secret": {"secretName": "s"}}]}, MAIN], {}, "templates.ok.volumes.v: 's'"),
         ([OK, dag(task("t", "missing"))], {}, "templates.main.t.template: 'missing'"),
         ([OK, dag(task("a", "ok", depends="b"), task("b", "ok", depends="a"))], {}, "templates.main.dag: ['a', 'b']"),
         ([OK, dag(task("a", "ok", depends="zz"))], {}, "tasks.a.depends: 'zz'"),

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
-from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.formats.rollouts import Completion, Request, TokenId
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Sampling:
         stop_token_ids: a completion ends with the first of these, and contains it.
     """
 
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    max_tokens: Annotated[int, Field(ge=1)] = 16
-    stop_token_ids: tuple[int, ...] = ()
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] = 16
+    stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=4096)] = ()
 
 
 Done = Callable[[int], None]

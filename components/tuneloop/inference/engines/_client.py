@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable, Unavailable, UserError
 from tuneloop.core.http import POLL_S, Response, Unanswered, open_response
+from tuneloop.core.server_token import build_token_headers
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Done, Engine, Sampling
 
@@ -238,7 +239,8 @@ class Client:
         url, deadline = self.endpoint + path, time.monotonic() + self.timeout_s
         while True:
             try:
-                with open_response(method, url, timeout_s=self.timeout_s, body=body, check=self.check) as response:
+                given: Any = {"timeout_s": self.timeout_s, "body": body, "check": self.check}
+                with open_response(method, url, headers=build_token_headers(), **given) as response:
                     self._met = True
                     if response.status == 200:
                         yield response
@@ -257,6 +259,8 @@ class Client:
             text = json.loads(text)["error"]
         except (ValueError, KeyError, TypeError):
             text = text[:300]
+        if status == 401 and build_token_headers():  # the token is being changed, and is not the new one everywhere
+            raise Lost(f"{self.endpoint}: answers {status}: {text}")
         if status < 500 and status != 409:
             raise UserError("--endpoint", self.endpoint, f"answers {status}: {text}")
         # Of a server that had the policy, 409 says that it is another process by now, or had another one loaded.

@@ -25,6 +25,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import from_validation
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Response, Unanswered, open_response
+from tuneloop.core.server_token import build_token_headers
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Done, Engine, Sampling
 from tuneloop.inference.engines._partial import Partial, Piece, Whole
@@ -316,8 +317,9 @@ class Endpoint:
             raise broken from error
 
     def _prepare(self, url: str, payload: dict[str, Any]) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json", **build_token_headers()}
         fields: dict[str, Any] = {
-            **{"url": f"{url}/generate", "payload": payload, "headers": {"Content-Type": "application/json"}},
+            **{"url": f"{url}/generate", "payload": payload, "headers": headers},
             **{"max_retries": self.options.max_retries, "retry_sleep": self.options.retry_sleep},
         }
         if self._hook is None:
@@ -329,7 +331,7 @@ class Endpoint:
 
     def _refused(self, response: Response) -> None:
         text = " ".join(response.read().decode(errors="replace").split())[:300]
-        if response.status in LATER:
+        if response.status in LATER or (response.status == 401 and build_token_headers()):  # it is being changed
             raise Lost(f"answers {response.status}: {text}")
         raise UserError("--endpoint", ", ".join(self.urls), f"answers {response.status}: {text}")
 

@@ -35,6 +35,7 @@ from urllib.parse import urlsplit
 from tuneloop.core import plugins
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Unanswered, send_request
+from tuneloop.core.server_token import build_token_headers
 
 NOT_VARIANTS = ("graph", "refit")
 
@@ -70,7 +71,7 @@ class Worker:
         """
         try:
             url = f"{self.url.rstrip('/')}/engine/{route}"
-            status, content = send_request("POST", url, body=body, timeout_s=timeout_s)
+            status, content = send_request("POST", url, body=body, headers=build_token_headers(), timeout_s=timeout_s)
         except Unanswered as error:
             raise Unreachable(f"worker {self}: {route}: {error}") from error
         text = content.decode(errors="replace")

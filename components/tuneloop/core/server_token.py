@@ -1,0 +1,36 @@
+"""The token of a run's rollout servers: a file that servers and their clients read anew for each request.
+
+Each line is a token that a server takes; a client sends the first. So a token is changed without a refusal in between:
+add the new one as a second line, make it the first, remove the old one.
+"""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+VARIABLE = "TUNELOOP_TOKEN_FILE"
+"""Environment of servers and clients: the file. Where it names none that is there, no token is asked for or sent."""
+
+
+def read_tokens() -> Sequence[str]:
+    """Read the tokens that a server takes; empty: it asks for none. An empty file, which is just being replaced, has a
+    token that nobody else has: requests are refused, and tried again."""
+    path = os.environ.get(VARIABLE)
+    try:
+        return Path(path).read_text().split() or [secrets.token_urlsafe(32)] if path else ()
+    except FileNotFoundError:
+        return ()
+
+
+def build_token_headers() -> dict[str, str]:
+    """Return the headers of a client's request, with its token if there is one."""
+    return {"Authorization": f"Bearer {tokens[0]}"} if (tokens := read_tokens()) else {}
+
+
+def create_token_file(path: Path, prefix: str = "") -> None:
+    """Write a new token into a file that only its owner reads, unless the file is there."""
+    with contextlib.suppress(FileExistsError):
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"{prefix}{secrets.token_urlsafe(32)}\n")

@@ -1,0 +1,54 @@
+"""Bodies that no client would send: a good one with something hostile in one or two of its places."""
+
+import copy
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+HOSTILE: Sequence[Any] = (
+    *(None, True, -1, 0, 1, 2**31, 2**63, -(2**63) - 1, 10**30, -(10**30), 0.5, 1e308, -1e308, 1e-320),
+    *(
+        "",
+        "x",
+        "1",
+        "\x00",
+        "\ud83d\ude00",
+        "x" * 5000,
+        "../../etc/passwd",
+        "file:///etc/passwd@xxh3-128:00",
+        "tinker://a",
+    ),
+    *([], {}, [[]], [None], [10**30], [0] * 5000, {"a": 1}, {"tokens": [2**40]}),
+    *(float("nan"), float("inf")),
+)
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 25))
+"""Of each request; `make fuzz` has more."""
+short = settings(max_examples=EXAMPLES, derandomize=EXAMPLES < 100)
+
+
+def list_places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places in a JSON value, itself apart."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inside:
+        yield (*at, key)
+        yield from list_places(each, (*at, key))
+
+
+@st.composite
+def draw_bodies(draw: st.DrawFn, good: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One of the `good` bodies, broken."""
+    body: dict[str, Any] = copy.deepcopy(draw(st.sampled_from(good)))
+    for _ in range(draw(st.integers(1, 2))):
+        if places := list(list_places(body)):
+            *above, last = draw(st.sampled_from(places))
+            place: Any = body
+            for key in above:
+                place = place[key]
+            if draw(st.integers(0, 9)):
+                place[last] = draw(st.sampled_from(HOSTILE))
+            else:
+                del place[last]
+    return body
