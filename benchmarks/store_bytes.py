@@ -256,7 +256,7 @@ def count_updates(server: CountingS3, model: Path, work: Path, every: int, alone
         server.log.clear()
         made = stage(**given)
         if stage is policy_update:
-            updates = 1 + made.facts.get("replayed", {"updates": 0})["updates"]
+            updates = 1 + made.notes.get("replayed", {"updates": 0})["updates"]
             sums[:] = map(sum, zip(sums, (updates, server.read() / 1e6, server.written() / 1e6)))
 
     run_loop(url, model, measure, 5, state_every=every)

@@ -20,7 +20,7 @@ from tests.cluster.test_queue import until
 from tests.cluster.volumes import apply
 from tuneloop.argo.pod_fields import NOBODY, RESTRICTED
 from tuneloop.kube.connection import Connection
-from tuneloop.workflow.settings import RUN_LABEL
+from tuneloop.workflow.settings import CLIENT_LABEL, RUN_LABEL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -65,7 +65,7 @@ def fleet(cluster: Connection, tmp_path: Path) -> Iterator[None]:
 
 def client_pod(cluster: Connection, run: str) -> str:
     """A pod of a run that samples."""
-    labels = {RUN_LABEL: run, "app.kubernetes.io/component": "rollout"}
+    labels = {RUN_LABEL: run, CLIENT_LABEL: "true"}
     container: dict[str, Any] = {
         "name": "main",
         "image": IMAGE,

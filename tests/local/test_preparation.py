@@ -31,4 +31,4 @@ def test_rows_by_ray_are_the_rows_made_here(tmp_path: Path) -> None:
         found[how] = Artifact(str(tmp_path / how)).manifest
     assert found["ray"].digest == found["here"].digest
     assert found["ray"].params == found["here"].params, "how it was made is no part of what it is"
-    assert Counter(found["ray"].facts["examined"]).total() == 3090
+    assert Counter(found["ray"].notes["examined"]).total() == 3090

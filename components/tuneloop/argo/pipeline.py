@@ -7,7 +7,7 @@ from hera.workflows import DAG, Workflow
 
 from tuneloop.argo.loop import Templates, build_loop, build_part, build_pods, call_loop
 from tuneloop.argo.multi_stage_pod import describe_loop, list_roles, pod_template
-from tuneloop.argo.pod_fields import mount_token
+from tuneloop.argo.pod_fields import ELSEWHERE, mount_token
 from tuneloop.argo.tasks import RUN, Output
 from tuneloop.argo.template import define_workflow, server_template, stage_template
 from tuneloop.config.loop import LoopPipelineConfig
@@ -15,6 +15,7 @@ from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.component import Component
 from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Graph, Loop, Outputs, StageSpec
+from tuneloop.workflow.settings import CLIENT_LABEL
 
 LIMITS = {"iterations", "per_workflow", "target_reward"}
 """Settings of a loop that are parameters of its workflow."""
@@ -76,6 +77,8 @@ def iterations_template(loop: Loop, specs: Sequence[StageSpec], config: LoopPipe
     made = pod_template(described, loop.inputs, outputs, published, per_pod=per_pod, role=role, cluster=cluster)
     if config.engine.name == "vllm":
         mount_token(made)
+    elif config.engine.name == ELSEWHERE:
+        made.labels = {**(made.labels or {}), CLIENT_LABEL: "true"}
     return made
 
 

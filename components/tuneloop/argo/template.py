@@ -20,7 +20,7 @@ from tuneloop.argo.tasks import input_tag
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
 from tuneloop.core.program import encode_flags, encode_value, to_kebab_case
-from tuneloop.workflow.settings import DELETE_DELAY, SHARE, Cluster
+from tuneloop.workflow.settings import CLIENT_LABEL, DELETE_DELAY, SHARE, Cluster
 
 
 def define_workflow(name: str, parameters: Mapping[str, Any] = {}, *, cluster: Cluster | None = None) -> Workflow:
@@ -116,8 +116,10 @@ def stage_template(
         return jobset_steps(component, made, role, processes, nodes, cluster, numbered="iteration" in dynamic)
     if "endpoint" in dynamic and pod_fields.read_engine(component, given) == "vllm":
         pod_fields.mount_token(made)
+    if pod_fields.read_engine(component, given) == pod_fields.ELSEWHERE:
+        made.labels = {**made.labels, CLIENT_LABEL: "true"}
     # A client takes no turns: it calls the run's own server, which does.
-    if component.accelerator and pod_fields.read_engine(component, given) != pod_fields.ELSEWHERE:
+    elif component.accelerator:
         take_turns(made, cluster, claims.role_of(component.image))
     return made
 

@@ -168,7 +168,7 @@ def _verify_published(root: str, version: int | None, base: Path | None) -> int:
 
 
 def _verify_checkpoints(run: "Run", version: int | None) -> int:
-    from tuneloop.runs.verification import verify_artifact
+    from tuneloop.runs.verification import find_state_entry, verify_artifact
 
     run.refresh(whole=True)
     held = run.checkpoints
@@ -178,7 +178,8 @@ def _verify_checkpoints(run: "Run", version: int | None) -> int:
         raise UserError("version", version, f"is not in this run; versions: {versions}")
     bad = 0
     for entry in chosen:
-        checked = list(verify_artifact(run, entry))
+        state = find_state_entry(run, entry)
+        checked = [one for each in (entry, state) if each for one in verify_artifact(run, each)]
         wrong = [c for c in checked if not c.good]
         bad += len(wrong)
         at = f"version {entry.manifest.facts['version']}  {entry.key}"

@@ -13,10 +13,10 @@ from tuneloop.core.http import Unanswered, send_request
 from tuneloop.inference.fleet.service import Service
 from tuneloop.kube.connection import connect_to_cluster
 from tuneloop.runs.run_record import Run
-from tuneloop.workflow.settings import RUN_LABEL
+from tuneloop.workflow.settings import CLIENT_LABEL, RUN_LABEL
 
-CLIENTS = f"{RUN_LABEL},app.kubernetes.io/component=rollout"
-"""Selects the pods of runs that sample."""
+CLIENTS = f"{RUN_LABEL},{CLIENT_LABEL}"
+"""Selects the pods of runs that sample with the engine `endpoint`."""
 REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 

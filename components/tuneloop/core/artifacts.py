@@ -48,7 +48,7 @@ PARTS = ".parts"
 DIGEST = "sha256"
 STATED = ("format", "stage", "role", "kind", "params", "inputs", "results", "facts", "files")
 """The fields of a manifest that its digest covers."""
-_PLACE = re.compile(rf'"[^"]*@(?={DIGEST}:)')
+_PLACE = re.compile(rf'"[^"]*@(?={DIGEST}:[0-9a-f]{{64}}")')
 Role = Literal["sampler", "scorer", "trainer", "evaluator"]
 """What a stage is in a loop: it makes completions, judges them, learns from them, or measures the policy."""
 
@@ -193,7 +193,7 @@ class Artifact:
                 raise Corrupt("artifact", where, "is missing; " + _MEND)
             proof = _is_whole(directory / name, want) if local else self._take(directory, name, want)
             if not proof:
-                raise Corrupt("artifact", where, f"differs from its manifest ({DIGEST} {want.digest}); " + _MEND)
+                raise Corrupt("artifact", where, f"differs from its manifest (SHA-256 {want.sha256}); " + _MEND)
             self._proved[name] = proof
         return directory
 

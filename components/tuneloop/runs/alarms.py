@@ -10,6 +10,10 @@ WINDOW = 5
 """Iterations whose median stands for the beginning of a curve, and for where it is now."""
 
 
+LARGE_GAP = 0.01
+"""Nats: kernels of equal weights differ by less."""
+
+
 def find_alarms(run: Run) -> list[str]:
     """Return a sentence for each alarm that a run's curves give, with its iteration and its number."""
     inside = {curve.name: [*zip(curve.x, curve.y)] for curve in _of_loop(run)}
@@ -25,7 +29,7 @@ def _check_gap(curves: Mapping[str, Points]) -> str | None:
     points = curves.get("logprob_gap", ())
     if len(points) <= WINDOW or not (usual := median(y for _, y in points[:WINDOW])):
         return None
-    wrong = next(((x, y) for x, y in points[WINDOW:] if y > 10 * usual), None)
+    wrong = next(((x, y) for x, y in points[WINDOW:] if y > max(10 * usual, LARGE_GAP)), None)
     if wrong is None:
         return None
     rose = f"at iteration {wrong[0]:g} ({usual:.2g} → {wrong[1]:.2g} nats)"

@@ -9,12 +9,12 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tuneloop.core.artifacts import MANIFEST, Artifact, dump_canonical_json, find_manifest, parse_manifest, split_ref
+from tuneloop.core.artifacts import MANIFEST, Artifact, dump_canonical_json, parse_manifest, split_ref
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
 from tuneloop.runs.run_record import Entry, Run
-from tuneloop.runs.verification import verify_artifact
-from tuneloop.training.old_checkpoints import HISTORY, STATE
+from tuneloop.runs.verification import find_state_entry, verify_artifact
+from tuneloop.training.old_checkpoints import HISTORY, STATE, STATE_FACT
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Proof:
         key: of the artifact below the run's URL; of an input from outside, its reference.
         files: how many files hold what was committed; None where they were not read.
         problems: a line each; empty where everything fits.
-        deleted: only its manifest and history are left, as retention leaves old checkpoints; they are proved.
+        deleted: of a checkpoint of the loop, which later ones follow, manifest and history alone are left, as retention
+            leaves them; they are proved.
     """
 
     key: str
@@ -41,39 +42,48 @@ def compute_root(run: Run) -> str:
 
 
 def audit_run(run: Run) -> Iterator[Proof]:
-    """Prove each artifact of a run, oldest first, and whatever they were made from outside it.
+    """Prove each artifact of a run, oldest first, and whatever they were made from outside it; then trainer's states.
 
     Manifests are read again from the store, never from the run's index. A file is proved by its SHA-256; an input by
-    an artifact of that digest.
+    an artifact of that digest; a state, which the root leaves out, by what its checkpoint says of it.
     """
     run.refresh(whole=True)
-    store = Store(run.url)
     known = {entry.manifest.digest for entry in run.entries}
-    for entry in [*run.entries, *_list_states(run)]:
-        problems = [*_check_manifest(store, entry)]
+    for entry in run.entries:
         for name, ref in entry.manifest.inputs.items():
-            digest = split_ref(ref)[1]
-            if digest not in known:
+            if (digest := split_ref(ref)[1]) not in known:
                 known.add(str(digest))
                 yield _prove_outsider(name, ref)
-        checked = [*verify_artifact(run, entry)]
-        missing = {one.key.rpartition("/")[2] for one in checked if one.found is None}
-        deleted = bool(missing) and all((one.found is None) != one.key.endswith(f"/{HISTORY}") for one in checked)
-        wrong = [one for one in checked if not one.good and not (deleted and one.found is None)]
-        problems += [f"{one.key} " + ("is missing" if one.found is None else "was changed") for one in wrong]
-        yield Proof(entry.key, sum(one.good for one in checked), tuple(problems), deleted)
+        yield _prove(run, entry, [*_check_manifest(run, entry)])
+    for entry in run.checkpoints:
+        try:
+            state = find_state_entry(run, entry)
+        except Corrupt as error:
+            yield Proof(f"{entry.key}/{STATE}", 0, (str(error),))
+        else:
+            if state:
+                same = state.manifest.facts == entry.manifest.facts.get(STATE_FACT)
+                yield _prove(run, state, [] if same else ["its facts are not those that its checkpoint states"])
 
 
-def _list_states(run: Run) -> Iterator[Entry]:
-    """Yield the trainer's states that checkpoints have below them; the root leaves them out, as they may be deleted."""
-    for entry in run.with_role("trainer"):
-        if made := find_manifest(f"{run.url}/{entry.key}/{STATE}"):
-            yield Entry(f"{entry.key}/{STATE}", entry.stage, entry.iteration, made)
+def _prove(run: Run, entry: Entry, problems: list[str]) -> Proof:
+    checked = [*verify_artifact(run, entry)]
+    left = {name for name, one in zip(sorted(entry.manifest.files), checked) if one.found}
+    deleted = left <= {HISTORY} != {*entry.manifest.files} and _is_left_behind(run, entry)
+    wrong = [one for one in checked if not one.good and not (deleted and one.found is None)]
+    problems += [f"{one.key} " + ("is missing" if one.found is None else "was changed") for one in wrong]
+    return Proof(entry.key, sum(one.good for one in checked), tuple(problems), deleted)
 
 
-def _check_manifest(store: Store, entry: Entry) -> Iterator[str]:
+def _is_left_behind(run: Run, entry: Entry) -> bool:
+    """Say whether this is a checkpoint of the loop that later ones follow: retention deletes their files."""
+    looped = [checkpoint.key for checkpoint in run.checkpoints if checkpoint.iteration is not None]
+    return entry.key in looped[:-1]
+
+
+def _check_manifest(run: Run, entry: Entry) -> Iterator[str]:
     try:
-        manifest = parse_manifest(f"{store.url}/{entry.key}", store.get(f"{entry.key}/{MANIFEST}") or b"")
+        manifest = parse_manifest(f"{run.url}/{entry.key}", Store(run.url).get(f"{entry.key}/{MANIFEST}") or b"")
     except Corrupt as error:
         yield str(error)
     else:

@@ -13,8 +13,11 @@ from typing import Any
 
 from tuneloop.core.artifacts import STATED, Artifact, Manifest, split_ref
 from tuneloop.core.component import Component, find_component
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.runs.run_record import Entry, Run
+
+DECIDING = ("device", "threads", "code", "packages")
+"""What of an artifact's provenance may decide its bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,25 +71,37 @@ def _replay(run: Run, entry: Entry) -> Replayed:
         remedy = f"was made by {processes} processes, and another number gives other bits: run the stage under torchrun"
         raise UserError("artifact", f"{run.url}/{entry.key}", remedy)
     with tempfile.TemporaryDirectory(prefix="tuneloop-replay-") as scratch:
-        again = _run_again(component, made, scratch)
+        again = _run_again(run, component, made, scratch)
         if again.digest == made.digest:
             return Replayed(entry, again, None)
-        return Replayed(entry, again, _find_difference(Artifact(f"{run.url}/{entry.key}"), Artifact(scratch)))
+        difference = _find_difference(Artifact(f"{run.url}/{entry.key}"), Artifact(scratch))
+        then, now = made.provenance, again.provenance
+        others = [f"{k} {then.get(k)} then, {now.get(k)} now" for k in DECIDING if then.get(k) != now.get(k)]
+        return Replayed(entry, again, "; ".join([difference, *others]))
 
 
-def _run_again(component: Component, made: Manifest, out: str) -> Manifest:
+def _run_again(run: Run, component: Component, made: Manifest, out: str) -> Manifest:
     known = component.Params.model_fields.keys()
-    return component(out=out, **made.inputs, **{name: value for name, value in made.params.items() if name in known})
+    given = {name: value for name, value in made.params.items() if name in known}
+    if "state_every" in known:  # nobody trains on from this one
+        given["state_every"] = made.params["iteration"] + 1
+    for name, ref in made.inputs.items():  # as the run has it where it lies now
+        here = run.maker(ref)
+        given[name] = f"{run.url}/{here.key}@{here.manifest.digest}" if here else ref
+    return component(out=out, **given)
 
 
 def _find_difference(committed: Artifact, again: Artifact) -> str:
     """Find the first difference of two artifacts: in what they were made from, in files, in what is said of them."""
     one, two = (_state(artifact.manifest) for artifact in (committed, again))
     for field in (*STATED[:6], "files", *STATED[6:8]):
-        for name in sorted({*one[field], *two[field]}):
+        for name in sorted({*one[field], *two[field]}, key=lambda name: (".safetensors" not in name, name)):
             ours, theirs = (stated[field].get(name) for stated in (one, two))
             if ours != theirs and field == "files" and ours and theirs:
-                return f"file {name}: {_compare_files(committed.part(name), again.part(name))}"
+                try:
+                    return f"file {name}: {_compare_files(committed.part(name), again.part(name))}"
+                except Corrupt:  # retention deletes the files of old checkpoints, and keeps what is said of them
+                    return f"file {name}: SHA-256 {ours['sha256']}, {theirs['sha256']}; its bytes are gone"
             if ours != theirs:
                 return f"{field} {name}".rstrip() + f": {ours!r}, {theirs!r}"
     return "the manifests"
@@ -111,11 +126,13 @@ def _compare_files(one: Path, two: Path) -> str:
                 ours, theirs = left.get_tensor(name), right.get_tensor(name)
                 if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
                     return f"tensor {name}: {ours.dtype} {tuple(ours.shape)}, {theirs.dtype} {tuple(theirs.shape)}"
-                if (places := (ours != theirs).nonzero()).numel():
+                if (places := (ours.nan_to_num() != theirs.nan_to_num()).nonzero()).numel():
                     at = tuple(places[0].tolist())
                     return f"tensor {name}, element {list(at)}: {ours[at]:g}, {theirs[at]:g} ({len(places)} differ)"
     lines = enumerate(zip_longest(one.read_bytes().splitlines(), two.read_bytes().splitlines()), start=1)
-    number, (left_line, right_line) = next((n, pair) for n, pair in lines if pair[0] != pair[1])
-    if one.suffix in (".json", ".jsonl"):
-        return f"line {number}: {(left_line or b'').decode()[:200]}, {(right_line or b'').decode()[:200]}"
-    return "the bytes differ"
+    number, pair = next(((n, pair) for n, pair in lines if pair[0] != pair[1]), (0, (b"", b"")))
+    if not number or one.suffix not in (".json", ".jsonl"):
+        return "the bytes differ"
+    left, right = ((line or b"").decode() for line in pair)
+    start = max(0, next((i for i, both in enumerate(zip(left, right)) if both[0] != both[1]), 0) - 60)
+    return f"line {number}: {left[start:][:200]}, {right[start:][:200]}"

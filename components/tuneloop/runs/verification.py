@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuneloop.core.artifacts import File, hash_file
+from tuneloop.core.artifacts import File, find_manifest, hash_file
 from tuneloop.core.store import Store
 from tuneloop.runs.run_record import Entry, Run
+from tuneloop.training.old_checkpoints import STATE
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,16 @@ class Checked:
     @property
     def good(self) -> bool:
         return self.found == self.want
+
+
+def find_state_entry(run: Run, checkpoint: Entry) -> Entry | None:
+    """Find the trainer's state that lies below a checkpoint; None where there is none.
+
+    Raises:
+        Corrupt: its manifest is damaged.
+    """
+    made = find_manifest(f"{run.url}/{checkpoint.key}/{STATE}")
+    return Entry(f"{checkpoint.key}/{STATE}", checkpoint.stage, checkpoint.iteration, made) if made else None
 
 
 def verify_artifact(run: Run, entry: Entry) -> Iterator[Checked]:

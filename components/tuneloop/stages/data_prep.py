@@ -147,8 +147,9 @@ def data_prep(
     tally.check()
     counts = {name: tally.rows[name] for name in wanted if (stage.out / f"{name}.parquet").exists()}
     unchecked = {"unchecked": tally.unchecked} if tally.unchecked else {}
-    hosts = {"examined": dict(tally.hosts)} if preparation == "ray" else {}
-    stage.facts.update(rows=counts, source=source, rewards=rewards, **unchecked, **hosts)
+    if preparation == "ray":
+        stage.notes["examined"] = dict(tally.hosts)
+    stage.facts.update(rows=counts, source=source, rewards=rewards, **unchecked)
     stage.log(", ".join(f"{name} {number}" for name, number in counts.items()))
     return {name: counts[name] for name in ("train", "eval", "sft")}
 

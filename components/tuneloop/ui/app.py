@@ -7,6 +7,7 @@ What a policy wrote is text in them: all of it is escaped, and the browser is to
 import html
 import string
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -18,7 +19,7 @@ from starlette.routing import Route
 
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.runs import report
-from tuneloop.runs.records import list_runs
+from tuneloop.runs.records import list_runs, read_record
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.summary import iterations_line, reward_line
 from tuneloop.ui import samples
@@ -29,28 +30,36 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; conn
 
 
 class Runs:
-    """The runs of a store, each read once and looked at again."""
+    """The runs of a store, each read once and looked at again; `lock` is held while a page is made of them."""
 
     def __init__(self, store: str) -> None:
-        self.store, self._known, self._lock = store, dict[str, Run](), threading.Lock()
+        self.store, self.lock, self._known = store, threading.Lock(), dict[str, Run]()
 
     def open(self, name: str) -> Run:
-        """Return a run as it is now; one reads at a time.
+        """Return a run as it is now.
 
         Raises:
             UserError: there is none of that name, or it is damaged.
         """
-        with self._lock:
-            if name not in self._known:
-                self._known[name] = Run.open(name, self.store)
-            else:
-                self._known[name].refresh()
-            return self._known[name]
+        known = self._known.pop(name, None)
+        if known and known.record == read_record(name, self.store):
+            known.refresh()
+        if not (known and known.entries):
+            known = Run.open(name, self.store)
+        self._known[name] = known
+        return known
 
 
 def build_app(store: str) -> Starlette:
     """Build the application over the runs below `store`, a path or URL."""
     runs = Runs(store)
+
+    def page(path: str, make: Callable[[Request], Response]) -> Route:
+        def answer(request: Request) -> Response:
+            with runs.lock:
+                return make(request)
+
+        return Route(path, answer)
 
     def show_runs(request: Request) -> Response:
         wanted = request.query_params.get("q", "")
@@ -70,15 +79,16 @@ def build_app(store: str) -> Starlette:
 
     def tell_mark(request: Request) -> Response:
         run = runs.open(request.path_params["name"])
-        return JSONResponse({"mark": f"{len(run.entries)} {run.phase}", "running": run.phase == "running"})
+        running = run.phase not in ("succeeded", "failed")  # also elsewhere, where nobody here knows
+        return JSONResponse({"mark": f"{len(run.entries)} {run.phase}", "running": running})
 
     return Starlette(
         routes=[
-            Route("/", show_runs),
+            page("/", show_runs),
             Route("/ui.js", lambda request: FileResponse(HERE / "ui.js", media_type="text/javascript")),
-            Route("/runs/{name}", show_run),
-            Route("/runs/{name}/mark", tell_mark),
-            Route("/runs/{name}/samples/{iteration:int}", show_samples),
+            page("/runs/{name}", show_run),
+            page("/runs/{name}/mark", tell_mark),
+            page("/runs/{name}/samples/{iteration:int}", show_samples),
         ],
         exception_handlers={UserError: _refuse, Retryable: _refuse, HTTPException: _refuse},
     )

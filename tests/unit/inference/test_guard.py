@@ -4,6 +4,7 @@ import http.client
 import json
 import signal
 import socket
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,8 @@ def test_all_but_health_need_the_token_of_the_run(tmp_path: Path, monkeypatch: p
                 status, told = ask(address, "POST", each, BODY, **headers)
                 assert status == 401 and "no token of this run" in told["error"]
         assert ask(address, "GET", "/health")[0] == 200
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=LIMIT_S) as answer:
+            assert answer.status == 200, "Prometheus and autoscalers have no token"
         assert ask(address, "POST", "/generate", BODY, Authorization=f"Bearer {token}")[1]["completions"]
         stranger, worker = Client(f"http://{address}", LIMIT_S), Worker("a", f"http://{address}")
         monkeypatch.delenv(VARIABLE, raising=False)

@@ -28,6 +28,10 @@ def test_a_healthy_run_gives_none() -> None:
     assert not told(**{name: values[:3] for name, values in HEALTHY.items()})
 
 
+def test_noise_of_kernels_is_no_gap() -> None:
+    assert not told(**{**HEALTHY, "logprob_gap": [1e-7] * 12 + [1.1e-6]})
+
+
 @pytest.mark.parametrize(
     ("wrong", "alarm"),
     [

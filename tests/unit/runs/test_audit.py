@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit import toy
 from tuneloop.cli import run_cli
-from tuneloop.core.artifacts import MANIFEST, STATED, Artifact, Manifest, hash_files, parse_manifest
+from tuneloop.core.artifacts import MANIFEST, STATED, Artifact, Draft, Manifest, hash_files, parse_manifest
 from tuneloop.core.errors import Corrupt
 from tuneloop.runs.audit import Proof, audit_run, compute_root
 from tuneloop.runs.run_record import Run
@@ -63,6 +63,28 @@ def test_an_artifact_that_was_forged_whole_is_not_what_others_were_made_from(tmp
     assert "input rollouts is not in this run" in problems[ref][0]
 
 
+def test_what_retention_never_deletes_is_missed(tmp_path: Path) -> None:
+    made = toy.make(f"{tmp_path}/toy", iterations=3)
+    keys = {"export", "iterations/3/policy-update", "iterations/1/rollout"}
+    for key in keys:
+        root = tmp_path / "toy" / key / made[key.removeprefix("iterations/")].root
+        for path in root.rglob("*"):
+            if path.is_file() and path.name != "metrics.jsonl":
+                path.unlink()
+    assert {key for key, proof in audit(tmp_path).items() if proof.problems} == keys
+
+
+def test_a_state_is_proved_beside_its_checkpoint(tmp_path: Path) -> None:
+    draft = Draft(f"{tmp_path}/toy/sft")
+    (draft.path / "model").mkdir()
+    (draft.path / "model/w").touch()
+    draft.commit(stage="sft", facts={"version": 1, "trainer_state": {"digest": "x"}})
+    for facts, wrong in (({"digest": "x"}, False), ({"digest": "y"}, True)):
+        Draft(f"{tmp_path}/toy/sft/state").commit(stage="sft", facts=facts)
+        assert bool(audit(tmp_path)["sft/state"].problems) is wrong
+        shutil.rmtree(tmp_path / "toy/sft/state")
+
+
 def test_old_checkpoints_that_were_deleted_are_no_problem(tmp_path: Path) -> None:
     toy.make(f"{tmp_path}/toy", iterations=3)
     place = tmp_path / "toy/iterations/1/policy-update"
@@ -94,6 +116,13 @@ def stated(manifest: Manifest) -> Any:
     """What readers of a manifest act on; references by their digests, as another place of the same is the same."""
     fields = manifest.model_dump(include={*STATED})
     return {**fields, "inputs": {name: ref.rpartition("@")[2] for name, ref in manifest.inputs.items()}}
+
+
+def test_text_that_looks_like_a_reference_is_covered(tmp_path: Path) -> None:
+    Draft(f"{tmp_path}/a").commit(stage="test", facts={"answer": "forty-two @sha256:x"})
+    told = (tmp_path / "a" / MANIFEST).read_text()
+    with pytest.raises(Corrupt, match="was changed"):
+        parse_manifest("a", told.replace("forty-two", "fifty").encode())
 
 
 def test_no_change_of_a_manifest_is_accepted_with_another_meaning(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.policies import commit_policy
 from tests.unit import toy
 from tuneloop.cli import run_cli
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.stages.data_prep import data_prep
+from tuneloop.stages.tokenize_data import tokenize_data
 
 ROWS = {"source": "digits", "source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0}
 
@@ -33,7 +35,7 @@ def test_what_comes_out_otherwise_is_named(tmp_path: Path, capsys: pytest.Captur
     draft = Draft(f"{tmp_path}/b/data-prep")
     shutil.copytree(made.path, draft.path, dirs_exist_ok=True)
     (draft.path / "eval.parquet").write_bytes((draft.path / "train.parquet").read_bytes())
-    fields = ("stage", "role", "kind", "params", "inputs", "results", "facts")
+    fields = ("stage", "role", "kind", "params", "inputs", "results", "facts", "provenance")
     draft.commit(**{field: getattr(made.manifest, field) for field in fields})
     assert run_cli(["replay", "b", "0", "--stage", "data-prep", "--store", str(tmp_path)]) == 2
     assert capsys.readouterr().out == "data-prep: file eval.parquet: the bytes differ\n"
@@ -89,6 +91,27 @@ def test_two_runs_depart(
     code = run_cli(["bisect", "a", "--against", "b", "--store", str(tmp_path)])
     assert capsys.readouterr().out.removeprefix("iterations/2/policy-update: ") == f"{found}\n"
     assert code == (0 if found.startswith("equal") else 2)
+
+
+def test_files_that_are_gone_are_compared_by_what_is_said_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run, weight in {"a": 4.0, "b": 5.0}.items():
+        commit(f"{tmp_path}/{run}/iterations/1/policy-update", weight, 0.5)
+    made = Artifact(f"{tmp_path}/a/iterations/1/policy-update")
+    (made.path / "model/w.safetensors").unlink()
+    assert run_cli(["bisect", "a", "--against", "b", "--store", str(tmp_path)]) == 2
+    said = capsys.readouterr().out
+    assert "file model/w.safetensors: SHA-256 " in said and said.endswith("; its bytes are gone\n")
+
+
+def test_a_run_that_was_moved_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = prepare(tmp_path / "old", "a", sft=4)
+    policy = commit_policy(tmp_path / "old/a/base-model")
+    tokenize_data(out=f"{tmp_path}/old/a/tokenize-data", policy=policy.ref, prompts=prompts.ref)
+    (tmp_path / "old").rename(tmp_path / "new")
+    line = ["replay", "a", "0", "--stage", "tokenize-data", "--store", f"{tmp_path}/new"]
+    assert run_cli(line) == 0, capsys.readouterr().err
 
 
 def test_other_parameters_are_named_before_what_they_led_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

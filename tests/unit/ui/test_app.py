@@ -64,7 +64,7 @@ def test_the_list_and_the_page_of_a_run(client: TestClient, tmp_path: Path) -> N
     assert 'href="/runs/other"' not in client.get("/?q=goo").text
     page = client.get("/runs/good").text
     assert "<h1>good</h1>" in page and '<svg class="chart"' in page and 'href="/runs/good/samples/2"' in page
-    assert client.get("/runs/good/mark").json() == {"mark": "10 created", "running": False}
+    assert client.get("/runs/good/mark").json() == {"mark": "10 created", "running": True}
     toy.make(f"{tmp_path}/good", 3, whole=False)
     assert client.get("/runs/good/mark").json()["mark"] == "13 created", "what was committed since is seen"
 
