@@ -117,7 +117,7 @@ def stage_template(
     if "endpoint" in dynamic and pod_fields.read_engine(component, given) == "vllm":
         pod_fields.mount_token(made)
     if pod_fields.read_engine(component, given) == pod_fields.ELSEWHERE:
-        made.labels = {**made.labels, CLIENT_LABEL: "true"}
+        made.labels = {**(made.labels or {}), CLIENT_LABEL: "true"}
     # A client takes no turns: it calls the run's own server, which does.
     elif component.accelerator:
         take_turns(made, cluster, claims.role_of(component.image))
