@@ -27,9 +27,9 @@
 
 All but ``/health`` and ``/metrics`` need the run's token, where there is one (`tuneloop.core.server_token`). Refusals
 are ``{"error": reason}``: 400 what was asked cannot be done; 401 no token; 409 another version is served than the
-request demands (load it, then ask again); 413 a body of more than 256 MiB; 503 no version is served, after a load that failed
-half-way until one succeeds. While the engine sleeps requests wait, also until weights that sleep has dropped are
-loaded: ten minutes at most, then 503.
+request demands (load it, then ask again); 413 a body of more than 256 MiB; 503 no version is served, after a load that
+failed half-way until one succeeds. While the engine sleeps requests wait, also until weights that sleep has dropped
+are loaded: ten minutes at most, then 503.
 """
 
 import asyncio
