@@ -1,5 +1,6 @@
 """``tuneloop fleet``: rollout workers that pull nothing, and the graphs of workers that Dynamo's operator runs."""
 
+import functools
 import os
 import time
 from pathlib import Path
@@ -143,6 +144,7 @@ def autoscale_fleet(
     run: Annotated[str | None, typer.Option(help="Bound replicas by what idles in this run's iterations.")] = None,
     store: STORE = "runs",
     weight: Annotated[float, typer.Option(min=0.01, help="The trainer's devices for one of a replica.")] = 1,
+    context: CONTEXT = None,
 ) -> None:
     """Keep a Deployment of rollout servers at the replicas that its requests need, until this is ended."""
     from tuneloop.cluster.autoscaler import scale_fleet
@@ -152,14 +154,19 @@ def autoscale_fleet(
     from tuneloop.kube.connection import retry_until_available
     from tuneloop.runs.run_record import Run
 
+    if minimum > maximum:
+        raise UserError("--min", minimum, f"must be at most --max ({maximum})")
     service, rule = open_fleet(fleet), AutoscalingRule(minimum, maximum, target, window, weight)
     if not isinstance(service, Service):
         raise UserError("fleet", fleet, "must be service://name.namespace, of a Deployment of that name")
-    followed = Run.open(run, store) if run else None
+    service.context = context
+    look = functools.partial(scale_fleet, service, rule, Run.open(run, store) if run else None)
+    said = look()  # what cannot be reached at first is said, not waited for
     while True:
-        if said := retry_until_available(lambda: scale_fleet(service, rule, followed)):
+        if said:
             typer.echo(said)
         time.sleep(interval)
+        said = retry_until_available(look)
 
 
 def read_yaml_documents(manifest: Path) -> list[dict[str, Any]]:

@@ -30,7 +30,8 @@ def scale_fleet(fleet: Service, rule: AutoscalingRule, run: Run | None = None) -
         UserError: there is no such Deployment or Service, a pod counts no requests, or the account may not.
         Unavailable, Unreachable: the API server, or a pod that is ready, does not answer.
     """
-    cluster, place = connect_to_cluster(fleet.namespace), ("apps", "v1", fleet.namespace, "deployments", fleet.name)
+    cluster = connect_to_cluster(fleet.namespace, fleet.context)
+    place = ("apps", "v1", fleet.namespace, "deployments", fleet.name)
     replicas = cluster.custom.get_namespaced_custom_object_scale(*place)["spec"].get("replicas", 0)
     counts = [count_requests(worker.url) for worker in fleet.discover()]
     clients = [pod for pod in cluster.list_pods(CLIENTS) if pod.status.phase in ("Pending", "Running")]

@@ -61,6 +61,8 @@ def _ray(status: Object) -> bool | None:
     return {"SUCCEEDED": True, "FAILED": False, "STOPPED": False}.get(status.get("jobStatus", ""))
 
 
+SUBMITTER_ONLY = ("runtimeEnvYAML", "entrypointNumCpus", "entrypointNumGpus", "entrypointResources", "metadata")
+"""Fields of a RayJob that change how its program is submitted, and that only KubeRay's submitter passes on."""
 JOBSET_PODS = "jobset.sigs.k8s.io/jobset-name"
 KINDS = {
     "JobSet": Kind(JOBSETS, JOBSET_PODS, _terminal),
@@ -131,8 +133,11 @@ def submit_entrypoint(job: Object) -> str:
     """Submit a RayJob's program to its Ray cluster, as its submitter has not, and return what came of it.
 
     It is submitted under the id that KubeRay chose and asks for. Ray takes an id once: if the submitter comes after
-    all, it finds the program there and follows it (``BuildJobSubmitCommand`` of KubeRay 1.5).
+    all, it finds the program there and follows it (``BuildJobSubmitCommand`` of KubeRay 1.5). A job with a field of
+    `SUBMITTER_ONLY` is left to the submitter.
     """
+    if only := [field for field in SUBMITTER_ONLY if job["spec"].get(field)]:
+        return f"nobody has submitted it; with spec.{only[0]} KubeRay's pod alone can: see why that did not start"
     status = _status(job)
     body = {"entrypoint": job["spec"]["entrypoint"], "submission_id": status["jobId"]}
     try:

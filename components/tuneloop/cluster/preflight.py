@@ -4,6 +4,7 @@ Where the account may not look (403), a thing counts as present: the account tha
 """
 
 import itertools
+import json
 import os
 import re
 from argparse import Namespace
@@ -23,7 +24,7 @@ from tuneloop.sharing import lease
 from tuneloop.sharing.sidecar import parse_arguments
 from tuneloop.sharing.turns import Turns
 from tuneloop.workflow.manifest import parse_applied_object
-from tuneloop.workflow.settings import GROUP_LABEL
+from tuneloop.workflow.settings import GROUP_LABEL, TOKEN_SECRET
 
 CLAIMS = KINDS["ResourceClaim"]
 
@@ -96,7 +97,10 @@ def _installed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Use
 def _allowed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     from kubernetes import client
 
-    for group, plural in ((WORKFLOWS[0], WORKFLOWS[2]), ("", "secrets")):  # of the token of rollout servers
+    spec, wanted = workflow["spec"], [(WORKFLOWS[0], WORKFLOWS[2])]
+    if TOKEN_SECRET in json.dumps(spec) or "workflowTemplateRef" in spec:  # as `_create_token` of submit.py
+        wanted.append(("", "secrets"))
+    for group, plural in wanted:
         asked = client.V1ResourceAttributes(namespace=cluster.namespace, verb="create", group=group, resource=plural)
         review = client.V1SelfSubjectAccessReview(spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=asked))
         if not cluster.auth.create_self_subject_access_review(review).status.allowed:

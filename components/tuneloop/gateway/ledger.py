@@ -140,18 +140,13 @@ class Ledger:
         """Take no new requests: only again those that are known, and those that a later one waits for."""
         self._closed = True
 
-    def append(self, entry: Entry) -> None:
-        """Take a request of nobody's, which is in no stream."""
+    def count_open(self) -> tuple[int, int, int]:
+        """Count requests: not done; not done as one before them did not come; done, the result given to nobody."""
         with self._changed:
-            self._ready.append(entry)
-            self._changed.notify_all()
-
-    def count_open(self) -> tuple[int, int]:
-        """Count the requests that are not done, and those that are and whose result nobody was given."""
-        with self._changed:
-            entries = [entry for stream in self._streams.values() for entry in stream.entries.values()]
-        waiting = [entry for entry in entries if not entry.future.done()]
-        return len(waiting), sum(not entry.fetched for entry in entries) - len(waiting)
+            pairs = [(stream, entry) for stream in self._streams.values() for entry in stream.entries.values()]
+        waiting = [(stream.following, entry.number) for stream, entry in pairs if not entry.future.done()]
+        behind = sum(following is not None and number > following for following, number in waiting)
+        return len(waiting) - behind, behind, sum(not entry.fetched for _, entry in pairs) - len(waiting)
 
     def take(self, timeout: float | None = None) -> list[Entry]:
         """Take what is to be done next, and what can be done together with it; nothing after `timeout` seconds."""
@@ -173,8 +168,8 @@ class Ledger:
         else:
             entry.future.set_result(result)
 
-    def give_back(self, entries: Sequence[Entry]) -> None:
-        """Put what was taken back where it was: it was not begun."""
+    def put_first(self, entries: Sequence[Entry]) -> None:
+        """Put before all others what was taken and not begun, or is in no stream."""
         with self._changed:
             self._ready.extendleft(reversed(entries))
             self._changed.notify_all()

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import hashlib
+import itertools
+import logging
 import posixpath
 import re
 import traceback
@@ -32,6 +34,7 @@ SCHEME = "tinker://"
 DRAINED = "drained"
 SNAPSHOTS = 2
 """So many versions without a name stay in memory for their sampling sessions."""
+log = logging.getLogger("tuneloop.session")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -222,19 +225,32 @@ class Session:
                 self.ledger.finish(entry, result)
 
     def save_models(self) -> Future[Any]:
-        """Queue that models which took steps are saved as ``weights/drained``; the result lists their paths."""
+        """Queue before all else that models which took steps are saved; what is still queued then is refused."""
 
-        def work() -> list[str]:
-            saved = []
+        def work(entries: list[Entry]) -> list[None]:
             for name, model in self.models.items():
-                path = f"{SCHEME}{name}/weights/{DRAINED}"
-                if model.version > model.trainer.base.manifest.facts["version"] and not find_manifest(self._url(path)):
-                    model.gradients = False  # no step has used them: they are to be computed again
-                    saved.append(f"{path} ({model.save(self._url(path), session=self.id).url})")
-            return saved
+                try:
+                    self._save_drained(name, model)
+                except Exception as error:
+                    log.error("%s could not be saved (%s: %s)", name, type(error).__name__, error)
+            while left := self.ledger.take(0):
+                for entry in left:
+                    self.ledger.finish(entry, error=Gone("not done: its session ends; go on from what it has saved"))
+            return [None] * len(entries)
 
-        self.ledger.append(entry := Entry("", lambda _: [work()]))
+        self.ledger.put_first([entry := Entry("", work)])
         return entry.future
+
+    def _save_drained(self, name: str, model: Resident) -> None:
+        """Save a model that took steps as ``weights/drained``; where that is taken as ``drained-2``, and so on."""
+        if model.version == model.trainer.base.manifest.facts["version"]:
+            log.info("%s took no step: nothing to save", name)
+            return
+        names = itertools.chain([DRAINED], (f"{DRAINED}-{number}" for number in itertools.count(2)))
+        paths = (f"{SCHEME}{name}/weights/{each}" for each in names)
+        path = next(path for path in paths if find_manifest(self._url(path)) is None)
+        model.gradients = False  # no step has used them: they are to be computed again
+        log.info("saved %s (%s)", path, model.save(self._url(path), session=self.id).url)
 
     def sleep(self) -> None:
         """Leave the device: what is trained moves to the host's memory, what is sampled from is dropped."""

@@ -157,22 +157,25 @@ class Worker:
         return self.session.info(model_id)
 
     def drain(self, grace_s: float) -> None:
-        """Take nothing new, do what was accepted, save the models, and wait until results are fetched: in `grace_s`."""
-        deadline, ledger = time.monotonic() + grace_s - MARGIN_S, self.session.ledger
+        """Take nothing new, do what was accepted, save the models, and wait until results are fetched: in `grace_s`.
+
+        Half of it is for what was accepted, the rest for saving. One that waits for an earlier request is not awaited.
+        """
+        ledger, begun, usable_s = self.session.ledger, time.monotonic(), grace_s - MARGIN_S
+        half, deadline = begun + usable_s / 2, begun + usable_s
         ledger.close()
         log.info("is to end: takes nothing new, and has %d requests to do", ledger.count_open()[0])
-        while ledger.count_open()[0] and time.monotonic() < deadline and self.thread.is_alive():
+        while ledger.count_open()[0] and time.monotonic() < half and self.thread.is_alive():
             time.sleep(0.05)
         try:
-            saved = self.session.save_models().result(max(0.0, deadline - time.monotonic()))
-            log.info("saved %s", ", ".join(saved) or "no model: none took a step")
+            self.session.save_models().result(max(0.0, deadline - time.monotonic()))
         except Exception as error:
             log.error("models could not be saved (%s: %s)", type(error).__name__, error)
         deadline = min(deadline, time.monotonic() + FETCH_S)
-        while ledger.count_open()[1] and time.monotonic() < deadline:
+        while ledger.count_open()[2] and time.monotonic() < deadline:
             time.sleep(0.05)
         if any(left := ledger.count_open()):
-            log.error("ends with %d requests not done, and %d results that nobody fetched", *left)
+            log.error("ends with %d requests not done, %d that wait for an earlier one, %d results not fetched", *left)
 
     def _queued(self, kind: type[BaseModel], submit: Callable[[Any], str]) -> Callable[..., Any]:
         async def answer(request: Request) -> dict[str, Any]:
@@ -243,7 +246,7 @@ class Worker:
                         entries = ledger.take(LINGER)
             except Retryable as lost:  # before it was begun
                 log.warning("%s; asks for the turn again", lost)
-                ledger.give_back(entries)
+                ledger.put_first(entries)
             except UserError as error:  # of the turns: another policy than the group's
                 for entry in entries:
                     ledger.finish(entry, error=error)

@@ -134,7 +134,7 @@ def _has_model(policy: Artifact) -> bool:
 
 
 def serve_until_signalled(server: Any, listener: socket.socket, drain: Callable[[], None] = lambda: None) -> None:
-    """Run a ``uvicorn.Server`` until SIGINT, or SIGTERM: then it serves until `drain`, run beside it, has returned."""
+    """Run a ``uvicorn.Server`` until SIGTERM, then until `drain`, run beside it, has returned; SIGINT cuts all off."""
     draining = threading.Event()
 
     def drain_and_end() -> None:
@@ -145,7 +145,7 @@ def serve_until_signalled(server: Any, listener: socket.socket, drain: Callable[
 
     def stop(number: int, _: Any) -> None:
         if number == signal.SIGINT:
-            server.should_exit = True
+            server.should_exit = server.force_exit = True
         elif not draining.is_set():
             draining.set()
             threading.Thread(target=drain_and_end, name="drain", daemon=True).start()

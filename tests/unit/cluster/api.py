@@ -98,7 +98,8 @@ class Objects(Answering):
         body = self._body()
         match = PLACE.match(self.path)
         if match is None and not self.path.endswith("/secrets"):
-            return self._answer(201, {"spec": {}, "status": {"allowed": True}})
+            asked = body.get("spec", {}).get("resourceAttributes", {}).get("resource")
+            return self._answer(201, {"spec": {}, "status": {"allowed": asked not in self.server.refuses}})
         place = match["plural"] if match else "secrets", body["metadata"]["name"]
         if place[0] in self.server.refuses:
             return self._answer(403, {"message": "forbidden"})

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.unit.cluster.api import Cluster, Reading, kubeconfig
+from tuneloop.cli import run_cli
 from tuneloop.cluster.autoscaler import count_requests, read_iteration, scale_fleet
 from tuneloop.cluster.autoscaling_rule import AutoscalingRule
 from tuneloop.core.artifacts import Draft
@@ -137,3 +138,16 @@ def test_an_iteration_is_read_from_what_a_run_committed(tmp_path: Path) -> None:
     commit(2, "policy_update", "trainer", 265.0, 35.0)
     last = read_iteration(run)
     assert last and (last.began, last.sampling, last.idle) == (200.0, 60.0, 40.0)
+
+
+def test_a_fleet_that_cannot_be_scaled_is_said_at_once(api: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["fleet", "autoscale", "service://rollout.tuneloop", "--max", "2"]
+    assert run_cli([*command, "--min", "5"]) == 2
+    assert "--min: 5: must be at most --max (2)\n" in capsys.readouterr().err
+    with serving(OURS) as gone:
+        pass
+    api.objects[SLICES] = endpoints(gone)
+    assert run_cli(command) == 75
+    assert f"{gone}/metrics cannot be reached from here" in capsys.readouterr().err
+    assert run_cli([*command, "--context", "nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from tests.unit.cluster.api import kubeconfig, serving
 from tuneloop.cli import run_cli
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.preflight import list_notices
+from tuneloop.cluster.preflight import _allowed, list_notices
 from tuneloop.cluster.run_workflows import find_workflows
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
@@ -78,6 +78,16 @@ def test_a_pipeline_without_servers_has_no_token() -> None:
     with serving() as (server, cluster):
         argo.create_workflow(cluster, prepared("sft"), "demo")
         assert [plural for plural, _ in server.objects] == ["workflows"]
+
+
+def test_the_right_to_make_a_token_is_asked_for_where_there_is_one_to_be_made() -> None:
+    with serving() as (server, cluster):
+        server.refuses.add("secrets")
+        assert not [*_allowed(cluster, prepared("sft"))]
+        for workflow in (prepared(), {"spec": {"workflowTemplateRef": {"name": "theirs"}}}):
+            assert "may not create secrets" in str(*_allowed(cluster, workflow))
+        server.refuses = {"workflows"}
+        assert "may not create workflows" in str(*_allowed(cluster, prepared("sft")))
 
 
 def test_no_run_begins_where_its_token_may_not_be_made() -> None:

@@ -142,3 +142,13 @@ def test_a_head_that_does_not_answer_is_said(capsys: pytest.CaptureFixture[str])
         "demo-rows: nobody has submitted it, and its head can not be asked to run it: Connect"
         in capsys.readouterr().out
     )
+
+
+def test_one_that_only_its_submitter_can_submit_in_full_is_left_to_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(JOB, "spec", {**JOB["spec"], "entrypointNumGpus": 1})  # type: ignore[dict-item]
+    server = Rays(*[READY] * 20, FAILED)
+    assert launched(server, 0.0) == 1 and not server.submitted
+    said = "demo-rows: nobody has submitted it; with spec.entrypointNumGpus KubeRay's pod alone can: see why"
+    assert said in capsys.readouterr().out

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,12 @@ import httpx2
 import pytest
 
 from tests.making import checkpoint_artifact
+from tests.unit.gateway.test_session import MODEL, SUPERVISED, Driver, data
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.artifacts import Artifact
+from tuneloop.gateway import worker as module
+from tuneloop.gateway.ledger import Entry, Gone
+from tuneloop.gateway.worker import Worker
 
 DATUM = {
     "model_input": {"chunks": [{"tokens": [5, 6, 7]}]},
@@ -85,3 +90,40 @@ def test_a_session_that_its_owner_ends_is_not_waited_for(gateway: SimpleNamespac
     assert gateway.http.delete(f"/v1/sessions/{session}").status_code == 204
     log = (gateway.home / "gateway-logs" / f"{session.partition('.')[2]}.log").read_text()
     assert "saved" not in log
+
+
+def test_a_request_whose_predecessor_never_came_does_not_keep_models_from_being_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "FETCH_S", 0.0)
+    driver = Driver(tmp_path, checkpoint_artifact(tmp_path / "base"))
+    driver.forward_backward(data(**SUPERVISED), "cross_entropy")
+    driver.step()
+    behind = driver.session.ledger.submit(MODEL, 9, Entry("9", lambda _: [None]))
+    worker = Worker(driver.session, "key")
+    worker.thread.start()
+    worker.drain(2 * LIMIT_S)
+    worker.stopping.set()
+    assert Artifact(f"{driver.session.artifacts}/train-0/weights/drained").manifest.facts["version"] == 1
+    assert not driver.session.ledger.future(behind).done()
+    assert "ends with 0 requests not done, 1 that wait for an earlier one, 0 results not fetched" in caplog.text
+
+
+def test_models_are_saved_in_time_however_much_was_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left then is refused: whoever goes on from what was saved has to send it again."""
+    monkeypatch.setattr(module, "FETCH_S", 0.0)
+    driver = Driver(tmp_path, checkpoint_artifact(tmp_path / "base"))
+    driver.forward_backward(data(**SUPERVISED), "cross_entropy")
+    driver.step()
+    asked = [
+        driver.session.ledger.submit(MODEL, None, Entry(str(number), lambda _: [time.sleep(0.1)]))
+        for number in range(3000)
+    ]
+    worker = Worker(driver.session, "key")
+    worker.thread.start()
+    worker.drain(module.MARGIN_S + 16)
+    worker.stopping.set()
+    assert Artifact(f"{driver.session.artifacts}/train-0/weights/drained").manifest.facts["version"] == 1
+    assert driver.session.ledger.future(asked[0]).exception(0) is None
+    with pytest.raises(Gone, match="not done: its session ends; go on from what it has saved"):
+        driver.session.ledger.future(asked[-1]).result(0)

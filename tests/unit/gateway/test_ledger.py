@@ -70,7 +70,7 @@ def test_samples_are_taken_together_and_given_back_in_order() -> None:
         ledger.submit("s", number, entry(f"{batch}{number}", batch))
     taken = ledger.take(0)
     assert [each.fingerprint for each in taken] == ["x0", "x2", "x3"]
-    ledger.give_back(taken)
+    ledger.put_first(taken)
     assert work(ledger) == ["x0", "x2", "x3", "y1"]
 
 

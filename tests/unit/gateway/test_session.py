@@ -363,3 +363,20 @@ def test_a_model_whose_step_failed_half_way_is_used_no_more(driver: Driver) -> N
     assert found.version == 3 and all(torch.equal(value, before[name]) for name, value in found.state.items())
     driver.session.sleep()
     driver.session.wake()
+
+
+def test_at_the_end_models_are_saved_under_a_free_name_each_for_itself(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.forward_backward(data(**SUPERVISED), "cross_entropy")
+    driver.step()
+    driver.save("drained")
+    driver.save("drained-2")
+    driver.forward_backward(data(**SUPERVISED), "cross_entropy")
+    driver.step()
+    driver.session.models = {"nobody": driver.session.models[MODEL], **driver.session.models}
+    saved = driver.session.save_models()
+    driver.session.do(driver.session.ledger.take(0))
+    saved.result(0)
+    assert Artifact(f"{driver.session.artifacts}/train-0/weights/drained-3").manifest.facts["version"] == 5
+    assert "nobody could not be saved (UserError: path: 'tinker://nobody/weights/drained': no checkpoint" in caplog.text

@@ -19,6 +19,7 @@ from tuneloop.core.errors import Interrupted, Retryable, UserError
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.inference.engines import Remote, Sampling
+from tuneloop.inference.engines import _client as module
 from tuneloop.inference.engines._client import LOSSES, Client, Lost
 from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
 from tuneloop.stages.rollout import rollout
@@ -38,7 +39,7 @@ def serving(answer: Callable[[BaseHTTPRequestHandler, int], None]) -> Iterator[s
 
         def do_POST(self) -> None:
             nonlocal count
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             count += 1
             answer(self, count)
 
@@ -70,6 +71,30 @@ def line(index: int, token: int) -> dict[str, object]:
 def test_answers_come_back_in_the_order_of_the_requests() -> None:
     with serving(lambda h, _: reply(h, 200, None, line(1, 7), None, line(0, 6))) as endpoint:
         assert ask(endpoint) == [[6], [7]]
+
+
+def test_many_requests_are_several_posts_and_come_back_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server takes no more than 65,536 prompts, and 256 MiB."""
+    posts: list[list[list[int]]] = []
+
+    def answer(handler: Any, _: int) -> None:
+        posts.append([each["prompt_ids"] for each in json.loads(handler.body)["requests"]])
+        reply(handler, 200, *(line(i, ids[0]) for i, ids in reversed([*enumerate(posts[-1])])))
+
+    def sizes(endpoint: str, length: int) -> list[int]:
+        posts.clear()
+        requests, seen = [Request(str(i), [i] * length, [0]) for i in range(10)], list[int]()
+        made = Client(endpoint, 60.0).generate(requests, Sampling(1.0, 4, ()), seen.append)
+        assert [group[0].ids for group in made] == [[i] for i in range(10)] and seen == [*range(1, 11)]
+        return [len(post) for post in posts]
+
+    with serving(answer) as endpoint:
+        assert sizes(endpoint, 3) == [10]
+        monkeypatch.setattr(module, "PROMPTS", 4)
+        assert sizes(endpoint, 3) == [4, 4, 2]
+        monkeypatch.setattr(module, "TOKENS", 10)
+        assert sizes(endpoint, 3) == [3, 3, 3, 1]
+        assert sizes(endpoint, 11) == [1] * 10, "one is never too long"
 
 
 def test_waits_while_the_version_is_loading() -> None:

@@ -4,6 +4,7 @@ import http.client
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,39 @@ def test_a_server_that_is_told_to_end_right_before_it_serves_ends(program: str) 
     """Else nobody hears the signal, and the pod's grace period has to run out."""
     done = subprocess.run([sys.executable, "-c", f"{EARLY}{program}os._exit(code)"], timeout=120)
     assert done.returncode == 0
+
+
+STREAMING = """
+import socket, threading, uvicorn
+from tuneloop.inference.server import serve_until_signalled
+async def app(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+    await receive()
+    await receive()
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+drain = lambda: (print("drains", flush=True), threading.Event().wait())
+serve_until_signalled(uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning")), listener, drain)
+"""
+
+
+@pytest.mark.parametrize("before", [[], [signal.SIGTERM]], ids=["at once", "while it drains"])
+def test_sigint_ends_a_server_that_still_streams(before: list[signal.Signals]) -> None:
+    with subprocess.Popen([sys.executable, "-c", STREAMING], text=True, stdout=subprocess.PIPE) as child:
+        assert child.stdout
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", int(child.stdout.readline()), timeout=LIMIT_S)
+            connection.request("GET", "/")
+            answer = connection.getresponse()
+            assert answer.read(5) == b"begun"
+            for number in before:
+                child.send_signal(number)
+                assert child.stdout.readline() == "drains\n"
+            child.send_signal(signal.SIGINT)
+            assert child.wait(60) == 0
+        finally:
+            child.kill()
 
 
 FAILING = """

@@ -1,8 +1,8 @@
 """The client of `tuneloop.inference.server`: an `Engine` at the other end of HTTP.
 
-Requests are sent grouped, one POST a batch; the reply is a stream of JSON lines, one a finished request, with
-empty lines in between while nothing has finished, so that a dead server is told from a slow one. Closing the
-connection makes the server drop what it still runs.
+Requests are sent grouped, as many a POST as `PROMPTS` and `TOKENS` allow; the reply is a stream of JSON lines, one a
+finished request, with empty lines in between while nothing has finished, so that a dead server is told from a slow
+one. Closing the connection makes the server drop what it still runs.
 
 A server that is lost in between costs what it had not finished: the client keeps the completions that it has, waits
 until the address answers again, has the policy loaded there (a server that is started anew boots with its own
@@ -29,6 +29,8 @@ from tuneloop.inference.engines import Done, Engine, Sampling
 
 Value = TypeVar("Value")
 Finished = dict[int, list[Completion]]
+PROMPTS, TOKENS = 4096, 2**24
+"""Of one POST: a server takes 65,536 prompts and 256 MiB, in which a token's id takes up to 8 bytes."""
 LOSSES = 3
 """The server may be lost so many times in a row without one request finished in between; then the caller gives up."""
 IN_WORKFLOW = "TUNELOOP_NODE_NAME"
@@ -102,22 +104,25 @@ class Client:
             more: of the request's body.
         """
 
-        def attempt() -> None:
-            left = [i for i in requests if i not in results]
-            waiting = [asdict(requests[i]) for i in left]
-            body = {"requests": waiting, "sampling": asdict(sampling), "version": self.version, **more}
-            with self._open("POST", "/generate", body) as response:
-                for line in response.lines():
-                    if line.strip():  # an empty one only says that the server is alive
-                        answer = self._parse(line)
-                        results[left[answer["index"]]] = [Completion(**c) for c in answer["completions"]]
-                    done(len(results))
-                    if len(results) == len(requests):
-                        return
-            raise Lost(f"{self.endpoint}: broke off after {len(results)} of {len(requests)} requests")
+        longest = max((len(request.prompt_ids) for request in requests.values()), default=0)
+        size = min(PROMPTS, TOKENS // max(longest, 1)) or 1
 
-        if len(results) < len(requests):
-            self._persist(attempt, self._renew, lambda: len(results), len(requests))
+        def attempt() -> None:
+            while left := [i for i in requests if i not in results][:size]:
+                waiting, finished = [asdict(requests[i]) for i in left], len(results) + len(left)
+                body = {"requests": waiting, "sampling": asdict(sampling), "version": self.version, **more}
+                with self._open("POST", "/generate", body) as response:
+                    for line in response.lines():
+                        if line.strip():  # an empty one only says that the server is alive
+                            answer = self._parse(line)
+                            results[left[answer["index"]]] = [Completion(**c) for c in answer["completions"]]
+                        done(len(results))
+                        if len(results) == finished:
+                            break
+                    else:
+                        raise Lost(f"{self.endpoint}: broke off after {len(results)} of {len(requests)} requests")
+
+        self._persist(attempt, self._renew, lambda: len(results), len(requests))
 
     def score(self, ids: Sequence[int]) -> list[float]:
         results: Finished = {}

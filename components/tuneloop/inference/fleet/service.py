@@ -15,15 +15,16 @@ SLICES = ("discovery.k8s.io", "v1", "endpointslices")
 
 
 class Service:
-    """See the module. `port` is the pods'; None: the only one that they have."""
+    """See the module. `port` is the pods'; None: the only one that they have. `context` is the kubeconfig's."""
 
     endpoint = None
 
     def __init__(self, name: str, namespace: str, port: int | None) -> None:
         self.name, self.namespace, self.port = name, namespace, port
+        self.context: str | None = None
 
     def discover(self) -> list[Worker]:
-        cluster = connect_to_cluster(self.namespace)
+        cluster = connect_to_cluster(self.namespace, self.context)
         slices = cluster.list(*SLICES, selector=f"kubernetes.io/service-name={self.name}")
         if not slices:
             remedy = f"namespace {self.namespace} of {cluster.context} has no such Service with a selector"
