@@ -49,7 +49,10 @@ def audit_run(run: Run) -> Iterator[Proof]:
     run.refresh(whole=True)
     store = Store(run.url)
     known = {entry.manifest.digest for entry in run.entries}
-    for entry in [*run.entries, *_list_states(run)]:
+    # The root leaves the trainer's states out that checkpoints have below them, as they may be deleted.
+    states = ((f"{entry.key}/{STATE}", entry) for entry in run.with_role("trainer"))
+    below = [Entry(k, e.stage, e.iteration, made) for k, e in states if (made := find_manifest(f"{run.url}/{k}"))]
+    for entry in [*run.entries, *below]:
         problems = [*_check_manifest(store, entry)]
         for name, ref in entry.manifest.inputs.items():
             digest = split_ref(ref)[1]
@@ -62,13 +65,6 @@ def audit_run(run: Run) -> Iterator[Proof]:
         wrong = [one for one in checked if not one.good and not (deleted and one.found is None)]
         problems += [f"{one.key} " + ("is missing" if one.found is None else "was changed") for one in wrong]
         yield Proof(entry.key, sum(one.good for one in checked), tuple(problems), deleted)
-
-
-def _list_states(run: Run) -> Iterator[Entry]:
-    """Yield the trainer's states that checkpoints have below them; the root leaves them out, as they may be deleted."""
-    for entry in run.with_role("trainer"):
-        if made := find_manifest(f"{run.url}/{entry.key}/{STATE}"):
-            yield Entry(f"{entry.key}/{STATE}", entry.stage, entry.iteration, made)
 
 
 def _check_manifest(store: Store, entry: Entry) -> Iterator[str]:

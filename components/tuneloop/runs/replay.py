@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.artifacts import STATED, Artifact, Manifest, split_ref
-from tuneloop.core.component import Component, find_component
+from tuneloop.core.component import find_component
 from tuneloop.core.errors import UserError
 from tuneloop.runs.run_record import Entry, Run
 
@@ -68,15 +68,11 @@ def _replay(run: Run, entry: Entry) -> Replayed:
         remedy = f"was made by {processes} processes, and another number gives other bits: run the stage under torchrun"
         raise UserError("artifact", f"{run.url}/{entry.key}", remedy)
     with tempfile.TemporaryDirectory(prefix="tuneloop-replay-") as scratch:
-        again = _run_again(component, made, scratch)
+        params = {name: value for name, value in made.params.items() if name in component.Params.model_fields}
+        again = component(out=scratch, **made.inputs, **params)
         if again.digest == made.digest:
             return Replayed(entry, again, None)
         return Replayed(entry, again, _find_difference(Artifact(f"{run.url}/{entry.key}"), Artifact(scratch)))
-
-
-def _run_again(component: Component, made: Manifest, out: str) -> Manifest:
-    known = component.Params.model_fields.keys()
-    return component(out=out, **made.inputs, **{name: value for name, value in made.params.items() if name in known})
 
 
 def _find_difference(committed: Artifact, again: Artifact) -> str:
