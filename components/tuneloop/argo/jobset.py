@@ -46,8 +46,6 @@ RENDEZVOUS = {
     "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}},
 }
 """The same for all pods, and another one at each restart: names the data of an attempt."""
-
-
 RESTART = {
     "name": ATTEMPT,
     "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}},

@@ -47,12 +47,17 @@ def take_turns(made: "Container", cluster: Cluster, role: str) -> None:
 
 
 def build_lease_sidecar(share: Share, role: str, image: str) -> dict[str, Any]:
-    """Build the sidecar container that holds the device lease."""
+    """Build the sidecar container that holds the device lease, one for each claim."""
+    group = claim_tag(share, role) if share.device_class else share.group
+    given = {
+        **{"group": group, "policy": share.policy, "patience": f"{share.patience:g}", "file": FILE},
+        **{"run": "{{workflow.parameters.run}}", "namespace": "{{workflow.namespace}}"},
+    }
     owner = {"NAME": "{{workflow.name}}", "UID": "{{workflow.uid}}"}
     look = {"exec": {"command": ["test", "-s", FILE]}, "periodSeconds": 1, "failureThreshold": FOREVER}
     return {
         **{"name": NAME, "image": image, "imagePullPolicy": "IfNotPresent", "restartPolicy": "Always"},
-        **{"command": ["python", "-m", "tuneloop.sharing.sidecar"], "args": build_sidecar_args(share, role)},
+        **{"command": ["python", "-m", "tuneloop.sharing.sidecar"], "args": encode_flags(given)},
         "env": [{"name": f"TUNELOOP_OWNER_{key}", "value": value} for key, value in owner.items()],
         "startupProbe": look,
         "resources": {"requests": {"cpu": "10m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}},
@@ -62,16 +67,6 @@ def build_lease_sidecar(share: Share, role: str, image: str) -> dict[str, Any]:
             {"name": TOKEN, "mountPath": ACCOUNT_FILES, "readOnly": True},
         ],
     }
-
-
-def build_sidecar_args(share: Share, role: str) -> list[str]:
-    """Build the arguments of the sidecar's program; a device lease is held for each claim."""
-    group = claim_tag(share, role) if share.device_class else share.group
-    given = {
-        **{"group": group, "policy": share.policy, "patience": f"{share.patience:g}", "file": FILE},
-        **{"run": "{{workflow.parameters.run}}", "namespace": "{{workflow.namespace}}"},
-    }
-    return encode_flags(given)
 
 
 def build_token_volume() -> Any:

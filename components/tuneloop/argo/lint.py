@@ -25,7 +25,11 @@ def lint_workflow(workflow: Mapping[str, Any]) -> list[UserError]:
     """Return all problems found in a Workflow or WorkflowTemplate, as loaded from YAML."""
     spec = workflow.get("spec") or {}
     templates = {template.get("name"): template for template in spec.get("templates", [])}
-    found = [*_spec(spec, templates), *_expressions(spec), *_words(spec)]
+    found = [*_spec(spec, templates), *_expressions(spec)]
+    for at, value in _walk(spec, "spec"):
+        if isinstance(value, Mapping) and value.get("name") in ("y", "n", "Y", "N"):  # PyYAML does not quote them
+            remedy = "YAML 1.1 reads it as true or false; choose a longer name"
+            found.append(UserError(f"{at}.name", value["name"], remedy))
     found += find_placement_errors(workflow)
     for name, template in templates.items():
         at = f"templates.{name}"
@@ -191,13 +195,6 @@ def _expression(source: str, at: str) -> Iterator[UserError]:
         yield UserError(at, source, str(error).removeprefix(f"{plain!r}: "))
     if _TEXT_CODE.search(source):
         yield UserError(at, source, "lastRetry.exitCode is text; write asInt(lastRetry.exitCode)")
-
-
-def _words(spec: Mapping[str, Any]) -> Iterator[UserError]:
-    """Find names that Go's YAML reader takes for booleans, and PyYAML does not quote."""
-    for at, value in _walk(spec, "spec"):
-        if isinstance(value, Mapping) and value.get("name") in ("y", "n", "Y", "N"):
-            yield UserError(f"{at}.name", value["name"], "YAML 1.1 reads it as true or false; choose a longer name")
 
 
 def _references(task: Mapping[str, Any]) -> set[str]:

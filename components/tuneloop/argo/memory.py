@@ -5,7 +5,6 @@ be read, request and limit are set to what its stage needs; where only a part of
 where nothing is, it stays as it was: a guess must not be what a pod dies of.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import hera.workflows
@@ -40,7 +39,8 @@ def set_pod_memory(workflow: dict[str, Any]) -> None:
     """
     templates = workflow["spec"].get("templates", [])
     found = ((template, parse_applied_object(template)) for template in templates)
-    unlimited = [(template, job) for template, job in found if _unlimited(container_of(template, job))]
+    resources = ((template, job, container_of(template, job).get("resources", {})) for template, job in found)
+    unlimited = [(t, j) for t, j, of in resources if "memory" in {*of.get("requests", {})} - {*of.get("limits", {})}]
     if not unlimited:
         return
     pod, (within, _) = find_pod(workflow), expand_pod(workflow)
@@ -61,11 +61,6 @@ def set_pod_memory(workflow: dict[str, Any]) -> None:
             _ask(container_of(template, job), amount, limited, small)
         if job:
             template["resource"]["manifest"] = dump_manifest(job)
-
-
-def _unlimited(container: Mapping[str, Any]) -> bool:
-    resources = container.get("resources", {})
-    return "memory" in resources.get("requests", {}) and "memory" not in resources.get("limits", {})
 
 
 def _ask(container: dict[str, Any], amount: int, limited: bool, small: str) -> None:

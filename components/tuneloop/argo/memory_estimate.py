@@ -92,7 +92,11 @@ def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Mo
     head = config.get("head_dim") or hidden // heads
     counted = sum(map(count_parameters, directory.glob("*.safetensors"))) if directory else 0
     dense = "intermediate_size" in config and not any("experts" in key for key in config)
-    linears = _linears(hidden, heads * head, kv * head, config["intermediate_size"]) if dense else {}
+    linears = {}
+    if dense:
+        inner, queries, keys = config["intermediate_size"], (hidden, heads * head), (hidden, kv * head)
+        linears = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries[::-1]}
+        linears |= {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
     shape = (layers, hidden, kv, head, vocab, linears)
     if counted:
         return Model(name, counted, "counted in the headers of its safetensors files", *shape)
@@ -109,13 +113,6 @@ def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Mo
         f" + {2 * hidden + extra:,} norms and biases) + {hidden}"
     )
     return Model(name, total, how, *shape)
-
-
-def _linears(hidden: int, queries: int, keys: int, inner: int) -> dict[str, tuple[int, int]]:
-    """Return the linear layers of one layer of a Llama-like decoder."""
-    attention = {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)}
-    mlp = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
-    return {**attention, "o_proj": (queries, hidden), **mlp}
 
 
 def count_adapter_parameters(stage: Stage, model: Model) -> int | None:
@@ -183,7 +180,8 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
         parts.append((f"{count:,} × 4 weights of the reference{shared}", count * 4 / stage.nodes))
     length, batch = stage.number("max_length") or context, stage.number("per_device_train_batch_size")
     if length and batch:
-        batch *= _sequences(stage)
+        models = stage.component.options.values() if stage.component else ()
+        batch *= max((model.sequences for model in models if issubclass(model, TrainerOptions)), default=1)
         tokens, wide = batch * length, 1 if stage.flags.get("dtype") == "bfloat16" else 2
         layers = f"{model.layers} layers × 34"
         numbers = model.layers * 34
@@ -196,12 +194,6 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
         whole = f"{batch:g} × {length:g} × {model.vocab}" if logits <= LOGITS else f"{LOGITS:,}"
         parts.append((f"{whole} logits at once × 8{each}", min(logits, LOGITS) * 8 * ranks))
     return parts
-
-
-def _sequences(stage: Stage) -> int:
-    """Return how many sequences an example of a trainer has."""
-    models = stage.component.options.values() if stage.component else ()
-    return max((model.sequences for model in models if issubclass(model, TrainerOptions)), default=1)
 
 
 def _sampling_memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:

@@ -55,8 +55,9 @@ def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) 
     repeated = [step.component for step in loop.steps] if loop else []
     per_pod = config.iterations_per_pod if loop else 0
     for spec in specs:
-        if loop and spec.component is repeated[0]:
-            made |= server_templates(config)
+        if loop and spec.component is repeated[0] and config.engine.name == "vllm":
+            about = {"several": config.engine.replicas > 1, **config.published(RUN)}
+            made["serve"] = server_template(config.engine.port, config.engine.options, config.cluster, **about)
         if not (per_pod and spec.component in repeated) and spec.component.template not in made:
             made[spec.component.template] = template_of(spec, config, loop)
         if loop and spec.component is repeated[-1]:
@@ -89,14 +90,6 @@ def template_of(spec: StageSpec, config: PipelineConfig, loop: Loop | None) -> A
     dynamic = spec.accepted(["iteration", "endpoint"]) if loop else []
     ranks = {"processes": spec.processes, "nodes": spec.nodes}
     return stage_template(spec.component, spec.parameters, dynamic=dynamic, cluster=cluster, **ranks)
-
-
-def server_templates(config: Any) -> dict[str, Any]:
-    """Make the template of the rollout server, if the engine has one."""
-    if config.engine.name != "vllm":
-        return {}
-    about = {"several": config.engine.replicas > 1, **config.published(RUN)}
-    return {"serve": server_template(config.engine.port, config.engine.options, config.cluster, **about)}
 
 
 class Tasks:

@@ -1,5 +1,6 @@
 """Commands that run a pipeline on a cluster, and look at such runs."""
 
+import functools
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -59,13 +60,14 @@ def submit_run(
     from tuneloop.cluster.preflight import check_cluster, list_notices
     from tuneloop.cluster.queue_problems import find_queue_warnings
     from tuneloop.config.loading import dump_workflow, find_pipeline
-    from tuneloop.inference.fleet.graph import bring_up, find_api_version
+    from tuneloop.inference.fleet.graph import bring_up, find_api_version, render_graph
+    from tuneloop.workflow.settings import RUN_LABEL
 
-    graph = _graph(fleet, run, namespace) if fleet else None
-    found = find_pipeline(pipeline)
-    fleet_sets = []
-    if graph:  # rollouts are the graph's
+    graph, fleet_sets = None, list[str]()
+    if fleet:  # rollouts are the graph's
+        graph = render_graph(read_yaml_documents(fleet), namespace=namespace, labels={RUN_LABEL: run})
         fleet_sets = ["engine.name=endpoint", "engine.fleet=dynamo://{name}.{namespace}".format(**graph["metadata"])]
+    found = find_pipeline(pipeline)
     workflow = found.build(found.configure(config, [*fleet_sets, *(sets or ())]))
     made = run_workflows.prepare_workflow(workflow, run=run, store=store, namespace=namespace, priority=priority)
     for notice in list_notices(made):
@@ -87,11 +89,7 @@ def submit_run(
         argo.prepare_resumption(made, run_workflows.list_workflows(there, run), run)
         typer.echo(f"{run}: can be submitted to {there.context}, namespace {namespace}")
         return 0
-    begun = time.monotonic()
-
-    def create() -> str:
-        return argo.create_workflow(there, made, run)
-
+    begun, create = time.monotonic(), functools.partial(argo.create_workflow, there, made, run)
     name = bring_up(there, graph, create, tell=typer.echo) if graph else create()
     options = f" --namespace {namespace}" if namespace != "tuneloop" else ""
     options += f" --context {context}" if context else ""
@@ -103,14 +101,6 @@ def submit_run(
     argo.wait_for_run(there, run)
     ended = retry_until_available(lambda: run_workflows.find_workflows(there, run))
     return print_verdict(run, ended, time.monotonic() - begun, said, options)
-
-
-def _graph(manifest: Path, run: str, namespace: str) -> dict[str, Any]:
-    """Read the Dynamo graph of a manifest, labelled as the run's."""
-    from tuneloop.inference.fleet.graph import render_graph
-    from tuneloop.workflow.settings import RUN_LABEL
-
-    return render_graph(read_yaml_documents(manifest), namespace=namespace, labels={RUN_LABEL: run})
 
 
 def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: bool) -> int:

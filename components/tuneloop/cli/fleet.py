@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from tuneloop.cli.arguments import CONTEXT, DRY_RUN, NAMESPACE, STORE
+from tuneloop.cli.inspect import open_run
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.kube.connection import connect_to_cluster
+from tuneloop.kube.connection import connect_to_cluster, retry_until_available
 
 app = typer.Typer(no_args_is_help=True, help="Fleets of rollout workers that are brought to each version.")
 FLEET = Annotated[
@@ -36,17 +37,10 @@ def show_status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) 
 
     A Dynamo graph is shown as its cluster sees it, by the three gates of its readiness, where this is not a pod of it.
     """
-    from tuneloop.inference.fleet import parse_service_url
+    from tuneloop.inference.fleet import open_fleet, parse_service_url
 
     if fleet.startswith("dynamo:") and "KUBERNETES_SERVICE_HOST" not in os.environ:
-        name, namespace, port = parse_service_url(fleet)
-        return _gates(name, namespace, port, context)
-    return _workers(fleet, timeout)
-
-
-def _workers(fleet: str, timeout: float) -> int:
-    from tuneloop.inference.fleet import open_fleet
-
+        return _gates(*parse_service_url(fleet), context)
     rows: list[tuple[str, str, str]] = []
     served: set[str] = set()
     for worker in open_fleet(fleet).discover():
@@ -151,8 +145,6 @@ def autoscale_fleet(
     from tuneloop.cluster.autoscaling_rule import AutoscalingRule
     from tuneloop.inference.fleet import open_fleet
     from tuneloop.inference.fleet.service import Service
-    from tuneloop.kube.connection import retry_until_available
-    from tuneloop.runs.run_record import Run
 
     if minimum > maximum:
         raise UserError("--min", minimum, f"must be at most --max ({maximum})")
@@ -160,7 +152,7 @@ def autoscale_fleet(
     if not isinstance(service, Service):
         raise UserError("fleet", fleet, "must be service://name.namespace, of a Deployment of that name")
     service.context = context
-    look = functools.partial(scale_fleet, service, rule, Run.open(run, store) if run else None)
+    look = functools.partial(scale_fleet, service, rule, open_run(run, store) if run else None)
     said = look()  # what cannot be reached at first is said, not waited for
     while True:
         if said:

@@ -152,44 +152,33 @@ def _list_runs(store: str, as_json: bool) -> None:
     if not rows:
         typer.echo(f"no runs below {store}; --store names another place")
         return
+    lines = []
+    for row in rows:
+        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"])) if row["created"] else ""
+        reward = f"{row['mean_reward']:.3f} ({row['how']})" if row["mean_reward"] is not None else ""
+        known = (row["run"], row["pipeline"] or "", row["phase"], str(row["iteration"] or ""))
+        lines.append((*known, created, reward))
     columns = ("run", "pipeline", "state", "iteration", "created", "mean reward")
-    print_table(columns, map(_texts, rows), right=("iteration",), cut="mean reward")
-
-
-def _texts(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Describe a run in the table."""
-    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"])) if row["created"] else ""
-    reward = f"{row['mean_reward']:.3f} ({row['how']})" if row["mean_reward"] is not None else ""
-    return row["run"], row["pipeline"] or "", row["phase"], str(row["iteration"] or ""), created, reward
+    print_table(columns, lines, right=("iteration",), cut="mean reward")
 
 
 def _rows_of_runs(store: str) -> list[dict[str, Any]]:
     """Collect what is known of every run, oldest first; of those that cannot be read, why."""
-    from tuneloop.runs.records import list_runs
+    from tuneloop.runs.records import list_runs, read_record
+    from tuneloop.runs.run_record import Run
 
     rows = []
     for name in list_runs(store):
         row: dict[str, Any] = {"run": name, "pipeline": None, "phase": "not started here", "message": ""}
         row |= dict.fromkeys(("created", "iteration", "mean_reward", "how"))
         try:
-            row |= _row(name, store)
+            if record := read_record(name, store):  # reading all of a run that was not started here may take long
+                latest = (run := Run(name, record.store, record)).latest_reward()
+                row |= {**_progress(run), **({"mean_reward": latest.value, "how": latest.how} if latest else {})}
         except (UserError, Retryable) as error:  # the others are there all the same
             row |= {"phase": UNREAD[not isinstance(error, Corrupt)], "message": str(error)}
         rows.append(row)
     return sorted(rows, key=lambda row: (row["phase"] in UNREAD, row["created"] or 0.0, row["run"]))
-
-
-def _row(name: str, store: str) -> dict[str, Any]:
-    """Describe in the list a run that was started here: reading all of another may take long."""
-    from tuneloop.runs.records import read_record
-    from tuneloop.runs.run_record import Run
-
-    record = read_record(name, store)
-    if record is None:
-        return {}
-    run = Run(name, record.store, record)
-    latest = run.latest_reward()
-    return {**_progress(run), "mean_reward": latest.value if latest else None, "how": latest.how if latest else None}
 
 
 def _print_log(run: "Run", node: "Node", seen: dict[str, int], prefix: bool) -> None:

@@ -68,7 +68,12 @@ class Display:
         if node.phase == "Running" and not node.daemoned:
             self.running[node.id] = node
             self.waiting.pop(node.parent, None)
-            self._enter(node)
+            iteration = iteration_of(node)
+            if iteration > self.iteration or not iteration:  # an update may begin after the next batch's rollout
+                self._end_iteration()
+                self.iteration = iteration
+                if iteration and self.first is None:
+                    self.first = (iteration, time.time())
         else:
             self.running.pop(node.id, None)
         if node.phase in DONE and before not in DONE:
@@ -98,14 +103,6 @@ class Display:
                 self._print(line)
         elif ITERATION.match(line):
             self._print(line)
-
-    def _enter(self, node: Node) -> None:
-        iteration = iteration_of(node)
-        if iteration > self.iteration or not iteration:  # an update may begin after the next batch's rollout
-            self._end_iteration()
-            self.iteration = iteration
-            if iteration and self.first is None:
-                self.first = (iteration, time.time())
 
     def _ended(self, node: Node) -> None:
         seconds = format_duration(node.finished - node.started)

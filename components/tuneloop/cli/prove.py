@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from tuneloop.cli.arguments import RUN, STORE
+from tuneloop.cli.inspect import open_run
 from tuneloop.core.errors import UserError
 
 
@@ -18,10 +19,9 @@ def audit_run(
 ) -> int:
     """Prove by SHA-256 all that a run has committed, and print its root. Exit code 2 where something does not fit."""
     from tuneloop.runs import audit
-    from tuneloop.runs.run_record import Run
     from tuneloop.runs.summary import format_facts
 
-    run, proofs = Run.open(name, store), []
+    run, proofs = open_run(name, store), []
     for proof in audit.audit_run(run):
         proofs.append(proof)
         for problem in proof.problems:
@@ -49,10 +49,9 @@ def replay_run(
 ) -> int:
     """Compute an iteration once more, here, and compare. Names the first difference; exit code 2 where there is one."""
     from tuneloop.runs.replay import replay_iteration
-    from tuneloop.runs.run_record import Run
 
     differ = 0
-    for done in replay_iteration(Run.open(name, store), iteration, stage):
+    for done in replay_iteration(open_run(name, store), iteration, stage):
         differ += done.difference is not None
         typer.echo(f"{done.entry.key}: " + (done.difference or f"equal, {done.manifest.digest}"))
     return 2 if differ else 0
@@ -65,8 +64,7 @@ def bisect_runs(
 ) -> int:
     """Find where two runs depart. The first artifact, by iteration, that differs, and its first difference."""
     from tuneloop.runs.replay import find_departure
-    from tuneloop.runs.run_record import Run
 
-    found = find_departure(Run.open(name, store), Run.open(against, store))
+    found = find_departure(open_run(name, store), open_run(against, store))
     typer.echo(found or "equal as far as both go")
     return 2 if found else 0

@@ -53,7 +53,8 @@ def plan_shared(
     measured = measured or [record.run for record in read_records(store) if record.pipeline == name][-1:]
     if not measured:
         raise UserError("--measured", None, f"no run of {name} is recorded below {store}: name one, or run it")
-    runs = [_open(each, store) for each in measured]
+    places = (each.rstrip("/").rpartition("/") for each in measured)  # names, or URLs that end in one
+    runs = [Run.open(run, above or store) for above, _, run in places]
     if given and len(runs) > share.runs_per_claim:
         raise UserError("--measured", len(runs), f"runs: cluster.share.runs_per_claim is {share.runs_per_claim}")
     together = share.roles == "together"
@@ -93,12 +94,6 @@ def count_accelerators(workflow: Mapping[str, Any], share: Share) -> dict[str, i
         if of := "sampler" if stage.serves else find_device(stage.component):
             held[of] = max(held[of], stage.accelerators * stage.nodes)
     return held
-
-
-def _open(run: str, store: str) -> Run:
-    """Open the run of a name, or of a URL that ends in one."""
-    above, _, name = run.rstrip("/").rpartition("/")
-    return Run.open(name, above or store)
 
 
 def _source(run: Run) -> str:

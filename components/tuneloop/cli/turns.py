@@ -27,22 +27,20 @@ def show_device_leases(
     that works too long is ended with its run: `tuneloop cluster stop RUN`, here `tuneloop stop RUN`.
     """
     from tuneloop.sharing.lease import read_groups
+    from tuneloop.sharing.opening import STORED, open_turns
 
-    found = _in_store(store, group) if store else read_groups(connect_to_cluster(namespace, context))
+    if not store:
+        found = read_groups(connect_to_cluster(namespace, context))
+    elif group is None:
+        raise UserError("GROUP", None, "is needed beside --store: the runs' cluster.share.group")
+    else:
+        document = open_turns(f"{store}/{STORED}/{group}", who="nobody").read()
+        found = {group: document} if document.number or not document.idle else {}
     chosen = {name: document for name, document in found.items() if group in (None, name)}
     for name, document in chosen.items():
         typer.echo("\n".join(_told(name, document)))
     if not chosen:
         typer.echo(f"no turn is had or waited for{f' in group {group}' if group else ''}")
-
-
-def _in_store(store: str, group: str | None) -> "dict[str, Document]":
-    from tuneloop.sharing.opening import STORED, open_turns
-
-    if group is None:
-        raise UserError("GROUP", None, "is needed beside --store: the runs' cluster.share.group")
-    document = open_turns(f"{store}/{STORED}/{group}", who="nobody").read()
-    return {group: document} if document.number or not document.idle else {}
 
 
 def _told(group: str, document: "Document") -> list[str]:

@@ -46,10 +46,6 @@ class Kind:
     succeeded: Callable[[Object], bool | None]
 
 
-def _terminal(status: Object) -> bool | None:
-    return {"Completed": True, "Failed": False}.get(status.get("terminalState", ""))
-
-
 def _conditions(status: Object) -> bool | None:
     true = {item["type"] for item in status.get("conditions", ()) if item["status"] == "True"}
     return False if "Failed" in true else True if true & {"Complete", "Completed"} else None
@@ -65,7 +61,9 @@ SUBMITTER_ONLY = ("runtimeEnvYAML", "entrypointNumCpus", "entrypointNumGpus", "e
 """Fields of a RayJob that change how its program is submitted, and that only KubeRay's submitter passes on."""
 JOBSET_PODS = "jobset.sigs.k8s.io/jobset-name"
 KINDS = {
-    "JobSet": Kind(JOBSETS, JOBSET_PODS, _terminal),
+    "JobSet": Kind(
+        JOBSETS, JOBSET_PODS, lambda said: {"Completed": True, "Failed": False}.get(said.get("terminalState", ""))
+    ),
     "TrainJob": Kind(("trainer.kubeflow.org", "v1alpha1", "trainjobs"), JOBSET_PODS, _conditions),
     "Job": Kind(("batch", "v1", "jobs"), "batch.kubernetes.io/job-name", _conditions),
     "RayJob": Kind(RAYJOBS, "batch.kubernetes.io/job-name", _ray),  # of the pod that submits
@@ -94,7 +92,7 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: fl
     while not _create(cluster, kind, job):
         found = cluster.find(*kind.api, name)
         leaving = found is not None and "deletionTimestamp" in found["metadata"]
-        if found is not None and not leaving and kind.succeeded(_status(found)) is not False:
+        if found is not None and not leaving and kind.succeeded(found.get("status") or {}) is not False:
             break
         if found is not None and not leaving:
             delete_job(cluster, job, wait=True)
@@ -106,17 +104,20 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: fl
         standing = retry_until_available(lambda: cluster.find(*kind.api, name))
         if standing is None:
             raise Retryable(f"{name}: the job was deleted while it was followed")
-        status = _status(standing)
+        status: Object = standing.get("status") or {}
         done = kind.succeeded(status)
         stalled = status.get("jobDeploymentStatus") == "Running" and not status.get("jobStatus")
         since = since if stalled else time.monotonic()
         if stalled and time.monotonic() - since > grace:
             print(f"{name}: {submit_entrypoint(standing)}", flush=True)
             since = time.monotonic()
-        pods = retry_until_available(lambda: _pods(cluster, kind, name))
+        listed = retry_until_available(lambda: cluster.list_pods(f"{kind.pods}={name}"))
+        pods = sorted(listed, key=lambda pod: str(pod.metadata.name))
         for pod in pods:
-            if pod.metadata.uid not in read and _begun(pod):
-                arguments = (cluster, pod, _short(pod, name), True, lines)
+            states = [each.state for each in pod.status.container_statuses or ()]
+            if pod.metadata.uid not in read and any(state.running or state.terminated for state in states):
+                own = str(pod.metadata.name).removeprefix(f"{name}-")  # node-0-1-x7k2p
+                arguments = (cluster, pod, own.rpartition("-")[0] or own, True, lines)
                 read[pod.metadata.uid] = threading.Thread(target=follow_pod, args=arguments, daemon=True)
                 read[pod.metadata.uid].start()
         if done is not None:
@@ -138,7 +139,7 @@ def submit_entrypoint(job: Object) -> str:
     """
     if only := [field for field in SUBMITTER_ONLY if job["spec"].get(field)]:
         return f"nobody has submitted it; with spec.{only[0]} KubeRay's pod alone can: see why that did not start"
-    status = _status(job)
+    status = job.get("status") or {}
     body = {"entrypoint": job["spec"]["entrypoint"], "submission_id": status["jobId"]}
     try:
         code, answer = send_request("POST", f"http://{status['dashboardURL']}/api/jobs/", timeout_s=30, body=body)
@@ -162,11 +163,6 @@ def _create(cluster: Connection, kind: Kind, job: Object) -> bool:
         return False
 
 
-def _status(job: Object) -> Object:
-    status: Object = job.get("status") or {}
-    return status
-
-
 def delete_job(cluster: Connection, job: Object, *, wait: bool = False) -> None:
     """End a job: its pods get SIGTERM.
 
@@ -176,20 +172,6 @@ def delete_job(cluster: Connection, job: Object, *, wait: bool = False) -> None:
     """
     policy = "Foreground" if wait else "Background"  # a Job would leave its pods
     cluster.delete(*KINDS[str(job["kind"])].api, job["metadata"]["name"], propagation_policy=policy)
-
-
-def _pods(cluster: Connection, kind: Kind, name: str) -> list[Any]:
-    return sorted(cluster.list_pods(f"{kind.pods}={name}"), key=lambda pod: str(pod.metadata.name))
-
-
-def _begun(pod: Any) -> bool:
-    return any(s.state.running or s.state.terminated for s in pod.status.container_statuses or ())
-
-
-def _short(pod: Any, name: str) -> str:
-    """Return ``node-0-1`` for ``<job>-node-0-1-x7k2p``."""
-    own = str(pod.metadata.name).removeprefix(f"{name}-")
-    return own.rpartition("-")[0] or own
 
 
 def _code(pods: Sequence[Any], status: Object) -> int:

@@ -165,7 +165,10 @@ def compute_pod_requests(template: Mapping[str, Any], beside: Iterable[Mapping[s
         beside: containers that Argo adds to a pod of its own, not to those of a job.
     """
     if job := parse_applied_object(template):
-        return _of_job(job)
+        jobs = [each["template"]["spec"] for each in job["spec"]["replicatedJobs"]]  # Kueue admits all pods together
+        pods = ((each["parallelism"], one) for each in jobs for one in each["template"]["spec"]["containers"])
+        counted = ((count, compute_pod_requests({"container": one})) for count, one in pods)
+        return _sum({name: count * amount for name, amount in of.items()} for count, of in counted)
     ours = [*template.get("sidecars", ()), *template.get("initContainers", ())]  # they run as long as the pod
     containers = [template.get("container") or template.get("script") or {}, *ours, *beside]
     asked = []
@@ -173,13 +176,6 @@ def compute_pod_requests(template: Mapping[str, Any], beside: Iterable[Mapping[s
         resources = container.get("resources") or {}
         asked.append({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
     return _sum({k: parse_resource_quantity(v) for k, v in each.items() if "{{" not in str(v)} for each in asked)
-
-
-def _of_job(jobset: Mapping[str, Any]) -> Amounts:
-    """Compute what all pods of a JobSet ask for; Kueue admits them together."""
-    jobs = [each["template"]["spec"] for each in jobset["spec"]["replicatedJobs"]]
-    pods = [(job["parallelism"], each) for job in jobs for each in job["template"]["spec"]["containers"]]
-    return _sum({k: count * v for k, v in compute_pod_requests({"container": each}).items()} for count, each in pods)
 
 
 def parse_resource_quantity(text: Any) -> Decimal:

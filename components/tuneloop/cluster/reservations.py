@@ -21,7 +21,7 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tuneloop.argo.claims import DEVICES, GIVE, TAKE
@@ -67,8 +67,13 @@ def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = 
         if run not in active:
             raise Retryable(f"run: {run}: has no workflow any more that is under way")
         standing = {_name(claim): claim for claim in there if not is_claim_terminating(claim)}
-        for claim in standing.values():
-            _check_alike(claim, share)
+        kind, wanted = _new("", share, "")["kind"], _wanted(share)
+        for known, claim in standing.items():
+            spec = claim["spec"].get("spec", claim["spec"])
+            asked = {k: v for k, v in spec["devices"]["requests"][0]["exactly"].items() if k != "allocationMode"}
+            if (claim["kind"], asked) != (kind, wanted):
+                remedy = f"{claim['kind']} {known} of the group has {json.dumps(asked)}: ask for it, or choose a group"
+                raise UserError("cluster.share", json.dumps(wanted), remedy)
         seats = {name: filter_active_runs(list_claim_runs(claim), active)[0] for name, claim in standing.items()}
         name = choose_claim(seats, run, sys.maxsize if share.alone else share.runs_per_claim)
         stem = f"{share.group}-{role}" if role else share.group
@@ -111,12 +116,6 @@ def list_claim_runs(claim: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def list_claim_devices(claim: Mapping[str, Any]) -> list[str]:
-    """List the devices that Kubernetes has allocated to a claim; empty until the first pod is scheduled."""
-    allocated = claim.get("status", {}).get("allocation", {}).get("devices", {}).get("results", ())
-    return sorted(item["device"] for item in allocated)
-
-
 def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Active) -> bool:
     """Have `wanted`, so far as they are active, sit on `claim`; whether nobody else changed it meanwhile.
 
@@ -126,26 +125,21 @@ def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Act
     place, about = (*API, cluster.namespace, KINDS[claim["kind"]]), claim["metadata"]
     stay, owners = filter_active_runs(wanted, active)
     references = [{**OWNER, "name": name, "uid": uid} for name, uid in owners]
-    if not stay:
-        if "uid" not in about:
-            return False
-        same = {"uid": about["uid"], "resourceVersion": about["resourceVersion"]}
-        return _first(
-            lambda: cluster.custom.delete_namespaced_custom_object(*place, _name(claim), body={"preconditions": same})
-        )
-    if stay == list_claim_runs(claim) and _uids(references) == _uids(about.get("ownerReferences", ())):
+    owned = {each["uid"] for each in about.get("ownerReferences", ())}
+    if not stay and "uid" not in about:
+        return False
+    if stay and stay == list_claim_runs(claim) and owned == {uid for _, uid in owners}:
         return True
     annotations = {**about.get("annotations", {}), SEATS: json.dumps(stay)}
     body = {**claim, "metadata": {**about, "annotations": annotations, "ownerReferences": references}}
-    if "uid" in about:
-        return _first(lambda: cluster.custom.replace_namespaced_custom_object(*place, _name(claim), body))
-    return _first(lambda: cluster.custom.create_namespaced_custom_object(*place, body))
-
-
-def _first(change: Callable[[], Any]) -> bool:
-    """Return whether a change was made, and not refused because another one came before it."""
-    with ignore_refusals(404, 409):
-        change()
+    with ignore_refusals(404, 409):  # another change came before it
+        if not stay:
+            same = {"preconditions": {name: about[name] for name in ("uid", "resourceVersion")}}
+            cluster.custom.delete_namespaced_custom_object(*place, _name(claim), body=same)
+        elif "uid" in about:
+            cluster.custom.replace_namespaced_custom_object(*place, _name(claim), body)
+        else:
+            cluster.custom.create_namespaced_custom_object(*place, body)
         return True
     return False
 
@@ -167,15 +161,6 @@ def _wanted(share: Share) -> dict[str, Any]:
     return {"deviceClassName": share.device_class, "count": share.count, **selectors}
 
 
-def _check_alike(claim: Mapping[str, Any], share: Share) -> None:
-    new = _new("", share, "")
-    spec = claim["spec"].get("spec", claim["spec"])
-    asked = {k: v for k, v in spec["devices"]["requests"][0]["exactly"].items() if k != "allocationMode"}
-    if (claim["kind"], asked) != (new["kind"], _wanted(share)):
-        remedy = f"{claim['kind']} {_name(claim)} of the group has {json.dumps(asked)}: ask for it, or choose a group"
-        raise UserError("cluster.share", json.dumps(_wanted(share)), remedy)
-
-
 def _active(cluster: Connection, without: str = "") -> Active:
     """Return run → its workflows that are under way."""
     found: dict[str, list[Owner]] = defaultdict(list)
@@ -188,21 +173,6 @@ def _active(cluster: Connection, without: str = "") -> Active:
 
 def _name(claim: Mapping[str, Any]) -> str:
     return str(claim["metadata"]["name"])
-
-
-def _uids(references: Sequence[Mapping[str, Any]]) -> set[str]:
-    return {reference["uid"] for reference in references}
-
-
-def _do(given: argparse.Namespace) -> dict[str, str]:
-    """Do the step; return output → name of the claim."""
-    if LOCAL in os.environ:  # one machine has no claims: the group's name stands for one
-        return dict.fromkeys(given.seats, given.share.group if given.share else "")
-    cluster = connect_to_cluster(given.namespace)
-    if given.step == GIVE:
-        release_ended_runs(cluster, without=given.workflow)
-    roles = {seat: seat.removeprefix("claim").lstrip("-") for seat in given.seats}
-    return {seat: reserve_claim(cluster, given.workflow, given.share, role) for seat, role in roles.items()}
 
 
 def choose_claim(claims: Mapping[str, Sequence[str]], run: str, limit: int) -> str | None:
@@ -245,7 +215,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--share", type=Share.model_validate_json)
     parser.add_argument("--seats", nargs="*", default=[], help="claim, claim-trainer, claim-sampler: outputs to write")
     given = parser.parse_args(argv)
-    names = _do(given)
+    if LOCAL in os.environ:  # one machine has no claims: the group's name stands for one
+        names = dict.fromkeys(given.seats, given.share.group if given.share else "")
+    else:
+        cluster = connect_to_cluster(given.namespace)
+        if given.step == GIVE:
+            release_ended_runs(cluster, without=given.workflow)
+        roles = {seat: seat.removeprefix("claim").lstrip("-") for seat in given.seats}
+        names = {seat: reserve_claim(cluster, given.workflow, given.share, role) for seat, role in roles.items()}
     for seat, name in names.items():
         print(f"{seat}: {name}", flush=True)
     write_outputs(names)

@@ -47,20 +47,15 @@ def prepare_workflow(
         parameters[name]["value"] = value
     for mutex in spec.get("synchronization", {}).get("mutexes", ()):  # as the controller would write it
         mutex["name"] = mutex["name"].replace("{{workflow.parameters.run}}", run)
-    if priority:
-        for template in made["spec"].get("templates", ()):
-            _prioritize(template, priority)
+    for template in spec.get("templates", ()) if priority else ():
+        job = parse_applied_object(template)
+        labels = (job or template).get("metadata", {}).get("labels", {})
+        if QUEUE_LABEL in labels:
+            labels[PRIORITY_LABEL] = priority
+            if job:
+                template["resource"]["manifest"] = dump_manifest(job)
     check_names(made, run)
     return made
-
-
-def _prioritize(template: dict[str, Any], priority: str) -> None:
-    job = parse_applied_object(template)
-    labels = (job or template).get("metadata", {}).get("labels", {})
-    if QUEUE_LABEL in labels:
-        labels[PRIORITY_LABEL] = priority
-        if job:
-            template["resource"]["manifest"] = dump_manifest(job)
 
 
 def as_template(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:

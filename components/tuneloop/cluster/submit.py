@@ -138,8 +138,14 @@ def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
         return not active
 
     wait_until(ended, timeout, f"{run}: workflow did not end")
-    _delete_jobs(cluster, run)
-    wait_until(lambda: not _has_pods(cluster, run), timeout, f"{run}: pods did not end")
+    selector, live = f"{RUN_LABEL}={run}", ("Pending", "Running")
+    how = {"label_selector": selector, "propagation_policy": "Background"}  # a Job would leave its pods
+    for kind in KINDS.values():  # those of several pods outlive the step that started them
+        with ignore_refusals(403, 404):  # not installed here, or never ours to start
+            place = (*kind.api[:2], cluster.namespace, kind.api[2])
+            cluster.custom.delete_collection_namespaced_custom_object(*place, **how)
+    over = f"{run}: pods did not end"
+    wait_until(lambda: all(pod.status.phase not in live for pod in cluster.list_pods(selector)), timeout, over)
     with ignore_refusals(403, 404):  # no claims here, or not this account's to end
         release_ended_runs(cluster)  # one that was terminated had no exit handler
     release_leases(cluster, run)
@@ -153,42 +159,22 @@ def delete_forgotten_pods(cluster: Connection) -> None:
     Where that fails they stay, and a line says so; an account that may not delete pods leaves them. Pods of a workflow
     with another delay than ours are not touched.
     """
-    try:
-        _delete_forgotten_pods(cluster)
-    except (UserError, Retryable) as error:
-        print_diagnostic(f"note: pods that Argo's controller has forgotten may stay: {error}", 0)
-
-
-def _delete_forgotten_pods(cluster: Connection) -> None:
     selector = f"{RUN_LABEL},workflows.argoproj.io/completed=false"  # those that it keeps are labelled
     workflows: dict[str, list[str]] = {}
-    for pod in cluster.list_pods(selector, field_selector="status.phase=Succeeded", limit=500):
-        changes = [each.last_transition_time for each in pod.status.conditions or ()]
-        changed = max(filter(None, changes), default=pod.metadata.creation_timestamp)
-        if time.time() - changed.timestamp() > FORGOTTEN_S:
-            workflows.setdefault(pod.metadata.labels[WORKFLOW_LABEL], []).append(pod.metadata.name)
-    for workflow, pods in workflows.items():
-        found = cluster.find(*WORKFLOWS, workflow) or {}
-        ours = found.get("spec", {}).get("podGC", {}).get("deleteDelayDuration") == DELETE_DELAY
-        for name in pods if ours and get_workflow_phase(found) in DONE else ():
-            with ignore_refusals(403, 404):  # not this account's to delete, or somebody was faster
-                cluster.core.delete_namespaced_pod(name, cluster.namespace)
-
-
-def _delete_jobs(cluster: Connection, run: str) -> None:
-    """End the jobs of a run by name: those of several pods outlive the step that started them."""
-    for kind in KINDS.values():
-        group, version, plural = kind.api
-        with ignore_refusals(403, 404):  # not installed here, or never ours to start
-            cluster.custom.delete_collection_namespaced_custom_object(
-                *(group, version, cluster.namespace, plural),
-                label_selector=f"{RUN_LABEL}={run}",
-                propagation_policy="Background",  # a Job would leave its pods
-            )
-
-
-def _has_pods(cluster: Connection, run: str) -> bool:
-    return any(pod.status.phase in ("Pending", "Running") for pod in cluster.list_pods(f"{RUN_LABEL}={run}"))
+    try:
+        for pod in cluster.list_pods(selector, field_selector="status.phase=Succeeded", limit=500):
+            changes = [each.last_transition_time for each in pod.status.conditions or ()]
+            changed = max(filter(None, changes), default=pod.metadata.creation_timestamp)
+            if time.time() - changed.timestamp() > FORGOTTEN_S:
+                workflows.setdefault(pod.metadata.labels[WORKFLOW_LABEL], []).append(pod.metadata.name)
+        for workflow, pods in workflows.items():
+            found = cluster.find(*WORKFLOWS, workflow) or {}
+            ours = found.get("spec", {}).get("podGC", {}).get("deleteDelayDuration") == DELETE_DELAY
+            for name in pods if ours and get_workflow_phase(found) in DONE else ():
+                with ignore_refusals(403, 404):  # not this account's to delete, or somebody was faster
+                    cluster.core.delete_namespaced_pod(name, cluster.namespace)
+    except (UserError, Retryable) as error:
+        print_diagnostic(f"note: pods that Argo's controller has forgotten may stay: {error}", 0)
 
 
 def wait_for_run(cluster: Connection, run: str) -> int:

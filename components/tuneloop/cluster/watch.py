@@ -160,20 +160,15 @@ def refresh_claims(cluster: Connection) -> dict[str, str]:
 
 
 def _claims(cluster: Connection, run: str | None = None) -> dict[str, str]:
-    found = reservations.list_claims(cluster)
-    return {
-        each["metadata"]["name"]: _seated(each)
-        for each in found
-        if run is None or run in reservations.list_claim_runs(each)
-    }
-
-
-def _seated(claim: Mapping[str, Any]) -> str:
-    """Say what a claim has, and whose it is."""
-    told = f"runs {', '.join(reservations.list_claim_runs(claim))}"
-    if claim["kind"] != "ResourceClaim":
-        return f"a claim for each pod; {told}"
-    return f"{', '.join(reservations.list_claim_devices(claim)) or 'no device until a pod is scheduled'}; {told}"
+    """Return claim → what it has, and whose it is."""
+    told = {}
+    for claim in reservations.list_claims(cluster):
+        if run in (None, *(runs := reservations.list_claim_runs(claim))):
+            given = claim.get("status", {}).get("allocation", {}).get("devices", {}).get("results", ())
+            devices = ", ".join(sorted(item["device"] for item in given)) or "no device until a pod is scheduled"
+            has = devices if claim["kind"] == "ResourceClaim" else "a claim for each pod"
+            told[claim["metadata"]["name"]] = f"{has}; runs {', '.join(runs)}"
+    return told
 
 
 def _why(pod: Any, queued: Mapping[str, str]) -> str:
@@ -197,8 +192,7 @@ def _why_queued(labels: Mapping[str, str], name: str, queued: Mapping[str, str])
 def _workloads(cluster: Connection) -> dict[str, str]:
     """Return the name of a pod or job → what Kueue says of it."""
     said = {}
-    found = cluster.list(*WORKLOADS)
-    for workload in found:
+    for workload in cluster.list(*WORKLOADS):
         conditions = {c["type"]: c for c in workload.get("status", {}).get("conditions", ())}
         reserved = conditions.get("QuotaReserved", {})
         text = reserved.get("message") or "waiting for its turn"
@@ -227,7 +221,9 @@ def read_logs(
     begun = _seconds(created[0]) if created else 0.0  # a job's pods do not say which workflow they are of
     while True:
         over = all(get_workflow_phase(w) in DONE for w in found) or not follow
-        for pod in retry_until_available(lambda: _started(cluster, run)):
+        pods = retry_until_available(lambda: cluster.list_pods(f"{RUN_LABEL}={run}"))
+        there = [pod for pod in pods if any(s.state.running or s.state.terminated for s in _mains(pod))]
+        for pod in sorted(there, key=lambda pod: pod.metadata.creation_timestamp):
             name = get_stage_name(pod)
             mine = stage in (None, name) and pod.metadata.creation_timestamp.timestamp() >= begun
             if mine and pod.metadata.uid not in read:
@@ -255,13 +251,6 @@ def get_stage_name(pod: Any) -> str:
     """Return the name of a pod's stage in the graph, without the number of the attempt."""
     name = (pod.metadata.annotations or {}).get(NODE_NAME, pod.metadata.name)
     return str(name).rsplit(".", 1)[-1].split("(")[0]
-
-
-def _started(cluster: Connection, run: str) -> list[Any]:
-    """List the pods whose main container has begun, or ended, oldest first."""
-    pods = cluster.list_pods(f"{RUN_LABEL}={run}")
-    begun = [pod for pod in pods if any(s.state.running or s.state.terminated for s in _mains(pod))]
-    return sorted(begun, key=lambda pod: pod.metadata.creation_timestamp)
 
 
 def _mains(pod: Any) -> list[Any]:

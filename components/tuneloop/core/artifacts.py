@@ -281,11 +281,6 @@ class Draft:
             store.upload(f"{self.attempt}/{name}", self.path / name)
         return files
 
-    def _parts(self, store: Store) -> dict[str, File]:
-        """Return the files that other machines contributed."""
-        listings = [json.loads(store.get(key) or b"{}") for key in store.keys(f"{self.attempt}/{PARTS}")]
-        return {name: File(**about) for listing in listings for name, about in listing.items()}
-
     def commit(self, **about: Any) -> Manifest:
         """Digest the files, move them, create the manifest if absent.
 
@@ -300,7 +295,9 @@ class Draft:
         """
         store = self._store
         if store.root is None:
-            files = self._parts(store) | self._upload(store)
+            listings = [json.loads(store.get(key) or b"{}") for key in store.keys(f"{self.attempt}/{PARTS}")]
+            theirs = {name: File(**about) for listing in listings for name, about in listing.items()}
+            files = theirs | self._upload(store)
         else:
             files = hash_files(self.path)
             for name in files:

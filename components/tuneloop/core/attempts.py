@@ -6,6 +6,7 @@ reads what the attempt before left below its output, and gives up where more tha
 have brought no progress: no commit, no new resume point, no answered request. A first attempt reads and writes nothing.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -58,7 +59,10 @@ def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
     number = read_attempt()
     if number < 1:
         return
-    phase, code, message = read_last_end()
+    phase, _, rest = os.environ.get(LAST_END, "").partition(" ")  # as the workflow engine passes it
+    code, message = NO_EXIT_CODE, rest
+    with contextlib.suppress(ValueError):
+        code, message = int(rest.partition(" ")[0]), rest.partition(" ")[2]
     end = classify_end(phase, code, message) if LAST_END in os.environ else FOR_NOW
     if end is MEMORY:
         _check_memory(number)
@@ -96,16 +100,6 @@ def record_progress(store: Store) -> None:
 def read_attempt() -> int:
     """Read the number of this attempt, from 0; 0 outside a pod."""
     return int(os.environ.get(ATTEMPT) or 0)
-
-
-def read_last_end() -> tuple[str, int, str]:
-    """Read phase, exit code and message of the attempt before this one, as the workflow engine passes them."""
-    phase, _, rest = os.environ.get(LAST_END, "").partition(" ")
-    code, _, message = rest.partition(" ")
-    try:
-        return phase, int(code), message
-    except ValueError:
-        return phase, NO_EXIT_CODE, rest
 
 
 def _read_record(store: Store, number: int) -> Record | None:

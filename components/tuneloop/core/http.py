@@ -139,6 +139,4 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 os.register_at_fork(after_in_child=_event_loop.cache_clear)  # a fork has the loop, but not its thread
-
-
 _read_certificates = functools.cache(ssl.create_default_context)

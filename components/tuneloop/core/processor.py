@@ -36,7 +36,8 @@ enough (seen with ONEDNN_VERBOSE=1)."""
 PATIENCE_S = 60
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
-_limited: dict[str, str] = {}
+LIMITED: dict[str, str] = {}
+"""For the provenance: what is held back here, and why; empty where nothing is."""
 
 
 def check_processor() -> None:
@@ -46,7 +47,7 @@ def check_processor() -> None:
         UserError: the variable has another value than those it knows.
     """
     answer, why = find_answer()
-    if answer == "bad" and not _limited:
+    if answer == "bad" and not LIMITED:
         limit_libraries(why)
         if int(os.environ.get("RANK", "0")) == 0:
             line = f"processor: AMX is not used ({why}); oneDNN and vLLM are held to {LIMIT}"
@@ -60,11 +61,6 @@ def limit_workers() -> None:
     """
     if os.environ.get(VARIABLE) == "bad":
         limit_libraries(f"{VARIABLE}=bad")
-
-
-def describe_limits() -> dict[str, str]:
-    """Say, for the provenance, what is held back here, and why; empty where nothing is."""
-    return dict(_limited)
 
 
 def find_answer() -> tuple[Answer, str]:
@@ -154,7 +150,7 @@ def limit_libraries(why: str) -> None:
     os.environ[VARIABLE] = "bad"
     for question in ("_is_amx_tile_supported", "_is_amx_fp16_supported", "_init_amx"):
         setattr(torch.cpu, question, lambda: False)
-    _limited.update({"amx": "not used", "why": why, name: os.environ[name]})
+    LIMITED.update({"amx": "not used", "why": why, name: os.environ[name]})
 
 
 def _file() -> Path:

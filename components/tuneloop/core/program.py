@@ -123,16 +123,11 @@ def _decoder(field: FieldInfo) -> Callable[[str], Any]:
         except json.JSONDecodeError:
             return text
 
-    return decode if _is_structured(field.annotation) else str
-
-
-def _is_structured(annotation: Any) -> bool:
-    if get_origin(annotation) is Literal:
-        return False
-    kinds = [get_origin(part) or part for part in (annotation, *get_args(annotation))]
-    return any(
-        isinstance(kind, type) and issubclass(kind, (BaseModel, dict, list, tuple, type(None))) for kind in kinds
-    )
+    if get_origin(field.annotation) is Literal:
+        return str
+    kinds = [get_origin(part) or part for part in (field.annotation, *get_args(field.annotation))]
+    structured = (BaseModel, dict, list, tuple, type(None))
+    return decode if any(isinstance(kind, type) and issubclass(kind, structured) for kind in kinds) else str
 
 
 class Parser(argparse.ArgumentParser):

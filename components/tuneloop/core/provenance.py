@@ -30,7 +30,7 @@ def collect_provenance(start: float, world_size: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if torch and cuda else f"cpu ({platform.machine()})",
         "devices": list_device_ids(),
-        **({"processor": limits} if (limits := processor.describe_limits()) else {}),
+        **({"processor": dict(processor.LIMITED)} if processor.LIMITED else {}),
         "threads": torch.get_num_threads() if torch else None,
         "world_size": world_size,
         "host": socket.gethostname(),

@@ -101,20 +101,15 @@ class Columns(BaseModel, frozen=True, extra="forbid"):
         """
         if not len(rows):
             raise UserError("data", where, "is empty; point it at a table with at least one row")
-        for role, column in self._columns():
-            if column not in rows[0]:
+        own = [(role, getattr(self, role)) for role in ("prompt", "input", "answer", "completion", "rejected")]
+        for role, column in [*own, *(("metadata", column) for column in self.metadata)]:
+            if column is not None and column not in rows[0]:
                 known = ", ".join(rows[0])
                 raise UserError(f"source_args.columns.{role}", column, f"no such column in {where}; it has: {known}")
         order = array("q", range(len(rows)))
         if seed is not None:
             random.Random(seed).shuffle(order)
         return (self._example(rows[index], f"{where} row {index}") for index in order)
-
-    def _columns(self) -> Iterator[tuple[str, str]]:
-        for role in ("prompt", "input", "answer", "completion", "rejected"):
-            if (column := getattr(self, role)) is not None:
-                yield role, column
-        yield from (("metadata", column) for column in self.metadata)
 
     def _example(self, row: Mapping[str, Any], where: str) -> Example:
         prompt = row.get(self.prompt)
@@ -127,30 +122,23 @@ class Columns(BaseModel, frozen=True, extra="forbid"):
             answer = row.get(self.answer)
             if isinstance(answer, bool) or not isinstance(answer, str | int | float):
                 raise UserError(where, answer, f"column {self.answer!r} must hold text or a number")
-            answer = self._cut(str(answer), where)
+            answer = str(answer)
+            if self.answer_regex is not None:
+                found = re.search(self.answer_regex, answer)
+                if found is None or not found.groups():
+                    remedy = f"source_args.columns.answer_regex {self.answer_regex!r} finds no group in it"
+                    raise UserError(where, answer, remedy)
+                answer = found.group(1)
         completion, rejected = (_text(row, column, where) for column in (self.completion, self.rejected))
         metadata = {column: row.get(column) for column in self.metadata}
         if answer is None:
             return Example(prompt, None, demonstration=completion, rejected=rejected, metadata=metadata)
         return Example(prompt, answer, completion, rejected=rejected, metadata=metadata)
 
-    def _cut(self, answer: str, where: str) -> str:
-        if self.answer_regex is None:
-            return answer
-        found = re.search(self.answer_regex, answer)
-        if found is None or not found.groups():
-            raise UserError(
-                where, answer, f"source_args.columns.answer_regex {self.answer_regex!r} finds no group in it"
-            )
-        return found.group(1)
-
 
 def _is_chat(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
-    )
+    messages = value if isinstance(value, list) else []
+    return bool(messages) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
 
 
 def _text(row: Mapping[str, Any], column: str | None, where: str) -> str | None:

@@ -49,7 +49,6 @@ def load_splits(
         UserError: no such data set, split or column, or no rows.
         Retryable: the hub does not answer.
     """
-
     own = {"sft": sft_columns or columns, "preference": preference_columns or columns}
 
     def stream(part: str, split: str) -> Iterator[Example]:

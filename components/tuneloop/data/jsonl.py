@@ -56,7 +56,6 @@ def load_splits(
     Raises:
         UserError: a file that cannot be read, is empty or lacks a column.
     """
-
     own = {"sft": sft_columns or columns, "preference": preference_columns or columns}
 
     def stream(name: str, file: str) -> Iterator[Example]:

@@ -1,5 +1,6 @@
 """The file that `rollout` writes and `reward`, `policy_update` and people read: its columns, and how rows are made."""
 
+import bisect
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,20 +20,13 @@ ROWS = 1024
 """In a row group."""
 SCHEMA = pa.schema(
     {
-        "request_id": pa.string(),
-        "group": pa.string(),
-        "id": pa.string(),
+        **dict.fromkeys(("request_id", "group", "id"), pa.string()),
         "prompt_ids": pa.list_(pa.int32()),
         "completion_ids": pa.list_(pa.int32()),
         "logprobs": pa.list_(pa.float32()),
         "loss_mask": pa.list_(pa.bool_()),
         "policy_versions": pa.list_(pa.int32()),
-        "finish_reason": pa.string(),
-        "prompt": pa.string(),
-        "completion": pa.string(),
-        "answer": pa.string(),
-        "reward_spec": pa.string(),
-        "metadata": pa.string(),
+        **dict.fromkeys(("finish_reason", "prompt", "completion", "answer", "reward_spec", "metadata"), pa.string()),
     }
 )
 
@@ -64,6 +58,19 @@ def make_rows(
         }
         for sample, said in enumerate(completions)
     ]
+
+
+def read_rows(file: pq.ParquetFile, places: Sequence[int], columns: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Read the rows at `places` of a Parquet file, all columns or these; at most a row group is in memory."""
+    sizes = [file.metadata.row_group(k).num_rows for k in range(file.metadata.num_row_groups)]
+    ends, groups = [*itertools.accumulate(sizes)], dict[int, list[int]]()
+    for place in places:
+        groups.setdefault(bisect.bisect_right(ends, place), []).append(place)
+    by_place: dict[int, dict[str, Any]] = {}
+    for k, wanted in groups.items():
+        part = file.read_row_group(k, columns=[*columns] or None)
+        by_place |= zip(wanted, part.take([place - ends[k] + sizes[k] for place in wanted]).to_pylist())
+    return [by_place[place] for place in places]
 
 
 def write_rollouts(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

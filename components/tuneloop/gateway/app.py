@@ -309,6 +309,7 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         return StreamingResponse(gateway.watch(caller, id), media_type="text/event-stream")
 
     @app.delete("/v1/sessions/{id}")
+    @app.post("/api/v1/sessions/{id}/finish")
     def end(id: str, caller: Known) -> Response:
         gateway.end(caller, id)
         return Response(status_code=204)
@@ -324,11 +325,6 @@ def _add_tinker_routes(app: FastAPI, gateway: Gateway) -> None:
         names = {"namespace": fields.get("project_id") or "", "display_name": fields.get("display_name") or ""}
         session, _ = gateway.create(caller, Wanted.model_validate({**names, **wanted}), _key(request))
         return {"type": "create_session", "session_id": session.id}
-
-    @app.post("/api/v1/sessions/{id}/finish")
-    def finish(id: str, caller: Known) -> Response:
-        gateway.end(caller, id)
-        return Response(status_code=204)
 
     @app.post("/api/v1/client/config")
     @app.post("/api/v1/client/dynamic_config")

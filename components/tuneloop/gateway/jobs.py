@@ -151,7 +151,9 @@ def _phase(job: Any, pod: Any) -> tuple[Phase, str]:
         return "ending", "was ended; its pod may still be there"
     over = {each.type: each for each in job.status.conditions or () if each.status == "True"}
     if "Failed" in over:
-        return "failed", " ".join(filter(None, (over["Failed"].message, _last_words(pod))))
+        states = [each.state.terminated for each in (pod and pod.status.container_statuses) or ()]
+        words = [f"(exit {each.exit_code}, {each.reason})" for each in states if each][:1]
+        return "failed", " ".join(filter(None, (over["Failed"].message, *words)))
     if "Complete" in over:
         return "ended", "nobody asked for anything"
     if job.spec.suspend:
@@ -164,8 +166,3 @@ def _phase(job: Any, pod: Any) -> tuple[Phase, str]:
     unscheduled = [each.message for each in conditions if each.type == "PodScheduled" and each.status == "False"]
     waiting = [each.state.waiting for each in pod.status.container_statuses or () if each.state and each.state.waiting]
     return "starting", "; ".join([*map(str, unscheduled), *(f"{each.reason}" for each in waiting)])
-
-
-def _last_words(pod: Any) -> str:
-    ended = [each.state.terminated for each in (pod and pod.status.container_statuses) or () if each.state.terminated]
-    return f"(exit {ended[0].exit_code}, {ended[0].reason})" if ended else ""

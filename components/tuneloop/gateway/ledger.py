@@ -103,7 +103,10 @@ class Ledger:
             Refused: no new one is taken.
         """
         with self._changed:
-            self._sweep()
+            if (now := time.monotonic()) - self._swept >= SWEEP:
+                self._swept = now
+                for each in self._streams.values():
+                    each.entries = {place: kept for place, kept in each.entries.items() if kept.until > now}
             if (known := self._streams.get(stream)) is None:
                 raise Gone(f"{stream} is not known here")
             if number is None:
@@ -173,13 +176,6 @@ class Ledger:
         with self._changed:
             self._ready.extendleft(reversed(entries))
             self._changed.notify_all()
-
-    def _sweep(self) -> None:
-        if (now := time.monotonic()) - self._swept < SWEEP:
-            return
-        self._swept = now
-        for stream in self._streams.values():
-            stream.entries = {number: entry for number, entry in stream.entries.items() if entry.until > now}
 
     def _advance(self, stream: Stream, entry: Entry) -> None:
         if stream.following is None:

@@ -14,8 +14,6 @@ from tuneloop.training.lora import Lora
 
 ALPHA = 32.0
 """lora_alpha of adapters, as Tinker has it."""
-
-
 Number = Annotated[int, Field(ge=0, lt=2**31)]
 """Of a request, a model or a sampling session; seconds."""
 

@@ -1,5 +1,6 @@
 """Sessions as child processes of the gateway, on one machine. They end with it."""
 
+import contextlib
 import datetime
 import math
 import os
@@ -113,7 +114,9 @@ class Processes:
         if child.ending:
             return replace(child.session, phase="ending")
         if code is None:
-            ready = child.session.phase == "running" or _answers(str(child.session.address))
+            ready = child.session.phase == "running"
+            with contextlib.suppress(Unanswered):
+                ready = ready or send_request("GET", f"http://{child.session.address}/health", timeout_s=0.2)[0] == 200
             child.session = replace(child.session, phase="running" if ready else "starting")
             return child.session
         child.ended = min(child.ended, time.monotonic())
@@ -132,10 +135,3 @@ def _wait_or_kill(process: subprocess.Popen[bytes], grace_s: float) -> None:
     except subprocess.TimeoutExpired:
         _signal(process, signal.SIGKILL)
         process.wait()
-
-
-def _answers(address: str) -> bool:
-    try:
-        return send_request("GET", f"http://{address}/health", timeout_s=0.2)[0] == 200
-    except Unanswered:
-        return False

@@ -10,7 +10,6 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
@@ -272,14 +271,12 @@ class Session:
         wanted: list[tuple[messages.Sample, list[int]]] = [entry.request for entry in entries]
         first = wanted[0][0]
         snapshot, params = self._snapshot(first.sampling_session_id), first.sampling_params
-        limit, stops = _read_limits(checkpoint.model_dir(snapshot.base))
+        context, vocabulary, stops = _read_limits(checkpoint.model_dir(snapshot.base))
         for _, ids in wanted:
-            room = limit.context - len(ids)
-            if room < 1 or not 0 <= min(ids) <= max(ids) < limit.vocabulary:
+            if len(ids) >= context or not 0 <= min(ids) <= max(ids) < vocabulary:
                 span = f"{len(ids)} tokens, {min(ids)} to {max(ids)}"
-                remedy = f"the model has {limit.vocabulary} tokens and a context of {limit.context}"
-                raise UserError("prompt", span, remedy)
-        length = min([params.max_tokens or limit.context, *(limit.context - len(ids) for _, ids in wanted)])
+                raise UserError("prompt", span, f"the model has {vocabulary} tokens and a context of {context}")
+        length = min([params.max_tokens or context, *(context - len(ids) for _, ids in wanted)])
         if len(wanted) > 1 and length < (params.max_tokens or 0):
             raise UserError("prompt", length, "one of several has less room; they are done one by one")
         sampling = Sampling(params.temperature, length, stops if params.stop is None else tuple(map(int, params.stop)))
@@ -333,22 +330,14 @@ class Session:
         return f"{self.artifacts.rpartition('/')[0]}/{name}/{kind.replace(':', '-')}/{rest}"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Of a model: the most tokens of a sequence, and ids stay below `vocabulary`."""
-
-    context: int
-    vocabulary: int
-
-
 @functools.lru_cache(8)
-def _read_limits(directory: Path) -> tuple[Limits, tuple[int, ...]]:
-    """Read what a prompt must keep to, and the ids that end a completion where nobody says otherwise."""
+def _read_limits(directory: Path) -> tuple[int, int, tuple[int, ...]]:
+    """Read a model's context, the size of its vocabulary, and what ends a completion where nobody says otherwise."""
     from transformers import AutoConfig
 
     text = AutoConfig.from_pretrained(directory).get_text_config()
     context = int(getattr(text, "max_position_embeddings", 1 << 30))
-    return Limits(context, int(text.vocab_size)), stop_ids(load_tokenizer(directory), directory)
+    return context, int(text.vocab_size), stop_ids(load_tokenizer(directory), directory)
 
 
 def _seeds(request: messages.Sample, number: int) -> list[int]:

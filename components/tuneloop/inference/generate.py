@@ -1,9 +1,7 @@
 """What `rollout` and `evaluate` share: from prompts and a policy to completions that provably came from it."""
 
-import bisect
 import contextlib
 import functools
-import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +15,7 @@ from tuneloop.core.artifacts import Artifact, Role
 from tuneloop.core.component import UNTRACKED, Component, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import SEPARATED, tell_versions_apart
-from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, request_id
+from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, read_rows, request_id
 from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
 from tuneloop.inference.engines import Engine, Remote, Sampling
 from tuneloop.inference.engines._replicas import Replicas
@@ -104,17 +102,7 @@ class Prompts:
 
     def rows(self, places: Sequence[int]) -> list[dict[str, Any]]:
         """Return the rows at `places`, with the columns `COLUMNS`; at most a row group in memory."""
-        metadata = self._file.metadata
-        ends = list(itertools.accumulate(metadata.row_group(k).num_rows for k in range(metadata.num_row_groups)))
-        groups: dict[int, list[int]] = {}
-        for place in places:
-            groups.setdefault(bisect.bisect_right(ends, place), []).append(place)
-        by_place: dict[int, dict[str, Any]] = {}
-        for k, wanted in groups.items():
-            start = ends[k] - metadata.row_group(k).num_rows
-            part = self._file.read_row_group(k, columns=list(COLUMNS)).take([place - start for place in wanted])
-            by_place |= zip(wanted, part.to_pylist())
-        return [by_place[place] for place in places]
+        return read_rows(self._file, places, COLUMNS)
 
 
 def generate_completions(

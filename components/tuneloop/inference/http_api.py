@@ -64,8 +64,6 @@ MAX_BYTES = 2**28
 """Of a body: some 40 million token ids."""
 WAIT_S = 600.0
 """Seconds that a request waits at most while the engine sleeps, wakes up or is paused."""
-
-
 Version = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
@@ -186,7 +184,10 @@ class HttpApi:
         ``<version>@<digest of the checkpoint>``."""
         if self.follower:
             raise UserError("model_path", model_path, "this server follows --weights; publish the version there")
-        policy = await asyncio.to_thread(_fetch, _reference(model_path, weight_version))
+        path, digest = Path(model_path), weight_version.partition("@")[2]
+        around = path.is_absolute() and path.name == "model"  # the artifact is around it
+        url = str(path.parent.parent) if around else split_ref(model_path)[0]
+        policy = await asyncio.to_thread(_fetch, f"{url}@{digest}")
         await asyncio.wrap_future(change_policy(self.loop, policy))
         return await self.label()
 
@@ -271,13 +272,6 @@ class HttpApi:
 def change_policy(loop: EngineLoop, policy: Artifact) -> Future[dict[str, float]]:
     """Have `policy` served."""
     return loop.change(policy.part("model"), policy.manifest.facts["version"], policy.manifest.digest)
-
-
-def _reference(model: str, label: str) -> str:
-    """Return the reference of the checkpoint that is meant; of its ``model`` directory the artifact around it."""
-    path, digest = Path(model), label.partition("@")[2]
-    url = str(path.parent.parent) if path.is_absolute() and path.name == "model" else split_ref(model)[0]
-    return f"{url}@{digest}"
 
 
 def _fetch(ref: str) -> Artifact:

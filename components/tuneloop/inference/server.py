@@ -90,7 +90,12 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
         change_policy(loop, policy).result()
     if follower:
         follower.start()
-        _wait_for_a_version(loop, follower)
+        if not loop.engine.digest:
+            print_diagnostic(f"serve: waits for a version below {follower.store.url}", 0)
+        while loop.trouble:  # a server that only follows cannot start before something is published
+            if loop.broken:
+                raise Retryable(loop.trouble)
+            time.sleep(0.05)
     import uvicorn
 
     attempts = Store(options.attempts) if options.attempts else None
@@ -119,18 +124,15 @@ def _open_policy(ref: str) -> Artifact:
     Which of them it is matters to nobody: a client has the server load the version that it samples from.
     """
     asked = policy = Artifact(ref)
-    while (before := policy.manifest.inputs.get("policy")) and not _has_model(policy):
+    while before := policy.manifest.inputs.get("policy"):
+        root = policy.manifest.root
+        wanted = {f"{root}/{name}" for name in policy.manifest.files if name.startswith("model/")}
+        if wanted <= {*Store(policy.url).keys(f"{root}/model")}:  # none is missing: a deletion may be half done
+            break
         policy = Artifact(before)
     if policy is not asked:
         print_diagnostic(f"serve: {asked.url} was deleted; it boots with {policy.url}", 0)
     return policy
-
-
-def _has_model(policy: Artifact) -> bool:
-    """Say whether no file of the model is missing; a deletion may have been killed half-way."""
-    root = policy.manifest.root
-    wanted = {f"{root}/{name}" for name in policy.manifest.files if name.startswith("model/")}
-    return wanted <= {*Store(policy.url).keys(f"{root}/model")}
 
 
 def serve_until_signalled(server: Any, listener: socket.socket, drain: Callable[[], None] = lambda: None) -> None:
@@ -154,16 +156,6 @@ def serve_until_signalled(server: Any, listener: socket.socket, drain: Callable[
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, stop)
     server.run(sockets=[listener])
-
-
-def _wait_for_a_version(loop: EngineLoop, follower: Follower) -> None:
-    """Wait until something is published: a server that only follows cannot start before."""
-    if not loop.engine.digest:
-        print_diagnostic(f"serve: waits for a version below {follower.store.url}", 0)
-    while loop.trouble:
-        if loop.broken:
-            raise Retryable(loop.trouble)
-        time.sleep(0.05)
 
 
 def bind_address(host: str, port: int) -> socket.socket:

@@ -13,7 +13,7 @@ import math
 import re
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -199,9 +199,16 @@ def list_tasks(run: Any) -> list[TaskStatus]:
     """List the tasks of a run by start, as its graph names them."""
     details, names = (run.run_details and run.run_details.task_details) or [], _names(run)
     nodes: dict[str, Any] = {}
-    for each in sorted(details, key=lambda each: _attempt_of(each.display_name)):  # that of all attempts is the last
+
+    def attempt_of(each: Any) -> float:
+        match = ATTEMPT.search(each.display_name or "")
+        return int(match[1]) if match else math.inf
+
+    for each in sorted(details, key=attempt_of):  # that of all attempts is the last
         name = ATTEMPT.sub("", each.display_name or "root")
-        if name in names or not _is_inner(name, each):
+        pods = [child.pod_name or "" for child in each.child_tasks or ()]
+        # KFP makes nodes, too; the one of the whole workflow has its name, with which its pods' names begin.
+        if name in names or not (INNER.fullmatch(name) or any(pod.startswith(f"{name}-") for pod in pods)):
             nodes[name] = each
     started = sorted(nodes.items(), key=lambda item: (item[1].start_time is None, str(item[1].start_time)))
     listed = []
@@ -235,19 +242,10 @@ def _pods(client: Any, run_id: str) -> list[tuple[str, str]]:
     ordered = sorted(pods, key=lambda node: str(node.get("startedAt")))
     # Argo's rule for the name of a node's pod (its pod-name format v2).
     names = [f"{node['templateName']}-{str(node['id']).rpartition('-')[2]}" for node in ordered]
-    return [(_task_of(node), f"{workflow['metadata']['name']}-{name}") for node, name in zip(ordered, names)]
-
-
-def _task_of(node: Mapping[str, Any]) -> str:
-    """``wf.root.sft.executor`` is of the task ``sft``, as is ``wf(0).root(0).sft(0).executor(0)``."""
-    path = [ATTEMPT.sub("", part) for part in str(node["name"]).split(".")]
-    return [part for part in path if part != "executor"][-1]
-
-
-def _attempt_of(name: str | None) -> float:
-    """Return the attempt that a node is, infinity for the node of all."""
-    match = ATTEMPT.search(name or "")
-    return int(match[1]) if match else math.inf
+    # ``wf.root.sft.executor`` is of the task ``sft``, as is ``wf(0).root(0).sft(0).executor(0)``.
+    paths = [[ATTEMPT.sub("", part) for part in node["name"].split(".")] for node in ordered]
+    tasks = [next(part for part in reversed(path) if part != "executor") for path in paths]
+    return [(task, f"{workflow['metadata']['name']}-{name}") for task, name in zip(tasks, names)]
 
 
 def _get(client: Any, path: str) -> str | None:
@@ -271,12 +269,6 @@ def _named(client: Any, run: str) -> list[Any]:
     with translate_api_errors(run):
         listed = client.list_runs(page_size=100, sort_by="created_at desc", filter=match_name(run))
     return list(listed.runs or [])
-
-
-def _is_inner(name: str, task: Any) -> bool:
-    """Whether KFP made the node; the one of the whole workflow has its name, with which its pods' names begin."""
-    pods = [child.pod_name or "" for child in task.child_tasks or ()]
-    return bool(INNER.fullmatch(name)) or any(pod.startswith(f"{name}-") for pod in pods)
 
 
 def _names(run: Any) -> dict[str, str]:

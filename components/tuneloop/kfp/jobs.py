@@ -63,13 +63,9 @@ def launch_step(
         "job": (dsl.OutputPath(str), REQUIRED),
     }
     command = ["python3", "-m", "tuneloop.kfp.launch"]
-    extra = ["--namespace", kfp.jobs, "--manifest", _as_text(job)]
+    # Neither KFP nor the kubelet finds something to replace in it: no tag, no variable.
+    text = json.dumps(job, separators=(",", ":")).replace("$(", "\\u0024(").replace("{{", "{\\u007b")
+    extra = ["--namespace", kfp.jobs, "--manifest", text]
     kind, summary = str(job["kind"]).lower(), f"Launch a {job['kind']} and follow it."
     made = define_container_component(kind, summary, signature, ABOUT, image, command, extra)
     return make_step(made, image, cluster, kfp)
-
-
-def _as_text(manifest: Mapping[str, Any]) -> str:
-    """JSON in which KFP and the kubelet find nothing to replace: no tag, no variable."""
-    text = json.dumps(manifest, separators=(",", ":")).replace("$(", "\\u0024(")
-    return text.replace("{{", "{\\u007b")

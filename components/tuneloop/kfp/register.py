@@ -74,10 +74,6 @@ def main(argv: Sequence[str]) -> int:
     """Run as a program."""
     task = Task.read(argv[1])
     given = task.parameters
-    if reason := find_reason_to_skip(task):
-        task.results = {"model_version": f"nothing was registered: {reason}"}
-        task.finish()
-        return 0
 
     @report_errors
     def register_input() -> int:
@@ -86,7 +82,9 @@ def main(argv: Sequence[str]) -> int:
         task.results = {"model_version": version}
         return 0
 
-    if code := retry_in_process(register_input, str):
+    if reason := find_reason_to_skip(task):
+        task.results = {"model_version": f"nothing was registered: {reason}"}
+    elif code := retry_in_process(register_input, str):
         return code
     task.finish()
     return 0

@@ -188,14 +188,11 @@ class Execution:
             running = [node for node, _, _ in self._running.values()]
         for node in running:
             self._follow_log(node)
-            self._follow_progress(node)
-
-    def _follow_progress(self, node: Node) -> None:
-        with contextlib.suppress(OSError):
-            progress = (self.workdir / "nodes" / node.id / "progress").read_text().strip()
-            if progress and progress != node.progress:
-                node.progress = progress
-                self.record(node)
+            with contextlib.suppress(OSError):
+                progress = (self.workdir / "nodes" / node.id / "progress").read_text().strip()
+                if progress and progress != node.progress:
+                    node.progress = progress
+                    self.record(node)
 
     def _follow_log(self, node: Node) -> None:
         if not self._on_log or not node.log:

@@ -66,7 +66,9 @@ def run_template(execution: Execution, call: Call) -> Result:
     except Exception as error:  # the machine's fault (no disk, no such file): this node's error, not the run's end
         result = Result("Error", f"{type(error).__name__}: {error}")
     result = _omit_ended(execution, template or {}, node, result)
-    _publish(execution, template or {}, result)
+    for parameter in (template or {}).get("outputs", {}).get("parameters", []):
+        if "globalName" in parameter and parameter["name"] in result.parameters:
+            execution.publish_output(parameter["globalName"], result.parameters[parameter["name"]])
     execution.settle(node, result)
     return result
 
@@ -86,12 +88,6 @@ def _omit_ended(execution: Execution, template: Mapping[str, Any], node: Node, r
     if result.daemon:
         result.daemon.close()
     return Result("Omitted", reason)
-
-
-def _publish(execution: Execution, template: Mapping[str, Any], result: Result) -> None:
-    for parameter in template.get("outputs", {}).get("parameters", []):
-        if "globalName" in parameter and parameter["name"] in result.parameters:
-            execution.publish_output(parameter["globalName"], result.parameters[parameter["name"]])
 
 
 class Graph:

@@ -84,7 +84,9 @@ class Iterations:
                 if not length and (file := os.environ.get("ARGO_PROGRESS_FILE")):  # else the end is not known yet
                     Path(file).write_text(f"{number - first + 1}/{end - first + 1}")
                 reward = float(outputs[output_of(self._loop.reward)])
-                self._print_iteration(number, reward)
+                stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items())
+                line = f"iteration {number}/{self._last}  reward {reward:.3f}  {sum(self._seconds.values()):.1f} s"
+                print(f"{line}  ({stages})", file=sys.stderr, flush=True)  # the console of `tuneloop run` shows it
                 if reward >= self._target or number == end:
                     break
         except StageEnded as error:
@@ -119,12 +121,6 @@ class Iterations:
             results = {path.name: path.read_text() for path in Path(outputs).iterdir()}
         self._seconds[step.name] = time.monotonic() - started
         return {f"{step.name}.{name}": value for name, value in results.items()}
-
-    def _print_iteration(self, number: int, reward: float) -> None:
-        """Print the line of an iteration, which the console of `tuneloop run` shows, too."""
-        stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items())
-        line = f"iteration {number}/{self._last}  reward {reward:.3f}  {sum(self._seconds.values()):.1f} s  ({stages})"
-        print(line, file=sys.stderr, flush=True)
 
     def _execute(self, step: StageCall, words: Sequence[str]) -> int:
         python, option, module = (*step.command, "", "", "")[:3]

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,9 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
     _mount_token(execution, template, files)
     env = execution.pod_environment(container, node, files)
     given = (*container.get("command", []), *container.get("args", []))
-    command = [_expand(files.translate(word), env) for word in given]
+    # Kubernetes' ``$(NAME)`` is replaced; ``$$`` is a dollar; an unknown name stays.
+    named = partial(re.sub, r"\$\$|\$\((\w+)\)", lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0]))
+    command = [named(files.translate(word)) for word in given]
     words = home / "termination-log"
     words.touch()
     env[TERMINATION_LOG] = str(words)
@@ -93,7 +96,10 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
             if template.get("daemon"):
                 return _become_daemon(execution, container, node, process, grace)
             process.ended.wait()
-    result = _collect(files, process.code)
+    parameters, missing = files.read_parameters()
+    result = Result("Succeeded" if process.code == 0 else "Failed", "", parameters, process.code)
+    if process.code == 0 and missing:
+        result.phase, result.message = "Error", f"did not write its output {', '.join(missing)}"
     if execution.stopping.is_set() and result.broken:
         result.message = "stopped"
     elif result.phase == "Failed":
@@ -111,25 +117,12 @@ def _mount_token(execution: Execution, template: Mapping[str, Any], files: PodFi
             (files.local_path(mounted[volume["name"]]) / TOKEN_KEY).symlink_to(token.absolute())
 
 
-def _collect(files: PodFilesystem, code: int) -> Result:
-    parameters, missing = files.read_parameters()
-    result = Result("Succeeded" if code == 0 else "Failed", "", parameters, code)
-    if code == 0 and missing:
-        result.phase, result.message = "Error", f"did not write its output {', '.join(missing)}"
-    return result
-
-
 def _last_words(log: Path) -> str:
     """Return the end of a log as the reason of a failure."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 2000))
         lines = file.read().decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")[-300:]
-
-
-def _expand(word: str, env: Mapping[str, str]) -> str:
-    """Replace Kubernetes' ``$(NAME)`` in commands and arguments; ``$$`` is a dollar; an unknown name stays."""
-    return re.sub(r"\$\$|\$\((\w+)\)", lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0]), word)
 
 
 def _grace(template: Mapping[str, Any], default: float) -> float:

@@ -56,7 +56,8 @@ def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
             for line in lines:
                 request = json.loads(line)
                 if "signal" in request:
-                    _signal(pids.get(request["signal"]), request["number"])
+                    if (pid := pids.get(request["signal"])) is not None:
+                        _quietly(os.killpg, pid, request["number"])
                 elif not _fork(channel, pids, request, (wake, woken)):
                     return request
 
@@ -137,11 +138,6 @@ def _reap(channel: socket.socket, pids: dict[int, int]) -> None:
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
     _quietly(channel.sendall, json.dumps(message).encode() + b"\n")
-
-
-def _signal(pid: int | None, number: int) -> None:
-    if pid is not None:
-        _quietly(os.killpg, pid, number)
 
 
 def _quietly(call: Any, *arguments: Any) -> None:

@@ -130,7 +130,10 @@ def main() -> None:
         find_answer()  # which the forks then know
         if kind == "stages":
             _read_conversions()
-        _refuse_threads()
+        tasks = Path("/proc/self/task")
+        names = [(task / "comm").read_text().strip() for task in tasks.iterdir()] if tasks.exists() else ["main"]
+        if len(names) > 1:
+            raise RuntimeError(f"threads are running after the imports: {', '.join(names)}")
     except Exception as error:
         if not own:
             raise
@@ -236,13 +239,6 @@ def _read_conversions() -> None:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         get_checkpoint_conversion_mapping("qwen3")
-
-
-def _refuse_threads() -> None:
-    tasks = Path("/proc/self/task")
-    names = [(task / "comm").read_text().strip() for task in tasks.iterdir()] if tasks.exists() else ["main"]
-    if len(names) > 1:
-        raise RuntimeError(f"threads are running after the imports: {', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -387,13 +387,9 @@ def _judge(reward: Reward, row: Row) -> _Verdict:
     except OSError as error:  # a file or a service that it asks
         return _Verdict("infra_error", f"{type(error).__name__}: {error}"[:300])
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the reward's doing, too
-        return _Verdict("infra_error", f"{RAISED} {type(error).__name__}: {error}{_place(error)}"[:300])
+        frames = traceback.extract_tb(error.__traceback__)  # the innermost line of the reward's own says where
+        at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if len(frames) > 1 else ""
+        return _Verdict("infra_error", f"{RAISED} {type(error).__name__}: {error}{at}"[:300])
     if not reward.low <= number <= reward.high:  # NaN fails this, too
         return _Verdict("infra_error", f"{RETURNED} {number}, outside its range [{reward.low:g}, {reward.high:g}]")
     return _Verdict("score", number, parts)
-
-
-def _place(error: BaseException) -> str:
-    """Say where it was raised: the innermost line of the reward's own traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if len(frames) > 1 else ""

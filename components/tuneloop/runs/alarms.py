@@ -1,9 +1,9 @@
 """What goes wrong silently in reinforcement learning, said in words: looked for in the curves of a run."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from tuneloop.runs.run_record import Curve, Run
+from tuneloop.runs.run_record import Run
 
 Points = Sequence[tuple[float, float]]
 WINDOW = 5
@@ -16,12 +16,9 @@ LARGE_GAP = 0.01
 
 def find_alarms(run: Run) -> list[str]:
     """Return a sentence for each alarm that a run's curves give, with its iteration and its number."""
-    inside = {curve.name: [*zip(curve.x, curve.y)] for curve in _of_loop(run)}
+    loop = (curve for curve in run.curves() if curve.axis == "iteration" and curve.role != "evaluator")
+    inside = {curve.name: [*zip(curve.x, curve.y)] for curve in loop}
     return [alarm for check in CHECKS if (alarm := check(inside))]
-
-
-def _of_loop(run: Run) -> Iterator[Curve]:
-    return (curve for curve in run.curves() if curve.axis == "iteration" and curve.role != "evaluator")
 
 
 def _check_gap(curves: Mapping[str, Points]) -> str | None:
@@ -29,19 +26,17 @@ def _check_gap(curves: Mapping[str, Points]) -> str | None:
     points = curves.get("logprob_gap", ())
     if len(points) <= WINDOW or not (usual := median(y for _, y in points[:WINDOW])):
         return None
-    wrong = next(((x, y) for x, y in points[WINDOW:] if y > max(10 * usual, LARGE_GAP)), None)
-    if wrong is None:
-        return None
-    rose = f"at iteration {wrong[0]:g} ({usual:.2g} → {wrong[1]:.2g} nats)"
-    return f"the log-probability gap rose tenfold {rose}: engine and trainer disagree"
+    for x, y in points[WINDOW:]:
+        if y > max(10 * usual, LARGE_GAP):
+            rose = f"at iteration {x:g} ({usual:.2g} → {y:.2g} nats)"
+            return f"the log-probability gap rose tenfold {rose}: engine and trainer disagree"
+    return None
 
 
 def _check_groups(curves: Mapping[str, Points]) -> str | None:
     """A group whose rewards are all equal has no advantage, and teaches nothing."""
-    points, rewards = curves.get("zero_variance", ()), curves.get("mean_reward", ())
-    share = median(y for _, y in points[-WINDOW:]) if points else 0.0
-    solved = bool(rewards) and median(y for _, y in rewards[-WINDOW:]) > 0.95
-    if share < 0.8 or solved:
+    share, reward = (_ends(curves.get(name, ()))[1] for name in ("zero_variance", "mean_reward"))
+    if share < 0.8 or reward > 0.95:
         return None
     return f"all rewards are equal in {share:.0%} of groups: prompts are too easy or too hard, and little is learnt"
 
@@ -54,9 +49,8 @@ def _check_length(curves: Mapping[str, Points]) -> str | None:
     (before, now), (worse, better) = map(_ends, (lengths, rewards))
     if now < 1.5 * before or better > worse:
         return None
-    return (
-        f"completions grew from {before:.0f} to {now:.0f} tokens, and the reward did not ({worse:.3f} → {better:.3f})"
-    )
+    grew = f"completions grew from {before:.0f} to {now:.0f} tokens"
+    return f"{grew}, and the reward did not ({worse:.3f} → {better:.3f})"
 
 
 def _check_entropy(curves: Mapping[str, Points]) -> str | None:
@@ -72,13 +66,14 @@ def _check_entropy(curves: Mapping[str, Points]) -> str | None:
 
 def _check_clipping(curves: Mapping[str, Points]) -> str | None:
     """Where most tokens are clipped, a step is too large or the rollouts are too old."""
-    points = curves.get("clip_fraction", ())
-    share = median(y for _, y in points[-WINDOW:]) if points else 0.0
+    share = _ends(curves.get("clip_fraction", ()))[1]
     return f"{share:.0%} of tokens are clipped: lower the learning rate, or updates_per_batch" if share > 0.5 else None
 
 
 def _ends(points: Points) -> tuple[float, float]:
-    return median(y for _, y in points[:WINDOW]), median(y for _, y in points[-WINDOW:])
+    """Return the medians of a curve's beginning and of its end; 0 where it has no points."""
+    values = [y for _, y in points] or [0.0]
+    return median(values[:WINDOW]), median(values[-WINDOW:])
 
 
 CHECKS: tuple[Callable[[Mapping[str, Points]], str | None], ...] = (

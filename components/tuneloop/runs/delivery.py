@@ -82,12 +82,24 @@ def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] |
     if "staleness" not in facts:
         return None
     version, refitted = int(facts["version"]), notes.get("refitted")
-    seen = {"waited_s": took.get("load", 0.0) + took.get("canary", 0.0), "behind": facts["staleness"]["mean"]}
+    waited = took.get("load", 0.0) + took.get("canary", 0.0)
+    seen: dict[str, Any] = {"waited_s": waited, "behind": facts["staleness"]["mean"]}
     if refitted:
-        return Delivery(version, "refitted", **_model_bytes(run.policy_of(entry)), **_refitted(refitted), **seen)
+        changed = [seconds for seconds in refitted["workers"].values() if seconds]
+        seen |= {"pause_s": max(changed, default=None), "replicas": len(refitted["workers"])}
+        seen |= {"materialize_s": max(refitted["updates"].values(), default=None), "converged_s": refitted["seconds"]}
+        if checkpoint := run.policy_of(entry):
+            files = checkpoint.manifest.files.items()
+            size = sum(file.size for name, file in files if name.startswith("model/") and name.endswith(".safetensors"))
+            seen |= {"sent_bytes": size, "full_bytes": size}
+        return Delivery(version, "refitted", **seen)
     if (about := recorded(version)) is None:
         return None
-    pulls = _pulls(run.weights_url, version, entry, notes.get("pulled"))
+    # What replicas recorded of this version before `entry` was done; else what the one that was asked said.
+    recorded_pulls = live.read_pulls(Store(run.weights_url), version)
+    pulls: list[Mapping[str, Any]] = [each for each in recorded_pulls if each["served_at"] <= entry.finished]
+    if not pulls and (own := notes.get("pulled")) and own["version"] == version:
+        pulls = [own]
     return Delivery(version, "pulled", **_sent(about), **_served(pulls, about["at"]), **seen)
 
 
@@ -105,12 +117,6 @@ def _sent(about: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _pulls(root: str, version: int, entry: Entry, own: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Return what replicas recorded of this version before `entry` was done; else what the one that was asked said."""
-    before = [about for about in live.read_pulls(Store(root), version) if about["served_at"] <= entry.finished]
-    return [*before] or ([own] if own and own["version"] == version else [])
-
-
 def _served(pulls: list[Mapping[str, Any]], published_at: float) -> dict[str, Any]:
     if not pulls:
         return {}
@@ -123,21 +129,3 @@ def _served(pulls: list[Mapping[str, Any]], published_at: float) -> dict[str, An
         "replicas": len(pulls),
         "proved": f"{worst['identical']}/{worst['tensors']}",
     }
-
-
-def _refitted(about: Mapping[str, Any]) -> dict[str, Any]:
-    changed = [seconds for seconds in about["workers"].values() if seconds]
-    return {
-        "materialize_s": max(about["updates"].values(), default=None),
-        "pause_s": max(changed, default=None),
-        "converged_s": about["seconds"],
-        "replicas": len(about["workers"]),
-    }
-
-
-def _model_bytes(checkpoint: Entry | None) -> dict[str, Any]:
-    if checkpoint is None:
-        return {}
-    files = checkpoint.manifest.files.items()
-    size = sum(file.size for name, file in files if name.startswith("model/") and name.endswith(".safetensors"))
-    return {"sent_bytes": size, "full_bytes": size}

@@ -1,9 +1,9 @@
 """One HTML page that shows a run: readable offline and without scripts, everything inside."""
 
-import html
 import string
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,14 +30,14 @@ def render_page(run: Run) -> str:
 def fill_page(title: str, body: str, head: str = "") -> str:
     """Return a whole page; `title` is text, `body` and `head` are HTML."""
     template = string.Template((Path(__file__).parent / "report.html").read_text("utf-8"))
-    return template.substitute(title=_text(title), style=STYLE, body=body, head=head)
+    return template.substitute(title=escape(title), style=STYLE, body=body, head=head)
 
 
 def render_body(run: Run) -> str:
     """Return what the report of `run` shows, as HTML."""
     parts = [
-        f"<h1>{_text(run.name)}</h1>",
-        "".join(f'<p class="alarm" role="alert">{_text(alarm)}</p>' for alarm in find_alarms(run)),
+        f"<h1>{escape(run.name)}</h1>",
+        "".join(f'<p class="alarm" role="alert">{escape(alarm)}</p>' for alarm in find_alarms(run)),
         _facts(run),
         f'<div class="figures">{"".join([*_draw_curves(run.curves()), _draw_phases(run)])}</div>',
         _samples(run),
@@ -45,8 +45,10 @@ def render_body(run: Run) -> str:
         _efficiency(run),
         _weights(run),
         _packages(run),
-        _config(run),
     ]
+    if run.record:
+        config = escape(yaml.safe_dump(run.record.config, sort_keys=False))
+        parts.append(f"<details><summary>Configuration</summary><pre>{config}</pre></details>")
     return "\n".join(part for part in parts if part)
 
 
@@ -84,7 +86,7 @@ def _draw_curves(curves: list[Curve]) -> Iterator[str]:
         else:
             yield render_chart(title, series, LABELS.get(axis, axis))
     if constant:
-        yield f"<p>The same throughout: {_text(', '.join(constant))}.</p>"
+        yield f"<p>The same throughout: {escape(', '.join(constant))}.</p>"
 
 
 def _draw_phases(run: Run) -> str:
@@ -115,7 +117,7 @@ def _samples(run: Run) -> str:
     if first is last:
         rows, head = [[row[0], *row[3:]] for row in rows], [head[0], *head[3:]]
     note = f"The first of the completions that the mean rewards are taken over: {summary.describe_score(run, last)}."
-    return f"<h2>Samples</h2><p>{_text(note)}</p>" + _table(head, rows, kind="samples")
+    return f"<h2>Samples</h2><p>{escape(note)}</p>" + _table(head, rows, kind="samples")
 
 
 def _provenance(run: Run) -> str:
@@ -174,7 +176,8 @@ def _weights(run: Run) -> str:
             if d.full_bytes
             else "",
             "" if d.density is None else f"{d.density:.2%}",
-            *map(_ms, (d.encode_s, d.publish_s, d.materialize_s, d.pause_s, d.converged_s, d.waited_s)),
+            *("" if s is None else f"{s * 1e3:.0f}" for s in (d.encode_s, d.publish_s, d.materialize_s)),
+            *("" if s is None else f"{s * 1e3:.0f}" for s in (d.pause_s, d.converged_s, d.waited_s)),
             "" if d.behind is None else f"{d.behind:.2f}",
             d.proved,
         ]
@@ -185,10 +188,6 @@ def _weights(run: Run) -> str:
         *("converged ms", "waited for ms", "versions behind, mean", "read back"),
     ]
     return _section("Weight versions", head, rows)
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:.0f}"
 
 
 def _origin(run: Run, name: str, ref: str) -> str:
@@ -210,21 +209,14 @@ def _packages(run: Run) -> str:
     return _section("Packages", (), [[k, ", ".join(sorted(v))] for k, v in versions.items()], kind="facts")
 
 
-def _config(run: Run) -> str:
-    if run.record is None:
-        return ""
-    text = yaml.safe_dump(run.record.config, sort_keys=False)
-    return f"<details><summary>Configuration</summary><pre>{_text(text)}</pre></details>"
-
-
 def _section(title: str, head: Iterable[str], rows: list[list[str]], kind: str = "provenance") -> str:
     return f"<h2>{title}</h2>{_table(head, rows, kind)}" if rows else ""
 
 
 def _table(head: Iterable[str], rows: Iterable[list[str]], kind: str) -> str:
-    names = "".join(f"<th>{_text(name)}</th>" for name in head)
+    names = "".join(f"<th>{escape(name)}</th>" for name in head)
     top = f"<thead><tr>{names}</tr></thead>" if names else ""
-    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<table class="{kind}">{top}<tbody>{body}</tbody></table>'
 
 
@@ -235,7 +227,3 @@ def _mark(row: Mapping[str, Any]) -> str:
 
 def _short(digest: str) -> str:
     return digest.rpartition(":")[2][:12]
-
-
-def _text(value: str) -> str:
-    return html.escape(value)

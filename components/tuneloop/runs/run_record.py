@@ -331,7 +331,8 @@ class Run:
                 made = scores[-1].entry.manifest
                 found.append(curve := Curve("mean_reward", made.stage, made.role, scores[0].how, "iteration"))
             for score in scores:
-                curve.add(self._iteration_judged(score), score.value, score.entry.finished)
+                judged = self.policy_of(score.entry) if score.entry.manifest.role == "evaluator" else None
+                curve.add(float((judged or score.entry).iteration or 0), score.value, score.entry.finished)
         return [*found, *(curve for role in RECORDING for curve in self._recorded(role, of))]
 
     def phase_seconds(self) -> dict[str, list[tuple[float, float]]]:
@@ -382,11 +383,6 @@ class Run:
                             curve = curves.setdefault(name, Curve(name, stage, role, f"as {stage} recorded it", axis))
                             curve.add(x, value, entry.finished)
             yield from curves.values()
-
-    def _iteration_judged(self, score: Score) -> float:
-        """Return the iteration of a batch, or whose checkpoint an evaluation judged; 0 before the loop."""
-        made = self.policy_of(score.entry) if score.entry.manifest.role == "evaluator" else None
-        return float((made or score.entry).iteration or 0)
 
 
 def _sampling(entry: Entry) -> str:

@@ -242,16 +242,13 @@ def _closing(child: subprocess.Popen[str]) -> str:
     return "" if child.returncode else out.strip()
 
 
-def _follow(run: Run) -> str:
-    """Mirror until standard input ends, which it does when the run's process ends, however it ends."""
-    os.nice(10)
-    return mirror_run(run, going_on=lambda: not select.select([sys.stdin], [], [], EVERY)[0])
-
-
 def _running(run: Run) -> bool:
     time.sleep(EVERY)
     return run.phase == "running"
 
 
 if __name__ == "__main__":
-    print(_follow(Run.open(*sys.argv[1:])), flush=True)
+    os.nice(10)
+    # Until standard input ends, which it does when the run's process ends, however it ends.
+    said = mirror_run(Run.open(*sys.argv[1:]), going_on=lambda: not select.select([sys.stdin], [], [], EVERY)[0])
+    print(said, flush=True)

@@ -90,18 +90,15 @@ def overlap_tasks(tasks: Sequence[Task]) -> list[Task]:
             after = (len(ordered) - 1,)
         return after
 
-    parts = [_split(list(of_one)) for _, of_one in groupby(tasks, key=lambda task: task.iteration)]
+    parts: list[tuple[list[Task], ...]] = []  # of each iteration: those that make its batch, the update, those after it
+    for some in (list(of_one) for _, of_one in groupby(tasks, key=lambda task: task.iteration)):
+        at = next(index for index, task in enumerate(some) if task.role == "trainer")
+        parts.append((some[:at], [some[at]], some[at + 1 :]))
     over = chain(parts[0][0], ())
     for (_, update, check), (ahead, *_) in zip(parts, [*parts[1:], ([], [], [])]):
         both = chain(update, over), chain(ahead, over) if ahead else ()
         over = chain(check, both[0] + both[1])
     return ordered
-
-
-def _split(tasks: list[Task]) -> tuple[list[Task], list[Task], list[Task]]:
-    """Split the tasks of an iteration: those that make its batch, the update, those after it."""
-    at = next(index for index, task in enumerate(tasks) if task.role == "trainer")
-    return tasks[:at], [tasks[at]], tasks[at + 1 :]
 
 
 def compare_plans(

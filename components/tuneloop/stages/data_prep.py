@@ -22,20 +22,10 @@ from tuneloop.rewards.scoring import find_reward, full_marks, parse_spec
 
 Split = Literal["train", "eval", "sft", "preference", "preference_eval"]
 
-PROMPTS = pa.schema(
-    {
-        "id": pa.string(),
-        "prompt": pa.string(),
-        "chat": pa.bool_(),
-        "answer": pa.string(),
-        "reward": pa.string(),
-        "metadata": pa.string(),
-    }
-)
-DEMONSTRATIONS = pa.schema({"id": pa.string(), "prompt": pa.string(), "chat": pa.bool_(), "completion": pa.string()})
-PAIRS = pa.schema(
-    {"id": pa.string(), "prompt": pa.string(), "chat": pa.bool_(), "chosen": pa.string(), "rejected": pa.string()}
-)
+ASKED = {"id": pa.string(), "prompt": pa.string(), "chat": pa.bool_()}
+PROMPTS = pa.schema({**ASKED, **dict.fromkeys(("answer", "reward", "metadata"), pa.string())})
+DEMONSTRATIONS = pa.schema({**ASKED, "completion": pa.string()})
+PAIRS = pa.schema({**ASKED, "chosen": pa.string(), "rejected": pa.string()})
 SCHEMAS: dict[Split, pa.Schema] = {
     "eval": PROMPTS,
     "sft": DEMONSTRATIONS,
@@ -143,7 +133,9 @@ def data_prep(
         for name, number in wanted.items():
             rows = _rows(streams.get(name, splits.train), name, number, seen, spec, reward_args, chat, system)
             _write_split(stage, name, mapped(build_tables(rows), judge), tally, bar)
-            _check_count(source, name, number, tally.rows.get(name, 0))
+            if (found := tally.rows.get(name, 0)) < (min(number, 1) if name == "train" else number):
+                asked = "one is needed" if name == "train" else "ask for fewer, or give it more data"
+                raise UserError(f"data_prep.{name}", number, f"{source} has only {found} left; {asked}")
     tally.check()
     counts = {name: tally.rows[name] for name in wanted if (stage.out / f"{name}.parquet").exists()}
     unchecked = {"unchecked": tally.unchecked} if tally.unchecked else {}
@@ -163,12 +155,6 @@ def _write_split(stage: Stage, name: Split, examined: Iterable[pa.Table], tally:
             answers = pc.fill_null(table["answer"], "")
             out.write(table.set_column(table.column_names.index("answer"), "answer", answers))
             bar.update(tally.total)
-
-
-def _check_count(source: str, name: Split, number: int, found: int) -> None:
-    if found < (min(number, 1) if name == "train" else number):
-        asked = "one is needed" if name == "train" else "ask for fewer, or give it more data"
-        raise UserError(f"data_prep.{name}", number, f"{source} has only {found} left; {asked}")
 
 
 def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) -> Splits:

@@ -183,7 +183,8 @@ def write_checkpoint(
                 (stage.out / "trainer" / "state.json").write_text(dump_canonical_json(state))
     if stage.leader:
         with stage.timed("canary"):
-            before = _read_canary(policy)
+            known = "canary.json" in policy.manifest.files  # its ids keep to tokens that the tokenizer knows
+            before = json.loads(policy.part("canary.json").read_text()) if known else {}
             ids = before.get("ids") or canary_ids(trainer.vocab_size)
             about = {"ids": ids, "logprobs": canary_logprobs(written, ids), "before": before.get("logprobs")}
             (stage.out / "canary.json").write_text(json.dumps(about))
@@ -191,11 +192,3 @@ def write_checkpoint(
     kept = ("model", "architecture", "parameters", "vocab_size")
     stage.facts.update({key: policy.manifest.facts[key] for key in kept if key in policy.manifest.facts})
     return version
-
-
-def _read_canary(policy: Artifact) -> dict[str, Any]:
-    """Read the input's canary, whose ids keep to tokens that its tokenizer knows; empty where it has none."""
-    if "canary.json" not in policy.manifest.files:
-        return {}
-    canary: dict[str, Any] = json.loads(policy.part("canary.json").read_text())
-    return canary

@@ -69,7 +69,13 @@ def build_app(store: str) -> Starlette:
 
     def show_run(request: Request) -> Response:
         run = runs.open(request.path_params["name"])
-        return _page(run.name, f"<main data-run>{_describe_now(run)}{report.render_body(run)}</main>")
+        nodes = run.state.nodes.values() if run.state and run.phase == "running" else ()
+        running = [node for node in nodes if node.type == "Pod" and node.phase == "Running"]
+        now = ", ".join(f"{node.display_name} {node.progress}".strip() for node in running)
+        place = f"/runs/{quote(run.name)}/samples/{run.iteration}"
+        link = f'<a href="{place}">completions of iteration {run.iteration}</a>' if run.iteration else ""
+        told = f"<p>{html.escape(f'Running: {now}') if now else ''} {link}</p>"
+        return _page(run.name, f"<main data-run>{told}{report.render_body(run)}</main>")
 
     def show_samples(request: Request) -> Response:
         run, number = runs.open(request.path_params["name"]), request.path_params["iteration"]
@@ -103,16 +109,6 @@ def _describe(runs: Runs, name: str) -> str:
         cells = ["", "damaged", "", str(error)]
     link = f'<a href="/runs/{quote(name)}">{html.escape(name)}</a>'
     return f"<tr><td>{link}</td>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-
-
-def _describe_now(run: Run) -> str:
-    """Say which stages run now, and lead to the newest completions."""
-    nodes = run.state.nodes.values() if run.state else ()
-    running = [node for node in nodes if node.type == "Pod" and node.phase == "Running" and run.phase == "running"]
-    now = ", ".join(f"{node.display_name} {node.progress}".strip() for node in running)
-    place = f"/runs/{quote(run.name)}/samples/{run.iteration}"
-    link = f'<a href="{place}">completions of iteration {run.iteration}</a>' if run.iteration else ""
-    return f"<p>{html.escape(f'Running: {now}') if now else ''} {link}</p>"
 
 
 def _refuse(request: Request, error: Exception) -> Response:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
-from tuneloop.formats.rollouts import FILE
+from tuneloop.formats.rollouts import FILE, read_rows
 from tuneloop.runs.run_record import Run
 
 SIZE = 50
@@ -50,23 +50,8 @@ def read_page(run: Run, iteration: int, number: int) -> Page:
     total = table.metadata.num_rows
     last = max(1, math.ceil(total / SIZE))
     number = min(max(number, 1), last)
-    rows = _read_rows(table, (number - 1) * SIZE, min(number * SIZE, total))
+    rows = read_rows(table, range((number - 1) * SIZE, min(number * SIZE, total)))
     return Page(iteration, rows, number, last, _read_pieces(entry.manifest.inputs.get("policy", "")))
-
-
-def _read_rows(table: pq.ParquetFile, start: int, end: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    first = 0
-    for group in range(table.metadata.num_row_groups):
-        after = first + table.metadata.row_group(group).num_rows
-        if first < end and start < after:
-            rows += (
-                table.read_row_group(group)
-                .slice(max(start - first, 0), min(end, after) - max(start, first))
-                .to_pylist()
-            )
-        first = after
-    return rows
 
 
 @functools.lru_cache(maxsize=8)

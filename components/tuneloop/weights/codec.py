@@ -53,7 +53,9 @@ def encode_delta(old: Bytes, new: Bytes, width: int, encoding: Encoding) -> Delt
     before, after, changed = xxhash.xxh3_128(), xxhash.xxh3_128(), 0
     if encoding == "overwrite" and len(new) >= 1 << 32:
         raise UserError("delta_encoding", encoding, "cannot address a tensor of 4 GiB; use xor or gap8-xor")
-    sink = _sink(encoding, len(new), width)
+    sink: _Gaps | _Xor | _Overwrite = _Gaps(width) if encoding == "gap8-xor" else _Overwrite()
+    if encoding == "xor":
+        sink = _Xor(len(new), width)
     for start in range(0, len(new), BLOCK):
         a, b = old[start : start + BLOCK], new[start : start + BLOCK]
         before.update(a.data)
@@ -61,12 +63,6 @@ def encode_delta(old: Bytes, new: Bytes, width: int, encoding: Encoding) -> Delt
         changed += sink.add(a, b)
     payload = sink.finish() if changed else None
     return Delta(payload, changed, before.hexdigest(), after.hexdigest())
-
-
-def _sink(encoding: Encoding, size: int, width: int) -> "_Gaps | _Xor | _Overwrite":
-    if encoding == "gap8-xor":
-        return _Gaps(width)
-    return _Xor(size, width) if encoding == "xor" else _Overwrite()
 
 
 def apply_delta(old: Bytes, new: Bytes, payload: Bytes, width: int, encoding: Encoding) -> str:

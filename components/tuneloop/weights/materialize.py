@@ -218,7 +218,10 @@ def _assemble(chain: Chain, plan: Plan, deltas: list[delta.DeltaFile | None], di
     for file in visible_files(directory):
         if file.relative_to(directory).as_posix() not in index.files:
             file.unlink()
-    _mark(directory, plan.target)
+    marker = Marker(version=plan.target.version, index=plan.target.digest, boot=_boot())
+    staged = directory / f"{MARKER}.new"
+    staged.write_text(marker.model_dump_json())
+    os.replace(staged, directory / MARKER)
 
 
 def _origin(store: Store, plan: Plan, directory: Path) -> Callable[[str], Blame]:
@@ -250,13 +253,6 @@ def _fetch_others(store: Store, plan: Plan, incoming: Path, blame: Callable[[str
 
 def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _mark(directory: Path, target: Entry) -> None:
-    marker = Marker(version=target.version, index=target.digest, boot=_boot())
-    staged = directory / f"{MARKER}.new"
-    staged.write_text(marker.model_dump_json())
-    os.replace(staged, directory / MARKER)
 
 
 def _held(directory: Path, chain: Chain, target: int, threads: int) -> int | None:

@@ -16,7 +16,7 @@ from tuneloop.core.artifacts import Artifact, Manifest, dump_canonical_json
 from tuneloop.core.component import UNTRACKED, Stage
 from tuneloop.core.store import Store, local_path
 from tuneloop.weights.pointer import PointerConflict, PointerRewind
-from tuneloop.weights.publish import Published, publish_version
+from tuneloop.weights.publish import publish_version
 from tuneloop.weights.versions import Chain
 
 RECORDS = "published"
@@ -57,8 +57,11 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
     about["held"] = not getattr(stage.params, "publish_weights", True)
     done = publish_version(root, version, made.part("model"), **about)
     if version not in chain.versions:
-        _record(chain.store, done, began)
-        stage.log(_line(done))
+        record = {**dataclasses.asdict(done), "began": began, "at": time.time()}
+        chain.store.put(f"{RECORDS}/{version:06d}.json", dump_canonical_json(record).encode())
+        how = f"{done.encoding}, {done.density or 0:.1%} of elements changed" if done.encoding else "full"
+        took = sum(done.timings.values()) * 1e3
+        stage.log(f"published version {done.version}: {done.sent_bytes / 1e6:.2f} MB ({how}) in {took:.0f} ms")
 
 
 def read_publications(root: str) -> dict[int, dict[str, Any]]:
@@ -94,14 +97,3 @@ def _find_base(policy: Artifact) -> Path | None:
     held = local / policy.manifest.root
     there = all((held / name).is_file() for name in policy.manifest.files if name.startswith("model/"))
     return held / "model" if there else None
-
-
-def _record(store: Store, done: Published, began: float) -> None:
-    about = {**dataclasses.asdict(done), "began": began, "at": time.time()}
-    store.put(f"{RECORDS}/{done.version:06d}.json", dump_canonical_json(about).encode())
-
-
-def _line(done: Published) -> str:
-    how = f"{done.encoding}, {done.density or 0:.1%} of elements changed" if done.encoding else "full"
-    took = sum(done.timings.values()) * 1e3
-    return f"published version {done.version}: {done.sent_bytes / 1e6:.2f} MB ({how}) in {took:.0f} ms"

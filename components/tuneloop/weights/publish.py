@@ -20,8 +20,6 @@ from tuneloop.weights.versions import INDEX, Chain, Entry, Extra, File, Index, M
 APPLY_COST = 0.1
 """What applying a delta costs beyond reading its bytes, in units of restoring the full version: about 0.15 s a GB and
 core against 1.5 s a GB from an object store (against 0.5 s from files in the page cache it is 0.35)."""
-
-
 RESTORE_BOUND = 3.0
 """The next version is published in full as well (an anchor) where replaying the deltas since the last full one would
 cost more than this many restores of a full version.
@@ -241,7 +239,10 @@ class _Attempt:
         if self.delta is not None and self.delta.tuneloop.restore_cost <= restore_bound:
             main = self.delta
         elif self.delta is not None:
-            main = self._with_delta(self.full, self.delta)
+            step = self.delta.tuneloop
+            digest = xxhash.xxh3_128_hexdigest(self.delta.encoded())
+            change = {"delta_index": digest, "elements": step.elements, "changed": step.changed}
+            main = main.model_copy(update={"tuneloop": main.tuneloop.model_copy(update=change)})
             place = versions.delta_place(self.place, main)
             self._upload(self.delta, place)
             store.put(f"{place}/{INDEX}", self.delta.encoded())
@@ -251,14 +252,6 @@ class _Attempt:
             main = main.model_copy(update={"tuneloop": about})
         self._upload(main, self.place)
         store.create(f"{self.place}/{INDEX}", main.encoded())
-
-    def _with_delta(self, full: Index, step: Index) -> Index:
-        about = {
-            "delta_index": xxhash.xxh3_128_hexdigest(step.encoded()),
-            "elements": step.tuneloop.elements,
-            "changed": step.tuneloop.changed,
-        }
-        return full.model_copy(update={"tuneloop": full.tuneloop.model_copy(update=about)})
 
     def _upload(self, index: Index, place: str) -> None:
         sources = {f.stored: self.new.directory / name for name, f in index.tuneloop.files.items() if f.stored}

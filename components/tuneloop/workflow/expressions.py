@@ -212,7 +212,11 @@ def _evaluate(node: ast.expr, env: Mapping[str, Any] | None) -> Any:
         case ast.Tuple(elts=items) if env is None:
             return [value(item) for item in items]
         case ast.Call(func=ast.Name(id=name), args=arguments) if env is not None:
-            return _call_function(name, [value(argument) for argument in arguments])
+            given = [value(argument) for argument in arguments]
+            try:
+                return FUNCTIONS[name](*given)
+            except (TypeError, ValueError) as error:
+                raise ExpressionError(f"{name}({', '.join(map(format_json, given))}): {error}") from None
         case ast.IfExp(test=test, body=yes, orelse=no):
             return value(yes if _require_boolean(value(test), "?") else no)
         case ast.BoolOp(op=op, values=parts):
@@ -235,13 +239,6 @@ def _require_boolean(value: Any, op: str) -> bool:
     if not isinstance(value, bool):
         raise ExpressionError(f"{op!r} needs true or false, got {format_value(value)}")
     return value
-
-
-def _call_function(name: str, arguments: list[Any]) -> Any:
-    try:
-        return FUNCTIONS[name](*arguments)
-    except (TypeError, ValueError) as error:
-        raise ExpressionError(f"{name}({', '.join(map(format_json, arguments))}): {error}") from None
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

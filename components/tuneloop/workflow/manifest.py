@@ -128,8 +128,10 @@ def check_workflow(spec: Mapping[str, Any]) -> None:
             if task.get("template") not in names:
                 field = f"templates.{template['name']}.{task['name']}.template"
                 raise UserError(field, task.get("template"), "no such template")
-        if "dag" in template:
-            _check_order(template)
+        tasks = {task["name"]: task for task in template.get("dag", {}).get("tasks", ())}
+        waits = {name: parse_depends(task, tasks)[0] for name, task in tasks.items()}
+        if circle := sorted(name for name in tasks if name in find_ancestors(name, waits)):
+            raise UserError(f"templates.{template['name']}.dag", circle, "these tasks wait for one another")
 
 
 def list_calls(template: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -152,13 +154,6 @@ def labels_of(found: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the labels of any object, or of a template's pod."""
     given: Mapping[str, str] = (found.get("metadata") or {}).get("labels") or {}
     return given
-
-
-def _check_order(template: Mapping[str, Any]) -> None:
-    tasks = {task["name"]: task for task in template["dag"]["tasks"]}
-    waits = {name: parse_depends(task, tasks)[0] for name, task in tasks.items()}
-    if circle := sorted(name for name in tasks if name in find_ancestors(name, waits)):
-        raise UserError(f"templates.{template['name']}.dag", circle, "these tasks wait for one another")
 
 
 def _check_pod(template: Mapping[str, Any]) -> None:

@@ -24,13 +24,9 @@ TOKEN_SECRET, TOKEN_KEY = "tuneloop-server-{{workflow.uid}}", "token"
 """Secret of a workflow with the token of its rollout servers (`tuneloop.core.server_token`), which `submit` makes."""
 SHARE = "tuneloop.dev/share"
 """Annotation of a Workflow: its `Share`, as JSON."""
-
-
 AUTO = "auto"
 UNKNOWN = "2Gi"
 """What a stage requests of whose needs nothing is known."""
-
-
 MEMORY = r"\d+(\.\d+)?[KMGTPE]i"
 
 

@@ -40,7 +40,7 @@ class Machine:
                 patch.setenv(name, value)
             for question in ("_is_amx_tile_supported", "_is_amx_fp16_supported", "_init_amx"):
                 patch.setattr(torch.cpu, question, lambda: True)
-            patch.setattr(processor, "_limited", {})
+            patch.setattr(processor, "LIMITED", {})
             patch.setattr(processor, "advertises_amx", lambda: True)
             patch.setattr(processor, "_multiply", (lambda: _end(ended_by)) if ended_by else self._multiply)
             if not tried:

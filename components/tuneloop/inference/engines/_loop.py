@@ -255,8 +255,12 @@ class EngineLoop(threading.Thread):
         try:
             for key, answer in self.engine.step():
                 self._finish(key, answer)
-        except Exception as error:
-            self._fail(error)
+        except Exception as error:  # it is trusted no more: everybody who waits is told, and later callers too
+            self.broken = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            for ticket in self._tickets.values():
+                ticket.emit(-1, self.trouble)
+            self._tickets.clear()
+            self.failed()
 
     def _finish(self, key: str, answer: Answer) -> None:
         number, i, j = map(int, key.split("-"))
@@ -270,11 +274,3 @@ class EngineLoop(threading.Thread):
             ticket.emit(i, ticket.waiting.pop(i))
         if not ticket.waiting:
             del self._tickets[number]
-
-    def _fail(self, error: Exception) -> None:
-        """Trust an engine that raised no more: everybody who waits is told, and later callers too."""
-        self.broken = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        for ticket in self._tickets.values():
-            ticket.emit(-1, self.trouble)
-        self._tickets.clear()
-        self.failed()

@@ -162,17 +162,11 @@ class _Experts:
             want = packed.new_empty(shape)
             for expert, which, part in mine.values():
                 want[expert, rows[which] : rows[which] + part.shape[0]] = part
-            want = self._packed(want)
+            isa = getattr(self.layer.quant_method.moe_kernel.fused_experts, "isa", None)
+            if isa is not None:  # packed as the kernel that this layer chose wants them
+                from vllm._custom_ops import cpu_prepack_moe_weight
+
+                want = cpu_prepack_moe_weight(want, isa)
             same = [_same(a.cpu(), b.cpu()) for a, b in zip(packed, want)]
             identical |= {name: same[expert] for name, (expert, _, _) in mine.items()}
         return identical
-
-    def _packed(self, weights: Tensor) -> Tensor:
-        """Pack weights as the kernel that this layer chose wants them."""
-        isa = getattr(self.layer.quant_method.moe_kernel.fused_experts, "isa", None)
-        if isa is None:
-            return weights
-        from vllm._custom_ops import cpu_prepack_moe_weight
-
-        packed: Tensor = cpu_prepack_moe_weight(weights, isa)
-        return packed

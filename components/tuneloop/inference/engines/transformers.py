@@ -142,7 +142,10 @@ class Transformers:
         import torch
         from transformers import DynamicCache
 
-        noise = _noise([seed for r in requests for seed in r.seeds], sampling.max_tokens).to(self.device)
+        # Uniform in [0, 1), a row for each seed, whatever the other seeds are.
+        streams = [torch.Generator().manual_seed(seed) for r in requests for seed in r.seeds]
+        rows = [torch.rand(sampling.max_tokens, generator=each, dtype=torch.float64) for each in streams]
+        noise = torch.stack(rows).to(self.device)
         stops = torch.tensor(sampling.stop_token_ids, device=self.device, dtype=torch.long)
         tokens = torch.zeros(noise.shape, dtype=torch.long, device=self.device)
         logprobs = torch.zeros(noise.shape, device=self.device)
@@ -197,14 +200,6 @@ class Transformers:
         )
         logits: Tensor = out.logits[:, -1].float()
         return logits
-
-
-def _noise(seeds: Sequence[int], length: int) -> Tensor:
-    """Draw uniform numbers in [0, 1), float64, a row of `length` for each seed, whatever the other seeds are."""
-    import torch
-
-    rows = [torch.rand(length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
-    return torch.stack(rows)
 
 
 def _choose(logits: Tensor, temperature: float, noise: Tensor) -> tuple[Tensor, Tensor]:

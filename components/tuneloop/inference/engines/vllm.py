@@ -27,6 +27,7 @@ from tuneloop.inference.engines._replicas import Replicas
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
 """Engine arguments that tuneloop sets: another value would break what a rollout promises."""
 VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
+"""What of a model's configuration may differ between versions of one policy."""
 INSTALL = "vLLM is not installed; pip install 'tuneloop[rollout]' (without a GPU: docs/install.md), or use transformers"
 
 
@@ -124,7 +125,8 @@ class Vllm:
         Raises:
             UserError: it is a model of another shape.
         """
-        shape = _shape(model)
+        config: dict[str, Any] = json.loads((model / "config.json").read_text())
+        shape = {key: value for key, value in config.items() if key not in VOLATILE}
         if self.engine is None:
             self.engine = _start(model, self.args)
             self.shape, self.context = shape, self.engine.model_config.max_model_len
@@ -132,15 +134,11 @@ class Vllm:
             raise UserError("policy", str(model), "is a model of another shape; start another engine for it")
         else:
             before, self.version, self.digest = self.version, -1, ""  # neither the old nor the new, until all is done
-            self._note_versions(before)
+            for state in self.engine.output_processor.request_states.values():
+                spans = self._spans.setdefault(state.external_req_id, [])  # the version that made each token
+                spans += [before] * (state.detokenizer.num_output_tokens() - len(spans))
             reload_weights(self.engine, model)
         self.version, self.digest = version, digest
-
-    def _note_versions(self, version: int) -> None:
-        """Remember how many tokens of each running request `version` made, with those before it."""
-        for state in self.engine.output_processor.request_states.values():
-            spans = self._spans.setdefault(state.external_req_id, [])
-            spans += [version] * (state.detokenizer.num_output_tokens() - len(spans))
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
         keys = [[f"{i}-{j}" for j in range(len(r.seeds))] for i, r in enumerate(requests)]
@@ -352,9 +350,3 @@ def _cpu_defaults() -> dict[str, Any]:
     native = {"avx512_bf16", "amx_bf16", "bf16"} & {k for k, has in torch.cpu.get_capabilities().items() if has}
     space = {} if os.environ.get("VLLM_CPU_KVCACHE_SPACE") else {"kv_cache_memory_bytes": 1 << 30}
     return {"enforce_eager": True, "dtype": "auto" if native else "float32", **space}
-
-
-def _shape(model: Path) -> dict[str, Any]:
-    """Read the model's configuration without what may differ between versions of one policy."""
-    config: dict[str, Any] = json.loads((model / "config.json").read_text())
-    return {key: value for key, value in config.items() if key not in VOLATILE}

@@ -19,7 +19,7 @@ import yaml
 from tuneloop.core.errors import Retryable, Unavailable, UserError
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
-from tuneloop.kube.connection import IN_CLUSTER, OWNER, WORKFLOWS, ApiRefusal, Connection, read_api_message, wait_until
+from tuneloop.kube import connection
 from tuneloop.workflow.settings import RUN_LABEL
 
 GROUP, KIND, PLURAL = "nvidia.com", "DynamoGraphDeployment", "dynamographdeployments"
@@ -72,21 +72,19 @@ def render_graph(
         path, equals, text = item.partition("=")
         if not equals:
             raise UserError("--set", item, "write path=value")
-        _put(graph, path.split("."), yaml.safe_load(text), item)
+        *above, last = path.split(".")
+        place: Any = graph
+        for key in above:
+            place = place.setdefault(key, {}) if isinstance(place, dict) else _item(place, key, item)
+        if not isinstance(place, dict):
+            raise UserError("--set", item, f"{last} is below no mapping")
+        place[last] = yaml.safe_load(text)
     if image:
         for container in _containers(graph):
             container.setdefault("image", image)
     if not metadata.get("name"):
         raise UserError("manifest", None, "the graph has no name; give it one")
     return graph
-
-
-def _put(place: Any, path: Sequence[str], value: Any, item: str) -> None:
-    for key in path[:-1]:
-        place = place.setdefault(key, {}) if isinstance(place, dict) else _item(place, key, item)
-    if not isinstance(place, dict):
-        raise UserError("--set", item, f"{path[-1]} is below no mapping")
-    place[path[-1]] = value
 
 
 def _item(place: Any, name: str, item: str) -> Any:
@@ -110,7 +108,7 @@ def _containers(graph: dict[str, Any]) -> list[dict[str, Any]]:
     return main_containers
 
 
-def find_api_version(cluster: Connection) -> str:
+def find_api_version(cluster: connection.Connection) -> str:
     """Find the newest version of the API that the cluster has; where the account may not ask (403), it counts as there.
 
     Raises:
@@ -120,7 +118,7 @@ def find_api_version(cluster: Connection) -> str:
         try:
             if any(kind.name == PLURAL for kind in cluster.custom.get_api_resources(GROUP, version).resources):
                 return version
-        except ApiRefusal as error:
+        except connection.ApiRefusal as error:
             if error.status == 403:
                 return version
             if error.status != 404:
@@ -128,13 +126,13 @@ def find_api_version(cluster: Connection) -> str:
     raise UserError("cluster", cluster.context, f"has no {KIND} ({PLURAL}.{GROUP}); install Dynamo's operator first")
 
 
-def find_graph(cluster: Connection, name: str, version: str | None = None) -> dict[str, Any] | None:
+def find_graph(cluster: connection.Connection, name: str, version: str | None = None) -> dict[str, Any] | None:
     """Find the graph as it is now, in the newest or a given version of the API; None where there is none."""
     return cluster.find(GROUP, version or find_api_version(cluster), PLURAL, name)
 
 
 def bring_up(
-    cluster: Connection,
+    cluster: connection.Connection,
     graph: Object,
     start: Callable[[], str] | None = None,
     *,
@@ -167,14 +165,14 @@ def bring_up(
         return started
     except BaseException:
         if started is not None:
-            cluster.delete(*WORKFLOWS, started, propagation_policy="Background")
+            cluster.delete(*connection.WORKFLOWS, started, propagation_policy="Background")
         if created:
             delete_graph(cluster, name)
             tell(f"{name}: taken down again")
         raise
 
 
-def _ensure(cluster: Connection, graph: Object, recreate: bool, tell: Callable[[str], object]) -> bool:
+def _ensure(cluster: connection.Connection, graph: Object, recreate: bool, tell: Callable[[str], object]) -> bool:
     """Create the graph unless it stands; return whether it did."""
     name, (group, _, version) = str(graph["metadata"]["name"]), str(graph["apiVersion"]).partition("/")
     find_api_version(cluster)
@@ -185,7 +183,7 @@ def _ensure(cluster: Connection, graph: Object, recreate: bool, tell: Callable[[
             tell(f"{name}: stands already" + (f", and differs: {', '.join(changed)}" if changed else ""))
             return False
         delete_graph(cluster, name)
-    wait_until(lambda: find_graph(cluster, name) is None, 120.0, f"{name}: is still being deleted")
+    connection.wait_until(lambda: find_graph(cluster, name) is None, 120.0, f"{name}: is still being deleted")
     cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, PLURAL, graph)
     tell(f"{name}: created")
     return True
@@ -201,7 +199,9 @@ def find_drift(wanted: Any, live: Any, at: str) -> list[str]:
     return [] if wanted == live else [at]
 
 
-def _wait(cluster: Connection, name: str, timeout: float, poll: float, tell: Callable[[str], object]) -> None:
+def _wait(
+    cluster: connection.Connection, name: str, timeout: float, poll: float, tell: Callable[[str], object]
+) -> None:
     deadline, reported = time.monotonic() + timeout, ""
     while True:
         conditions = read_gates(cluster, name)
@@ -209,7 +209,9 @@ def _wait(cluster: Connection, name: str, timeout: float, poll: float, tell: Cal
         if not shut:
             break
         if conditions[0].why == "failed":
-            raise UserError("graph", name, f"its operator gave up: {_condition(cluster, name)}")
+            found = ((find_graph(cluster, name) or {}).get("status") or {}).get("conditions") or ()
+            told = "; ".join(c["message"] for c in found if c.get("status") == "False" and c.get("message"))
+            raise UserError("graph", name, f"its operator gave up: {told or 'failed'}")
         if time.monotonic() > deadline:
             raise Retryable(f"{name}: not ready after {timeout:g} s ({shut})")
         if shut != reported:
@@ -219,12 +221,7 @@ def _wait(cluster: Connection, name: str, timeout: float, poll: float, tell: Cal
     tell(f"{name}: ready")
 
 
-def _condition(cluster: Connection, name: str) -> str:
-    conditions = ((find_graph(cluster, name) or {}).get("status") or {}).get("conditions") or ()
-    return "; ".join(c["message"] for c in conditions if c.get("status") == "False" and c.get("message")) or "failed"
-
-
-def read_gates(cluster: Connection, name: str, port: int = FRONTEND_PORT) -> list[Gate]:
+def read_gates(cluster: connection.Connection, name: str, port: int = FRONTEND_PORT) -> list[Gate]:
     """Read the three gates of a graph as they are now.
 
     Raises:
@@ -258,9 +255,9 @@ def frontend_gate(status: int, reason: str = "") -> Gate:
     return Gate("frontend", status not in (0, *DOWN), f"answers {status}" if status else reason or "does not answer")
 
 
-def _probe(cluster: Connection, service: str, port: int) -> tuple[int, str]:
+def _probe(cluster: connection.Connection, service: str, port: int) -> tuple[int, str]:
     """Ask for a Service's HTTP status, or for what is said in its place: from a pod by name, else through the API."""
-    if cluster.context == IN_CLUSTER:
+    if cluster.context == connection.IN_CLUSTER:
         try:
             url = f"http://{service}.{cluster.namespace}:{port}/health"
             return send_request("GET", url, timeout_s=10)[0], ""
@@ -270,11 +267,11 @@ def _probe(cluster: Connection, service: str, port: int) -> tuple[int, str]:
     try:
         proxy(f"{service}:{port}", cluster.namespace, "health", _request_timeout=30)
         return 200, ""
-    except (ApiRefusal, Unavailable) as error:
+    except (connection.ApiRefusal, Unavailable) as error:
         answer: Any = error.__cause__
         if answer.status == 403:
             raise
-        return (0, read_api_message(answer)) if _of_the_api(answer) else (answer.status, "")
+        return (0, connection.read_api_message(answer)) if _of_the_api(answer) else (answer.status, "")
 
 
 def _of_the_api(error: Any) -> bool:
@@ -286,12 +283,12 @@ def _of_the_api(error: Any) -> bool:
         return False
 
 
-def _own(cluster: Connection, graph: Object, workflow: str, tell: Callable[[str], object]) -> None:
+def _own(cluster: connection.Connection, graph: Object, workflow: str, tell: Callable[[str], object]) -> None:
     """Have the graph go when the workflow goes, if it was made for that run."""
     name = str(graph["metadata"]["name"])
-    owner = cluster.get(*WORKFLOWS, workflow)
+    owner = cluster.get(*connection.WORKFLOWS, workflow)
     run = owner["metadata"].get("labels", {}).get(RUN_LABEL)
-    reference = {**OWNER, "name": workflow, "uid": owner["metadata"]["uid"], "controller": False}
+    reference = {**connection.OWNER, "name": workflow, "uid": owner["metadata"]["uid"], "controller": False}
     while True:
         live = find_graph(cluster, name)
         if live is None:
@@ -299,24 +296,14 @@ def _own(cluster: Connection, graph: Object, workflow: str, tell: Callable[[str]
         if run is None or live["metadata"].get("labels", {}).get(RUN_LABEL) != run:
             tell(f"{name}: was not made for this run, and stays when it ends")
             return
-        if _refer(cluster, live["metadata"], reference):
+        others = [o for o in live["metadata"].get("ownerReferences", ()) if o["uid"] != reference["uid"]]
+        patch = {"resourceVersion": live["metadata"]["resourceVersion"], "ownerReferences": [*others, reference]}
+        place = (GROUP, find_api_version(cluster), cluster.namespace, PLURAL, name)
+        with connection.ignore_refusals(409):  # somebody, as the operator does, changed the object meanwhile
+            cluster.custom.patch_namespaced_custom_object(*place, {"metadata": patch})
             return
 
 
-def _refer(cluster: Connection, metadata: Object, reference: Object) -> bool:
-    """Add an owner; return False where somebody, as the operator does, changed the object meanwhile."""
-    others = [each for each in metadata.get("ownerReferences", ()) if each["uid"] != reference["uid"]]
-    patch = {"resourceVersion": metadata["resourceVersion"], "ownerReferences": [*others, reference]}
-    place = (GROUP, find_api_version(cluster), cluster.namespace, PLURAL, metadata["name"])
-    try:
-        cluster.custom.patch_namespaced_custom_object(*place, {"metadata": patch})
-    except ApiRefusal as error:
-        if error.status != 409:
-            raise
-        return False
-    return True
-
-
-def delete_graph(cluster: Connection, name: str) -> bool:
+def delete_graph(cluster: connection.Connection, name: str) -> bool:
     """Delete a graph, and with it what its operator made; return whether there was one."""
     return cluster.delete(GROUP, find_api_version(cluster), PLURAL, name, propagation_policy="Background")

@@ -3,6 +3,7 @@
 One that does not answer is one that is down just now, so it is left out of what `discover` finds.
 """
 
+import contextlib
 import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -22,17 +23,14 @@ class Urls:
         self.urls = urls
 
     def discover(self) -> list[Worker]:
-        return [Worker(url, url) for url in dict.fromkeys(self.urls) if _listens(url)]
-
-
-def _listens(url: str) -> bool:
-    parts = urlsplit(url)
-    place = parts.hostname or "", parts.port or {"http": 80}.get(parts.scheme, 443)
-    try:
-        socket.create_connection(place, CONNECT_S).close()
-    except OSError:
-        return False
-    return True
+        found = []
+        for url in dict.fromkeys(self.urls):
+            parts = urlsplit(url)
+            with contextlib.suppress(OSError):
+                place = parts.hostname or "", parts.port or {"http": 80}.get(parts.scheme, 443)
+                socket.create_connection(place, CONNECT_S).close()
+                found.append(Worker(url, url))
+        return found
 
 
 def open_fleet(url: str) -> Fleet:

@@ -41,7 +41,8 @@ def write_sharded_model(
     if ranks.rank == 0:
         plan.lay_out()
     ranks.barrier()
-    shared = ranks.sum([float(plan.is_laid_out())])[0] == ranks.world
+    seen = all(path.is_file() for path in plan.files.values())  # what the first rank made, by this one
+    shared = ranks.sum([float(seen)])[0] == ranks.world
     if shared or ranks.rank == 0:
         plan.open()
     for name, value in state:
@@ -112,10 +113,6 @@ class _Plan:
             tensors = {name: self.wanted[name] for name in names}
             entries = {n: (_DTYPES[v.dtype], tuple(v.shape), v.numel() * v.element_size()) for n, v in tensors.items()}
             layout.preallocate_safetensors(self.target / file, entries, {"format": "pt"})
-
-    def is_laid_out(self) -> bool:
-        """Return whether this rank sees what the first one made."""
-        return all(path.is_file() for path in self.files.values())
 
     def open(self) -> None:
         """Read where in the files the tensors begin."""

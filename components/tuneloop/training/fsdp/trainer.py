@@ -212,20 +212,16 @@ class Bed:
     def _out(self, tensor: Tensor) -> Tensor:
         if _address(tensor) in self._homes or tensor.device.type != self.device.type:  # tied to one, or offloaded
             return tensor
-        host = _on_host(tensor)
+        if tensor.device.type == "cuda" and not isinstance(tensor, DTensor):
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)
+        else:
+            host = tensor.detach().to("cpu", copy=True)
         self._homes[_address(host)] = tensor.device
         return host
 
     def _back(self, tensor: Tensor) -> Tensor:
         home = self._homes.pop(_address(tensor), None)
         return tensor if home is None else tensor.detach().to(home, copy=True)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cuda" and not isinstance(tensor, DTensor):
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        return host.copy_(tensor.detach(), non_blocking=True)
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _local(tensor: Tensor) -> Tensor:
