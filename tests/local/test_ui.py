@@ -1,5 +1,6 @@
 """The live page in a real browser."""
 
+import asyncio
 import shutil
 import subprocess
 import threading
@@ -23,10 +24,13 @@ def test_a_page_shows_what_a_run_commits_while_it_is_open(tmp_path: Path) -> Non
     Run.create(Record(run="live", pipeline="toy", path="toy.py", config={}, store=f"file://{tmp_path}"), "")
     toy.make(f"{tmp_path}/live", 2, whole=False)
     Journal(tmp_path / "live").write(Workflow("toy", started=1.0))
-    app, asked = build_app(str(tmp_path)), []
+    app, asked, committed = build_app(str(tmp_path)), [], threading.Event()
 
     async def watched(scope: Any, receive: Any, send: Any) -> None:
+        """The second look is answered once more is committed: the browser's clock stands still while it waits."""
         asked.append(scope.get("path"))
+        if asked.count("/runs/live/mark") > 1:
+            await asyncio.to_thread(committed.wait, LIMIT_S)
         await app(scope, receive, send)
 
     server = uvicorn.Server(uvicorn.Config(watched, port=0, log_level="warning"))
@@ -39,6 +43,7 @@ def test_a_page_shows_what_a_run_commits_while_it_is_open(tmp_path: Path) -> Non
         page = subprocess.Popen([*line, f"http://127.0.0.1:{port}/runs/live"], stdout=subprocess.PIPE, text=True)
         until(lambda: "/runs/live/mark" in asked, LIMIT_S)
         toy.make(f"{tmp_path}/live", 3, whole=False)
+        committed.set()
         shown = page.communicate(timeout=LIMIT_S)[0]
         server.should_exit = True
         thread.join()
