@@ -138,7 +138,7 @@ def test_a_body_ends_at_a_limit(server: str) -> None:
 
 
 def test_connections_without_headers_are_closed_and_others_are_answered() -> None:
-    with serving(HEADERS_S="0.5") as (child, address):
+    with serving(HEADERS_S="5") as (child, address):
         host, port = address.split(":")
         silent = [socket.create_connection((host, int(port))) for _ in range(200)]
         for each in silent[::2]:
