@@ -4,7 +4,6 @@ Where the account may not look (403), a thing counts as present: the account tha
 """
 
 import itertools
-import json
 import os
 import re
 from argparse import Namespace
@@ -23,8 +22,8 @@ from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.sharing import lease
 from tuneloop.sharing.sidecar import parse_arguments
 from tuneloop.sharing.turns import Turns
-from tuneloop.workflow.manifest import parse_applied_object
-from tuneloop.workflow.settings import GROUP_LABEL, TOKEN_SECRET
+from tuneloop.workflow.manifest import mounts_token, parse_applied_object
+from tuneloop.workflow.settings import GROUP_LABEL
 
 CLAIMS = KINDS["ResourceClaim"]
 
@@ -98,7 +97,7 @@ def _allowed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserE
     from kubernetes import client
 
     spec, wanted = workflow["spec"], [(WORKFLOWS[0], WORKFLOWS[2])]
-    if TOKEN_SECRET in json.dumps(spec) or "workflowTemplateRef" in spec:  # as `_create_token` of submit.py
+    if mounts_token(spec):
         wanted.append(("", "secrets"))
     for group, plural in wanted:
         asked = client.V1ResourceAttributes(namespace=cluster.namespace, verb="create", group=group, resource=plural)

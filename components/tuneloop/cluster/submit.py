@@ -11,7 +11,6 @@ What goes wrong is one line (`UserError`, `Retryable`), whatever the client libr
 """
 
 import contextlib
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -41,6 +40,7 @@ from tuneloop.kube.connection import (
     wait_until,
 )
 from tuneloop.sharing.lease import release_leases
+from tuneloop.workflow.manifest import mounts_token
 from tuneloop.workflow.settings import DELETE_DELAY, RUN_LABEL, TOKEN_KEY, TOKEN_SECRET
 
 FORGOTTEN_S = 900.0
@@ -105,7 +105,7 @@ def _create(cluster: Connection, made: Mapping[str, Any], name: str) -> str:
 def _create_token(cluster: Connection, workflow: Mapping[str, Any]) -> None:
     """Make the token of a workflow's rollout servers, as a Secret that goes with it; one that is there stays."""
     spec, name, uid = workflow["spec"], workflow["metadata"]["name"], workflow["metadata"]["uid"]
-    if TOKEN_SECRET not in json.dumps(spec) and "workflowTemplateRef" not in spec:  # whose templates are not here
+    if not mounts_token(spec):
         return
     metadata: dict[str, Any] = {"name": TOKEN_SECRET.replace("{{workflow.uid}}", uid)}
     metadata["ownerReferences"] = [{**OWNER, "name": name, "uid": uid}]

@@ -250,9 +250,8 @@ class Draft:
         self.attempt = attempt or f"data-{os.urandom(6).hex()}"
         self._store = Store(self.url)  # here: where a draft is committed on another thread, the environment may change
         if self._store.root is not None:
-            self.path = (
-                self._store.root / self.attempt
-            )  # written in place: no reader looks there before the manifest exists
+            # Written in place: no reader looks there before the manifest exists.
+            self.path = self._store.root / self.attempt
         else:
             # One attempt writes several artifacts: its output, and resume points meanwhile.
             place = xxhash.xxh3_64_hexdigest(self.url.encode())
@@ -326,3 +325,8 @@ class Draft:
 def dump_canonical_json(value: Any) -> str:
     """Dump `value` as JSON with sorted keys and no spaces, so that equal values have equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+
+
+def hash_canonical_json(value: Any) -> str:
+    """Compute the SHA-256 of `value` as `dump_canonical_json` dumps it, in hexadecimal."""
+    return hashlib.sha256(dump_canonical_json(value).encode()).hexdigest()

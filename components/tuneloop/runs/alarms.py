@@ -1,9 +1,9 @@
 """What goes wrong silently in reinforcement learning, said in words: looked for in the curves of a run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 
-from tuneloop.runs.run_record import Run
+from tuneloop.runs.run_record import Curve
 
 Points = Sequence[tuple[float, float]]
 WINDOW = 5
@@ -14,9 +14,9 @@ LARGE_GAP = 0.01
 """Nats: kernels of equal weights differ by less."""
 
 
-def find_alarms(run: Run) -> list[str]:
-    """Return a sentence for each alarm that a run's curves give, with its iteration and its number."""
-    loop = (curve for curve in run.curves() if curve.axis == "iteration" and curve.role != "evaluator")
+def find_alarms(curves: Iterable[Curve]) -> list[str]:
+    """Return a sentence for each alarm that the curves of a run give, with its iteration and its number."""
+    loop = (curve for curve in curves if curve.axis == "iteration" and curve.role != "evaluator")
     inside = {curve.name: [*zip(curve.x, curve.y)] for curve in loop}
     return [alarm for check in CHECKS if (alarm := check(inside))]
 

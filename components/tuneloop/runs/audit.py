@@ -5,11 +5,10 @@ tree, and its *root* is one digest over them all. Who holds the root, told by so
 store.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tuneloop.core.artifacts import MANIFEST, Artifact, dump_canonical_json, parse_manifest, split_ref
+from tuneloop.core.artifacts import DIGEST, MANIFEST, Artifact, hash_canonical_json, parse_manifest, split_ref
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
 from tuneloop.runs.run_record import Entry, Run
@@ -38,7 +37,7 @@ class Proof:
 def compute_root(run: Run) -> str:
     """Compute the root of what the run has committed so far: the SHA-256 of the canonical JSON of key → digest."""
     digests = {entry.key: entry.manifest.digest for entry in run.entries}
-    return f"sha256:{hashlib.sha256(dump_canonical_json(digests).encode()).hexdigest()}"
+    return f"{DIGEST}:{hash_canonical_json(digests)}"
 
 
 def audit_run(run: Run) -> Iterator[Proof]:

@@ -35,11 +35,12 @@ def fill_page(title: str, body: str, head: str = "") -> str:
 
 def render_body(run: Run) -> str:
     """Return what the report of `run` shows, as HTML."""
+    curves = run.curves()
     parts = [
         f"<h1>{escape(run.name)}</h1>",
-        "".join(f'<p class="alarm" role="alert">{escape(alarm)}</p>' for alarm in find_alarms(run)),
+        "".join(f'<p class="alarm" role="alert">{escape(alarm)}</p>' for alarm in find_alarms(curves)),
         _facts(run),
-        f'<div class="figures">{"".join([*_draw_curves(run.curves()), _draw_phases(run)])}</div>',
+        f'<div class="figures">{"".join([*_draw_curves(curves), _draw_phases(run)])}</div>',
         _samples(run),
         _provenance(run),
         _efficiency(run),

@@ -1,13 +1,12 @@
 """Rows of data as documents: tokenized once, by the stage `tokenize_data`, or here and now."""
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow.parquet as pq
 
-from tuneloop.core.artifacts import Artifact, File, dump_canonical_json
+from tuneloop.core.artifacts import Artifact, File, hash_canonical_json
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Corpus, Document, build_document
 from tuneloop.formats.tokens import encode_completion, encode_conversation, encode_prompt, load_tokenizer
@@ -66,7 +65,7 @@ def _encode_row(tokenizer: Any, row: Mapping[str, Any], sides: Sequence[str]) ->
 def digest_tokenizer(policy: Artifact) -> str:
     """Compute the SHA-256 over names and SHA-256 of the files that `find_tokenizer_files` finds."""
     files = {name: file.sha256 for name, file in find_tokenizer_files(policy).items()}
-    return hashlib.sha256(dump_canonical_json(files).encode()).hexdigest()
+    return hash_canonical_json(files)
 
 
 def find_tokenizer_files(policy: Artifact) -> dict[str, File]:

@@ -54,7 +54,7 @@ def build_app(store: str) -> Starlette:
     """Build the application over the runs below `store`, a path or URL."""
     runs = Runs(store)
 
-    def page(path: str, make: Callable[[Request], Response]) -> Route:
+    def make_route(path: str, make: Callable[[Request], Response]) -> Route:
         def answer(request: Request) -> Response:
             with runs.lock:
                 return make(request)
@@ -90,11 +90,11 @@ def build_app(store: str) -> Starlette:
 
     return Starlette(
         routes=[
-            page("/", show_runs),
+            make_route("/", show_runs),
             Route("/ui.js", lambda request: FileResponse(HERE / "ui.js", media_type="text/javascript")),
-            page("/runs/{name}", show_run),
-            page("/runs/{name}/mark", tell_mark),
-            page("/runs/{name}/samples/{iteration:int}", show_samples),
+            make_route("/runs/{name}", show_run),
+            make_route("/runs/{name}/mark", tell_mark),
+            make_route("/runs/{name}/samples/{iteration:int}", show_samples),
         ],
         exception_handlers={UserError: _refuse, Retryable: _refuse, HTTPException: _refuse},
     )

@@ -180,6 +180,11 @@ def _check_pod(template: Mapping[str, Any]) -> None:
         raise UserError(f"{at}.command", None, "is needed: without the image, its entrypoint is not known")
 
 
+def mounts_token(spec: Fields) -> bool:
+    """Say whether pods of a workflow mount the token of its servers; those of a template that is not here may."""
+    return TOKEN_SECRET in json.dumps(spec) or "workflowTemplateRef" in spec
+
+
 def _unknown(value: Any, fields: Any, path: str) -> Iterator[str]:
     """Yield the paths of all fields in `value` that `fields` does not have."""
     if fields in (ANY, IGNORED) or value is None:
